@@ -1,0 +1,1 @@
+"""Models to try things on: a Config and `from_config` each, no download."""

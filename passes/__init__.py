@@ -1,0 +1,1 @@
+"""The passes: trace, normalise, profile, coarsen, partition, schedule, codegen, and split over them."""

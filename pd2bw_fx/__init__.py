@@ -1,0 +1,1 @@
+"""Split any PyTorch model into pipeline stages you can read, and train them with PipeDream-2BW."""

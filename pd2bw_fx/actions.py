@@ -1,0 +1,97 @@
+"""A schedule is data: for each rank a plain list of actions, which the runtime executes, the simulator
+times and the report draws.
+
+    stage 0   F0 F1 B0 F2 B1 F3 B2 ..        2BW, two stages: one forward one backward, never flushed
+    stage 1      F0 B0 F1 B1 F2 B2 F3 ..
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Self
+
+
+class Kind(StrEnum):
+    RECEIVE_ACTIVATION = "RF"
+    FORWARD = "F"
+    SEND_ACTIVATION = "SF"
+    RECEIVE_GRADIENT = "RB"
+    BACKWARD = "B"
+    SEND_GRADIENT = "SB"
+    UPDATE = "U"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """`microbatch` counts from the start of training and is -1 for an update.
+
+    `version` is the weight version that a forward or backward runs on, or that an update makes:
+    W(0) are the initial weights, W(t) those after t updates.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    version: int
+
+    def __str__(self) -> str:
+        if self.kind is Kind.UPDATE:
+            return f"U(stage {self.stage} -> W{self.version})"
+        return f"{self.kind}{self.microbatch}(stage {self.stage}, W{self.version})"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The actions of updates `updates` (a range) for every rank, in the order in which a rank performs them.
+
+    A training run is a sequence of such segments: pipelined methods leave backwards of one segment to the
+    next, and a last one with `drained` set brings them home.
+    """
+
+    method: str
+    num_stages: int
+    microbatches_per_update: int
+    updates: range
+    ranks: tuple[tuple[Action, ...], ...]
+    drained: bool
+    weight_versions: int  # alive at any one time
+
+    def then(self, later: Schedule) -> Schedule:
+        """This segment and the one that follows it, as one."""
+        ranks = tuple((*mine, *theirs) for mine, theirs in zip(self.ranks, later.ranks, strict=True))
+        updates = range(self.updates.start, max(self.updates.stop, later.updates.stop))
+        return replace(self, ranks=ranks, updates=updates, drained=later.drained)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "method": self.method,
+            "num_stages": self.num_stages,
+            "microbatches_per_update": self.microbatches_per_update,
+            "updates": [self.updates.start, self.updates.stop],
+            "drained": self.drained,
+            "weight_versions": self.weight_versions,
+            "ranks": [[_action_to_json(action) for action in rank] for rank in self.ranks],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        return cls(
+            method=data["method"],
+            num_stages=data["num_stages"],
+            microbatches_per_update=data["microbatches_per_update"],
+            updates=range(*data["updates"]),
+            ranks=tuple(tuple(_action_from_json(a) for a in rank) for rank in data["ranks"]),
+            drained=data["drained"],
+            weight_versions=data["weight_versions"],
+        )
+
+
+def _action_to_json(action: Action) -> list[Any]:
+    return [action.kind.value, action.stage, action.microbatch, action.version]
+
+
+def _action_from_json(fields: Sequence[Any]) -> Action:
+    kind, stage, microbatch, version = fields
+    return Action(Kind(kind), stage, microbatch, version)

@@ -1,0 +1,100 @@
+"""What every operator costs, and what a stage holds in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCost:
+    """One operator at the costs' microbatch size on the costs' device."""
+
+    forward_s: float
+    backward_s: float
+    output_bytes: int = 0
+    saved_bytes: int = 0  # kept for the backward: storages, not views; parameters not counted
+    workspace_bytes: int = 0  # its largest temporary
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The cost of every operator by name.
+
+    `origin` says how they were come by: "measured", "analytic" (operations and bytes over the device's
+    rates) or "parameters" (no shapes were known). `note` is what to tell the user about it, if anything.
+    """
+
+    operators: Mapping[str, OperatorCost]
+    device: str
+    microbatch_size: int | None
+    origin: str
+    note: str = ""
+
+    @property
+    def forward_s(self) -> float:
+        return sum(cost.forward_s for cost in self.operators.values())
+
+    @property
+    def backward_s(self) -> float:
+        return sum(cost.backward_s for cost in self.operators.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "microbatch_size": self.microbatch_size,
+            "origin": self.origin,
+            "note": self.note,
+            "operators": {name: list(asdict(cost).values()) for name, cost in self.operators.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(
+            operators={name: OperatorCost(*fields) for name, fields in data["operators"].items()},
+            device=data["device"],
+            microbatch_size=data["microbatch_size"],
+            origin=data["origin"],
+            note=data["note"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Copies of each trainable parameter that a method and an optimizer keep on a stage's device.
+
+    PipeDream-2BW (arXiv 2006.09503, section 3.1): two weight versions at every stage, whatever the depth.
+    `optimizer_copies`: 0 for SGD, 1 with momentum, 2 for Adam. The gradient is one flat copy.
+    """
+
+    weight_versions: int = 2
+    gradient_copies: int = 1
+    optimizer_copies: int = 2
+
+    @property
+    def copies(self) -> int:
+        return self.weight_versions + self.gradient_copies + self.optimizer_copies
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What a stage's device holds at its worst moment, in bytes."""
+
+    weight_bytes: int  # all versions, frozen parameters and buffers among them
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int  # saved for the backward, all microbatches in flight
+    transfer_bytes: int  # received and sent tensors, all microbatches in flight
+    workspace_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.weight_bytes
+            + self.gradient_bytes
+            + self.optimizer_bytes
+            + self.activation_bytes
+            + self.transfer_bytes
+            + self.workspace_bytes
+        )

@@ -1,0 +1,48 @@
+"""Everything that a user can cause, each with a type of its own.
+
+A message says what was found, what was expected and what to try.
+"""
+
+
+class Pd2bwError(Exception):
+    """The base of all errors that are the user's to mend; anything else is a bug of ours."""
+
+
+class InputError(Pd2bwError, ValueError):
+    """An argument of the wrong kind, shape or size."""
+
+
+class TraceError(Pd2bwError):
+    """The model cannot be turned into an operator graph; names the line that stops it."""
+
+
+class ClusterError(Pd2bwError, ValueError):
+    """A cluster description that is missing something or contradicts itself."""
+
+
+class InfeasibleError(Pd2bwError):
+    """No assignment satisfies the limits; names the device, the bytes needed and the bytes there."""
+
+
+class SolverError(Pd2bwError):
+    """The integer program's solver is missing, failed, or ran out of time with no plan at all."""
+
+
+class PlanMismatchError(Pd2bwError):
+    """A plan that was made for another model, or a folder that is not what its manifest says."""
+
+
+class ScheduleError(Pd2bwError, ValueError):
+    """A schedule that would compute something else or never end; names the first offending action."""
+
+
+class VerificationError(Pd2bwError):
+    """The stages do not compute what the model computes; names the first tensor that differs."""
+
+
+class WorkerError(Pd2bwError):
+    """A rank failed while training; names the rank, and carries its own error."""
+
+
+class ExportError(Pd2bwError):
+    """The stages could not be written as ONNX, or the files do not compute what the stages compute."""

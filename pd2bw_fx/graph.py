@@ -1,0 +1,255 @@
+"""The operator graph: what the model computes, one node for each operator of the traced program.
+
+The graph is data (it survives a JSON round trip); `fx` and `root`, the traced program and the live model,
+are at hand only in the process that traced it.
+
+Normal form of `fx` (what `passes/normalise.py` promises and everything after it relies on):
+
+- `placeholder`: the model's tensor inputs, flat, under the names of the forward's arguments;
+- `get_attr`: parameters, buffers and constants; `target` is the name in `parameters`, `buffers` or
+  `constants`, which for parameters and buffers is the name in the model's own state_dict;
+- `call_function`: ATen operators before decomposition, `operator.getitem`, arithmetic on sizes;
+  `call_module` and `call_method` occur only where symbolic tracing was the front end;
+- `output`: one flat tuple, in the order of `outputs`.
+
+Every call node has an entry of the same name in `operators`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import networkx as nx
+import torch
+from torch import fx, nn
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor's shape, type and whether a gradient flows to it.
+
+    A dimension that follows the batch (or another dynamic size) is an expression in the graph's symbols,
+    e.g. `"batch"` or `"4*batch"`; its value at the traced example stands in `example_shape`.
+    `shape` is None where nothing is known (symbolic tracing without example inputs).
+    """
+
+    shape: tuple[int | str, ...] | None
+    dtype: torch.dtype
+    requires_grad: bool = False
+    example_shape: tuple[int, ...] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes at the example's sizes; 0 where the shape is unknown."""
+        if self.example_shape is None:
+            return 0
+        return math.prod(self.example_shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        sizes = "?" if self.shape is None else ", ".join(str(size) for size in self.shape)
+        return f"{dtype_name(self.dtype)} ({sizes})"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "shape": None if self.shape is None else list(self.shape),
+            "dtype": dtype_name(self.dtype),
+            "requires_grad": self.requires_grad,
+            "example_shape": None if self.example_shape is None else list(self.example_shape),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        shape, example = data["shape"], data["example_shape"]
+        return cls(
+            shape=None if shape is None else tuple(shape),
+            dtype=dtype_from_name(data["dtype"]),
+            requires_grad=data["requires_grad"],
+            example_shape=None if example is None else tuple(example),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One call of the traced program.
+
+    `reads` names the operators and model inputs whose values it takes, in order, without repeats;
+    `parameters` and `buffers` (constants among them) are read by state_dict name.
+    `outputs` holds one spec, or one for each element of a tuple, or none for a size.
+    """
+
+    name: str
+    target: str  # "aten.linear.default", "operator.getitem"
+    module_path: str  # "transformer.h.0.attn"; "" is the model itself
+    module_type: str  # "GPT2Attention"
+    reads: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    source_line: str | None = None  # "modeling_gpt2.py:221"
+    writes_buffers: tuple[str, ...] = ()  # BatchNorm's running statistics
+    is_view: bool = False  # its output shares storage with an operand
+    is_random: bool = False  # draws from the generator
+    is_replicable: bool = False  # depends on inputs and sizes alone: recomputed wherever it is read
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(spec.requires_grad for spec in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """A parameter, buffer or constant. `tied_names` are its further names in the state_dict, if any."""
+
+    name: str
+    spec: TensorSpec
+    trainable: bool = True
+    persistent: bool = True  # False: a buffer or constant that the model's state_dict leaves out
+    tied_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """What the model returns under `name` is the value of operator (or input) `value`."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorGraph:
+    """The whole model. Operators are in program order, which is a topological order."""
+
+    operators: Mapping[str, Operator]
+    inputs: Mapping[str, TensorSpec]
+    parameters: Mapping[str, ParameterSpec]
+    buffers: Mapping[str, ParameterSpec]  # buffers and constants
+    outputs: tuple[ModelOutput, ...]
+    loss: str | None  # name of the output that is trained on; None: the model has no loss
+    model_name: str = "model"
+    batch_symbol: str | None = "batch"  # None: traced at one size, the example's
+    unused_inputs: tuple[str, ...] = ()
+    fx: fx.GraphModule | None = field(default=None, compare=False, repr=False)
+    root: nn.Module | None = field(default=None, compare=False, repr=False)
+
+    def digraph(self) -> nx.DiGraph[str]:
+        """Nodes are operator names (attribute `operator`), edges go from producer to consumer."""
+        graph: nx.DiGraph[str] = nx.DiGraph()
+        for operator in self.operators.values():
+            graph.add_node(operator.name, operator=operator)
+        for operator in self.operators.values():
+            for value in operator.reads:
+                if value in self.operators:
+                    graph.add_edge(value, operator.name)
+        return graph
+
+    def readers(self) -> dict[str, list[str]]:
+        """The operators that read each operator or input, in program order."""
+        readers: dict[str, list[str]] = {name: [] for name in (*self.inputs, *self.operators)}
+        for operator in self.operators.values():
+            for value in operator.reads:
+                readers[value].append(operator.name)
+        return readers
+
+    def fingerprint(self) -> str:
+        """A hash of what is computed: a plan made for one graph fits only graphs with the same one."""
+        text = json.dumps(self.to_json(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def without_live_parts(self) -> OperatorGraph:
+        return replace(self, fx=None, root=None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model_name": self.model_name,
+            "batch_symbol": self.batch_symbol,
+            "inputs": {name: spec.to_json() for name, spec in self.inputs.items()},
+            "unused_inputs": list(self.unused_inputs),
+            "parameters": [_parameter_to_json(p) for p in self.parameters.values()],
+            "buffers": [_parameter_to_json(b) for b in self.buffers.values()],
+            "operators": [_operator_to_json(o) for o in self.operators.values()],
+            "outputs": [[output.name, output.value] for output in self.outputs],
+            "loss": self.loss,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        operators = (_operator_from_json(entry) for entry in data["operators"])
+        parameters = (_parameter_from_json(entry) for entry in data["parameters"])
+        buffers = (_parameter_from_json(entry) for entry in data["buffers"])
+        return cls(
+            operators={operator.name: operator for operator in operators},
+            inputs={name: TensorSpec.from_json(spec) for name, spec in data["inputs"].items()},
+            parameters={parameter.name: parameter for parameter in parameters},
+            buffers={buffer.name: buffer for buffer in buffers},
+            outputs=tuple(ModelOutput(name, value) for name, value in data["outputs"]),
+            loss=data["loss"],
+            model_name=data["model_name"],
+            batch_symbol=data["batch_symbol"],
+            unused_inputs=tuple(data["unused_inputs"]),
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no torch dtype")
+    return dtype
+
+
+_OPERATOR_LISTS = ("reads", "parameters", "buffers", "writes_buffers")
+_OPERATOR_FLAGS = ("is_view", "is_random", "is_replicable")
+
+
+def _operator_to_json(operator: Operator) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "name": operator.name,
+        "target": operator.target,
+        "module_path": operator.module_path,
+        "module_type": operator.module_type,
+        "outputs": [spec.to_json() for spec in operator.outputs],
+        "source_line": operator.source_line,
+    }
+    data |= {key: list(getattr(operator, key)) for key in _OPERATOR_LISTS}
+    return data | {key: getattr(operator, key) for key in _OPERATOR_FLAGS}
+
+
+def _operator_from_json(data: Mapping[str, Any]) -> Operator:
+    return Operator(
+        name=data["name"],
+        target=data["target"],
+        module_path=data["module_path"],
+        module_type=data["module_type"],
+        outputs=tuple(TensorSpec.from_json(spec) for spec in data["outputs"]),
+        source_line=data["source_line"],
+        **{key: tuple(data[key]) for key in _OPERATOR_LISTS},
+        **{key: data[key] for key in _OPERATOR_FLAGS},
+    )
+
+
+def _parameter_to_json(parameter: ParameterSpec) -> dict[str, Any]:
+    return {
+        "name": parameter.name,
+        "spec": parameter.spec.to_json(),
+        "trainable": parameter.trainable,
+        "persistent": parameter.persistent,
+        "tied_names": list(parameter.tied_names),
+    }
+
+
+def _parameter_from_json(data: Mapping[str, Any]) -> ParameterSpec:
+    return ParameterSpec(
+        name=data["name"],
+        spec=TensorSpec.from_json(data["spec"]),
+        trainable=data["trainable"],
+        persistent=data["persistent"],
+        tied_names=tuple(data["tied_names"]),
+    )

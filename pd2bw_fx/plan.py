@@ -1,0 +1,115 @@
+"""The plan: which operators run where, what crosses, and how well it is known to be the best."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from pd2bw_fx.costs import StageMemory
+from pd2bw_fx.errors import PlanMismatchError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage: its device (by index in the cluster and by name), its operators in program order.
+
+    Times are seconds for one microbatch; `send_s` and `receive_s` are what its links add to that time.
+    """
+
+    stage: int
+    device: int
+    device_name: str
+    operators: tuple[str, ...]
+    parameters: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    send_s: float
+    receive_s: float
+    memory: StageMemory
+    memory_limit_bytes: int
+    microbatches_in_flight: int
+    recompute: bool = False
+
+    @property
+    def load_s(self) -> float:
+        """The time this stage needs for one microbatch: what the bottleneck is the largest of."""
+        recomputed_s = self.forward_s if self.recompute else 0.0
+        return self.forward_s + recomputed_s + self.backward_s + self.send_s + self.receive_s
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A value sent from the stage that makes it straight to one stage that reads it.
+
+    `seconds` is latency + bytes / bandwidth, gradient included where one flows back.
+    """
+
+    value: str
+    source: int
+    target: int
+    bytes: int
+    gradient_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Stages in pipeline order. No better plan than `bound_s` exists: gap = 1 - bound_s / bottleneck_s.
+
+    `fingerprint` is the operator graph's; a plan is refused for any other graph.
+    """
+
+    stages: tuple[StagePlan, ...]
+    transfers: tuple[Transfer, ...]
+    bottleneck_s: float
+    bound_s: float
+    method: str
+    microbatches_per_update: int
+    solver: str
+    planning_s: float
+    fingerprint: str
+    costs_origin: str = "measured"
+
+    @property
+    def gap(self) -> float:
+        """Largest share by which the bottleneck may be above the true optimum; 0 is proven optimal."""
+        if self.bottleneck_s <= 0:
+            return 0.0
+        return max(0.0, 1.0 - self.bound_s / self.bottleneck_s)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        return {name: stage.stage for stage in self.stages for name in stage.operators}
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA} | asdict(self) | {"gap": self.gap}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        if data.get("schema") != SCHEMA:
+            raise PlanMismatchError(
+                f"the plan has schema {data.get('schema')!r}, this version reads {SCHEMA}; make the plan again"
+            )
+        fields = {key: data[key] for key in cls.__dataclass_fields__ if key not in ("stages", "transfers")}
+        stages = tuple(_stage_from_json(entry) for entry in data["stages"])
+        transfers = tuple(Transfer(**entry) for entry in data["transfers"])
+        return cls(stages=stages, transfers=transfers, **fields)
+
+    def dumps(self) -> str:
+        return json.dumps(self.to_json(), indent=1)
+
+
+def _stage_from_json(data: Mapping[str, Any]) -> StagePlan:
+    fields = dict(data)
+    fields["operators"] = tuple(fields["operators"])
+    fields["parameters"] = tuple(fields["parameters"])
+    fields["memory"] = StageMemory(**fields["memory"])
+    return StagePlan(**fields)

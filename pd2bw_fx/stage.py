@@ -1,0 +1,103 @@
+"""A stage: its source, what goes in and out, and the module that the source builds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import nn
+
+from pd2bw_fx.graph import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One argument of a stage's forward, or one of the tensors that it returns.
+
+    `value` is the value's name in the operator graph and the same at both ends of a link.
+    """
+
+    value: str
+    name: str  # the argument's or variable's name in the generated code
+    spec: TensorSpec
+    source: int | None = None  # of an input: the stage that sends it; None: an input of the model
+    targets: tuple[int, ...] = ()  # of an output: the stages that read it
+    model_output: str | None = None  # of an output: what the model calls it ("loss"), if it returns it
+
+    @property
+    def needs_gradient(self) -> bool:
+        """A gradient flows back over this port."""
+        return self.spec.requires_grad
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "value": self.value,
+            "name": self.name,
+            "spec": self.spec.to_json(),
+            "source": self.source,
+            "targets": list(self.targets),
+            "model_output": self.model_output,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        spec, targets = TensorSpec.from_json(data["spec"]), tuple(data["targets"])
+        return cls(data["value"], data["name"], spec, data["source"], targets, data["model_output"])
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """Generated code and its contract.
+
+    `source` defines `class_name`, an `nn.Module` without constructor arguments. Its forward takes `inputs`
+    positionally in this order, and returns the one tensor of `outputs` or a tuple of them in this order.
+    Its state_dict has the original model's names: `parameters` and `buffers` (constants and non-persistent
+    buffers among them), plus the further names of ties, `ties[name] = the name it is the same tensor as`.
+    """
+
+    stage: int
+    class_name: str
+    source: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    ties: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the source, which has a file of its own."""
+        return {
+            "stage": self.stage,
+            "class_name": self.class_name,
+            "inputs": [port.to_json() for port in self.inputs],
+            "outputs": [port.to_json() for port in self.outputs],
+            "parameters": list(self.parameters),
+            "buffers": list(self.buffers),
+            "ties": dict(self.ties),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], source: str) -> Self:
+        return cls(
+            stage=data["stage"],
+            class_name=data["class_name"],
+            source=source,
+            inputs=tuple(Port.from_json(port) for port in data["inputs"]),
+            outputs=tuple(Port.from_json(port) for port in data["outputs"]),
+            parameters=tuple(data["parameters"]),
+            buffers=tuple(data["buffers"]),
+            ties=dict(data["ties"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What `pipe.stages[i]` is: the program, and the module built from it with its weights."""
+
+    program: StageProgram
+    module: nn.Module
+
+    @property
+    def source(self) -> str:
+        return self.program.source
