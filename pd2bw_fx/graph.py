@@ -205,21 +205,22 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
-_OPERATOR_LISTS = ("reads", "parameters", "buffers", "writes_buffers")
-_OPERATOR_FLAGS = ("is_view", "is_random", "is_replicable")
-
-
 def _operator_to_json(operator: Operator) -> dict[str, Any]:
-    data: dict[str, Any] = {
+    return {
         "name": operator.name,
         "target": operator.target,
         "module_path": operator.module_path,
         "module_type": operator.module_type,
+        "reads": list(operator.reads),
+        "parameters": list(operator.parameters),
+        "buffers": list(operator.buffers),
         "outputs": [spec.to_json() for spec in operator.outputs],
         "source_line": operator.source_line,
+        "writes_buffers": list(operator.writes_buffers),
+        "is_view": operator.is_view,
+        "is_random": operator.is_random,
+        "is_replicable": operator.is_replicable,
     }
-    data |= {key: list(getattr(operator, key)) for key in _OPERATOR_LISTS}
-    return data | {key: getattr(operator, key) for key in _OPERATOR_FLAGS}
 
 
 def _operator_from_json(data: Mapping[str, Any]) -> Operator:
@@ -228,10 +229,15 @@ def _operator_from_json(data: Mapping[str, Any]) -> Operator:
         target=data["target"],
         module_path=data["module_path"],
         module_type=data["module_type"],
+        reads=tuple(data["reads"]),
+        parameters=tuple(data["parameters"]),
+        buffers=tuple(data["buffers"]),
         outputs=tuple(TensorSpec.from_json(spec) for spec in data["outputs"]),
         source_line=data["source_line"],
-        **{key: tuple(data[key]) for key in _OPERATOR_LISTS},
-        **{key: data[key] for key in _OPERATOR_FLAGS},
+        writes_buffers=tuple(data["writes_buffers"]),
+        is_view=data["is_view"],
+        is_random=data["is_random"],
+        is_replicable=data["is_replicable"],
     )
 
 

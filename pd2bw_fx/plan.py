@@ -96,7 +96,7 @@ class Plan:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         if data.get("schema") != SCHEMA:
             raise PlanMismatchError(
-                f"the plan has schema {data.get('schema')!r}, this version reads {SCHEMA}; make the plan again"
+                f"the plan has schema {data.get('schema')!r}, this version reads {SCHEMA}; plan again"
             )
         fields = {key: data[key] for key in cls.__dataclass_fields__ if key not in ("stages", "transfers")}
         stages = tuple(_stage_from_json(entry) for entry in data["stages"])

@@ -1,0 +1,352 @@
+"""The cluster: devices with their memory and speed, and what a transfer between any two of them costs."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from pd2bw_fx.errors import ClusterError
+from pd2bw_fx.units import parse_bytes
+
+_DEVICE_KEYS = {"name", "kind", "memory", "speed", "flops_per_s", "memory_bytes_per_s", "host"}
+_NODE_KEYS = (_DEVICE_KEYS - {"host"}) | {"count", "inside"}
+_LINK_KEYS = {"bytes_per_s", "latency_s"}
+
+# What a gloo pair on one host does; measured links come from a cluster file.
+LOCAL_BYTES_PER_S = 2e9
+LOCAL_LATENCY_S = 100e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator or one CPU process.
+
+    `speed` divides operator times measured or estimated for the reference device (1.0 is that device).
+    `flops_per_s` and `memory_bytes_per_s` serve the analytic estimate, where nothing can be measured.
+    """
+
+    name: str
+    memory_bytes: int
+    kind: str = "cpu"
+    speed: float = 1.0
+    flops_per_s: float = 50e9
+    memory_bytes_per_s: float = 10e9
+    host: str = "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Devices and the link-cost matrix: sending n bytes from a to b takes
+    latency_s[a][b] + n / bytes_per_s[a][b] seconds.
+    """
+
+    devices: tuple[Device, ...]
+    bytes_per_s: tuple[tuple[float, ...], ...]
+    latency_s: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        _check_devices(self.devices)
+        _check_matrix("bytes_per_s", self.bytes_per_s, self.devices, zero_allowed=False)
+        _check_matrix("latency_s", self.latency_s, self.devices, zero_allowed=True)
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def transfer_s(self, source: int, target: int, num_bytes: int) -> float:
+        """Seconds to send so many bytes between two devices, by index; nothing within one device."""
+        if source == target:
+            return 0.0
+        return self.latency_s[source][target] + num_bytes / self.bytes_per_s[source][target]
+
+    @property
+    def is_uniform(self) -> bool:
+        """All devices alike but for their names, and all links alike."""
+        unnamed = {replace(device, name="", host="") for device in self.devices}
+        links = {
+            (self.bytes_per_s[a][b], self.latency_s[a][b])
+            for a in range(len(self))
+            for b in range(len(self))
+            if a != b
+        }
+        return len(unnamed) <= 1 and len(links) <= 1
+
+    @classmethod
+    def uniform(
+        cls,
+        num_devices: int,
+        *,
+        memory_bytes: int | str | None = None,
+        bytes_per_s: float = LOCAL_BYTES_PER_S,
+        latency_s: float = LOCAL_LATENCY_S,
+        kind: str = "cpu",
+        speed: float = 1.0,
+    ) -> Self:
+        """Equal devices on equal links. Without `memory_bytes`, an equal share of this machine's memory."""
+        if num_devices < 1:
+            raise ClusterError(f"a cluster of {num_devices} devices was asked for; it needs at least one")
+        share = machine_memory_bytes() // num_devices if memory_bytes is None else parse_bytes(memory_bytes)
+        devices = tuple(
+            Device(f"{kind}:{index}", memory_bytes=share, kind=kind, speed=speed)
+            for index in range(num_devices)
+        )
+        return cls(devices, _constant(num_devices, bytes_per_s), _constant(num_devices, latency_s))
+
+    @classmethod
+    def local(cls) -> Self:
+        """What this machine has: its CUDA devices, or two CPU processes (four on 8 cores or more)."""
+        count = torch.cuda.device_count()
+        if count == 0:
+            return cls.uniform(4 if (os.cpu_count() or 2) >= 8 else 2)
+        devices = tuple(_cuda_device(index) for index in range(count))
+        return cls(devices, _constant(count, 25e9), _constant(count, 10e-6))
+
+    @classmethod
+    def of(cls, description: Cluster | int | str | Path | None) -> Cluster:
+        """A cluster from whatever `split(cluster=...)` takes: a count, a Cluster, a TOML file, or nothing."""
+        if description is None:
+            return cls.local()
+        if isinstance(description, Cluster):
+            return description
+        if isinstance(description, bool) or not isinstance(description, int | str | Path):
+            raise ClusterError(
+                f"cluster={description!r} is a {type(description).__name__}; "
+                "give a number of devices, a Cluster, or the path of a TOML file"
+            )
+        if isinstance(description, int):
+            local = torch.cuda.device_count()
+            if 0 < description <= local:
+                return cls.local().only(range(description))
+            return cls.uniform(description)
+        return cls.from_toml(description)
+
+    def only(self, devices: Sequence[int]) -> Self:
+        """The cluster of these devices alone, in this order."""
+        return replace(
+            self,
+            devices=tuple(self.devices[d] for d in devices),
+            bytes_per_s=tuple(tuple(self.bytes_per_s[a][b] for b in devices) for a in devices),
+            latency_s=tuple(tuple(self.latency_s[a][b] for b in devices) for a in devices),
+        )
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        """Read a cluster file.
+
+        Either `[[device]]` tables with full matrices `bytes_per_s` and `latency_s` at the top (rows send,
+        columns receive), or `[[node]]` groups of equal devices, each with its links `inside`, and one table
+        `[between]` for the links of different nodes. An unlike pair of directions is refused as a mistake
+        unless the file says `asymmetric = true`.
+
+        Raises ClusterError naming the file and the entry that is missing, negative or contradictory.
+        """
+        path = Path(path)
+        try:
+            data = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ClusterError(f"cluster file {path} cannot be read: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ClusterError(f"cluster file {path} is no valid TOML: {error}") from error
+        try:
+            return cls._from_tables(data)
+        except ClusterError as error:
+            raise ClusterError(f"cluster file {path}: {error}") from None
+
+    @classmethod
+    def _from_tables(cls, data: dict[str, Any]) -> Self:
+        _check_keys("the file", data, {"device", "node", "between", "asymmetric", *_LINK_KEYS})
+        if ("device" in data) == ("node" in data):
+            raise ClusterError("give either [[device]] tables with full matrices, or [[node]] groups")
+        cluster = cls._from_nodes(data) if "node" in data else cls._from_devices(data)
+        if not data.get("asymmetric", False):
+            cluster._check_symmetric()
+        return cluster
+
+    @classmethod
+    def _from_devices(cls, data: dict[str, Any]) -> Self:
+        devices = tuple(
+            _device_from_table(f"device {index}", _table(f"device {index}", table), index)
+            for index, table in enumerate(data["device"])
+        )
+        missing = sorted(_LINK_KEYS - data.keys())
+        if missing and len(devices) > 1:
+            raise ClusterError(
+                f"{len(devices)} devices but no {' and no '.join(missing)} matrix; add one row a sending "
+                f"device, e.g. {missing[0]} = [[0, 1e9], [1e9, 0]]"
+            )
+        return cls(
+            devices,
+            _matrix("bytes_per_s", data.get("bytes_per_s", [[0]])),
+            _matrix("latency_s", data.get("latency_s", [[0]])),
+        )
+
+    @classmethod
+    def _from_nodes(cls, data: dict[str, Any]) -> Self:
+        devices: list[Device] = []
+        inside: list[Mapping[str, float]] = []
+        for number, raw in enumerate(data["node"]):
+            where = f"node {raw.get('name', number)!r}" if isinstance(raw, dict) else f"node {number}"
+            table = _table(where, raw)
+            _check_keys(where, table, _NODE_KEYS)
+            count = table.get("count", 1)
+            if not isinstance(count, int) or count < 1:
+                raise ClusterError(f"{where}: count is {count!r}; a node has at least one device")
+            link = _link(f"{where}, inside", table.get("inside"), needed=count > 1)
+            name = str(table.get("name", f"node{number}"))
+            shared = {key: value for key, value in table.items() if key in _DEVICE_KEYS} | {"host": name}
+            for local in range(count):
+                devices.append(_device_from_table(where, shared | {"name": f"{name}:{local}"}, len(devices)))
+                inside.append(link)
+        between = _link("[between]", data.get("between"), needed=len(data["node"]) > 1)
+
+        def links(key: str) -> tuple[tuple[float, ...], ...]:
+            return tuple(
+                tuple(0.0 if a is b else (inside[row] if a.host == b.host else between)[key] for b in devices)
+                for row, a in enumerate(devices)
+            )
+
+        return cls(tuple(devices), links("bytes_per_s"), links("latency_s"))
+
+    def _check_symmetric(self) -> None:
+        for key, matrix in (("bytes_per_s", self.bytes_per_s), ("latency_s", self.latency_s)):
+            for a in range(len(self)):
+                for b in range(a):
+                    if matrix[a][b] != matrix[b][a]:
+                        raise ClusterError(
+                            f"{key}[{a}][{b}] is {matrix[a][b]:g} but {key}[{b}][{a}] is {matrix[b][a]:g}; "
+                            "if the two directions really differ, say asymmetric = true"
+                        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(
+            tuple(Device(**device) for device in data["devices"]),
+            tuple(tuple(row) for row in data["bytes_per_s"]),
+            tuple(tuple(row) for row in data["latency_s"]),
+        )
+
+
+def machine_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cuda_device(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    return Device(
+        f"cuda:{index}",
+        memory_bytes=properties.total_memory,
+        kind="cuda",
+        flops_per_s=20e12,
+        memory_bytes_per_s=1e12,
+    )
+
+
+def _constant(size: int, value: float) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(0.0 if a == b else value for b in range(size)) for a in range(size))
+
+
+def _table(where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ClusterError(f"{where} is {value!r}; a table was expected")
+    return value
+
+
+def _check_keys(where: str, table: Mapping[str, Any], known: set[str]) -> None:
+    unknown = sorted(table.keys() - known)
+    if unknown:
+        raise ClusterError(
+            f"{where} has an unknown entry {unknown[0]!r}; known are {', '.join(sorted(known))}"
+        )
+
+
+def _device_from_table(where: str, table: Mapping[str, Any], index: int) -> Device:
+    _check_keys(where, table, _DEVICE_KEYS)
+    if "memory" not in table:
+        raise ClusterError(f'{where} has no memory; add e.g. memory = "16 GiB"')
+    kind = str(table.get("kind", "cuda"))
+    rates = {
+        key: _number(f"{where}, {key}", table[key])
+        for key in ("speed", "flops_per_s", "memory_bytes_per_s")
+        if key in table
+    }
+    try:
+        memory_bytes = parse_bytes(table["memory"])
+    except ValueError as error:
+        raise ClusterError(f"{where}: {error}") from None
+    return Device(
+        name=str(table.get("name", f"{kind}:{index}")),
+        memory_bytes=memory_bytes,
+        kind=kind,
+        host=str(table.get("host", "localhost")),
+        **rates,
+    )
+
+
+def _link(where: str, table: Any, *, needed: bool) -> Mapping[str, float]:
+    if table is None and not needed:
+        return {"bytes_per_s": 1.0, "latency_s": 0.0}
+    if table is None:
+        raise ClusterError(f"{where} is missing; add {{ bytes_per_s = 25e9, latency_s = 10e-6 }}")
+    table = _table(where, table)
+    _check_keys(where, table, _LINK_KEYS)
+    missing = sorted(_LINK_KEYS - table.keys())
+    if missing:
+        raise ClusterError(f"{where} has no {missing[0]}")
+    return {key: _number(f"{where}, {key}", table[key]) for key in _LINK_KEYS}
+
+
+def _matrix(key: str, rows: Any) -> tuple[tuple[float, ...], ...]:
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ClusterError(f"{key} must be a list of rows, one a sending device")
+    return tuple(
+        tuple(_number(f"{key}[{a}][{b}]", entry) for b, entry in enumerate(row)) for a, row in enumerate(rows)
+    )
+
+
+def _number(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ClusterError(f"{where} is {value!r}; a number was expected")
+    return float(value)
+
+
+def _check_devices(devices: Sequence[Device]) -> None:
+    if not devices:
+        raise ClusterError("a cluster needs at least one device")
+    names = [device.name for device in devices]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ClusterError(f"two devices are named {repeated[0]!r}; give each a name of its own")
+    for device in devices:
+        for key in ("memory_bytes", "speed", "flops_per_s", "memory_bytes_per_s"):
+            value = getattr(device, key)
+            if not 0 < value < float("inf"):
+                raise ClusterError(
+                    f"device {device.name!r}: {key} is {value}; it must be positive and finite"
+                )
+
+
+def _check_matrix(
+    key: str, matrix: tuple[tuple[float, ...], ...], devices: Sequence[Device], *, zero_allowed: bool
+) -> None:
+    size = len(devices)
+    if len(matrix) != size:
+        raise ClusterError(f"{key} has {len(matrix)} rows for {size} devices; it needs one row a device")
+    for a, row in enumerate(matrix):
+        if len(row) != size:
+            raise ClusterError(f"{key}[{a}] has {len(row)} entries for {size} devices")
+        for b, value in enumerate(row):
+            good = 0 <= value < float("inf") and (zero_allowed or value > 0)
+            if a != b and not good:
+                bound = "zero or more" if zero_allowed else "more than zero"
+                raise ClusterError(
+                    f"{key}[{a}][{b}] ({devices[a].name} -> {devices[b].name}) is {value:g}; "
+                    f"it must be {bound} and finite"
+                )

@@ -1,0 +1,41 @@
+"""Bytes and seconds, as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: int | float | str) -> int:
+    """A number of bytes from 17179869184, "16 GiB" or "16GB". Raises ValueError for anything else."""
+    if isinstance(text, bool):
+        raise ValueError(f"{text!r} is no number of bytes")
+    if isinstance(text, int | float):
+        return int(text)
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f'{text!r} is no number of bytes; write e.g. 17179869184, "16 GiB" or "16 GB"')
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Three digits and a binary unit: "1.50 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(num_bytes) < 1024 or unit == "TiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits and a unit that fits: "12.3 ms"."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-6:.3g} us"
