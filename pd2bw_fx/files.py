@@ -1,0 +1,92 @@
+"""Folders that are either whole or not there, and the hashes that tell whether a file was altered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pd2bw_fx.errors import InputError, PlanMismatchError
+
+MANIFEST = "manifest.json"
+
+
+@contextmanager
+def whole_folder(folder: str | Path) -> Iterator[Path]:
+    """A new folder to write into, which takes its name only when everything in it is written.
+
+    A folder of that name is replaced if it is empty or has a manifest of ours; anything else is refused
+    with InputError, since it may be somebody's work. After an error nothing is left behind.
+    """
+    target = Path(folder).absolute()
+    if target.exists() and not _is_replaceable(target):
+        raise InputError(f"{folder} exists and was not written by pd2bw_fx; give another folder or remove it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        fresh.chmod(0o755)
+        yield fresh
+        if target.exists():
+            old = fresh.with_name(fresh.name + "-old")
+            target.rename(old)
+            fresh.rename(target)
+            shutil.rmtree(old)
+        else:
+            fresh.rename(target)
+    finally:
+        if fresh.exists():
+            shutil.rmtree(fresh)
+
+
+def _is_replaceable(target: Path) -> bool:
+    return target.is_dir() and ((target / MANIFEST).is_file() or not any(target.iterdir()))
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
+    """`facts` and the hash of every file beside it."""
+    files = {path.name: sha256(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+    (folder / MANIFEST).write_text(json.dumps({**facts, "files": files}, indent=1) + "\n")
+
+
+def read_manifest(folder: str | Path, *, kind: str, check: bool = True) -> dict[str, Any]:
+    """The manifest of a folder of this kind, every file of it there and unaltered.
+
+    Raises PlanMismatchError naming the file that is missing or altered.
+    """
+    folder = Path(folder)
+    if not (folder / MANIFEST).is_file():
+        raise PlanMismatchError(
+            f"{folder} has no {MANIFEST}: it is no folder written by pd2bw_fx; look for a mistyped path"
+        )
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except ValueError as error:
+        raise PlanMismatchError(f"{folder / MANIFEST} is no valid JSON: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("kind") != kind:
+        found = manifest.get("kind") if isinstance(manifest, dict) else type(manifest).__name__
+        raise PlanMismatchError(f"{folder} holds {found!r}; a folder of kind {kind!r} was expected")
+    for name, expected in manifest["files"].items():
+        _check_file(folder / name, expected, check=check)
+    return manifest
+
+
+def _check_file(path: Path, expected: str, *, check: bool) -> None:
+    if not path.is_file():
+        raise PlanMismatchError(
+            f"{path} is missing though the manifest lists it; copy the folder whole, or save it again"
+        )
+    if check and sha256(path) != expected:
+        raise PlanMismatchError(
+            f"{path} is not the file that was saved: its hash differs from the manifest's; if you edited it "
+            "on purpose, load(folder, edited=True)"
+        )
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

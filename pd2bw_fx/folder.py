@@ -1,0 +1,135 @@
+"""A pipeline on disk: readable sources, weights without pickle, everything else as JSON.
+
+    folder/
+      manifest.json              what this is, versions, a hash of every other file
+      stage_0.py                 the generated code, runs by itself
+      stage_0.safetensors        its weights, under the original names
+      stages.json                what goes in and out of each stage
+      graph.json plan.json costs.json cluster.json schedule.json batch.json
+      example.safetensors        the example inputs, if there were any
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pd2bw_fx.actions import Schedule
+from pd2bw_fx.batch import BatchLayout
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import Costs
+from pd2bw_fx.errors import PlanMismatchError
+from pd2bw_fx.files import read_manifest, whole_folder, write_manifest
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.stage import StageProgram
+
+if TYPE_CHECKING:
+    from pd2bw_fx.pipeline import Pipeline
+
+KIND = "pd2bw_fx pipeline"
+SCHEMA = 1
+
+
+def save_pipeline(pipeline: Pipeline, folder: str | Path) -> None:
+    """Write the whole pipeline; the folder appears only when it is complete."""
+    tensors = pipeline.tensors()
+    with whole_folder(folder) as fresh:
+        for program in pipeline.programs:
+            (fresh / f"stage_{program.stage}.py").write_text(program.source)
+            held = {name: tensors[name] for name in (*program.parameters, *program.buffers)}
+            _write_tensors(fresh / f"stage_{program.stage}.safetensors", held)
+        if pipeline.example is not None:
+            _write_tensors(fresh / "example.safetensors", pipeline.example)
+        for name, data in _parts(pipeline).items():
+            (fresh / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+        facts = {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "versions": {"torch": torch.__version__},
+            "model": pipeline.graph.model_name,
+            "fingerprint": pipeline.graph.fingerprint(),
+            "num_stages": len(pipeline.programs),
+        }
+        write_manifest(fresh, facts)
+
+
+def read_pipeline(folder: str | Path, *, edited: bool = False) -> dict[str, Any]:
+    """The arguments of `Pipeline`, read back without the model's own code.
+
+    With `edited`, files may differ from the manifest: that is how hand-edited stages are loaded.
+    Raises PlanMismatchError naming the file that is missing, altered, or made for another model.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder, kind=KIND, check=not edited)
+    if manifest.get("schema") != SCHEMA:
+        raise PlanMismatchError(
+            f"{folder} has schema {manifest.get('schema')!r}, this version reads {SCHEMA}; save it again"
+        )
+    data = {name: _read_json(folder / f"{name}.json") for name in _JSON_PARTS}
+    graph, plan = OperatorGraph.from_json(data["graph"]), Plan.from_json(data["plan"])
+    if plan.fingerprint != graph.fingerprint():
+        raise PlanMismatchError(
+            f"{folder / 'plan.json'} was made for another model (graph {plan.fingerprint}, this folder's is "
+            f"{graph.fingerprint()}); split the model again"
+        )
+    programs = tuple(
+        StageProgram.from_json(entry, (folder / f"stage_{stage}.py").read_text())
+        for stage, entry in enumerate(data["stages"])
+    )
+    tensors: dict[str, Tensor] = {}
+    for program in programs:
+        tensors |= _read_tensors(folder / f"stage_{program.stage}.safetensors")
+    example = folder / "example.safetensors"
+    return {
+        "graph": graph,
+        "costs": Costs.from_json(data["costs"]),
+        "cluster": Cluster.from_json(data["cluster"]),
+        "plan": plan,
+        "schedule": Schedule.from_json(data["schedule"]),
+        "programs": programs,
+        "tensors": tensors,
+        "batch_layout": None if data["batch"] is None else BatchLayout.from_json(data["batch"]),
+        "example": _read_tensors(example) if example.is_file() else None,
+    }
+
+
+_JSON_PARTS = ("graph", "plan", "costs", "cluster", "schedule", "stages", "batch")
+
+
+def _parts(pipeline: Pipeline) -> dict[str, Any]:
+    layout = pipeline.batch_layout
+    return {
+        "graph": pipeline.graph.to_json(),
+        "plan": pipeline.plan.to_json(),
+        "costs": pipeline.costs.to_json(),
+        "cluster": pipeline.cluster.to_json(),
+        "schedule": pipeline.schedule.to_json(),
+        "stages": [program.to_json() for program in pipeline.programs],
+        "batch": None if layout is None else layout.to_json(),
+    }
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise PlanMismatchError(f"{path} is no valid JSON: {error}") from None
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise PlanMismatchError(f"{path} is no readable safetensors file: {error}") from None

@@ -1,0 +1,203 @@
+"""The pipeline: every result of `split`, and what can be done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from pd2bw_fx.actions import Schedule
+from pd2bw_fx.batch import BatchLayout
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import Costs
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.folder import read_pipeline, save_pipeline
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.passes.export_onnx import export_onnx
+from pd2bw_fx.passes.simulate import simulate
+from pd2bw_fx.passes.verify import Verification, verify
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.report.table import plan_table
+from pd2bw_fx.runtime.engine import Engine
+from pd2bw_fx.runtime.local import TrainResult, train_local
+from pd2bw_fx.stage import Stage, StageProgram, build_module
+from pd2bw_fx.timeline import Timeline
+from pd2bw_fx.traced import TraceReport
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+
+class Pipeline:
+    """A model split into stages. Print it to see the plan; `stages[i].source` is the code of one stage.
+
+    What a user reads: `graph`, `costs`, `cluster`, `plan`, `schedule`, `stages`, `programs`,
+    `trace_report` (None for a pipeline that was loaded). The weights are the one thing that changes:
+    training replaces them, and `state_dict()` gives them under the original model's names.
+    """
+
+    def __init__(
+        self,
+        *,
+        graph: OperatorGraph,
+        costs: Costs,
+        cluster: Cluster,
+        plan: Plan,
+        schedule: Schedule,
+        programs: Sequence[StageProgram],
+        tensors: Mapping[str, Tensor],
+        batch_layout: BatchLayout | None,
+        example: Mapping[str, Tensor] | None = None,
+        trace_report: TraceReport | None = None,
+    ) -> None:
+        self.graph = graph
+        self.costs = costs
+        self.cluster = cluster
+        self.plan = plan
+        self.schedule = schedule
+        self.programs = tuple(programs)
+        self.batch_layout = batch_layout
+        self.example = None if example is None else dict(example)
+        self.trace_report = trace_report
+        self._tensors = dict(tensors)
+        self._stages: tuple[Stage, ...] | None = None
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Each stage's program and a module with the pipeline's weights (copies), built when first asked."""
+        if self._stages is None:
+            self._stages = tuple(
+                Stage(program, build_module(program, self._tensors)) for program in self.programs
+            )
+        return self._stages
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Every parameter, buffer and constant, once each, by its name in the graph."""
+        return self._tensors
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The merged weights: keys, shapes and ties of the original model's own state_dict."""
+        merged: dict[str, Tensor] = {}
+        for spec in (*self.graph.parameters.values(), *self.graph.buffers.values()):
+            if spec.persistent:
+                for name in (spec.name, *spec.tied_names):
+                    merged[name] = self._tensors[spec.name]
+        return merged
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace weights, by name in the graph or any tied name; names that it does not have are refused."""
+        canonical = {
+            alias: spec.name
+            for spec in (*self.graph.parameters.values(), *self.graph.buffers.values())
+            for alias in (spec.name, *spec.tied_names)
+        }
+        unknown = sorted(tensors.keys() - canonical.keys())
+        if unknown:
+            raise InputError(f"{self.graph.model_name} has no tensor named {unknown[0]!r}")
+        self._tensors |= {canonical[name]: tensor.detach() for name, tensor in tensors.items()}
+        self._stages = None
+
+    def verify(self, model: nn.Module | None = None, *, tolerance: float | None = None) -> Verification:
+        """Run the stages in sequence and the original model on the example inputs, and compare outputs,
+        every gradient and every buffer.
+
+        A loaded pipeline has no original model at hand: pass it as `model`; it is given the pipeline's
+        weights for the comparison and has its own back afterwards. `tolerance` is relative to each tensor's
+        largest entry; None takes what suits the type (0 differences are expected, 1e-12 in float64 allowed).
+
+        Raises VerificationError naming the first tensor that differs by more, InputError without a model.
+        """
+        return verify(
+            self.graph, self.programs, self._tensors, self.example, model=model, tolerance=tolerance
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Write sources, weights (safetensors), plan and schedule (JSON) and a manifest with hashes.
+
+        The folder appears only when it is complete. Raises InputError if it holds somebody else's files.
+        """
+        save_pipeline(self, folder)
+
+    def export_onnx(self, folder: str | Path, *, opset: int = 20) -> dict[str, Any]:
+        """One checked ONNX file a stage, and `manifest.json` saying what connects to what; returns it.
+
+        The files run one after another in onnxruntime and are compared with the stages before the folder
+        appears. Raises ExportError, and leaves nothing, if they differ or cannot be written.
+        """
+        if self.example is None:
+            raise InputError("exporting needs shapes: split the model with example_args")
+        modules = [stage.module for stage in self.stages]
+        return export_onnx(self.programs, modules, self.example, folder, opset=opset)
+
+    def simulate(self, *, cluster: Cluster | int | str | Path | None = None, **options: Any) -> Timeline:
+        """The pipeline's schedule on a model of time; options are those of `passes.simulate.simulate`."""
+        chosen = self.cluster if cluster is None else Cluster.of(cluster)
+        return simulate(self.schedule, self.plan, chosen, **options)
+
+    def engine(
+        self,
+        *,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        microbatches_per_update: int | None = None,
+        method: str | None = None,
+        **options: Any,
+    ) -> Engine:
+        """This rank's part of the training, under torchrun with one process a stage.
+
+        `engine.step(batch) -> loss` trains one update, `engine.eval(batch)` evaluates the newest weights,
+        `engine.flush()` brings the last microbatches home. The pipeline of rank 0 is the one that is trained.
+        """
+        return Engine.from_pipeline(
+            self,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            microbatches_per_update=microbatches_per_update or self.plan.microbatches_per_update,
+            method=method or self.plan.method,
+            **options,
+        )
+
+    def train_local(
+        self,
+        batches: Iterable[Any],
+        *,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        microbatches_per_update: int | None = None,
+        method: str | None = None,
+        **options: Any,
+    ) -> TrainResult:
+        """Train on this machine, one local process a stage, one update for each batch; ends with a flush.
+
+        Works from a plain script or a notebook. The pipeline has the trained weights afterwards. Raises
+        WorkerError with the failing rank's own error; no process outlives the call.
+        """
+        result = train_local(
+            self,
+            batches,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            microbatches_per_update=microbatches_per_update or self.plan.microbatches_per_update,
+            method=method or self.plan.method,
+            **options,
+        )
+        self.load_tensors(result.tensors)
+        return result
+
+    def __str__(self) -> str:
+        return plan_table(self.graph, self.costs, self.plan)
+
+    def __repr__(self) -> str:
+        return f"<Pipeline of {self.graph.model_name}: {self.plan.num_stages} stages>"
+
+
+def load(folder: str | Path, *, edited: bool = False) -> Pipeline:
+    """A pipeline that `Pipeline.save` wrote, without the original model's code.
+
+    Files are checked against the manifest's hashes first; `edited=True` accepts stages changed by hand.
+    Raises PlanMismatchError naming the file that is missing, altered, or made for another model.
+    """
+    return Pipeline(**read_pipeline(folder, edited=edited))

@@ -1,0 +1,170 @@
+"""The plan as a table in plain text: what `print(pipe)` shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from pd2bw_fx.costs import Costs
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.plan import Plan, StagePlan, Transfer
+from pd2bw_fx.units import format_bytes, format_seconds
+
+_HEAD = ("stage", "device", "operators", "parameters", "forward", "backward", "memory / limit")
+
+
+def plan_table(graph: OperatorGraph, costs: Costs, plan: Plan) -> str:
+    """A row for each stage, below it what crosses the cut to later stages, at the end what binds."""
+    rows = [_stage_row(graph, stage) for stage in plan.stages]
+    widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
+    lines = [_headline(graph, plan), "", _line(_HEAD, widths)]
+    lines.append("  ".join("-" * width for width in widths))
+    for stage, row in zip(plan.stages, rows, strict=True):
+        lines.append(_line(row, widths))
+        lines += [f"{'':{widths[0]}}  {line}" for line in _cut_lines(graph, plan, stage.stage)]
+    return "\n".join([*lines, "", *_verdict(costs, plan)])
+
+
+def _headline(graph: OperatorGraph, plan: Plan) -> str:
+    return (
+        f"{graph.model_name}: {len(graph.operators)} operators on {plan.num_stages} "
+        f"{'stage' if plan.num_stages == 1 else 'stages'}, method {plan.method}, "
+        f"{plan.microbatches_per_update} microbatches an update"
+    )
+
+
+def _stage_row(graph: OperatorGraph, stage: StagePlan) -> tuple[str, ...]:
+    elements = 0
+    for name in stage.parameters:
+        if name in graph.parameters:
+            spec = graph.parameters[name].spec
+            elements += spec.num_bytes // spec.dtype.itemsize
+    forward = format_seconds(stage.forward_s) + (" twice" if stage.recompute else "")
+    return (
+        str(stage.stage),
+        stage.device_name,
+        f"{module_ranges(graph, stage.operators)} ({len(stage.operators)})",
+        _count(elements),
+        forward,
+        format_seconds(stage.backward_s),
+        f"{format_bytes(stage.memory.total_bytes)} / {format_bytes(stage.memory_limit_bytes)}",
+    )
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _cut_lines(graph: OperatorGraph, plan: Plan, stage: int) -> list[str]:
+    lines = []
+    targets = sorted({transfer.target for transfer in plan.transfers if transfer.source == stage})
+    for target in targets:
+        crossing = [t for t in plan.transfers if (t.source, t.target) == (stage, target)]
+        lines.append(f"-> stage {target}: {_crossing(graph, crossing)}")
+    return lines
+
+
+def _crossing(graph: OperatorGraph, transfers: Sequence[Transfer]) -> str:
+    named = [f"{_value_name(graph, transfer.value)}" for transfer in transfers[:3]]
+    if len(transfers) > 3:
+        named.append(f"{len(transfers) - 3} more")
+    forward = format_bytes(sum(t.bytes for t in transfers))
+    backward = sum(t.gradient_bytes for t in transfers)
+    back = f", {format_bytes(backward)} of gradients back" if backward else ""
+    return f"{', '.join(named)}: {forward}{back}, {format_seconds(sum(t.seconds for t in transfers))}"
+
+
+def _value_name(graph: OperatorGraph, value: str) -> str:
+    operator = graph.operators.get(value)
+    if operator is None or not operator.module_path:
+        return value
+    return f"{operator.module_path}:{value}"
+
+
+def _verdict(costs: Costs, plan: Plan) -> list[str]:
+    slowest = max(plan.stages, key=lambda stage: stage.load_s)
+    rate = 1.0 / plan.bottleneck_s if plan.bottleneck_s > 0 else float("inf")
+    proof = "proven optimal" if plan.gap <= 1e-9 else f"within {plan.gap:.2%} of the optimum (proven)"
+    lines = [
+        f"bottleneck: stage {slowest.stage} on {slowest.device_name}, {format_seconds(plan.bottleneck_s)} a "
+        f"microbatch, at most {rate:.4g} microbatches/s",
+        f"{proof}: no plan is faster than {format_seconds(plan.bound_s)} "
+        f"({plan.solver}, {format_seconds(plan.planning_s)})",
+    ]
+    size = "" if costs.microbatch_size is None else f" at microbatch size {costs.microbatch_size}"
+    lines.append(f"costs: {costs.origin}, {costs.device}{size}")
+    if costs.note:
+        lines.append(f"note: {costs.note}")
+    return lines
+
+
+def module_ranges(graph: OperatorGraph, names: Iterable[str]) -> str:
+    """The modules that these operators make up: "embed, blocks.0-3, part of blocks.4"."""
+    here = {name for name in names if name in graph.operators}
+    everywhere = {name for name, operator in graph.operators.items() if not operator.is_replicable}
+    paths = _covered("", here, everywhere | here, graph)
+    return ", ".join(_joined(paths)) or "-"
+
+
+def _covered(path: str, here: set[str], everywhere: set[str], graph: OperatorGraph) -> list[str]:
+    inside = [
+        name
+        for name in graph.operators
+        if name in everywhere and _is_inside(graph.operators[name].module_path, path)
+    ]
+    mine = [name for name in inside if name in here]
+    if not mine:
+        return []
+    if len(mine) == len(inside):
+        return [path or graph.model_name]
+    found: list[str] = []
+    for name in mine:
+        below = graph.operators[name].module_path
+        child = _child(path, below)
+        entry = f"part of {path or graph.model_name}" if child is None else child
+        if entry not in found:
+            found.append(entry)
+    result: list[str] = []
+    for entry in found:
+        result += [entry] if entry.startswith("part of ") else _covered(entry, here, everywhere, graph)
+    # "part of blocks.4" says nothing more where children of blocks.4 are named and it owns no operator.
+    return list(dict.fromkeys(result))
+
+
+def _is_inside(path: str, ancestor: str) -> bool:
+    return not ancestor or path == ancestor or path.startswith(ancestor + ".")
+
+
+def _child(path: str, below: str) -> str | None:
+    """The child of module `path` that holds module `below`; None where they are the same."""
+    if below == path:
+        return None
+    rest = below[len(path) + 1 :] if path else below
+    return f"{path}.{rest.split('.')[0]}" if path else rest.split(".")[0]
+
+
+def _joined(paths: Sequence[str]) -> list[str]:
+    """Runs of numbered neighbours as one: blocks.0, blocks.1, blocks.2 -> blocks.0-2."""
+    joined: list[str] = []
+    run: list[int] = []
+    stem = ""
+    for path in [*paths, ""]:
+        match = re.fullmatch(r"(.*?)(\d+)", path)
+        if match and run and match[1] == stem and int(match[2]) == run[-1] + 1:
+            run.append(int(match[2]))
+            continue
+        if run:
+            joined.append(f"{stem}{run[0]}" if len(run) == 1 else f"{stem}{run[0]}-{run[-1]}")
+            run = []
+        if match:
+            stem, run = match[1], [int(match[2])]
+        elif path:
+            joined.append(path)
+    return joined
+
+
+def _count(elements: int) -> str:
+    for scale, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if elements >= scale:
+            return f"{elements / scale:.3g} {unit}"
+    return str(elements)

@@ -1,0 +1,133 @@
+"""Clusters: what a file says, and what a wrong one is told."""
+
+from pathlib import Path
+
+import pytest
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.errors import ClusterError
+from pd2bw_fx.units import parse_bytes
+
+TWO_NODES = """
+[[node]]
+name = "a"
+count = 2
+memory = "16 GiB"
+speed = 1.0
+inside = { bytes_per_s = 100e9, latency_s = 5e-6 }
+
+[[node]]
+name = "b"
+memory = "24 GB"
+speed = 0.5
+
+[between]
+bytes_per_s = 1e9
+latency_s = 50e-6
+"""
+
+TWO_DEVICES = """
+asymmetric = {asymmetric}
+bytes_per_s = [[0, {there}], [{back}, 0]]
+latency_s = [[0, {latency}], [1e-5, 0]]
+
+[[device]]
+name = "fast"
+memory = "{memory}"
+
+[[device]]
+name = "slow"
+memory = "1 GiB"
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "cluster.toml"
+    path.write_text(text)
+    return path
+
+
+def two_devices(**changes: str) -> str:
+    entries = {"asymmetric": "false", "there": "1e9", "back": "1e9", "latency": "1e-5", "memory": "1 GiB"}
+    return TWO_DEVICES.format(**(entries | changes))
+
+
+def test_groups_of_nodes_become_a_full_matrix(tmp_path: Path) -> None:
+    cluster = Cluster.from_toml(write(tmp_path, TWO_NODES))
+
+    assert [device.name for device in cluster.devices] == ["a:0", "a:1", "b:0"]
+    assert [device.memory_bytes for device in cluster.devices] == [2**34, 2**34, 24 * 10**9]
+    assert cluster.bytes_per_s == ((0, 100e9, 1e9), (100e9, 0, 1e9), (1e9, 1e9, 0))
+    assert cluster.latency_s[0] == (0, 5e-6, 50e-6)
+
+
+def test_a_transfer_takes_latency_plus_bytes_over_bandwidth(tmp_path: Path) -> None:
+    cluster = Cluster.from_toml(write(tmp_path, TWO_NODES))
+
+    assert cluster.transfer_s(0, 2, 10**9) == pytest.approx(1.0 + 50e-6)
+    assert cluster.transfer_s(1, 1, 10**9) == 0
+
+
+def test_a_full_matrix_is_read_row_by_row_as_sender_to_receiver(tmp_path: Path) -> None:
+    text = two_devices(there="2e9", asymmetric="true")
+
+    cluster = Cluster.from_toml(write(tmp_path, text))
+
+    assert cluster.bytes_per_s[0][1] == 2e9
+    assert cluster.bytes_per_s[1][0] == 1e9
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (two_devices(there="2e9"), r"bytes_per_s\[1\]\[0\] is 1e\+09 but bytes_per_s\[0\]\[1\] is 2e\+09"),
+        (two_devices(there="-1e9"), r"bytes_per_s\[0\]\[1\] \(fast -> slow\) is -1e\+09"),
+        (two_devices(there="0"), r"must be more than zero"),
+        (two_devices(latency="nan"), r"latency_s\[0\]\[1\] .* is nan"),
+        (two_devices(latency="'fast'"), r"latency_s\[0\]\[1\] is 'fast'; a number"),
+        (two_devices(memory="much"), r"device 0: 'much' is no number of bytes"),
+        (two_devices(memory="0"), r"device 'fast': memory_bytes is 0"),
+        (two_devices().replace("latency_s", "# "), r"no latency_s matrix"),
+        (two_devices().replace("[1e9, 0]", "[1e9]"), r"bytes_per_s\[1\] has 1 entries for 2 devices"),
+        (two_devices().replace(", [1e-5, 0]", ""), r"latency_s has 1 rows for 2 devices"),
+        (two_devices().replace('"slow"', '"fast"'), r"two devices are named 'fast'"),
+        (two_devices().replace("memory", "memroy", 1), r"unknown entry 'memroy'"),
+        (TWO_NODES.replace("[between]", "[betwixt]"), r"unknown entry 'betwixt'"),
+        (TWO_NODES.split("[between]")[0], r"\[between\] is missing"),
+        (TWO_NODES.replace("inside", "#"), r"node 'a', inside is missing"),
+        (TWO_NODES.replace("count = 2", "count = 0"), r"count is 0"),
+        (TWO_NODES + two_devices(), r"no valid TOML"),
+        ("", r"either \[\[device\]\] tables"),
+    ],
+)
+def test_a_wrong_cluster_file_is_refused_with_the_entry(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ClusterError, match=said) as caught:
+        Cluster.from_toml(write(tmp_path, text))
+
+    assert "cluster.toml" in str(caught.value)
+
+
+def test_a_missing_cluster_file_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"nowhere\.toml cannot be read: No such file"):
+        Cluster.of(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 2.5, {"devices": 2}])
+def test_what_is_no_cluster_is_refused(wrong: object) -> None:
+    with pytest.raises(ClusterError):
+        Cluster.of(wrong)  # type: ignore[arg-type]
+
+
+def test_a_cluster_survives_json() -> None:
+    cluster = Cluster.uniform(3, memory_bytes="2 GiB")
+
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert cluster.is_uniform
+    assert len(cluster.only([2, 0])) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("16 GiB", 2**34), ("16GB", 16 * 10**9), ("1.5 kib", 1536), (7, 7), ("8", 8)]
+)
+def test_sizes_are_read_as_people_write_them(text: int | str, number: int) -> None:
+    assert parse_bytes(text) == number
