@@ -153,7 +153,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _pipeline(options: argparse.Namespace) -> Pipeline:
-    if Path(options.model).is_dir():
+    if options.model not in MODELS and Path(options.model).is_dir():
         if options.cluster is not None:
             raise InputError("a saved folder has its plan already; leave out --cluster, or split it again")
         return load(options.model)
