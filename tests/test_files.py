@@ -1,0 +1,77 @@
+"""Folders are whole or not there."""
+
+from pathlib import Path
+
+import pytest
+
+from pd2bw_fx.errors import InputError, PlanMismatchError
+from pd2bw_fx.files import read_manifest, whole_folder, write_manifest
+
+
+def saved(folder: Path) -> Path:
+    with whole_folder(folder) as fresh:
+        (fresh / "stage_0.py").write_text("pass\n")
+        write_manifest(fresh, {"kind": "test"})
+    return folder
+
+
+def test_a_folder_appears_only_when_everything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="halfway"), whole_folder(tmp_path / "out") as fresh:
+        (fresh / "stage_0.py").write_text("pass\n")
+        raise RuntimeError("halfway")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_ours_is_replaced_whole(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out")
+
+    with whole_folder(folder) as fresh:
+        (fresh / "other.py").write_text("pass\n")
+        write_manifest(fresh, {"kind": "test"})
+
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "other.py"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_somebody_elses_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+
+    with pytest.raises(InputError, match="was not written by pd2bw_fx"), whole_folder(tmp_path):
+        pass
+
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out")
+    (folder / "stage_0.py").unlink()
+
+    with pytest.raises(PlanMismatchError, match=r"stage_0\.py is missing"):
+        read_manifest(folder, kind="test")
+
+
+def test_an_altered_file_is_named_and_accepted_on_request(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out")
+    (folder / "stage_0.py").write_text("import os\n")
+
+    with pytest.raises(PlanMismatchError, match=r"stage_0\.py is not the file that was saved"):
+        read_manifest(folder, kind="test")
+
+    assert read_manifest(folder, kind="test", check=False)["kind"] == "test"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "no valid JSON"), ("[]", "holds 'list'"), ('{"kind": "else", "files": {}}', "holds 'else'")],
+)
+def test_a_folder_of_another_kind_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+
+    with pytest.raises(PlanMismatchError, match=said):
+        read_manifest(tmp_path, kind="test")
+
+
+def test_a_folder_without_manifest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanMismatchError, match="has no manifest"):
+        read_manifest(tmp_path, kind="test")
