@@ -1,0 +1,185 @@
+"""The timeline: who did what when, from the simulator or from a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+from pd2bw_fx.actions import Kind
+
+SCHEMA = 1
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE})
+SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
+RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT})
+
+
+class Event(NamedTuple):
+    """One action and its time. Seconds count from the start of the timeline.
+
+    A forward, backward or update lasts as long as its rank works on it. A receive lasts as long as its rank
+    stands still for the data (nothing, where the data was there before). A send lasts from leaving the rank
+    until all of it has arrived; the rank goes on meanwhile.
+
+    (A named tuple, not a dataclass: a timeline holds a million of them.)
+    """
+
+    rank: int
+    kind: Kind
+    stage: int
+    microbatch: int  # from the start of training; -1 for an update
+    version: int  # that a forward or backward runs on, or that an update makes
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def label(self) -> str:
+        """As schedules are written: F3, B2, U."""
+        return self.kind.value if self.kind is Kind.UPDATE else f"{self.kind.value}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Every action of every rank, by rank and then in the order in which the rank performs them."""
+
+    method: str
+    num_ranks: int
+    microbatches_per_update: int
+    events: tuple[Event, ...]
+    origin: str = "simulated"  # or "measured"
+
+    def of_rank(self, rank: int) -> Iterator[Event]:
+        return (event for event in self.events if event.rank == rank)
+
+    def compute(self) -> Iterator[Event]:
+        """The forwards, backwards and updates: what keeps a rank busy."""
+        return (event for event in self.events if event.kind in COMPUTE)
+
+    @property
+    def start_s(self) -> float:
+        return min((event.start_s for event in self.compute()), default=0.0)
+
+    @property
+    def end_s(self) -> float:
+        return max((event.end_s for event in self.compute()), default=0.0)
+
+    @property
+    def span_s(self) -> float:
+        """From the start of the first computation to the end of the last, over all ranks."""
+        return self.end_s - self.start_s
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds of computation, for each rank."""
+        busy = [0.0] * self.num_ranks
+        for event in self.compute():
+            busy[event.rank] += event.end_s - event.start_s
+        return tuple(busy)
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        """Seconds of the span without computation, for each rank."""
+        span_s = self.span_s
+        return tuple(span_s - busy_s for busy_s in self.busy_s)
+
+    @property
+    def idle_by_cause_s(self) -> tuple[Mapping[str, float], ...]:
+        """For each rank, why it stood still: it waited for an "activation", for a "gradient", or had nothing
+        more to do ("other": before its first action and after its last one).
+        """
+        causes = [{"activation": 0.0, "gradient": 0.0, "other": idle_s} for idle_s in self.idle_s]
+        for event in self.events:
+            if event.kind in RECEIVES:
+                cause = "activation" if event.kind is Kind.RECEIVE_ACTIVATION else "gradient"
+                causes[event.rank][cause] += event.duration_s
+                causes[event.rank]["other"] -= event.duration_s
+        return tuple(causes)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time that nothing was computed in, warm-up and drain included."""
+        total_s = self.num_ranks * self.span_s
+        return sum(self.idle_s) / total_s if total_s > 0 else 0.0
+
+    @property
+    def num_microbatches(self) -> int:
+        """Those whose backward is over at some stage."""
+        return len({event.microbatch for event in self.events if event.kind is Kind.BACKWARD})
+
+    @property
+    def throughput(self) -> float:
+        """Microbatches per second in the steady state: between the updates of the first stage, without the
+        first and the last quarter of them. With fewer than four updates, all microbatches over the span.
+        """
+        ends_s = sorted(e.end_s for e in self.events if e.kind is Kind.UPDATE and e.stage == 0)
+        skipped = len(ends_s) // 4
+        if skipped == 0:
+            return self.num_microbatches / self.span_s if self.span_s > 0 else 0.0
+        first, last = skipped - 1, len(ends_s) - 1 - skipped
+        return (last - first) * self.microbatches_per_update / (ends_s[last] - ends_s[first])
+
+    @property
+    def in_flight_peak(self) -> tuple[int, ...]:
+        """For each rank, the most microbatches whose forward had begun and whose backward was not over:
+        so many activations are held (counted once for each stage that the rank has).
+        """
+        now, peak = [0] * self.num_ranks, [0] * self.num_ranks
+        for event in self.events:
+            if event.kind is Kind.FORWARD:
+                now[event.rank] += 1
+                peak[event.rank] = max(peak[event.rank], now[event.rank])
+            elif event.kind is Kind.BACKWARD:
+                now[event.rank] -= 1
+        return tuple(peak)
+
+    def between(self, start_s: float, end_s: float) -> Self:
+        """The events that touch this window, whole."""
+        inside = (e for e in self.events if e.end_s > start_s and e.start_s < end_s)
+        return replace(self, events=tuple(inside))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "method": self.method,
+            "origin": self.origin,
+            "num_ranks": self.num_ranks,
+            "microbatches_per_update": self.microbatches_per_update,
+            "events": [[e.rank, e.kind.value, *e[2:]] for e in self.events],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"the timeline has schema {data.get('schema')!r}; this version reads {SCHEMA}")
+        return cls(
+            method=data["method"],
+            num_ranks=data["num_ranks"],
+            microbatches_per_update=data["microbatches_per_update"],
+            events=tuple(Event(rank, Kind(kind), *rest) for rank, kind, *rest in data["events"]),
+            origin=data["origin"],
+        )
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """For chrome://tracing and Perfetto: one thread a rank, sends as asynchronous slices beside them."""
+        names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+        trace: list[dict[str, Any]] = []
+        for rank in range(self.num_ranks):
+            name = {"name": f"rank {rank}"}
+            trace.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
+        for serial, event in enumerate(self.events):
+            facts = {"stage": event.stage, "microbatch": event.microbatch, "version": event.version}
+            common = {"name": event.label, "pid": 0, "tid": event.rank, "ts": event.start_s * 1e6}
+            if event.kind in SENDS:
+                # Sends overlap one another and the computation, which slices of one thread must not.
+                link = common | {"cat": "send", "id": serial}
+                trace.append(link | {"ph": "b", "args": facts})
+                trace.append(link | {"ph": "e", "ts": event.end_s * 1e6})
+            elif event.kind in COMPUTE or event.duration_s > 0:
+                length = {"ph": "X", "dur": event.duration_s * 1e6}
+                trace.append(common | length | {"cat": names.get(event.kind, "wait"), "args": facts})
+        return {"displayTimeUnit": "ms", "traceEvents": trace}
