@@ -357,8 +357,8 @@ class _Simulation:
         raise ScheduleError(
             f"the schedule never ends: rank {rank} waits in action {self.position[rank]}, {action}, for the "
             f"{what} of {'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}; "
-            f"{len(waiting)} of {len(self.schedule.ranks)} ranks stand still; look for a send that is missing "
-            "or comes too late"
+            f"{len(waiting)} of {len(self.schedule.ranks)} ranks stand still; look for a send "
+            "that is missing or comes too late"
         )
 
 

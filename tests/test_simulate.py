@@ -272,7 +272,6 @@ def test_a_schedule_that_never_ends_is_refused_with_the_first_action_that_waits(
         simulate_durations(bad, Durations.chain([1.0, 1.0], [2.0, 2.0]))
 
 
-@pytest.mark.parametrize("missing", ["RF0(stage 1, W0)", "F0(stage 1, W0)", "RB0(stage 0, W0)"])
 def test_ranks_that_wait_for_one_another_are_refused() -> None:
     # Rank 0 wants the gradient of 1 first, rank 1 wants to give that of 0 first.
     schedule = row("1f1b", ["F0 B1 F1 B0", "F0 B0 F1 B1"], m=2)
@@ -285,6 +284,7 @@ def test_ranks_that_wait_for_one_another_are_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("missing", ["RF0(stage 1, W0)", "F0(stage 1, W0)", "RB0(stage 0, W0)"])
 def test_a_rank_that_works_on_what_it_has_not_got_is_refused(missing: str) -> None:
     good = row("gpipe", ["F0 B0"] * 2, m=1)
     ranks = tuple(tuple(a for a in rank if str(a) != missing) for rank in good.ranks)
