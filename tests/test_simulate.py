@@ -268,7 +268,7 @@ def test_a_schedule_that_never_ends_is_refused_with_the_first_action_that_waits(
     without_a_send = tuple(a for a in good.ranks[0] if str(a) != "SF1(stage 0, W0)")
     bad = Schedule("gpipe", 2, 2, range(1), (without_a_send, good.ranks[1]), True, 1)
 
-    with pytest.raises(ScheduleError, match=r"rank 1 waits in action 3, RF1\(stage 1, W0\), for the activ"):
+    with pytest.raises(ScheduleError, match=r"rank 1 waits in action 2, RF1\(stage 1, W0\), for the activ"):
         simulate_durations(bad, Durations.chain([1.0, 1.0], [2.0, 2.0]))
 
 
