@@ -1,0 +1,130 @@
+"""The pass itself: guards, the search, the plan."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Literal
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.passes.solver import check_solver
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.problem import Problem
+
+from .devices import device_orders
+from .infeasible import infeasible_error
+from .planning import plan_of
+from .reader import check_problem, instances_for
+from .search import Deadline, search
+
+METHODS = ("2bw", "1f1b", "gpipe")
+
+
+def partition(
+    problem: Problem,
+    cluster: Cluster,
+    *,
+    num_stages: int | None = None,
+    microbatches_per_update: int | None = None,
+    memory_model: MemoryModel = MemoryModel(),  # noqa: B008 - frozen
+    method: str = "2bw",
+    solver: str = "highs",
+    max_gap: float = 1e-4,
+    time_limit_s: float = 60.0,
+    overlap: bool = False,
+    recompute: bool | Literal["auto"] = False,
+) -> Plan:
+    """The plan whose slowest stage is fastest, among those that fit in every device's memory.
+
+    `num_stages`: all devices of the cluster unless said otherwise; with fewer, the best ones are chosen.
+    `microbatches_per_update`: twice the stages unless said otherwise; 2BW needs at least `num_stages`
+    (arXiv 2006.09503, section 3.1).
+    `overlap=False`: a stage's time is its work plus what it sends and receives; `True`: links run beside the
+    work, and the stage takes as long as the longer of the two.
+    `recompute`: `True` for every stage, `False` for none, `"auto"` where a stage does not fit without.
+    `max_gap`: the plan is proven to be within this share of the optimum, unless `time_limit_s` ends the
+    search before that; then the plan is the best so far and `plan.gap` says what is proven.
+
+    Raises InputError for a problem or an argument that makes no sense, InfeasibleError where no assignment
+    fits in memory, SolverError where the solver is missing or time ran out before the first plan.
+    """
+    started_s = time.perf_counter()
+    k = len(cluster) if num_stages is None else num_stages
+    m = 2 * k if microbatches_per_update is None else microbatches_per_update
+    _check_arguments(problem, cluster, k, m, method, max_gap, time_limit_s, recompute)
+    check_solver(solver)
+    check_problem(problem, cluster)
+    deadline = Deadline(time_limit_s)
+    in_flight = microbatches_in_flight(method, k, m)
+    orders = list(device_orders(problem, cluster, k))
+    instances = instances_for(
+        problem,
+        cluster,
+        orders,
+        memory_model=memory_model,
+        in_flight=in_flight,
+        overlap=overlap,
+        recompute=recompute,
+    )
+    found = search(instances, solver=solver, max_gap=max_gap, deadline=deadline)
+    if found is None:
+        raise infeasible_error(problem, cluster, instances, orders, solver=solver)
+    return plan_of(
+        problem,
+        cluster,
+        instances[found.choice],
+        found,
+        order=orders[found.choice],
+        memory_model=memory_model,
+        method=method,
+        microbatches_per_update=m,
+        solver=solver,
+        planning_s=time.perf_counter() - started_s,
+    )
+
+
+def microbatches_in_flight(method: str, num_stages: int, microbatches_per_update: int) -> tuple[int, ...]:
+    """Microbatches whose activations a stage holds at its worst moment, by stage."""
+    if method == "gpipe":
+        return (microbatches_per_update,) * num_stages
+    return tuple(num_stages - stage for stage in range(num_stages))
+
+
+def _check_arguments(
+    problem: Problem,
+    cluster: Cluster,
+    num_stages: int,
+    microbatches_per_update: int,
+    method: str,
+    max_gap: float,
+    time_limit_s: float,
+    recompute: object,
+) -> None:
+    for name, value in (("num_stages", num_stages), ("microbatches_per_update", microbatches_per_update)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} is {value!r}; a whole number of one or more was expected")
+    if num_stages > len(cluster):
+        raise InputError(
+            f"{num_stages} stages for {len(cluster)} devices; a stage needs a device of its own, "
+            f"so at most num_stages={len(cluster)}"
+        )
+    if num_stages > len(problem.blocks):
+        raise InputError(
+            f"{num_stages} stages for {len(problem.blocks)} blocks; a stage needs at least one, "
+            f"so at most num_stages={len(problem.blocks)}"
+        )
+    if method not in METHODS:
+        raise InputError(f"method {method!r} is unknown; known are {', '.join(METHODS)}")
+    if method == "2bw" and microbatches_per_update < num_stages:
+        raise InputError(
+            f"microbatches_per_update={microbatches_per_update} with {num_stages} stages; two weight "
+            f"versions are enough only from microbatches_per_update={num_stages} on"
+        )
+    if not 0 <= max_gap < 1:
+        raise InputError(f"max_gap is {max_gap!r}; a share from 0 to below 1 was expected")
+    if math.isnan(time_limit_s) or time_limit_s <= 0:
+        raise InputError(f"time_limit_s is {time_limit_s!r}; a positive number of seconds was expected")
+    if not isinstance(recompute, bool) and recompute != "auto":
+        raise InputError(f'recompute is {recompute!r}; True, False or "auto" was expected')

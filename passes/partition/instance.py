@@ -1,0 +1,164 @@
+"""The planner's own view of a problem: numbers only, for one order of the devices.
+
+Everything below `problem.py` and `workload.py` works on an `Instance`; both readers make one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Integers: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Net:
+    """A tensor by its end points. A stage that holds some of them, but not all, holds `held_bytes` of it."""
+
+    producer: int
+    consumers: tuple[int, ...]
+    held_bytes: int = 0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return (self.producer, *self.consumers)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBytes:
+    """Bytes that every stage holds once that has one of `nodes`."""
+
+    num_bytes: int
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instance:
+    """Nodes 0..n-1 in a topological order, to be put on stages 0..k-1, each with a device.
+
+    `edges` never run to an earlier stage. `work_s[s, v]` is node v's time on stage s, `again_s` its forward
+    alone, which a recomputing stage runs twice. `cost_s[e, s, t]` is what net e costs stage s where the other
+    end is stage t: with `per_destination` the producer's stage pays for each stage that reads it, else once.
+    With `overlap` a stage's load is the larger of its work and its transfers, else their sum.
+
+    Memory of stage s: `static_bytes` and `shared` once, `in_flight[s]` times the saved and held bytes (the
+    saved bytes once where it recomputes), and the largest workspace of a node.
+    """
+
+    num_stages: int
+    edges: tuple[tuple[int, int], ...]
+    work_s: Floats  # (k, n)
+    again_s: Floats  # (k, n)
+    nets: tuple[Net, ...]
+    cost_s: Floats  # (nets, k, k)
+    per_destination: bool
+    overlap: bool
+    recompute: bool | Literal["auto"]
+    may_be_empty: bool
+    limit_bytes: Floats  # (k,)
+    in_flight: Integers  # (k,)
+    static_bytes: Floats  # (n,)
+    saved_bytes: Floats  # (n,)
+    workspace_bytes: Floats  # (n,)
+    shared: tuple[SharedBytes, ...] = ()
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.work_s.shape[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loads:
+    """What an assignment costs each stage, exactly; `fits` where every stage's memory does."""
+
+    work_s: Floats
+    again_s: Floats
+    send_s: Floats
+    receive_s: Floats
+    static_bytes: Floats
+    saved_bytes: Floats
+    held_bytes: Floats
+    workspace_bytes: Floats
+    recompute: tuple[bool, ...]
+    fits: bool
+    load_s: Floats
+
+    @property
+    def bottleneck_s(self) -> float:
+        return float(self.load_s.max())
+
+    @property
+    def memory_bytes(self) -> Floats:
+        return self.static_bytes + self.saved_bytes + self.held_bytes + self.workspace_bytes
+
+
+def evaluate(instance: Instance, stage_of: Integers) -> Loads:
+    """Times and memory of an assignment (the stage of every node), added up from scratch."""
+    k = instance.num_stages
+    nodes = np.arange(instance.num_nodes)
+    work_s = _by_stage(stage_of, instance.work_s[stage_of, nodes], k)
+    forward_s = _by_stage(stage_of, instance.again_s[stage_of, nodes], k)
+    static = _by_stage(stage_of, instance.static_bytes, k)
+    for shared in instance.shared:
+        static[np.unique(stage_of[list(shared.nodes)])] += shared.num_bytes
+    send_s, receive_s, held = _transfers(instance, stage_of)
+    workspace = np.zeros(k)
+    np.maximum.at(workspace, stage_of, instance.workspace_bytes)
+    kept = _by_stage(stage_of, instance.saved_bytes, k)
+    held = held * instance.in_flight
+    fits_kept = static + kept * instance.in_flight + held + workspace <= instance.limit_bytes
+    if instance.recompute == "auto":
+        # It only costs time: worth it just where the stage does not fit without.
+        recompute = ~fits_kept & (instance.in_flight > 1)
+    else:
+        recompute = np.full(k, instance.recompute)
+    saved = np.where(recompute, kept, kept * instance.in_flight)
+    again_s = np.where(recompute, forward_s, 0.0)
+    compute_s, links_s = work_s + again_s, send_s + receive_s
+    return Loads(
+        work_s=work_s,
+        again_s=again_s,
+        send_s=send_s,
+        receive_s=receive_s,
+        static_bytes=static,
+        saved_bytes=saved,
+        held_bytes=held,
+        workspace_bytes=workspace,
+        recompute=tuple(bool(flag) for flag in recompute),
+        fits=bool((static + saved + held + workspace <= instance.limit_bytes).all()),
+        load_s=np.maximum(compute_s, links_s) if instance.overlap else compute_s + links_s,
+    )
+
+
+def _by_stage(stage_of: Integers, amounts: Floats, num_stages: int) -> Floats:
+    return np.bincount(stage_of, amounts, num_stages).astype(np.float64)
+
+
+def _transfers(instance: Instance, stage_of: Integers) -> tuple[Floats, Floats, Floats]:
+    """Seconds that each stage sends and receives, and the bytes it holds of tensors that cross, once."""
+    k = instance.num_stages
+    send_s, receive_s, held = np.zeros(k), np.zeros(k), np.zeros(k)
+    for index, net in enumerate(instance.nets):
+        source = int(stage_of[net.producer])
+        targets = sorted({int(stage_of[v]) for v in net.consumers} - {source})
+        if not targets:
+            continue
+        held[[source, *targets]] += net.held_bytes
+        costs = instance.cost_s[index]
+        send_s[source] += (
+            sum(costs[source, t] for t in targets) if instance.per_destination else costs[source, targets[0]]
+        )
+        for target in targets:
+            receive_s[target] += costs[target, source]
+    return send_s, receive_s, held
+
+
+def respects_edges(instance: Instance, stage_of: Any) -> bool:
+    """Whether no edge runs to an earlier stage, and every stage that must have a node has one."""
+    forward = all(stage_of[u] <= stage_of[v] for u, v in instance.edges)
+    used = len(set(np.asarray(stage_of).tolist()))
+    return forward and (instance.may_be_empty or used == instance.num_stages)

@@ -1,0 +1,129 @@
+"""From an assignment to the plan that everything after reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import MemoryModel, StageMemory
+from pd2bw_fx.plan import Plan, StagePlan, Transfer
+from pd2bw_fx.problem import Block, ParameterSize, Problem
+
+from .instance import Instance, Loads, evaluate
+from .reader import topological_order, transfer_s
+from .search import Found
+
+
+def plan_of(
+    problem: Problem,
+    cluster: Cluster,
+    instance: Instance,
+    found: Found,
+    *,
+    order: Sequence[int],
+    memory_model: MemoryModel,
+    method: str,
+    microbatches_per_update: int,
+    solver: str,
+    planning_s: float,
+) -> Plan:
+    """Stages with their operators in the problem's order, times and memory; every transfer."""
+    loads = evaluate(instance, found.stage_of)
+    nodes = topological_order(problem)
+    stage_of = {problem.blocks[at].name: int(found.stage_of[node]) for node, at in enumerate(nodes)}
+    stages = []
+    for stage, device in enumerate(order):
+        blocks = [block for block in problem.blocks if stage_of[block.name] == stage]
+        stages.append(
+            _stage(
+                stage,
+                device,
+                blocks,
+                loads,
+                cluster=cluster,
+                sizes=problem.parameters,
+                memory_model=memory_model,
+                in_flight=int(instance.in_flight[stage]),
+                overlap=instance.overlap,
+            )
+        )
+    return Plan(
+        stages=tuple(stages),
+        transfers=_transfers(problem, cluster, stage_of, order),
+        bottleneck_s=found.bottleneck_s,
+        bound_s=found.bound_s,
+        method=method,
+        microbatches_per_update=microbatches_per_update,
+        solver=solver,
+        planning_s=planning_s,
+        fingerprint=problem.fingerprint,
+    )
+
+
+def _stage(
+    stage: int,
+    device: int,
+    blocks: Sequence[Block],
+    loads: Loads,
+    *,
+    cluster: Cluster,
+    sizes: Mapping[str, ParameterSize],
+    memory_model: MemoryModel,
+    in_flight: int,
+    overlap: bool,
+) -> StagePlan:
+    parameters = tuple(dict.fromkeys(name for block in blocks for name in block.parameters))
+    send_s, receive_s = float(loads.send_s[stage]), float(loads.receive_s[stage])
+    if overlap and send_s + receive_s > 0:
+        work_s = float(loads.work_s[stage] + loads.again_s[stage])
+        # With overlap the links add only what is left of them when the work is done.
+        share = max(0.0, send_s + receive_s - work_s) / (send_s + receive_s)
+        send_s, receive_s = share * send_s, share * receive_s
+    return StagePlan(
+        stage=stage,
+        device=device,
+        device_name=cluster.devices[device].name,
+        operators=tuple(name for block in blocks for name in block.operators),
+        parameters=parameters,
+        forward_s=sum(block.forward_s[device] for block in blocks),
+        backward_s=sum(block.backward_s[device] for block in blocks),
+        send_s=send_s,
+        receive_s=receive_s,
+        memory=_memory(parameters, sizes, memory_model, loads, stage),
+        memory_limit_bytes=cluster.devices[device].memory_bytes,
+        microbatches_in_flight=in_flight,
+        recompute=loads.recompute[stage],
+    )
+
+
+def _memory(
+    parameters: Sequence[str],
+    sizes: Mapping[str, ParameterSize],
+    memory_model: MemoryModel,
+    loads: Loads,
+    stage: int,
+) -> StageMemory:
+    trainable = sum(sizes[name].trainable_bytes for name in parameters)
+    frozen = sum(sizes[name].frozen_bytes for name in parameters)
+    return StageMemory(
+        weight_bytes=memory_model.weight_versions * trainable + frozen,
+        gradient_bytes=memory_model.gradient_copies * trainable,
+        optimizer_bytes=memory_model.optimizer_copies * trainable,
+        activation_bytes=round(float(loads.saved_bytes[stage])),
+        transfer_bytes=round(float(loads.held_bytes[stage])),
+        workspace_bytes=round(float(loads.workspace_bytes[stage])),
+    )
+
+
+def _transfers(
+    problem: Problem, cluster: Cluster, stage_of: dict[str, int], order: Sequence[int]
+) -> tuple[Transfer, ...]:
+    transfers = []
+    for value in problem.values:
+        source = stage_of[value.producer]
+        for target in sorted({stage_of[name] for name in value.consumers} - {source}):
+            seconds = transfer_s(value, cluster, order[source], order[target])
+            transfers.append(
+                Transfer(value.name, source, target, int(value.bytes), int(value.gradient_bytes), seconds)
+            )
+    return tuple(sorted(transfers, key=lambda t: (t.source, t.target, t.value)))

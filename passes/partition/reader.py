@@ -1,0 +1,188 @@
+"""A `Problem` on a `Cluster`, checked, as numbers."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.problem import Block, Problem, Value
+
+from .instance import Floats, Instance, Net, SharedBytes
+
+
+def check_problem(problem: Problem, cluster: Cluster) -> None:
+    """Raise InputError at the first cost, name or edge that makes no sense."""
+    if not problem.blocks:
+        raise InputError("the problem has no blocks; there is nothing to place")
+    names = [block.name for block in problem.blocks]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"two blocks are named {twice!r}; block names must differ")
+    for block in problem.blocks:
+        _check_block(block, problem, len(cluster))
+    known = set(names)
+    for value in problem.values:
+        _check_value(value, known)
+    for name, size in problem.parameters.items():
+        _check_number(f"parameter {name!r}: trainable_bytes", size.trainable_bytes)
+        _check_number(f"parameter {name!r}: frozen_bytes", size.frozen_bytes)
+    topological_order(problem)
+
+
+def _check_block(block: Block, problem: Problem, num_devices: int) -> None:
+    for key in ("forward_s", "backward_s"):
+        costs: tuple[float, ...] = getattr(block, key)
+        if len(costs) != num_devices:
+            raise InputError(
+                f"block {block.name!r}: {key} has {len(costs)} entries for {num_devices} devices; "
+                "give one for each device of the cluster"
+            )
+        for device, cost in enumerate(costs):
+            _check_number(f"block {block.name!r}: {key}[{device}]", cost)
+    _check_number(f"block {block.name!r}: saved_bytes", block.saved_bytes)
+    _check_number(f"block {block.name!r}: workspace_bytes", block.workspace_bytes)
+    for parameter in block.parameters:
+        if parameter not in problem.parameters:
+            raise InputError(f"block {block.name!r} names parameter {parameter!r}, whose size is not given")
+
+
+def _check_value(value: Value, known: set[str]) -> None:
+    for name in (value.producer, *value.consumers):
+        if name not in known:
+            raise InputError(f"value {value.name!r} names block {name!r}, which the problem does not have")
+    _check_number(f"value {value.name!r}: bytes", value.bytes)
+    _check_number(f"value {value.name!r}: gradient_bytes", value.gradient_bytes)
+
+
+def _check_number(what: str, value: object) -> None:
+    good = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not good or not math.isfinite(float(value)) or float(value) < 0:  # type: ignore[arg-type]
+        raise InputError(f"{what} is {value!r}; a finite number of zero or more was expected")
+
+
+def topological_order(problem: Problem) -> list[int]:
+    """Block indices so that producers come first; the problem's own order where that already holds.
+
+    Raises InputError naming a block on a cycle.
+    """
+    index = {block.name: at for at, block in enumerate(problem.blocks)}
+    readers: list[set[int]] = [set() for _ in problem.blocks]
+    waiting = [0] * len(problem.blocks)
+    for value in problem.values:
+        producer = index[value.producer]
+        for consumer in {index[name] for name in value.consumers} - readers[producer] - {producer}:
+            readers[producer].add(consumer)
+            waiting[consumer] += 1
+    ready = [at for at, count in enumerate(waiting) if count == 0]
+    order = []
+    while ready:
+        at = heapq.heappop(ready)
+        order.append(at)
+        for reader in readers[at]:
+            waiting[reader] -= 1
+            if waiting[reader] == 0:
+                heapq.heappush(ready, reader)
+    if len(order) < len(problem.blocks):
+        stuck = next(problem.blocks[at].name for at, count in enumerate(waiting) if count)
+        raise InputError(f"the values form a cycle through or before block {stuck!r}; stages need an order")
+    return order
+
+
+def instances_for(
+    problem: Problem,
+    cluster: Cluster,
+    orders: Sequence[tuple[int, ...]],
+    *,
+    memory_model: MemoryModel,
+    in_flight: Sequence[int],
+    overlap: bool,
+    recompute: bool | Literal["auto"],
+) -> list[Instance]:
+    """One instance for each order of the devices; nodes are blocks in `topological_order`."""
+    blocks = [problem.blocks[at] for at in topological_order(problem)]
+    node = {block.name: at for at, block in enumerate(blocks)}
+    values = [value for value in problem.values if set(value.consumers) - {value.producer}]
+    nets = tuple(_net(value, node) for value in values)
+    edges = tuple(sorted({(net.producer, consumer) for net in nets for consumer in net.consumers}))
+    static, shared = _parameters(problem, blocks, memory_model)
+    forward_s = np.array([block.forward_s for block in blocks], dtype=float).T
+    backward_s = np.array([block.backward_s for block in blocks], dtype=float).T
+    result = []
+    for order in orders:
+        devices = list(order)
+        result.append(
+            Instance(
+                num_stages=len(order),
+                edges=edges,
+                work_s=(forward_s + backward_s)[devices],
+                again_s=forward_s[devices],
+                nets=nets,
+                cost_s=_link_costs(values, cluster, order),
+                per_destination=True,
+                overlap=overlap,
+                recompute=recompute,
+                may_be_empty=False,
+                limit_bytes=np.array([float(cluster.devices[d].memory_bytes) for d in order]),
+                in_flight=np.array(in_flight, dtype=np.int64),
+                static_bytes=static,
+                saved_bytes=np.array([float(block.saved_bytes) for block in blocks]),
+                workspace_bytes=np.array([float(block.workspace_bytes) for block in blocks]),
+                shared=shared,
+            )
+        )
+    return result
+
+
+def _net(value: Value, node: Mapping[str, int]) -> Net:
+    consumers = sorted({node[name] for name in value.consumers} - {node[value.producer]})
+    return Net(node[value.producer], tuple(consumers), int(value.bytes))
+
+
+def _parameters(
+    problem: Problem, blocks: Sequence[Block], memory_model: MemoryModel
+) -> tuple[Floats, tuple[SharedBytes, ...]]:
+    """Bytes of the parameters that one block alone has, and those that several have."""
+    users: dict[str, list[int]] = {}
+    for at, block in enumerate(blocks):
+        for name in dict.fromkeys(block.parameters):
+            users.setdefault(name, []).append(at)
+    static = np.zeros(len(blocks))
+    together: dict[tuple[int, ...], int] = {}
+    for name, nodes in users.items():
+        size = problem.parameters[name]
+        num_bytes = memory_model.copies * size.trainable_bytes + size.frozen_bytes
+        if len(nodes) == 1:
+            static[nodes[0]] += num_bytes
+        else:
+            together[tuple(nodes)] = together.get(tuple(nodes), 0) + num_bytes
+    return static, tuple(SharedBytes(num_bytes, nodes) for nodes, num_bytes in together.items() if num_bytes)
+
+
+def transfer_s(value: Value, cluster: Cluster, source: int, target: int) -> float:
+    """Seconds for a value to go from one device to another and its gradient, if any, to come back."""
+    seconds = cluster.transfer_s(source, target, value.bytes)
+    if value.gradient_bytes:
+        seconds += cluster.transfer_s(target, source, value.gradient_bytes)
+    return seconds
+
+
+def _link_costs(values: Sequence[Value], cluster: Cluster, order: Sequence[int]) -> Floats:
+    """[value, stage, other stage]: what crossing costs; the earlier stage is the source."""
+    k = len(order)
+    num_bytes = np.array([float(value.bytes) for value in values])
+    gradient_bytes = np.array([float(value.gradient_bytes) for value in values])
+    costs = np.zeros((len(values), k, k))
+    for s in range(k):
+        for t in range(s + 1, k):
+            a, b = order[s], order[t]
+            forward_s = cluster.latency_s[a][b] + num_bytes / cluster.bytes_per_s[a][b]
+            back_s = cluster.latency_s[b][a] + gradient_bytes / cluster.bytes_per_s[b][a]
+            costs[:, s, t] = costs[:, t, s] = forward_s + np.where(gradient_bytes > 0, back_s, 0.0)
+    return costs

@@ -1,0 +1,171 @@
+"""Integer programs: a thin face on PuLP, and the truth about what its solver found.
+
+The only file that imports PuLP. PuLP reports "Optimal" for a run that hit its time limit, so an `Outcome`
+is read from the solver's own status where it can be (HiGHS), else from PuLP's `sol_status`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import highspy
+import numpy as np
+import pulp
+
+from pd2bw_fx.errors import SolverError
+
+Variable = Any
+Terms = Iterable[tuple[Variable, float]]
+
+
+class Status(Enum):
+    """What a solver has shown about a program."""
+
+    OPTIMAL = "optimal"  # a solution, and no better one exists
+    FEASIBLE = "feasible"  # a solution, perhaps not the best
+    INFEASIBLE = "infeasible"  # no solution exists
+    UNKNOWN = "unknown"  # stopped before anything was known
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`values` by variable name where there is a solution; `bound` on the objective where one is proven."""
+
+    status: Status
+    values: Mapping[str, float]
+    bound: float | None = None
+
+    @property
+    def has_solution(self) -> bool:
+        return self.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+class IntegerProgram:
+    """A program under construction: minimise a sum of terms under `at_most` rows."""
+
+    def __init__(self, name: str) -> None:
+        self._problem = pulp.LpProblem(name, pulp.LpMinimize)
+        self._num_rows = 0
+        self._objective: list[tuple[Variable, float]] = []
+
+    def binary(self, name: str) -> Variable:
+        return pulp.LpVariable(name, 0, 1, cat=pulp.LpInteger)
+
+    def continuous(self, name: str, *, low: float = 0.0, high: float | None = None) -> Variable:
+        return pulp.LpVariable(name, low, high)
+
+    def at_most(self, terms: Terms, bound: float) -> None:
+        """Add the row: sum of coefficient * variable <= bound."""
+        expression = pulp.LpAffineExpression(list(terms))
+        row = pulp.LpConstraint(expression, sense=pulp.LpConstraintLE, rhs=bound)
+        self._problem.addConstraint(row, f"r{self._num_rows}")
+        self._num_rows += 1
+
+    def minimise(self, terms: Terms) -> None:
+        self._objective = list(terms)
+
+    def solve(self, *, solver: str = "highs", time_limit_s: float | None = None) -> Outcome:
+        """Run a solver on one thread, so that the same program gives the same answer.
+
+        Raises SolverError where PuLP does not know the solver, it is not installed, or it fails.
+        """
+        self._problem.setObjective(pulp.LpAffineExpression(self._objective))
+        if time_limit_s is not None and time_limit_s <= 0:
+            return Outcome(Status.UNKNOWN, {})
+        engine = _engine(solver, time_limit_s)
+        try:
+            self._problem.solve(engine)
+        except pulp.PulpSolverError as error:
+            raise SolverError(f"solver {solver!r} failed: {error}") from error
+        values = {v.name: v.varValue for v in self._problem.variables() if v.varValue is not None}
+        if isinstance(engine, _Highs):
+            return _highs_outcome(self._problem.solverModel, values)
+        return _pulp_outcome(self._problem, values)
+
+
+def check_solver(solver: str) -> None:
+    """Raise SolverError unless this solver is known to PuLP and can run here."""
+    _engine(solver, None)
+
+
+def _engine(solver: str, time_limit_s: float | None) -> Any:
+    if solver.lower() == "highs":
+        return _Highs(msg=False, threads=1, timeLimit=time_limit_s, random_seed=0)
+    known = {name.lower(): name for name in pulp.listSolvers()}
+    known["cbc"] = known.get("pulp_cbc_cmd", "PULP_CBC_CMD")
+    name = known.get(solver.lower())
+    if name is None:
+        raise SolverError(
+            f"solver {solver!r} is not known to PuLP; try 'highs', 'cbc', or one of "
+            f"{', '.join(pulp.listSolvers())}"
+        )
+    engine = pulp.getSolver(name, msg=False, timeLimit=time_limit_s)
+    if not engine.available():
+        raise SolverError(
+            f"solver {solver!r} is not installed here; try 'highs' or 'cbc', which come with this package"
+        )
+    return engine
+
+
+class _Highs(pulp.HiGHS):  # type: ignore[misc]
+    """HiGHS with the whole program passed at once: row by row costs more than solving most of ours."""
+
+    def buildSolverModel(self, lp: Any) -> None:
+        variables = lp.variables()
+        for index, variable in enumerate(variables):
+            variable.index = index
+        rows = list(lp.constraints.values())
+        starts, columns, coefficients = [0], [], []
+        for index, row in enumerate(rows):
+            row.index = index
+            columns += [variable.index for variable in row]
+            coefficients += row.values()
+            starts.append(len(columns))
+        model = highspy.HighsLp()
+        model.num_col_, model.num_row_ = len(variables), len(rows)
+        objective = lp.objective or {}
+        model.col_cost_ = np.array([objective.get(variable, 0.0) for variable in variables], dtype=float)
+        model.col_lower_ = np.array([_or(v.lowBound, -highspy.kHighsInf) for v in variables], dtype=float)
+        model.col_upper_ = np.array([_or(v.upBound, highspy.kHighsInf) for v in variables], dtype=float)
+        model.row_lower_ = np.array([_or(row.getLb(), -highspy.kHighsInf) for row in rows], dtype=float)
+        model.row_upper_ = np.array([_or(row.getUb(), highspy.kHighsInf) for row in rows], dtype=float)
+        integer, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
+        model.integrality_ = [integer if v.cat == pulp.LpInteger else real for v in variables]
+        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        model.a_matrix_.start_ = np.array(starts, dtype=np.int32)
+        model.a_matrix_.index_ = np.array(columns, dtype=np.int32)
+        model.a_matrix_.value_ = np.array(coefficients, dtype=float)
+        lp.solverModel.passModel(model)
+
+
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
+
+
+def _highs_outcome(highs: Any, values: Mapping[str, float]) -> Outcome:
+    status = highs.getModelStatus()
+    info = highs.getInfo()
+    kinds = highspy.HighsModelStatus
+    if status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
+        return Outcome(Status.INFEASIBLE, {})
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    bound = float(info.mip_dual_bound) if np.isfinite(info.mip_dual_bound) else None
+    if status == kinds.kOptimal and found:
+        return Outcome(Status.OPTIMAL, values, bound)
+    if status in (kinds.kTimeLimit, kinds.kInterrupt, kinds.kIterationLimit, kinds.kSolutionLimit):
+        return Outcome(Status.FEASIBLE if found else Status.UNKNOWN, values if found else {}, bound)
+    raise SolverError(f"HiGHS stopped with {highs.modelStatusToString(status)!r}; try solver='cbc'")
+
+
+def _pulp_outcome(problem: Any, values: Mapping[str, float]) -> Outcome:
+    found = problem.sol_status
+    if found == pulp.LpSolutionOptimal:
+        return Outcome(Status.OPTIMAL, values, pulp.value(problem.objective))
+    if found == pulp.LpSolutionIntegerFeasible:
+        return Outcome(Status.FEASIBLE, values)
+    if found == pulp.LpSolutionInfeasible:
+        return Outcome(Status.INFEASIBLE, {})
+    return Outcome(Status.UNKNOWN, {})
