@@ -138,9 +138,14 @@ class Timeline:
         return tuple(peak)
 
     def between(self, start_s: float, end_s: float) -> Self:
-        """The events that touch this window, whole."""
-        inside = (e for e in self.events if e.end_s > start_s and e.start_s < end_s)
-        return replace(self, events=tuple(inside))
+        """The events of this window, whole; those without length belong to it at its edges too."""
+
+        def inside(event: Event) -> bool:
+            if event.start_s == event.end_s:
+                return start_s <= event.start_s <= end_s
+            return event.end_s > start_s and event.start_s < end_s
+
+        return replace(self, events=tuple(filter(inside, self.events)))
 
     def to_json(self) -> dict[str, Any]:
         return {

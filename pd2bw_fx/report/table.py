@@ -10,22 +10,22 @@ from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan, StagePlan, Transfer
 from pd2bw_fx.units import format_bytes, format_seconds
 
-_HEAD = ("stage", "device", "operators", "parameters", "forward", "backward", "memory / limit")
+COLUMNS = ("stage", "device", "operators", "parameters", "forward", "backward", "memory / limit")
 
 
 def plan_table(graph: OperatorGraph, costs: Costs, plan: Plan) -> str:
     """A row for each stage, below it what crosses the cut to later stages, at the end what binds."""
-    rows = [_stage_row(graph, stage) for stage in plan.stages]
-    widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
-    lines = [_headline(graph, plan), "", _line(_HEAD, widths)]
+    rows = [stage_row(graph, stage) for stage in plan.stages]
+    widths = [max(len(row[column]) for row in (COLUMNS, *rows)) for column in range(len(COLUMNS))]
+    lines = [headline(graph, plan), "", _line(COLUMNS, widths)]
     lines.append("  ".join("-" * width for width in widths))
     for stage, row in zip(plan.stages, rows, strict=True):
         lines.append(_line(row, widths))
-        lines += [f"{'':{widths[0]}}  {line}" for line in _cut_lines(graph, plan, stage.stage)]
-    return "\n".join([*lines, "", *_verdict(costs, plan)])
+        lines += [f"{'':{widths[0]}}  {line}" for line in cut_lines(graph, plan, stage.stage)]
+    return "\n".join([*lines, "", *verdict(costs, plan)])
 
 
-def _headline(graph: OperatorGraph, plan: Plan) -> str:
+def headline(graph: OperatorGraph, plan: Plan) -> str:
     return (
         f"{graph.model_name}: {len(graph.operators)} operators on {plan.num_stages} "
         f"{'stage' if plan.num_stages == 1 else 'stages'}, method {plan.method}, "
@@ -33,7 +33,7 @@ def _headline(graph: OperatorGraph, plan: Plan) -> str:
     )
 
 
-def _stage_row(graph: OperatorGraph, stage: StagePlan) -> tuple[str, ...]:
+def stage_row(graph: OperatorGraph, stage: StagePlan) -> tuple[str, ...]:
     elements = 0
     for name in stage.parameters:
         if name in graph.parameters:
@@ -55,7 +55,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
-def _cut_lines(graph: OperatorGraph, plan: Plan, stage: int) -> list[str]:
+def cut_lines(graph: OperatorGraph, plan: Plan, stage: int) -> list[str]:
     lines = []
     targets = sorted({transfer.target for transfer in plan.transfers if transfer.source == stage})
     for target in targets:
@@ -81,7 +81,7 @@ def _value_name(graph: OperatorGraph, value: str) -> str:
     return f"{operator.module_path}:{value}"
 
 
-def _verdict(costs: Costs, plan: Plan) -> list[str]:
+def verdict(costs: Costs, plan: Plan) -> list[str]:
     slowest = max(plan.stages, key=lambda stage: stage.load_s)
     rate = 1.0 / plan.bottleneck_s if plan.bottleneck_s > 0 else float("inf")
     proof = "proven optimal" if plan.gap <= 1e-9 else f"within {plan.gap:.2%} of the optimum (proven)"
