@@ -1,0 +1,71 @@
+"""From any front end's program to the one form that everything later relies on (see pd2bw_fx/graph.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from pd2bw_fx.graph import ModelOutput, OperatorGraph
+from pd2bw_fx.program import ProgramModule
+from pd2bw_fx.traced import Traced
+
+from .clean import remove_dead_code, remove_guards, remove_identities
+from .describe import Describer, parameter_specs
+from .facts import observe
+from .lift import Draft, lift
+
+__all__ = ["normalise"]
+
+
+def normalise(traced: Traced) -> OperatorGraph:
+    """The operator graph of a traced program."""
+    draft = lift(traced)
+    remove_guards(draft)
+    remove_identities(draft)
+    remove_dead_code(draft)
+    module = ProgramModule(draft.values, draft.graph, type(traced.model).__name__)
+    draft.graph = module.graph
+    facts = observe(module, traced.examples)
+    placeholders = draft.graph.find_nodes(op="placeholder")
+    describer = Describer(draft, facts, _symbols(traced, placeholders))
+    parameters, buffers = parameter_specs(traced, draft)
+    return OperatorGraph(
+        operators=describer.operators(),
+        inputs={
+            node.name: describer.spec(node, facts.values[node.name], node.meta.get("val"))
+            for node in placeholders
+        },
+        parameters=parameters,
+        buffers=buffers,
+        outputs=_outputs(traced, draft.graph),
+        loss=traced.loss,
+        model_name=type(traced.model).__name__,
+        batch_symbol="batch" if traced.dynamic_batch else None,
+        unused_inputs=tuple(node.name for node in placeholders if not node.users),
+        fx=module,
+        root=traced.model,
+    )
+
+
+def _symbols(traced: Traced, placeholders: Any) -> dict[str, str]:
+    """The tracer's symbols in our words: the size of dimension 0 of a batched input is the batch."""
+    symbols: dict[str, str] = {}
+    for node in placeholders:
+        value = node.meta.get("val")
+        if traced.dynamic_batch and node.name in traced.batched_inputs and isinstance(value, torch.Tensor):
+            size = value.shape[0]
+            if isinstance(size, torch.SymInt):
+                symbols[str(size.node.expr)] = "batch"
+    return symbols
+
+
+def _outputs(traced: Traced, graph: fx.Graph) -> tuple[ModelOutput, ...]:
+    results = graph.output_node().args[0]
+    assert isinstance(results, (tuple, list))
+    return tuple(
+        ModelOutput(name, value.name)
+        for name, value in zip(traced.outputs, results, strict=True)
+        if isinstance(value, fx.Node)
+    )

@@ -1,0 +1,217 @@
+"""A front end's program copied into one flat graph that reads the model's tensors by name.
+
+Lifted parameters become `get_attr` nodes at their first use, regions without gradient or with autocast are
+inlined with a mark on each node, and modules' paths lose the tracing wrapper's prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
+
+from pd2bw_fx.traced import Traced
+
+_REGIONS = {"wrap_with_set_grad_enabled", "wrap_with_autocast"}
+
+
+@dataclass(slots=True)
+class Draft:
+    """The graph while the passes below change it, and what its get_attr and call_module nodes refer to."""
+
+    graph: fx.Graph
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def is_state(self, node: fx.Node) -> bool:
+        return node.op == "get_attr"
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first name of the same tensor in state_dict order."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def lift(traced: Traced) -> Draft:
+    program = traced.program
+    module = program.graph_module if isinstance(program, ExportedProgram) else program
+    draft = Draft(fx.Graph())
+    inputs = iter(traced.inputs)
+    state = _state_of(traced) if isinstance(program, ExportedProgram) else {}
+    environment: dict[fx.Node, Any] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        if node.name in state:
+            environment[node] = state[node.name]
+        else:
+            name = next(inputs)
+            copied = draft.graph.placeholder(name)
+            copied.name = name  # the author's word, even one that fx would avoid ("input")
+            copied.meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
+            environment[node] = copied
+    copier = _Copier(draft, traced, {})
+    results = copier.copy(module, environment, {})
+    draft.graph.output(tuple(results))
+    return draft
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    """A lifted input that is no tensor of the model's state: a plain value."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A lifted input that is a parameter, buffer or constant; read where it is first needed."""
+
+    name: str
+    value: torch.Tensor
+    meta: Mapping[str, Any]
+
+
+def _state_of(traced: Traced) -> dict[str, Any]:
+    program = traced.program
+    assert isinstance(program, ExportedProgram)
+    canonical = canonical_names(traced.model)
+    nodes = {node.name: node for node in program.graph_module.graph.find_nodes(op="placeholder")}
+    state: dict[str, Any] = {}
+    num_constants = 0
+    for entry in program.graph_signature.input_specs:
+        if isinstance(entry.arg, ConstantArgument):
+            state[entry.arg.name] = _Constant(entry.arg.value)
+            continue
+        if entry.kind is InputKind.USER_INPUT:
+            continue
+        target = entry.target
+        assert target is not None and not isinstance(entry.arg, ConstantArgument)
+        name = target.removeprefix(traced.prefix)
+        if name in canonical:
+            name = canonical[name]
+            value = _attribute(traced.model, name)
+        elif target in program.state_dict:
+            value = program.state_dict[target]
+        else:
+            value = program.constants[target]
+            if _attribute(traced.model, name) is not value:
+                name, num_constants = f"constant_{num_constants}", num_constants + 1
+        state[entry.arg.name] = _State(name, value, nodes[entry.arg.name].meta)
+    return state
+
+
+def _attribute(model: nn.Module, name: str) -> Any:
+    value: Any = model
+    for step in name.split("."):
+        value = getattr(value, step, None)
+    return value
+
+
+@dataclass(slots=True)
+class _Copier:
+    draft: Draft
+    traced: Traced
+    read: dict[str, fx.Node]
+
+    def copy(self, module: nn.Module, environment: dict[fx.Node, Any], marks: Mapping[str, Any]) -> list[Any]:
+        """Copies the nodes of `module`'s graph but its placeholders; what it returns, in the new graph."""
+        graph = module.graph
+        assert isinstance(graph, fx.Graph)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                results = self._mapped(node.args[0], environment)
+                return list(results) if isinstance(results, (tuple, list)) else [results]
+            if node.op == "get_attr":
+                environment[node] = self._attribute(module, node)
+            elif getattr(node.target, "__name__", None) in _REGIONS:
+                environment[node] = self._inlined(node, environment, marks)
+            elif node.target is getitem and isinstance(environment.get(node.args[0]), list):
+                environment[node] = environment[node.args[0]][node.args[1]]
+            else:
+                environment[node] = self._copied(module, node, environment, marks)
+        raise AssertionError("a graph without an output")
+
+    def _copied(
+        self, module: nn.Module, node: fx.Node, environment: dict[fx.Node, Any], marks: Mapping[str, Any]
+    ) -> fx.Node:
+        args, kwargs = self._mapped(node.args, environment), self._mapped(node.kwargs, environment)
+        copied = self.draft.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        copied.meta = {**self._meta(node), **marks}
+        if node.op == "call_module":
+            self.draft.values[str(node.target)] = module.get_submodule(str(node.target))
+        return copied
+
+    def _mapped(self, value: Any, environment: Mapping[fx.Node, Any]) -> Any:
+        return fx.node.map_arg(value, lambda node: self._value(environment[node]))
+
+    def _value(self, found: Any) -> Any:
+        if isinstance(found, _Constant):
+            return found.value
+        return self._read(found) if isinstance(found, _State) else found
+
+    def _read(self, state: _State) -> fx.Node:
+        """A state tensor is read where it is first needed; once, for a later read may see a changed value."""
+        if state.name not in self.read:
+            node = self.draft.graph.get_attr(state.name)
+            node.meta = {"val": state.meta["val"]} if "val" in state.meta else {}
+            self.read[state.name] = node
+            self.draft.values[state.name] = state.value
+        return self.read[state.name]
+
+    def _attribute(self, module: nn.Module, node: fx.Node) -> Any:
+        value = _attribute(module, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            return _Constant(value)
+        name = canonical_names(self.traced.model).get(str(node.target), str(node.target))
+        if _attribute(self.traced.model, name) is not value:
+            taken = [given for given in self.draft.values if given.startswith("constant_")]
+            name = f"constant_{len(taken)}"
+        return _State(name, value, node.meta)
+
+    def _inlined(self, node: fx.Node, environment: dict[fx.Node, Any], marks: Mapping[str, Any]) -> list[Any]:
+        args = [environment[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
+        if getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled":
+            enabled, body, *operands = args
+            marks = {**marks, "no_grad": not enabled}
+        else:
+            device_type, dtype, enabled, _cache_enabled, body, *operands = args
+            marks = {**marks, "autocast": (device_type, dtype, enabled)}
+        assert isinstance(body, _Constant)
+        inner = dict(zip(body.value.graph.find_nodes(op="placeholder"), operands, strict=True))
+        return self.copy(body.value, inner, marks)
+
+    def _meta(self, node: fx.Node) -> dict[str, Any]:
+        meta = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
+        stack = node.meta.get("nn_module_stack", {})
+        meta["nn_module_stack"] = {
+            key: (path, kind) for key, path, kind in _modules(stack, self.traced.prefix.removesuffix("."))
+        }
+        return meta
+
+
+def _modules(stack: Mapping[str, tuple[str, Any]], wrapper: str) -> list[tuple[str, str, str]]:
+    """Key, path in the user's model and class name of each module on the stack, outermost first.
+
+    Repeated calls of one module have keys of their own ("block@1") and the same path.
+    """
+    entries = []
+    for key, (path, kind) in stack.items():
+        if key.startswith("_empty_nn_module_stack"):
+            continue
+        path = path.partition("@")[0]
+        if wrapper and path != wrapper and not path.startswith(wrapper + "."):
+            if not path:
+                continue  # the wrapper itself
+        elif wrapper:
+            path = path.removeprefix(wrapper).removeprefix(".")
+        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        entries.append((key, path, name))
+    return entries

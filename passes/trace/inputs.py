@@ -1,0 +1,177 @@
+"""Example inputs: found, bound to the forward's arguments, flattened and named."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pd2bw_fx.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class FlatArguments:
+    """A call of the model with its tensors set aside: `rebuild` puts the same number of tensors back.
+
+    Everything that is no tensor is a constant of the trace.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+    leaves: tuple[Any, ...]  # the flattened call; tensors stand as their position in `tensors`
+    spec: pytree.TreeSpec
+
+    def rebuild(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
+        args, kwargs, targets = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs, targets
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    index: int
+
+
+def find_example_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """What the model itself offers: its `example_inputs()`, or a Hugging Face model's `dummy_inputs`.
+
+    None where it offers nothing. A language model's dummy tokens serve as its labels too, for without
+    labels it would have no loss to train on.
+    """
+    offer = getattr(model, "example_inputs", None)
+    if callable(offer):
+        return _as_call(offer())
+    dummy = getattr(model, "dummy_inputs", None)
+    if not isinstance(dummy, Mapping):
+        return None
+    accepted = inspect.signature(model.forward).parameters
+    kwargs = {name: value for name, value in dummy.items() if name in accepted}
+    if not kwargs:
+        return None
+    if "use_cache" in accepted:
+        kwargs["use_cache"] = False
+    tokens, kind = kwargs.get("input_ids"), type(model).__name__
+    takes_tokens_as_labels = kind.endswith(
+        ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
+    )
+    if "labels" in accepted and isinstance(tokens, torch.Tensor) and takes_tokens_as_labels:
+        kwargs["labels"] = tokens.clone()
+    return (), kwargs
+
+
+def _as_call(offered: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(offered, Mapping):
+        return (), dict(offered)
+    if isinstance(offered, tuple) and len(offered) == 2 and isinstance(offered[1], dict):
+        if isinstance(offered[0], tuple):
+            return offered[0], dict(offered[1])
+    if isinstance(offered, (tuple, list)):
+        return tuple(offered), {}
+    return (offered,), {}
+
+
+def flatten_arguments(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any = None
+) -> FlatArguments:
+    """The call's tensors in the order of the forward's signature, then the targets' ones.
+
+    A tensor nested in an argument is named by the path to it: `batch_pixels`, `state_0`. Tensors that share
+    memory are separated, for a tracer would take the two inputs for one.
+    """
+    if isinstance(args, torch.Tensor) or not isinstance(args, (tuple, list)):
+        raise InputError(
+            f"example_args is a {type(args).__name__}, expected a tuple of the forward's positional "
+            "arguments; try example_args=(x,)"
+        )
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"{type(model).__name__}.forward{signature} cannot take these example inputs: {error}"
+        ) from error
+    call = (bound.args, _in_order(bound.kwargs, signature), targets)
+    leaves, spec = pytree.tree_flatten(call)
+    paths = [*_named_arguments(bound), *_paths("targets", targets)]
+    names, tensors, seen = [], [], set()
+    for position, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        leaves[position] = _Slot(len(tensors))
+        names.append(_unique(path, names))
+        storage = leaf.untyped_storage()._cdata
+        tensors.append(leaf.detach().clone() if storage in seen else leaf.detach())
+        seen.add(storage)
+    return FlatArguments(tuple(names), tuple(tensors), tuple(leaves), spec)
+
+
+def common_batch_size(flat: FlatArguments) -> int:
+    """The size of dimension 0 that most of the tensors share; the first one's, where none is shared."""
+    sizes = Counter(tensor.shape[0] for tensor in flat.tensors if tensor.dim() > 0)
+    if not sizes:
+        raise InputError(
+            f"no example input has a batch dimension (found {_listing(flat)}); expected tensors whose "
+            "dimension 0 counts the samples"
+        )
+    return max(sizes, key=lambda size: sizes[size])
+
+
+def named_paths(root: str, value: Any) -> list[tuple[str, Any]]:
+    """Every leaf of a nested value with its path joined by underscores, in pytree order."""
+    return list(zip(_paths(root, value), pytree.tree_leaves(value), strict=True))
+
+
+def _listing(flat: FlatArguments) -> str:
+    found = [f"{name}: {tuple(t.shape)}" for name, t in zip(flat.names, flat.tensors, strict=True)]
+    return ", ".join(found) or "no tensor at all"
+
+
+def _in_order(kwargs: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    order = [name for name in signature.parameters if name in kwargs]
+    return {name: kwargs[name] for name in (*order, *(name for name in kwargs if name not in order))}
+
+
+def _named_arguments(bound: inspect.BoundArguments) -> list[str]:
+    paths: list[str] = []
+    kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
+    keywords = _in_order(bound.kwargs, bound.signature)
+    for name, value in bound.arguments.items():
+        if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
+            paths += [path for i, item in enumerate(value) for path in _paths(f"{name}_{i}", item)]
+        elif name not in keywords and kinds[name] is not inspect.Parameter.VAR_KEYWORD:
+            paths += _paths(name, value)
+    for name, value in keywords.items():
+        paths += _paths(name, value)
+    return paths
+
+
+def _paths(root: str, value: Any) -> list[str]:
+    keyed, _ = pytree.tree_flatten_with_path(value)
+    return [_joined(root, [_step(key) for key in path]) for path, _ in keyed]
+
+
+def _step(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _joined(root: str, steps: Sequence[str]) -> str:
+    name = re.sub(r"\W", "_", "_".join([root, *steps]))
+    return name if name.isidentifier() else f"_{name}"
+
+
+def _unique(name: str, taken: Sequence[str]) -> str:
+    candidate, count = name, 0
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}_{count}"
+    return candidate

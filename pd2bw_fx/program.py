@@ -1,0 +1,79 @@
+"""The traced program as a module that can be run, and the live tensors that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pd2bw_fx.graph import OperatorGraph
+
+
+class ProgramModule(fx.GraphModule):
+    """A graph that is interpreted, not printed and executed.
+
+    torch.fx pastes attribute names unescaped into the code it runs, so that a module named by a hostile
+    hand would run code of its own. Parameters are the model's own tensors, under the model's names.
+    """
+
+    def __init__(self, values: Mapping[str, Any], graph: fx.Graph, class_name: str) -> None:
+        super().__init__(dict(values), graph, class_name)
+
+    def recompile(self) -> Any:
+        return None
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        outputs: tuple[Any, ...] = ProgramInterpreter(self).run(*tensors)
+        return outputs
+
+
+class ProgramInterpreter(fx.Interpreter):
+    """Runs each node in the no_grad and autocast regions that the model's author put it in."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        with region(n):
+            return super().run_node(n)
+
+
+@contextmanager
+def region(node: fx.Node) -> Iterator[None]:
+    """Enters `node.meta["no_grad"]` (a bool: gradients off) and `node.meta["autocast"]`, where present.
+
+    The latter is (device type, dtype or None, enabled).
+    """
+    with ExitStack() as stack:
+        if "no_grad" in node.meta:
+            stack.enter_context(torch.set_grad_enabled(not node.meta["no_grad"]))
+        if "autocast" in node.meta:
+            device_type, dtype, enabled = node.meta["autocast"]
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))
+        yield
+
+
+def tensors(graph: OperatorGraph) -> dict[str, torch.Tensor]:
+    """The live value of every parameter, buffer and constant by its name, those of no operator too."""
+    values: dict[str, torch.Tensor] = {}
+    for name in (*graph.parameters, *graph.buffers):
+        holder = graph.fx if graph.fx is not None and _has(graph.fx, name) else graph.root
+        if holder is None:
+            raise ValueError("this operator graph has been read from a file and holds no live tensors")
+        values[name] = _get(holder, name)
+    return values
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    path, _, attribute = name.rpartition(".")
+    try:
+        return hasattr(module.get_submodule(path), attribute)
+    except AttributeError:
+        return False
+
+
+def _get(module: nn.Module, name: str) -> torch.Tensor:
+    path, _, attribute = name.rpartition(".")
+    value = getattr(module.get_submodule(path), attribute)
+    assert isinstance(value, torch.Tensor), f"{name} is no tensor"
+    return value

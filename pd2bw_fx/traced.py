@@ -1,0 +1,82 @@
+"""A traced program as a front end leaves it, and the report of how it came to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A front end that was tried and did not carry the model, and its reason in one line."""
+
+    tracer: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.tracer}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceReport:
+    """Which front end won, why the ones before it did not, and what a user should know of the result.
+
+    `tracer` is "export" (sizes follow the batch), "export-static" (one batch size only), "fx", or "given"
+    for a program that was the user's own.
+    """
+
+    tracer: str
+    attempts: tuple[Attempt, ...] = ()
+    notes: tuple[str, ...] = ()
+    duration_s: float = 0.0
+
+    def __str__(self) -> str:
+        lines = [f"traced by {self.tracer} in {self.duration_s:.1f} s"]
+        lines += [f"  not by {attempt}" for attempt in self.attempts]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tracer": self.tracer,
+            "attempts": [[attempt.tracer, attempt.reason] for attempt in self.attempts],
+            "notes": list(self.notes),
+            "duration_s": self.duration_s,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TraceReport:
+        return cls(
+            tracer=data["tracer"],
+            attempts=tuple(Attempt(tracer, reason) for tracer, reason in data["attempts"]),
+            notes=tuple(data["notes"]),
+            duration_s=data["duration_s"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """One front end's program with the names that the model's author gave its inputs and outputs.
+
+    `inputs` names the program's tensor placeholders in order, `outputs` its flat results; `loss` is one of
+    `outputs`. Modules of the program have `prefix` before the path they have in `model`. `examples` are the
+    tensors that it was traced with, by input name; empty where there were none.
+    """
+
+    program: ExportedProgram | fx.GraphModule
+    model: nn.Module
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    loss: str | None
+    report: TraceReport
+    prefix: str = ""
+    batch_size: int | None = None
+    batched_inputs: frozenset[str] = frozenset()  # dimension 0 is the batch
+    dynamic_batch: bool = False
+    loss_module: nn.Module | None = None  # a loss_fn that holds tensors of its own
+    examples: Mapping[str, torch.Tensor] = field(default_factory=dict)
