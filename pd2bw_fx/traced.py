@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +65,8 @@ class Traced:
 
     `inputs` names the program's tensor placeholders in order, `outputs` its flat results; `loss` is one of
     `outputs`. Modules of the program have `prefix` before the path they have in `model`. `examples` are the
-    tensors that it was traced with, by input name; empty where there were none.
+    tensors that it was traced with, by input name; empty where there were none. `call` runs the live model
+    itself, eagerly: tensors by input name to results by output name.
     """
 
     program: ExportedProgram | fx.GraphModule
@@ -80,3 +81,6 @@ class Traced:
     dynamic_batch: bool = False
     loss_module: nn.Module | None = None  # a loss_fn that holds tensors of its own
     examples: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    call: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = field(
+        default=None, compare=False, repr=False
+    )

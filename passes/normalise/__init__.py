@@ -8,15 +8,15 @@ import torch
 from torch import fx
 
 from pd2bw_fx.graph import ModelOutput, OperatorGraph
-from pd2bw_fx.program import ProgramModule
+from pd2bw_fx.program import ProgramModule, tensors
 from pd2bw_fx.traced import Traced
 
 from .clean import remove_dead_code, remove_guards, remove_identities
 from .describe import Describer, parameter_specs
 from .facts import observe
-from .lift import Draft, lift
+from .lift import lift
 
-__all__ = ["normalise"]
+__all__ = ["normalise", "tensors"]
 
 
 def normalise(traced: Traced) -> OperatorGraph:

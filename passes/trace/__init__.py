@@ -66,6 +66,7 @@ def trace(
             dynamic_batch=name == "export",
             loss_module=loss_fn if isinstance(loss_fn, nn.Module) else None,
             examples=dict(zip(flat.names, flat.tensors, strict=True)),
+            call=program.call,
         )
     raise TraceError("\n".join(map(str, attempts)))
 

@@ -62,6 +62,11 @@ class Program(nn.Module):
         self.record.loss = "loss" if kept and kept[0][0] == "loss" else None
         return tuple(value for _, value in kept)
 
+    def call(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model run as it is: results by output name."""
+        results = self.forward(*(tensors[name] for name in self.flat.names))
+        return dict(zip(self.record.output_names, results, strict=True))
+
     def _write_back(self, before: Mapping[str, torch.Tensor]) -> None:
         after = dict(self.model.named_buffers())
         for name, buffer in before.items():
