@@ -18,6 +18,7 @@ import pulp
 from pd2bw_fx.errors import SolverError
 
 Variable = Any
+_TOLERANCE = 1e-6
 Terms = Iterable[tuple[Variable, float]]
 
 
@@ -164,8 +165,15 @@ def _pulp_outcome(problem: Any, values: Mapping[str, float]) -> Outcome:
     found = problem.sol_status
     if found == pulp.LpSolutionOptimal:
         return Outcome(Status.OPTIMAL, values, pulp.value(problem.objective))
-    if found == pulp.LpSolutionIntegerFeasible:
-        return Outcome(Status.FEASIBLE, values)
-    if found == pulp.LpSolutionInfeasible:
+    # "Integer infeasible" of CBC arrives in `status` alone; a run that stopped for time has another status.
+    if pulp.LpStatusInfeasible in (found, problem.status):
         return Outcome(Status.INFEASIBLE, {})
+    # Stopped for time, CBC may hand over the relaxation's solution as if it were a real one.
+    if found == pulp.LpSolutionIntegerFeasible and problem.valid(_TOLERANCE) and _is_whole(problem):
+        return Outcome(Status.FEASIBLE, values)
     return Outcome(Status.UNKNOWN, {})
+
+
+def _is_whole(problem: Any) -> bool:
+    integers = [variable for variable in problem.variables() if variable.cat == pulp.LpInteger]
+    return all(abs(variable.varValue - round(variable.varValue)) < _TOLERANCE for variable in integers)

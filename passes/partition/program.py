@@ -78,6 +78,15 @@ class FeasibilityProgram:
         outcome = self.program.solve(solver=solver, time_limit_s=time_limit_s)
         return outcome.status, self._assignment(outcome) if outcome.has_solution else None
 
+    def exclude(self, stage_of: Integers) -> None:
+        """Allow every assignment but this one."""
+        row = _Row()
+        for (node, stage), variable in self._early.items():
+            early = bool(stage_of[node] <= stage)
+            row.add(variable, 1.0 if early else -1.0)
+            row.constant -= float(early)
+        self.program.at_most(row.items(), -1.0 - row.constant)
+
     def _assignment(self, outcome: Outcome) -> Integers:
         stage_of = self.windows.last.copy()
         for (node, stage), variable in self._early.items():
