@@ -6,7 +6,7 @@ is read from the solver's own status where it can be (HiGHS), else from PuLP's `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -49,21 +49,21 @@ class IntegerProgram:
 
     def __init__(self, name: str) -> None:
         self._problem = pulp.LpProblem(name, pulp.LpMinimize)
-        self._num_rows = 0
+        self._rows: list[Any] = []
         self._objective: list[tuple[Variable, float]] = []
 
     def binary(self, name: str) -> Variable:
-        return pulp.LpVariable(name, 0, 1, cat=pulp.LpInteger)
+        return self._problem.add_variable(name, 0, 1, cat=pulp.LpInteger)
 
     def continuous(self, name: str, *, low: float = 0.0, high: float | None = None) -> Variable:
-        return pulp.LpVariable(name, low, high)
+        return self._problem.add_variable(name, low, high)
 
     def at_most(self, terms: Terms, bound: float) -> None:
         """Add the row: sum of coefficient * variable <= bound."""
         expression = pulp.LpAffineExpression(list(terms))
         row = pulp.LpConstraint(expression, sense=pulp.LpConstraintLE, rhs=bound)
-        self._problem.addConstraint(row, f"r{self._num_rows}")
-        self._num_rows += 1
+        self._problem.addConstraint(row, f"r{len(self._rows)}")
+        self._rows.append(row)
 
     def minimise(self, terms: Terms) -> None:
         self._objective = list(terms)
@@ -77,6 +77,8 @@ class IntegerProgram:
         if time_limit_s is not None and time_limit_s <= 0:
             return Outcome(Status.UNKNOWN, {})
         engine = _engine(solver, time_limit_s)
+        if isinstance(engine, _Highs):
+            engine.rows = self._rows
         try:
             self._problem.solve(engine)
         except pulp.PulpSolverError as error:
@@ -114,11 +116,13 @@ def _engine(solver: str, time_limit_s: float | None) -> Any:
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
     """HiGHS with the whole program passed at once: row by row costs more than solving most of ours."""
 
+    rows: Sequence[Any] = ()
+
     def buildSolverModel(self, lp: Any) -> None:
         variables = lp.variables()
         for index, variable in enumerate(variables):
             variable.index = index
-        rows = list(lp.constraints.values())
+        rows = self.rows
         starts, columns, coefficients = [0], [], []
         for index, row in enumerate(rows):
             row.index = index

@@ -133,7 +133,9 @@ def problems(draw: Any, num_devices: int, max_blocks: int = 9) -> Problem:
                 (f"op{at}",),
                 tuple(forward if alike else draw(times) for _ in range(num_devices)),
                 tuple(backward if alike else draw(times) for _ in range(num_devices)),
-                tuple(sorted(draw(st.sets(st.sampled_from(sorted(parameters)), max_size=2)))) if parameters else (),
+                tuple(sorted(draw(st.sets(st.sampled_from(sorted(parameters)), max_size=2))))
+                if parameters
+                else (),
                 draw(st.integers(0, 15)),
                 draw(st.integers(0, 5)),
             )

@@ -60,6 +60,7 @@ class FeasibilityProgram:
         self.windows = windows
         self.program = IntegerProgram("stages")
         k = instance.num_stages
+        self._contradicts_itself = False
         self._early: dict[tuple[int, int], Variable] = {}
         self._work = [_Row() for _ in range(k)]
         self._links = [_Row() for _ in range(k)]
@@ -75,11 +76,18 @@ class FeasibilityProgram:
 
     def solve(self, *, solver: str, time_limit_s: float | None) -> tuple[Status, Integers | None]:
         """The solver's status, and the stage of every node where it found an assignment."""
+        if self._contradicts_itself:
+            return Status.INFEASIBLE, None
+        if not self._early and self._excess is None:
+            return Status.OPTIMAL, self.windows.last.copy()
         outcome = self.program.solve(solver=solver, time_limit_s=time_limit_s)
         return outcome.status, self._assignment(outcome) if outcome.has_solution else None
 
     def exclude(self, stage_of: Integers) -> None:
         """Allow every assignment but this one."""
+        if not self._early:
+            self._contradicts_itself = True
+            return
         row = _Row()
         for (node, stage), variable in self._early.items():
             early = bool(stage_of[node] <= stage)
@@ -107,8 +115,11 @@ class FeasibilityProgram:
         row.add(self._y(node, stage - 1), -coefficient)
 
     def _require(self, row: _Row, at_most: float = 0.0) -> None:
-        if row.items() or row.constant > at_most + 1e-9:
-            self.program.at_most(row.items(), at_most - row.constant)
+        terms = row.items()
+        if terms:
+            self.program.at_most(terms, at_most - row.constant)
+        elif row.constant > at_most + 1e-9:
+            self._contradicts_itself = True
 
     def _stages(self, node: int) -> range:
         return range(int(self.windows.first[node]), int(self.windows.last[node]) + 1)
