@@ -1,0 +1,198 @@
+"""One stage as an ONNX model: translated by torch, then tidied, with the names that we promise."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx.errors import ExportError
+from pd2bw_fx.stage import Port, StageProgram
+
+from .run import first_line, require
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+# Below: the exporter's translations begin there. Above: files were written that the checker refuses.
+OLDEST_OPSET, NEWEST_OPSET = 18, 25
+
+_TALKATIVE = ("torch.onnx", "torch.export", "torch.fx.experimental.symbolic_shapes", "onnxscript", "onnx_ir")
+
+
+def stage_model(
+    program: StageProgram,
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    *,
+    opset: int,
+    names: Mapping[str, str],
+) -> ir.Model:
+    """The stage in the mode that the module is in, dynamic where its ports have a symbol for a size.
+
+    Inputs and outputs are called `names[value]`, parameters and buffers as in the state_dict.
+    """
+    shapes = tuple(_dynamic_axes(program.stage, port) for port in program.inputs)
+    try:
+        with _quiet():
+            exported = torch.onnx.export(
+                module,
+                tuple(inputs),
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=shapes if any(shapes) else None,
+                optimize=False,
+                verbose=False,
+            )
+            assert exported is not None
+            model: ir.Model = exported.model
+            held = {value.name for value in model.graph.initializers.values()}
+            _tidy(model, held)
+    except Exception as error:  # the exporter raises whatever the operator's translation raised
+        raise ExportError(
+            f"stage {program.stage} cannot be translated to ONNX opset {opset}: {first_line(error)}; look "
+            f"for the operator in its source; another opset ({OLDEST_OPSET} to {NEWEST_OPSET}) may know it"
+        ) from error
+    _name(model, program, names)
+    return model
+
+
+def produced(program: StageProgram) -> list[Port]:
+    """The outputs that the file has: a value that is an input too, or stands there twice, needs no other."""
+    ports = {port.value: port for port in reversed(program.outputs)}
+    received = {port.value for port in program.inputs}
+    return [port for port in program.outputs if ports[port.value] is port and port.value not in received]
+
+
+def _dynamic_axes(stage: int, port: Port) -> dict[int, Any]:
+    if port.spec.shape is None:
+        raise ExportError(
+            f"the shape of {port.value!r}, an input of stage {stage}, is not known; split the model with "
+            "example_args to export it"
+        )
+    return {
+        axis: torch.export.Dim.DYNAMIC for axis, size in enumerate(port.spec.shape) if isinstance(size, str)
+    }
+
+
+def _tidy(model: ir.Model, held: set[str | None]) -> None:
+    """Fold what is constant, except what is computed from parameters: they keep their names and shapes.
+
+    (The exporter's own optimisation stores transposed weights under new names, and merges parameters whose
+    entries happen to be equal.)
+    """
+    require("onnxscript")
+    from onnx_ir import passes
+    from onnx_ir.passes import common
+    from onnxscript import optimizer
+
+    passes.Sequential(common.InlinePass())(model)
+
+    def should_fold(node: ir.Node) -> bool | None:
+        reads_parameter = any(value is not None and value.name in held for value in node.inputs)
+        return False if reads_parameter else None
+
+    optimizer.fold_constants(model, should_fold=should_fold)
+    passes.Sequential(
+        common.RemoveUnusedNodesPass(),
+        common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
+        common.RemoveUnusedOpsetsPass(),
+        common.CommonSubexpressionEliminationPass(),
+        common.IdentityEliminationPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.OutputFixPass(),
+        common.NameFixPass(),
+    )(model)
+    for node in model.graph.all_nodes():
+        # The paths of the machine that exported are nobody's business.
+        node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
+
+
+def _name(model: ir.Model, program: StageProgram, names: Mapping[str, str]) -> None:
+    outgoing = produced(program)
+    kept = [
+        v
+        for v, port in zip(model.graph.outputs, program.outputs, strict=True)
+        if any(port is own for own in outgoing)
+    ]
+    model.graph.outputs[:] = kept
+    ports = (*program.inputs, *outgoing)
+    values = (*model.graph.inputs, *kept)
+    wanted = {names[port.value] for port in ports}
+    ours = {id(value) for value in values}
+    taken = wanted | {value.name or "" for value in _values(model)}
+    for value in _values(model):
+        if value.name in wanted and id(value) not in ours:
+            value.name = _unused(value.name or "", taken)
+            taken.add(value.name)
+    # First out of the way, since they may have one another's names.
+    for index, value in enumerate(values):
+        value.name = _unused(f"port_{index}", taken)
+    for value, port in zip(values, ports, strict=True):
+        value.name = names[port.value]
+    _name_sizes(model, program)
+
+
+def _name_sizes(model: ir.Model, program: StageProgram) -> None:
+    """The exporter's s23 as the graph's own symbol, "batch"."""
+    import onnx_ir as ir
+
+    symbols: dict[str, str] = {}
+    for value, port in zip(model.graph.inputs, program.inputs, strict=True):
+        for found, size in zip(value.shape or (), port.spec.shape or (), strict=False):
+            if isinstance(found, ir.SymbolicDim) and isinstance(size, str) and found.value is not None:
+                symbols[found.value] = size if size.isidentifier() else f"({size})"
+    for value in _values(model):
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                _renamed(size.value, symbols) if isinstance(size, ir.SymbolicDim) else size
+                for size in value.shape
+            )
+
+
+def _renamed(expression: str | None, symbols: Mapping[str, str]) -> str | None:
+    if expression is None:
+        return None
+    return re.sub(r"[A-Za-z_]\w*", lambda match: symbols.get(match[0], match[0]), expression)
+
+
+def _values(model: ir.Model) -> Iterator[ir.Value]:
+    yield from model.graph.inputs
+    yield from list(model.graph.initializers.values())  # a copy: renaming one changes the mapping
+    for node in model.graph.all_nodes():
+        yield from node.outputs
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    number = 1
+    while f"{name}_{number}" in taken:
+        number += 1
+    return f"{name}_{number}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter prints its progress and logs what it skips; a library prints nothing."""
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        silence = io.StringIO()
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(silence),
+            contextlib.redirect_stderr(silence),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,130 @@
+"""Run the stages one after another: as torch modules, and as ONNX files in onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx.errors import ExportError, InputError
+from pd2bw_fx.files import read_manifest
+from pd2bw_fx.stage import StageProgram
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
+
+KIND = "pd2bw_fx onnx"
+SCHEMA = 1
+
+Array = npt.NDArray[Any]
+
+
+def run_onnx(folder: str | Path, inputs: Mapping[str, Tensor | Array]) -> dict[str, Array]:
+    """The model's outputs by name, from the files of an exported folder in onnxruntime.
+
+    `inputs` are the model's, flat, by name. Raises InputError for a name that is missing or unknown,
+    PlanMismatchError for a file that is missing or altered, ExportError where onnxruntime refuses a file.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder, kind=KIND)
+    expected = {entry["name"]: entry["tensor"] for entry in manifest["inputs"]}
+    unlike = sorted(expected.keys() ^ inputs.keys())
+    if unlike:
+        what = "is missing" if unlike[0] in expected else "is no input of the model"
+        raise InputError(f"input {unlike[0]!r} {what}; {folder} takes {', '.join(expected) or 'none'}")
+    tensors = run_files(
+        folder, manifest["stages"], {expected[name]: to_array(name, value) for name, value in inputs.items()}
+    )
+    return {entry["name"]: tensors[entry["tensor"]] for entry in manifest["outputs"]}
+
+
+def run_files(
+    folder: Path, stages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Every tensor that enters or leaves a stage, by its name in the files. `stages` as in the manifest."""
+    tensors = dict(inputs)
+    for stage in stages:
+        session = open_session(folder / stage["file"], stage["stage"])
+        names = [entry["tensor"] for entry in stage["outputs"]]
+        fed = {entry["tensor"]: tensors[entry["tensor"]] for entry in stage["inputs"]}
+        try:
+            results = session.run(names, fed)
+        except Exception as error:  # onnxruntime's own classes derive from Exception directly
+            raise ExportError(f"stage {stage['stage']} failed in onnxruntime: {first_line(error)}") from error
+        tensors |= dict(zip(names, results, strict=True))
+    return tensors
+
+
+def open_session(path: Path, stage: int) -> InferenceSession:
+    """Raises ExportError if onnxruntime cannot load the file, in its own words."""
+    runtime = require("onnxruntime")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = torch.get_num_threads()
+    try:
+        return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's own classes derive from Exception directly
+        raise ExportError(
+            f"onnxruntime cannot run stage {stage}: {first_line(error)}; if it lacks an operator for this "
+            "type, convert the model first (model.float())"
+        ) from error
+
+
+def run_modules(
+    programs: Sequence[StageProgram], modules: Sequence[nn.Module], inputs: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Every tensor that enters or leaves a stage, by its value's name; nothing is recorded for gradients."""
+    values = dict(inputs)
+    with torch.no_grad():
+        for program, module in zip(programs, modules, strict=True):
+            result = module(*(values[port.value] for port in program.inputs))
+            results = result if isinstance(result, tuple) else (result,)
+            values |= {port.value: r for port, r in zip(program.outputs, results, strict=True)}
+    return values
+
+
+@contextmanager
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """All in eval mode, and afterwards each part in the mode it was in."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def to_array(name: str, value: Tensor | Array) -> Array:
+    if not isinstance(value, Tensor):
+        return np.asarray(value)
+    if value.dtype is torch.bfloat16:
+        raise ExportError(
+            f"{name} is bfloat16, which cannot be given to onnxruntime as an array; convert the model first "
+            "(model.float() or model.half())"
+        )
+    array: Array = value.detach().cpu().numpy()
+    return array
+
+
+def require(name: str) -> Any:
+    """A module of the optional extra."""
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise ExportError(f"{name} is not installed; try: pip install pd2bw-fx[onnx]") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The root cause in one line: exporters wrap an error in pages of advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
