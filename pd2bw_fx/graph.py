@@ -80,6 +80,8 @@ class Operator:
     `reads` names the operators and model inputs whose values it takes, in order, without repeats;
     `parameters` and `buffers` (constants among them) are read by state_dict name.
     `outputs` holds one spec, or one for each element of a tuple, or none for a size.
+    Operators of one `memory_group` read and write the same memory in place (running statistics, and what
+    has no functional form): they stay in one stage, in program order.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Operator:
     is_view: bool = False  # its output shares storage with an operand
     is_random: bool = False  # draws from the generator
     is_replicable: bool = False  # depends on inputs and sizes alone: recomputed wherever it is read
+    memory_group: str | None = None
 
     @property
     def requires_grad(self) -> bool:
@@ -220,6 +223,7 @@ def _operator_to_json(operator: Operator) -> dict[str, Any]:
         "is_view": operator.is_view,
         "is_random": operator.is_random,
         "is_replicable": operator.is_replicable,
+        "memory_group": operator.memory_group,
     }
 
 
@@ -238,6 +242,7 @@ def _operator_from_json(data: Mapping[str, Any]) -> Operator:
         is_view=data["is_view"],
         is_random=data["is_random"],
         is_replicable=data["is_replicable"],
+        memory_group=data["memory_group"],
     )
 
 

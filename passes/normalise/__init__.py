@@ -14,7 +14,9 @@ from pd2bw_fx.traced import Traced
 from .clean import remove_dead_code, remove_guards, remove_identities
 from .describe import Describer, parameter_specs
 from .facts import observe
-from .lift import lift
+from .functional import make_functional
+from .lift import Draft, lift
+from .memory import find_memory_groups
 
 __all__ = ["normalise", "tensors"]
 
@@ -23,13 +25,16 @@ def normalise(traced: Traced) -> OperatorGraph:
     """The operator graph of a traced program."""
     draft = lift(traced)
     remove_guards(draft)
-    remove_identities(draft)
-    remove_dead_code(draft)
-    module = ProgramModule(draft.values, draft.graph, type(traced.model).__name__)
-    draft.graph = module.graph
-    facts = observe(module, traced.examples)
+    facts = observe(_module(draft, traced), traced.examples)
+    rewritten = make_functional(draft, facts)
+    if rewritten is not draft:
+        draft = rewritten
+        facts = observe(_module(draft, traced), traced.examples)
+    remove_identities(draft, facts)
+    remove_dead_code(draft, facts)
+    module = _module(draft, traced)
     placeholders = draft.graph.find_nodes(op="placeholder")
-    describer = Describer(draft, facts, _symbols(traced, placeholders))
+    describer = Describer(draft, facts, find_memory_groups(draft, facts), _symbols(traced, placeholders))
     parameters, buffers = parameter_specs(traced, draft)
     return OperatorGraph(
         operators=describer.operators(),
@@ -47,6 +52,10 @@ def normalise(traced: Traced) -> OperatorGraph:
         fx=module,
         root=traced.model,
     )
+
+
+def _module(draft: Draft, traced: Traced) -> ProgramModule:
+    return ProgramModule(draft.values, draft.graph, type(traced.model).__name__)
 
 
 def _symbols(traced: Traced, placeholders: Any) -> dict[str, str]:

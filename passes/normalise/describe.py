@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 from pd2bw_fx.graph import Operator, ParameterSpec, TensorSpec
 from pd2bw_fx.traced import Traced
 
-from .clean import operator_name, writes
 from .facts import Facts
 from .lift import Draft, canonical_names
+from .memory import Memory
+from .nodes import is_random, operator_name
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _HEAVY = {
@@ -43,6 +44,7 @@ _HEAVY = {
 class Describer:
     draft: Draft
     facts: Facts
+    memory: Memory
     symbols: Mapping[str, str]  # the shape environment's names -> ours
 
     def spec(self, node: fx.Node, fake: torch.Tensor | None, traced_value: Any) -> TensorSpec:
@@ -87,7 +89,7 @@ class Describer:
         names = [str(arg.target) for arg in state]
         parameters = tuple(name for name in names if isinstance(self.draft.values[name], nn.Parameter))
         outputs = self._outputs(node)
-        written = tuple(str(target.target) for target in writes(node) if target.op == "get_attr")
+        written = self.memory.buffers_written.get(node.name, ())
         return Operator(
             name=node.name,
             target=target_name(node),
@@ -99,9 +101,10 @@ class Describer:
             outputs=outputs,
             source_line=_source_line(node.meta.get("stack_trace")),
             writes_buffers=written,
-            is_view=node.name in self.facts.views,
+            is_view=self.facts.is_view(node.name),
             is_random=is_random(node),
-            is_replicable=self._is_replicable(node, outputs, parameters, written, replicable),
+            is_replicable=self._is_replicable(node, outputs, parameters, replicable),
+            memory_group=self.memory.groups.get(node.name),
         )
 
     def _outputs(self, node: fx.Node) -> tuple[TensorSpec, ...]:
@@ -117,16 +120,11 @@ class Describer:
         node: fx.Node,
         outputs: tuple[TensorSpec, ...],
         parameters: tuple[str, ...],
-        written: tuple[str, ...],
         replicable: set[str],
     ) -> bool:
-        if (
-            not outputs
-            and not written
-            and isinstance(self.facts.values.get(node.name), (int, float, bool, torch.SymInt))
-        ):
+        if not outputs and isinstance(self.facts.values.get(node.name), (int, float, bool, torch.SymInt)):
             return True
-        if parameters or written or writes(node) or is_random(node) or operator_name(node) in _HEAVY:
+        if parameters or node.name in self.memory.groups or is_random(node) or operator_name(node) in _HEAVY:
             return False
         if any(spec.requires_grad for spec in outputs):
             return False
@@ -148,26 +146,6 @@ def target_name(node: fx.Node) -> str:
         return str(node.target)
     module = getattr(node.target, "__module__", "") or ""
     return f"{module.removeprefix('_')}.{getattr(node.target, '__name__', str(node.target))}"
-
-
-def is_random(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return operator_name(node) == "scaled_dot_product_attention" and bool(_argument(node, "dropout_p"))
-    if operator_name(node) in {"dropout", "dropout_", "feature_dropout", "alpha_dropout"}:
-        return bool(_argument(node, "p")) and bool(_argument(node, "train"))
-    return True
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.name == name:
-            if position < len(node.args):
-                return node.args[position]
-            return node.kwargs.get(name, argument.default_value)
-    return None
 
 
 def _source_line(stack_trace: str | None) -> str | None:

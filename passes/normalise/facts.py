@@ -1,12 +1,12 @@
 """What autograd says of each value: the program is run once on fake tensors that hold no data.
 
-Whether a gradient flows to a value and whether it shares memory with another is asked of torch itself;
-a table of operators would be wrong for the next one.
+Whether a gradient flows to a value, whether it shares memory with another and what is written in place is
+asked of torch itself; a table of operators would be wrong for the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,22 +18,37 @@ from torch.utils import _pytree as pytree
 
 from pd2bw_fx.program import ProgramInterpreter, ProgramModule
 
+from .nodes import writes
+
 
 @dataclass(slots=True)
 class Facts:
-    """By node name: the value's fake tensors (with requires_grad and strides), and the views among them."""
+    """By node name: its fake value (with requires_grad and strides), the memory that it stands on, the nodes
+    among its operands that share it, and those that it writes."""
 
+    mode: FakeTensorMode
     values: dict[str, Any] = field(default_factory=dict)
-    views: set[str] = field(default_factory=set)
+    storages: dict[str, frozenset[int]] = field(default_factory=dict)
+    aliases: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)
+    written: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)
+
+    def is_view(self, name: str) -> bool:
+        return bool(self.aliases.get(name))
+
+    def requires_grad(self, name: str) -> bool:
+        return any(tensor.requires_grad for tensor in _tensors(self.values.get(name)))
 
 
 def observe(module: ProgramModule, example: Mapping[str, torch.Tensor]) -> Facts:
     """Runs the program at the example's sizes; `example` holds a tensor for each placeholder."""
+    # A shape environment of its own, so that sizes which depend on data have something to be.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    facts = Facts()
+    facts = Facts(mode)
     observer = _Observer(module, mode, facts)
     with mode, torch.enable_grad():
-        observer.run(*(_fake(mode, example[node.name]) for node in module.graph.find_nodes(op="placeholder")))
+        observer.run(
+            *(_fake(mode, example[str(node.target)]) for node in module.graph.find_nodes(op="placeholder"))
+        )
     return facts
 
 
@@ -45,7 +60,7 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 class _Observer(ProgramInterpreter):
     def __init__(self, module: ProgramModule, mode: FakeTensorMode, facts: Facts) -> None:
-        super().__init__(module)
+        super().__init__(module, garbage_collect_values=False)
         self.mode = mode
         self.facts = facts
 
@@ -54,17 +69,31 @@ class _Observer(ProgramInterpreter):
         return _fake(self.mode, value) if isinstance(value, torch.Tensor) else value
 
     def run_node(self, n: fx.Node) -> Any:
-        operands = [leaf for node in n.all_input_nodes for leaf in pytree.tree_leaves(self.env[node])]
+        versions = {node: _versions(self.env[node]) for node in n.all_input_nodes}
         value = super().run_node(n)
         if n.op == "output":
             return value
         self.facts.values[n.name] = value
-        storages = {_storage(leaf) for leaf in operands if isinstance(leaf, torch.Tensor)}
-        results = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        if any(_storage(leaf) in storages for leaf in results):
-            self.facts.views.add(n.name)
+        storages = frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(value))
+        self.facts.storages[n.name] = storages
+        self.facts.aliases[n.name] = tuple(
+            node for node in n.all_input_nodes if self.facts.storages[node.name] & storages
+        )
+        self.facts.written[n.name] = self._written(n, versions)
         return value
 
+    def _written(self, node: fx.Node, versions: Mapping[fx.Node, list[int]]) -> tuple[fx.Node, ...]:
+        """By its schema for an ATen operator, for views of one memory count their versions together."""
+        if isinstance(node.target, torch._ops.OpOverload):
+            return writes(node)
+        return tuple(
+            operand for operand, before in versions.items() if _versions(self.env[operand]) != before
+        )
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _versions(value: Any) -> list[int]:
+    return [tensor._version for tensor in _tensors(value)]

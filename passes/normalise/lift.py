@@ -6,7 +6,7 @@ inlined with a mark on each node, and modules' paths lose the tracing wrapper's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any

@@ -1,0 +1,288 @@
+"""In-place operations on activations become functional ones.
+
+A tensor that came over a link is a leaf that autograd does not let be written, and a value that is
+recomputed must not have been written since; so `x.add_(y)` becomes `add(x, y)`, and whoever reads x or a
+view of x afterwards reads the result. Where a view is written, its base changes too:
+
+    row = select(x, 1, 0)            row = select(x, 1, 0)
+    copy_(row, y)               ->   x_1 = select_scatter(x, y, 1, 0)
+    sum(x)                           sum(x_1)
+
+Parameters' and buffers' memory is still written in place. So is the memory of a tensor one of whose writes
+has no functional form here: all its writes stay, and `Operator.memory_group` keeps them in one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from pd2bw_fx.program import region
+
+from .facts import Facts
+from .lift import Draft
+from .nodes import operator_name
+
+_ATEN = torch.ops.aten
+# The operand itself under another name or shape: a new value of the view is one of the operand.
+_SAME_ELEMENTS = {
+    "alias",
+    "contiguous",
+    "to",
+    "dropout",
+    "lift_fresh",
+    "type_as",
+    "slice",
+    "expand",
+    "detach_",
+}
+_RESHAPES = {"view", "reshape", "flatten", "unflatten", "_unsafe_view", "squeeze", "unsqueeze", "view_as"}
+_PARTS = {"unbind", "split", "split_with_sizes", "chunk"}
+_ASSIGNMENTS = {"copy_", "fill_", "zero_"}
+
+
+def make_functional(draft: Draft, facts: Facts) -> Draft:
+    """The same program without in-place writes, but for those to the memory that has to be written."""
+    if not any(facts.written.values()):
+        return draft
+    rewriter = _Rewriter(facts, _kept_in_place(draft, facts))
+    for node in draft.graph.nodes:
+        rewriter.rewrite(node)
+    return Draft(rewriter.graph, draft.values)
+
+
+def _kept_in_place(draft: Draft, facts: Facts) -> frozenset[int]:
+    """The memory whose writes stay: the model's state, and what is written in a way unknown here."""
+    kept: set[int] = set()
+    for node in draft.graph.nodes:
+        if node.op == "get_attr":
+            kept |= facts.storages[node.name]
+        written = facts.written.get(node.name, ())
+        if written and not _has_functional_form(node, facts):
+            kept |= {storage for target in written for storage in facts.storages[target.name]}
+    return frozenset(kept)
+
+
+def _has_functional_form(node: fx.Node, facts: Facts) -> bool:
+    target, value = facts.written[node.name][0], facts.values[node.name]
+    if len(facts.written[node.name]) != 1 or not node.args or node.args[0] is not target:
+        return False
+    if node.meta.get("no_grad") and facts.requires_grad(target.name):
+        return False  # autograd does not see this write, and would see its functional form
+    if functional_overload(node) is None and operator_name(node) not in _ASSIGNMENTS:
+        return False
+    before = facts.values[target.name]
+    if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
+        return False
+    if value.shape != before.shape or not _same_device(node, before, facts):
+        return False
+    return all(_is_invertible(view, base, facts) for view, base in _views(target, facts))
+
+
+def _same_device(node: fx.Node, target: torch.Tensor, facts: Facts) -> bool:
+    operands = (facts.values[arg.name] for arg in node.all_input_nodes)
+    return all(t.device == target.device for t in operands if isinstance(t, torch.Tensor) and t.dim() > 0)
+
+
+def functional_overload(node: fx.Node) -> Any:
+    """aten.add.Tensor of aten.add_.Tensor, if there is one with the same arguments; else None."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    name = operator_name(node)
+    packet = getattr(_ATEN, name.removesuffix("_"), None) if name.endswith("_") else None
+    overload = getattr(packet, node.target._overloadname, None)
+    if overload is None:
+        return None
+    ours = [argument.name for argument in node.target._schema.arguments]
+    return overload if [argument.name for argument in overload._schema.arguments] == ours else None
+
+
+def _views(node: fx.Node, facts: Facts) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each view and its base, from a value up to the first owner of its memory."""
+    while True:
+        bases = facts.aliases.get(node.name, ())
+        if bases and not isinstance(facts.values[bases[0].name], torch.Tensor):
+            bases = facts.aliases.get(bases[0].name, ())  # an element of a tuple of views
+        if not bases:
+            return
+        yield node, bases[0]
+        node = bases[0]
+
+
+def _is_invertible(view: fx.Node, base: fx.Node, facts: Facts) -> bool:
+    """Whether a new value of the view gives a new value of its base."""
+    if facts.written.get(view.name):
+        return True  # an in-place operator returns what it wrote
+    if operator_name(view) == "getitem":
+        parts = view.args[0]
+        assert isinstance(parts, fx.Node)
+        return operator_name(parts) in _PARTS and _part_bounds(view, facts) is not None
+    if operator_name(view) in _SAME_ELEMENTS | _RESHAPES and _num_elements(view, facts) == _num_elements(
+        base, facts
+    ):
+        return True
+    return operator_name(view) in {"select", "slice", "transpose", "permute", "t"}
+
+
+def _num_elements(node: fx.Node, facts: Facts) -> int:
+    value = facts.values[node.name]
+    assert isinstance(value, torch.Tensor)
+    return value.numel()
+
+
+def _part_bounds(element: fx.Node, facts: Facts) -> tuple[int, int] | None:
+    """Where an element of a split begins and ends; None where that follows a dynamic size."""
+    parts, index = element.args
+    assert isinstance(parts, fx.Node)
+    assert isinstance(index, int)
+    traced = parts.meta.get("val", facts.values[parts.name])
+    if operator_name(parts) == "unbind":
+        return index, index + 1
+    dim = _dim(parts, 2)
+    sizes = [part.shape[dim] for part in traced[: index + 1]]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    return sum(sizes[:-1]), sum(sizes)
+
+
+def _dim(node: fx.Node, position: int) -> int:
+    dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+    assert isinstance(dim, int)
+    return dim
+
+
+@dataclass(slots=True)
+class _Rewriter:
+    """Copies the graph. `current` maps each node of the old one to the node that holds its value now.
+
+    A view is `stale` once its memory was written through another name: it is made anew, from its base's
+    value, when it is next read.
+    """
+
+    facts: Facts
+    kept: frozenset[int]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    current: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    stale: set[fx.Node] = field(default_factory=set)
+    on_storage: dict[int, list[fx.Node]] = field(default_factory=dict)
+
+    def rewrite(self, node: fx.Node) -> None:
+        written = self.facts.written.get(node.name, ())
+        if written and not self.facts.storages[written[0].name] & self.kept:
+            value = self._functional(node, written[0])
+            self._write(written[0], value, node)
+            self.current[node] = value
+        else:
+            self.current[node] = self._copy(node)
+        for storage in self.facts.storages.get(node.name, ()):
+            self.on_storage.setdefault(storage, []).append(node)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        copied = self.graph.node_copy(node, self._now)
+        if node.op == "placeholder":
+            copied.name = node.name
+        return copied
+
+    def _now(self, node: fx.Node) -> fx.Node:
+        if node in self.stale:
+            self.current[node] = self._copy(node)
+            self.stale.discard(node)
+        return self.current[node]
+
+    def _write(self, target: fx.Node, value: fx.Node, writer: fx.Node) -> None:
+        """Carries a new value from the written name up to the memory's owner."""
+        steps = [(view, base, self._now(base)) for view, base in _views(target, self.facts)]
+        for storage in self.facts.storages[target.name]:
+            self.stale.update(self.on_storage[storage])
+        self._set(target, value)
+        for view, base, before in steps:
+            value = self._inverse(view, before, value, writer)
+            self._set(base, value)
+
+    def _set(self, node: fx.Node, value: fx.Node) -> None:
+        self.current[node] = value
+        self.stale.discard(node)
+
+    def _functional(self, node: fx.Node, target: fx.Node) -> fx.Node:
+        """The value that the in-place operator leaves in its target, as a value of its own."""
+        args = fx.node.map_arg(node.args, self._now)
+        kwargs = fx.node.map_arg(node.kwargs, self._now)
+        before = self.facts.values[target.name]
+        name = operator_name(node)
+        if name == "zero_":
+            return self._emit(_ATEN.zeros_like.default, (args[0],), node)
+        if name == "fill_" and not isinstance(node.args[1], fx.Node):
+            return self._emit(_ATEN.full_like.default, (args[0], args[1]), node)
+        if name in _ASSIGNMENTS:
+            assert isinstance(node.args[1], fx.Node)
+            return self._assigned(node, node.args[1], args, before)
+        value = self._emit(functional_overload(node), args, node, kwargs)
+        dtype = self._dtype(node)
+        return value if dtype == before.dtype else self._emit(_ATEN.to.dtype, (value, before.dtype), node)
+
+    def _assigned(self, node: fx.Node, source: fx.Node, args: Any, before: torch.Tensor) -> fx.Node:
+        given = self.facts.values[source.name]
+        value: fx.Node = args[1]
+        if given.dtype != before.dtype:
+            value = self._emit(_ATEN.to.dtype, (value, before.dtype), node)
+        if given.shape != before.shape:
+            return self._emit(_ATEN.expand_as.default, (value, args[0]), node)
+        if given.stride() != before.stride():
+            kwargs = {"memory_format": torch.contiguous_format}
+            return self._emit(_ATEN.clone.default, (value,), node, kwargs)
+        return value
+
+    def _dtype(self, node: fx.Node) -> torch.dtype:
+        """The type that the functional form has by itself; the in-place one casts to its target's."""
+        fakes = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: self.facts.values[arg.name])
+        with self.facts.mode, region(node), torch.no_grad():
+            result = functional_overload(node)(*fakes[0], **fakes[1])
+        assert isinstance(result, torch.Tensor)
+        return result.dtype
+
+    def _inverse(self, view: fx.Node, before: fx.Node, value: fx.Node, writer: fx.Node) -> fx.Node:
+        """The base's new value: `before` with `value` where the view looks."""
+        name = operator_name(view)
+        base = self.facts.aliases[view.name][0]
+        if self.facts.written.get(view.name):
+            return value
+        if name == "getitem":
+            bounds = _part_bounds(view, self.facts)
+            parts = view.args[0]
+            assert bounds is not None
+            assert isinstance(parts, fx.Node)
+            if operator_name(parts) == "unbind":
+                return self._emit(
+                    _ATEN.select_scatter.default, (before, value, _dim(parts, 1), bounds[0]), writer
+                )
+            return self._emit(_ATEN.slice_scatter.default, (before, value, _dim(parts, 2), *bounds), writer)
+        if _num_elements(view, self.facts) == _num_elements(base, self.facts):
+            if name in _RESHAPES:
+                return self._emit(_ATEN.reshape_as.default, (value, before), writer)
+            if name in _SAME_ELEMENTS:
+                return value
+        rest = fx.node.map_arg(view.args[1:], self._now)
+        if name == "permute":
+            order: list[int] = rest[0]
+            inverse = [
+                order.index(i) if i in order else order.index(i - len(order)) for i in range(len(order))
+            ]
+            return self._emit(_ATEN.permute.default, (value, inverse), writer)
+        if name in {"transpose", "t"}:
+            return self._emit(view.target, (value, *rest), writer)
+        scatter = _ATEN.select_scatter.default if name == "select" else _ATEN.slice_scatter.default
+        return self._emit(scatter, (before, value, *rest), writer)
+
+    def _emit(self, target: Any, args: Any, like: fx.Node, kwargs: Any = None) -> fx.Node:
+        node = self.graph.call_function(target, tuple(args), kwargs or {})
+        node.meta = {key: value for key, value in like.meta.items() if key != "val"}
+        fakes = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: arg.meta.get("val"))
+        mode = next((v.fake_mode for v in fakes[0] if isinstance(v, torch._subclasses.FakeTensor)), None)
+        if mode is not None:
+            with mode, torch.no_grad():
+                node.meta["val"] = target(*fakes[0], **fakes[1])
+        return node

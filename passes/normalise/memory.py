@@ -1,0 +1,66 @@
+"""Which operators must stay together because they read and write the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from .facts import Facts
+from .lift import Draft
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """By operator name: its group (named after the first operator in it), and the buffers that it writes."""
+
+    groups: Mapping[str, str]
+    buffers_written: Mapping[str, tuple[str, ...]]
+
+
+def find_memory_groups(draft: Draft, facts: Facts) -> Memory:
+    """Operators on one buffer that is written belong together; so do those on a written activation's memory
+    up to the last write, after which a copy of it is as good."""
+    state = {node.name: node for node in draft.graph.nodes if node.op == "get_attr"}
+    owners = {storage: str(node.target) for node in state.values() for storage in facts.storages[node.name]}
+    touching = _touching(draft, facts)
+    groups: dict[str, str] = {}
+    buffers: dict[str, list[str]] = {}
+    for storage, nodes in touching.items():
+        writers = [node for node in nodes if storage in _written_storages(node, facts)]
+        if not writers:
+            continue
+        if storage in owners:
+            for node in writers:
+                buffers.setdefault(node.name, []).append(owners[storage])
+        else:
+            nodes = nodes[: nodes.index(writers[-1]) + 1]
+        _unite(groups, [node.name for node in nodes])
+    return Memory(groups, {name: tuple(dict.fromkeys(written)) for name, written in buffers.items()})
+
+
+def _touching(draft: Draft, facts: Facts) -> dict[int, list[fx.Node]]:
+    """The operators that make, read or alias each piece of memory, in program order."""
+    touching: dict[int, list[fx.Node]] = {}
+    for node in draft.graph.nodes:
+        if node.op in {"placeholder", "get_attr", "output"}:
+            continue
+        storages = set(facts.storages[node.name])
+        for operand in node.all_input_nodes:
+            storages |= facts.storages[operand.name]
+        for storage in sorted(storages):
+            touching.setdefault(storage, []).append(node)
+    return touching
+
+
+def _written_storages(node: fx.Node, facts: Facts) -> set[int]:
+    return {storage for target in facts.written.get(node.name, ()) for storage in facts.storages[target.name]}
+
+
+def _unite(groups: dict[str, str], names: list[str]) -> None:
+    """Puts the operators, and the groups that they are in, into one group."""
+    joined = {groups[name] for name in names if name in groups}
+    members = dict.fromkeys((*(name for name in groups if groups[name] in joined), *names))
+    first = next(iter(members))
+    groups.update(dict.fromkeys(members, first))

@@ -1,0 +1,62 @@
+"""What a node of the graph says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def operator_name(node: fx.Node) -> str:
+    """The "add_" of aten.add_.Tensor; the function's or method's name where it is no ATen operator."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._opname
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def writes(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes whose values this one changes in place, by its schema."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ()
+    schema = node.target._schema
+    written = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        written += [value] if isinstance(value, fx.Node) else []
+    return tuple(written) + _hidden_writes(node)
+
+
+def _hidden_writes(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Running statistics: aten.batch_norm and aten.instance_norm write them without saying so."""
+    position = {"batch_norm": 3, "instance_norm": 3}.get(operator_name(node))
+    if position is None or not node.args[5]:
+        return ()
+    return tuple(arg for arg in node.args[position : position + 2] if isinstance(arg, fx.Node))
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An ATen operator's argument by its name in the schema; its default where it was left out."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, entry in enumerate(node.target._schema.arguments):
+        if entry.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, entry.default_value)
+    return None
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether it draws from the generator; dropout with nothing to drop does not."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = operator_name(node)
+    if name == "scaled_dot_product_attention":
+        return bool(argument(node, "dropout_p"))
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    if "dropout" in name:
+        return bool(argument(node, "p")) and argument(node, "train") is not False
+    return True
