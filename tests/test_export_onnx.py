@@ -278,6 +278,32 @@ def test_large_parameters_stand_in_a_file_of_their_own(tmp_path: Path) -> None:
     np.testing.assert_allclose(run_onnx(tmp_path / "onnx", inputs)["y"], expected, rtol=1e-4, atol=1e-5)
 
 
+class Tied(nn.Module):
+    """Embedding and head are one tensor with two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))
+
+
+def test_a_tied_parameter_is_stored_once_under_its_first_name(tmp_path: Path) -> None:
+    logits = Port("linear", "y", spec("batch", TIME, VOCABULARY), model_output="logits")
+    tokens = Port("tokens", "tokens", spec("batch", TIME, dtype=torch.int64))
+    program = StageProgram(
+        0, "Tied", "", (tokens,), (logits,), ("embed.weight",), (), {"head.weight": "embed.weight"}
+    )
+
+    export_onnx([program], [Tied()], {"tokens": batch_of(2)["tokens"]}, tmp_path / "onnx")
+
+    file = onnx.load(tmp_path / "onnx" / "stage_0.onnx")
+    assert [tensor.name for tensor in file.graph.initializer if len(tensor.dims) == 2] == ["embed.weight"]
+
+
 class Awkward(nn.Module):
     """Returns its input, a parameter and one tensor twice; one input is called like its parameter."""
 

@@ -116,6 +116,10 @@ def _tidy(model: ir.Model, held: set[str | None]) -> None:
 
 
 def _name(model: ir.Model, program: StageProgram, names: Mapping[str, str]) -> None:
+    for alias, name in program.ties.items():
+        # The exporter keeps one tensor of a tie, under whichever name it met last.
+        if alias in model.graph.initializers and name not in model.graph.initializers:
+            model.graph.initializers[alias].name = name
     outgoing = produced(program)
     kept = [
         v
