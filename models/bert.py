@@ -48,8 +48,8 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """hidden: (batch, time, width); mask: (batch, 1, 1, time), True where attention is allowed"""
-        heads = (self._heads(part(hidden)) for part in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(*heads, attn_mask=mask)  # (batch, heads, time, width / heads)
+        query, key, value = (self._heads(part(hidden)) for part in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         hidden = self.norm_1(hidden + self.dropout(self.mix(mixed.transpose(1, 2).flatten(2))))
         inner = self.contract(F.gelu(self.expand(hidden)))
         out: Tensor = self.norm_2(hidden + self.dropout(inner))
@@ -57,7 +57,7 @@ class Layer(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         """(batch, time, width) -> (batch, heads, time, width / heads)"""
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return x.view(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
 
 
 class Bert(nn.Module):

@@ -41,6 +41,7 @@ class Encoder(nn.Module):
 
     def forward(self, source: Tensor) -> Tensor:
         """source: (batch, source time) -> (batch, source time, width)"""
+        hidden: Tensor
         hidden, _ = self.both_ways(self.dropout(self.embed(source)))
         for layer in self.layers:
             out, _ = layer(self.dropout(hidden))

@@ -68,7 +68,8 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.dropout(self.attention(self.norm_1(hidden)))
         inner = F.gelu(self.expand(self.norm_2(hidden)))  # (batch, time, 4 * width)
-        return hidden + self.dropout(self.contract(inner))
+        out: Tensor = hidden + self.dropout(self.contract(inner))
+        return out
 
 
 class GPT(nn.Module):
