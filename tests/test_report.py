@@ -13,10 +13,13 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ModelOutput, Operator, OperatorGraph, ParameterSpec, TensorSpec
 from pd2bw_fx.plan import Plan, StagePlan, Transfer
 from pd2bw_fx.report import svg
+from pd2bw_fx.report.code import code_html
 from pd2bw_fx.report.curves import loss_curves
 from pd2bw_fx.report.memory import memory_svg
 from pd2bw_fx.report.notebook import pipeline_html
+from pd2bw_fx.report.page import page_html
 from pd2bw_fx.report.timeline import timeline_svg
+from pd2bw_fx.stage import Port, StageProgram
 from pd2bw_fx.timeline import Event, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -217,6 +220,62 @@ def test_a_notebook_gets_table_timeline_and_memory_without_scripts_or_links() ->
     assert "A&lt;B&gt;" in page
     assert "<script" not in page
     assert re.findall(r"(?:src|href|url)\W", page) == []
+
+
+SOURCE = '''"""One & two,
+over lines."""
+
+class Stage0(Module):
+    def forward(self, x):  # (batch, 8)
+        return x * 2.5 < 'a'
+'''
+
+
+@pytest.mark.parametrize("source", [SOURCE, "def broken(:\n    'never closed\n", ""])
+def test_code_is_shown_line_by_line_as_it_is(source: str) -> None:
+    tree = ElementTree.fromstring(code_html(source))
+
+    shown = "".join(tree.itertext()).split("\n") if source else []
+    assert [line[6:] for line in shown] == source.splitlines()
+    assert [line[:6] for line in shown] == [f"{n:>4}  " for n in range(1, len(shown) + 1)]
+
+
+def test_code_is_coloured_by_what_its_words_are() -> None:
+    tree = ElementTree.fromstring(code_html(SOURCE))
+
+    def of(name: str) -> list[str | None]:
+        return [span.text for span in tree.iter("span") if span.get("class") == f"pd-{name}"]
+
+    assert of("keyword") == ["class", "def", "return"]
+    assert of("name") == ["Stage0", "forward"]
+    assert of("string") == ['"""One & two,', 'over lines."""', "'a'"]
+    assert of("comment") == ["# (batch, 8)"]
+    assert of("number") == ["2.5"]
+
+
+def test_the_page_has_every_stage_with_its_ports_and_needs_nothing_from_elsewhere() -> None:
+    spec = TensorSpec(("batch", 8), torch.float32, True, (2, 8))
+    middle, end = Port("op0", "h", spec, targets=(1,)), Port("op1", "y", spec, model_output="loss")
+    received = Port("op0", "h", spec, source=0)
+    programs = (
+        StageProgram(0, "Stage0", SOURCE, (Port("x", "x", spec),), (middle,), (), (), {}),
+        StageProgram(1, "Stage1", "pass\n", (received,), (end,), (), (), {}),
+    )
+    costs = Costs({}, "cpu", 2, "measured")
+
+    page = page_html(two_operators(), costs, plan_of(limit_bytes=1200), programs, two_ranks())
+
+    body = page[page.index("<main>") : page.index("</body>")].replace("<br>", "<br/>").replace(" open>", ">")
+    tree = ElementTree.fromstring(body)
+    ports = ["".join(item.itertext()) for item in tree.iter("li")]
+    assert ports == [
+        "x float32 (batch, 8), input of the model",
+        "h float32 (batch, 8), to stage 1",
+        "h float32 (batch, 8), from stage 0",
+        "y float32 (batch, 8), the model's loss",
+    ]
+    assert [part.get("id") for part in tree.iter("details")] == ["stage-0", "stage-1"]
+    assert re.findall(r"<script|(?:src|href|url)\W|@import", page) == []
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
