@@ -77,16 +77,22 @@ class IntegerProgram:
         if time_limit_s is not None and time_limit_s <= 0:
             return Outcome(Status.UNKNOWN, {})
         engine = _engine(solver, time_limit_s)
-        if isinstance(engine, _Highs):
-            engine.rows = self._rows
+        if not isinstance(engine, _Highs):
+            return _pulp_outcome(self._problem, self._run(engine))
+        engine.rows = self._rows
+        values = self._run(engine)
+        if _is_broken(self._problem.solverModel):
+            # HiGHS can call a solution optimal that is not whole; without its presolve it does not.
+            engine.optionsDict["presolve"] = "off"
+            values = self._run(engine)
+        return _highs_outcome(self._problem.solverModel, values)
+
+    def _run(self, engine: Any) -> dict[str, float]:
         try:
             self._problem.solve(engine)
         except pulp.PulpSolverError as error:
-            raise SolverError(f"solver {solver!r} failed: {error}") from error
-        values = {v.name: v.varValue for v in self._problem.variables() if v.varValue is not None}
-        if isinstance(engine, _Highs):
-            return _highs_outcome(self._problem.solverModel, values)
-        return _pulp_outcome(self._problem, values)
+            raise SolverError(f"solver {engine.name!r} failed: {error}") from error
+        return {v.name: v.varValue for v in self._problem.variables() if v.varValue is not None}
 
 
 def check_solver(solver: str) -> None:
@@ -148,6 +154,11 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
 def _or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
+
+
+def _is_broken(highs: Any) -> bool:
+    found = highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    return highs.getModelStatus() == highspy.HighsModelStatus.kOptimal and not found
 
 
 def _highs_outcome(highs: Any, values: Mapping[str, float]) -> Outcome:

@@ -44,8 +44,9 @@ def partition(
     `overlap=False`: a stage's time is its work plus what it sends and receives; `True`: links run beside the
     work, and the stage takes as long as the longer of the two.
     `recompute`: `True` for every stage, `False` for none, `"auto"` where a stage does not fit without.
-    `max_gap` (no closer than a millionth, which solvers keep to): the plan is proven to be within this share of the optimum, unless `time_limit_s` ends the
-    search before that; then the plan is the best so far and `plan.gap` says what is proven.
+    `max_gap`: the plan is proven to be within this share of the optimum (a millionth at best, which is what
+    solvers keep to), unless `time_limit_s` ends the search before that; then the plan is the best so far and
+    `plan.gap` says what is proven.
 
     Raises InputError for a problem or an argument that makes no sense, InfeasibleError where no assignment
     fits in memory, SolverError where the solver is missing or time ran out before the first plan.

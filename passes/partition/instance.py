@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats: TypeAlias = npt.NDArray[np.float64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
 Integers: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -65,6 +66,7 @@ class Instance:
     saved_bytes: Floats  # (n,)
     workspace_bytes: Floats  # (n,)
     shared: tuple[SharedBytes, ...] = ()
+    forbidden: Flags | None = None  # (k, n): node v may not be on stage s
 
     @property
     def num_nodes(self) -> int:
@@ -118,6 +120,7 @@ def evaluate(instance: Instance, stage_of: Integers) -> Loads:
         recompute = np.full(k, instance.recompute)
     saved = np.where(recompute, kept, kept * instance.in_flight)
     again_s = np.where(recompute, forward_s, 0.0)
+    allowed = instance.forbidden is None or not instance.forbidden[stage_of, nodes].any()
     compute_s, links_s = work_s + again_s, send_s + receive_s
     return Loads(
         work_s=work_s,
@@ -129,7 +132,7 @@ def evaluate(instance: Instance, stage_of: Integers) -> Loads:
         held_bytes=held,
         workspace_bytes=workspace,
         recompute=tuple(bool(flag) for flag in recompute),
-        fits=bool((static + saved + held + workspace <= instance.limit_bytes).all()),
+        fits=bool((static + saved + held + workspace <= instance.limit_bytes).all()) and allowed,
         load_s=np.maximum(compute_s, links_s) if instance.overlap else compute_s + links_s,
     )
 

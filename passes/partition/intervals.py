@@ -97,6 +97,8 @@ class _Rectangles:
         else:
             compute_s = np.where(kept_fits, work_s, _NEVER)
         load_s = np.maximum(compute_s, links_s) if instance.overlap else compute_s + links_s
+        if instance.forbidden is not None:
+            load_s[_between(instance.forbidden[stage, order].astype(np.float64)) > 0] = _NEVER
         load_s[self.below] = _NEVER
         return load_s
 

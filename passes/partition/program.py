@@ -16,7 +16,7 @@ import numpy as np
 
 from pd2bw_fx.passes.solver import IntegerProgram, Outcome, Status, Variable
 
-from .instance import Instance, Integers
+from .instance import Instance, Integers, evaluate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,9 +79,16 @@ class FeasibilityProgram:
         if self._contradicts_itself:
             return Status.INFEASIBLE, None
         if not self._early and self._excess is None:
-            return Status.OPTIMAL, self.windows.last.copy()
+            return self._only_choice()
         outcome = self.program.solve(solver=solver, time_limit_s=time_limit_s)
         return outcome.status, self._assignment(outcome) if outcome.has_solution else None
+
+    def _only_choice(self) -> tuple[Status, Integers | None]:
+        """Every node's stage is settled: no solver is needed to add it up."""
+        loads = evaluate(self.instance, self.windows.last)
+        if loads.fits and loads.bottleneck_s <= self.target_s:
+            return Status.OPTIMAL, self.windows.last.copy()
+        return Status.INFEASIBLE, None
 
     def exclude(self, stage_of: Integers) -> None:
         """Allow every assignment but this one."""
@@ -136,11 +143,21 @@ class FeasibilityProgram:
                 self._add_x(self._work[stage], node, stage, float(instance.work_s[stage, node]))
                 if self._memory_binds[stage]:
                     self._add_x(self._memory[stage], node, stage, float(instance.static_bytes[node]))
+        self._never()
         for u, v in instance.edges:
             for stage in range(int(self.windows.first[v]), int(self.windows.last[u])):
                 self._at_most_difference(v, stage, u, stage)
         if not instance.may_be_empty:
             self._nothing_empty()
+
+    def _never(self) -> None:
+        forbidden = self.instance.forbidden
+        if forbidden is None:
+            return
+        for stage, node in np.argwhere(forbidden).tolist():
+            row = _Row()
+            self._add_x(row, node, stage, 1.0)
+            self._require(row)
 
     def _at_most_difference(self, small: int, small_stage: int, large: int, large_stage: int) -> None:
         row = _Row()

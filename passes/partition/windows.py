@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .instance import Floats, Instance
+from .instance import Flags, Floats, Instance
 from .program import Windows
 
 
@@ -86,8 +86,10 @@ def _capacity_s(instance: Instance, target_s: float) -> Floats:
     return capacity
 
 
-def _fits_alone(instance: Instance, target_s: float) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+def _fits_alone(instance: Instance, target_s: float) -> Flags:
     time = instance.work_s <= target_s * (1 + 1e-9)
     memory = instance.static_bytes[None, :] <= instance.limit_bytes[:, None]
-    fits: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = time & memory
+    fits: Flags = time & memory
+    if instance.forbidden is not None:
+        fits &= ~instance.forbidden
     return fits

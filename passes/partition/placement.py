@@ -1,0 +1,190 @@
+"""Published workloads as numbers for the search: the contiguous max-load problem.
+
+An accelerator's load is its nodes' time, plus the cost of each tensor that crosses its border, once; a CPU's
+is its nodes' time alone. Contiguity is asked of the forward graph, and nodes of one colour stay together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+
+from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.workload import Workload
+
+from .instance import Instance, Net
+from .search import Deadline, search
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The device of every node, by id: "acc0", "acc1", ... in pipeline order, and "cpu0", ...
+
+    No placement has an objective under `bound`; times are in the workload's own unit.
+    """
+
+    objective: float
+    bound: float
+    assignment: Mapping[int, str]
+    planning_s: float
+    solver: str
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1.0 - self.bound / self.objective) if self.objective > 0 else 0.0
+
+
+def plan_workload(
+    workload: Workload,
+    *,
+    accelerators_only: bool = False,
+    solver: str = "highs",
+    max_gap: float = 1e-5,
+    time_limit_s: float = 60.0,
+) -> Placement:
+    """The contiguous placement with the least largest load, proven to within `max_gap`.
+
+    Raises InputError where the forward graph has a cycle that colours do not close, InfeasibleError where the
+    nodes do not fit on the accelerators, SolverError where time ran out before the first placement.
+    """
+    started_s = time.perf_counter()
+    num_cpus = 0 if accelerators_only else workload.num_cpus
+    if workload.num_accelerators + num_cpus == 0:
+        raise InputError("the workload has no accelerators; plan it with its CPUs")
+    groups = _groups(workload)
+    orders = list(_device_orders(workload.num_accelerators, num_cpus))
+    instances = [_instance(workload, groups, order) for order in orders]
+    found = search(instances, solver=solver, max_gap=max_gap, deadline=Deadline(time_limit_s))
+    if found is None:
+        raise InfeasibleError(
+            f"the {sum(node.num_bytes for node in workload.nodes):.0f} bytes of {len(workload.nodes)} nodes "
+            f"do not fit on {workload.num_accelerators} accelerators of {workload.accelerator_bytes:.0f} "
+            "bytes each, whole and in order; try more of them, or plan with the CPUs"
+        )
+    names = _device_names(orders[found.choice])
+    return Placement(
+        objective=found.bottleneck_s,
+        bound=found.bound_s,
+        assignment={
+            node: names[int(found.stage_of[at])] for at, group in enumerate(groups.members) for node in group
+        },
+        planning_s=time.perf_counter() - started_s,
+        solver=solver,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Nodes that share a device, in a topological order of the forward graph."""
+
+    members: tuple[tuple[int, ...], ...]
+    of: Mapping[int, int]
+    edges: tuple[tuple[int, int], ...]
+
+
+def _groups(workload: Workload) -> _Groups:
+    """Colours, and whatever lies on a cycle through them, as one group each."""
+    keys = {
+        node.id: ("id", node.id) if node.color is None else ("color", node.color) for node in workload.nodes
+    }
+    graph = nx.DiGraph()
+    graph.add_nodes_from(dict.fromkeys(keys.values()))
+    graph.add_edges_from((keys[u], keys[v]) for u, v in _order_edges(workload) if keys[u] != keys[v])
+    condensed = nx.condensation(graph)
+    index_of = condensed.graph["mapping"]
+    place = {node.id: at for at, node in enumerate(workload.nodes)}
+    ids: dict[int, list[int]] = {}
+    for node in workload.nodes:
+        ids.setdefault(index_of[keys[node.id]], []).append(node.id)
+    order = list(nx.lexicographical_topological_sort(condensed, key=lambda c: min(place[i] for i in ids[c])))
+    at = {component: number for number, component in enumerate(order)}
+    return _Groups(
+        members=tuple(tuple(ids[component]) for component in order),
+        of={node: at[component] for component, nodes in ids.items() for node in nodes},
+        edges=tuple(sorted((at[u], at[v]) for u, v in condensed.edges)),
+    )
+
+
+def _order_edges(workload: Workload) -> Iterator[tuple[int, int]]:
+    """Which node may not be behind which: forward edges, and, reversed, those of backward nodes that have no
+    forward partner to follow."""
+    backward = {node.id for node in workload.nodes if node.is_backward}
+    led = {node.color for node in workload.nodes if not node.is_backward and node.color is not None}
+    alone = {node.id for node in workload.nodes if node.is_backward and node.color not in led}
+    for edge in workload.edges:
+        if edge.source not in backward and edge.target not in backward:
+            yield edge.source, edge.target
+        elif edge.source in backward and edge.target in backward and {edge.source, edge.target} & alone:
+            yield edge.target, edge.source
+
+
+def _device_orders(num_accelerators: int, num_cpus: int) -> Iterator[tuple[bool, ...]]:
+    """True for a CPU, by stage; every order of the two kinds."""
+    if num_accelerators == 0 or num_cpus == 0:
+        yield (num_accelerators == 0,) * (num_accelerators + num_cpus)
+        return
+    for rest in _device_orders(num_accelerators - 1, num_cpus):
+        yield (False, *rest)
+    for rest in _device_orders(num_accelerators, num_cpus - 1):
+        yield (True, *rest)
+
+
+def _device_names(order: tuple[bool, ...]) -> list[str]:
+    names = []
+    for stage, is_cpu in enumerate(order):
+        number = sum(1 for other in order[:stage] if other == is_cpu)
+        names.append(f"{'cpu' if is_cpu else 'acc'}{number}")
+    return names
+
+
+def _instance(workload: Workload, groups: _Groups, order: tuple[bool, ...]) -> Instance:
+    n, k = len(groups.members), len(order)
+    accelerator_s, cpu_s, num_bytes = np.zeros(n), np.zeros(n), np.zeros(n)
+    forbidden = np.zeros(n, dtype=bool)
+    for node in workload.nodes:
+        at = groups.of[node.id]
+        accelerator_s[at] += node.accelerator_time
+        cpu_s[at] += node.cpu_time
+        num_bytes[at] += node.num_bytes
+        forbidden[at] |= not node.on_accelerator
+    is_cpu = np.array(order)
+    nets, costs = _nets(workload, groups)
+    cost_s = np.zeros((len(nets), k, k))
+    cost_s += np.array(costs)[:, None, None] * ~is_cpu[None, :, None]
+    return Instance(
+        num_stages=k,
+        edges=groups.edges,
+        work_s=np.where(is_cpu[:, None], cpu_s[None, :], accelerator_s[None, :]),
+        again_s=np.zeros((k, n)),
+        nets=nets,
+        cost_s=cost_s,
+        per_destination=False,
+        overlap=False,
+        recompute=False,
+        may_be_empty=True,
+        limit_bytes=np.where(is_cpu, np.inf, workload.accelerator_bytes),
+        in_flight=np.ones(k, dtype=np.int64),
+        static_bytes=num_bytes,
+        saved_bytes=np.zeros(n),
+        workspace_bytes=np.zeros(n),
+        forbidden=~is_cpu[:, None] & forbidden[None, :],
+    )
+
+
+def _nets(workload: Workload, groups: _Groups) -> tuple[tuple[Net, ...], list[float]]:
+    """Tensors between groups; those with the same ends are one, since the direction costs nothing here."""
+    readers: dict[int, set[int]] = {}
+    cost_of: dict[int, float] = {}
+    for edge in workload.edges:
+        readers.setdefault(edge.source, {groups.of[edge.source]}).add(groups.of[edge.target])
+        cost_of[edge.source] = max(edge.cost, cost_of.get(edge.source, 0.0))
+    together: dict[tuple[int, ...], float] = {}
+    for source, ends in readers.items():
+        if len(ends) > 1:
+            key = tuple(sorted(ends))
+            together[key] = together.get(key, 0.0) + cost_of[source]
+    return tuple(Net(key[0], key[1:]) for key in together), list(together.values())

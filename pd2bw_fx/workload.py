@@ -1,0 +1,139 @@
+"""Planner inputs in the published JSON format of "Efficient Algorithms for Device Placement of DNN Graph
+Operators" (arXiv 2006.16423): operators with their times on an accelerator and on a CPU, and edges."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pd2bw_fx.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadNode:
+    """An operator; times in the file's own unit. Nodes of one `color` share a device (None: free)."""
+
+    id: int
+    accelerator_time: float
+    cpu_time: float
+    num_bytes: float
+    on_accelerator: bool = True
+    is_backward: bool = False
+    color: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadEdge:
+    """`cost` is the time to move the source's output between an accelerator and host memory."""
+
+    source: int
+    target: int
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Nodes to place on accelerators of `accelerator_bytes` each, and CPUs without a memory limit."""
+
+    name: str
+    num_accelerators: int
+    num_cpus: int
+    accelerator_bytes: float
+    nodes: tuple[WorkloadNode, ...]
+    edges: tuple[WorkloadEdge, ...]
+
+
+def read_workload(path: str | Path) -> Workload:
+    """Read and check a workload file. Raises InputError naming the file and the entry that is wrong."""
+    path = Path(path)
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"workload {path} cannot be read: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"workload {path} is no valid JSON: {error}") from error
+    try:
+        return workload_from_json(data, name=path.stem)
+    except InputError as error:
+        raise InputError(f"workload {path}: {error}") from None
+
+
+def workload_from_json(data: Any, *, name: str) -> Workload:
+    """A workload from the parsed file; every number checked, every edge's ends known."""
+    table = _table("the file", data)
+    nodes = tuple(_node(at, entry) for at, entry in enumerate(_list(table, "nodes")))
+    if not nodes:
+        raise InputError("nodes is empty; there is nothing to place")
+    known = {node.id for node in nodes}
+    if len(known) < len(nodes):
+        ids = [node.id for node in nodes]
+        raise InputError(f"two nodes have id {next(i for i in ids if ids.count(i) > 1)}; ids must differ")
+    workload = Workload(
+        name=name,
+        num_accelerators=_count("maxFPGAs", table),
+        num_cpus=_count("maxCPUs", table),
+        accelerator_bytes=_amount("the file", "maxSizePerFPGA", table),
+        nodes=nodes,
+        edges=tuple(_edge(at, entry, known) for at, entry in enumerate(_list(table, "edges"))),
+    )
+    if workload.num_accelerators + workload.num_cpus == 0:
+        raise InputError("maxFPGAs and maxCPUs are both 0; at least one device is needed")
+    return workload
+
+
+def _node(at: int, entry: Any) -> WorkloadNode:
+    table = _table(f"nodes[{at}]", entry)
+    where = f"nodes[{at}] (id {table.get('id')!r})"
+    if not isinstance(table.get("id"), int) or isinstance(table["id"], bool):
+        raise InputError(f"nodes[{at}] has id {table.get('id')!r}; a whole number was expected")
+    on_accelerator = bool(table.get("supportedOnFpga", 1))
+    return WorkloadNode(
+        id=table["id"],
+        accelerator_time=_amount(where, "fpgaLatency", table) if on_accelerator else 0.0,
+        cpu_time=_amount(where, "cpuLatency", table),
+        num_bytes=_amount(where, "size", table),
+        on_accelerator=on_accelerator,
+        is_backward=bool(table.get("isBackwardNode", 0)),
+        color=table.get("colorClass"),
+    )
+
+
+def _edge(at: int, entry: Any, known: set[int]) -> WorkloadEdge:
+    table = _table(f"edges[{at}]", entry)
+    for key in ("sourceId", "destId"):
+        if table.get(key) not in known:
+            raise InputError(f"edges[{at}]: {key} is {table.get(key)!r}, and no node has that id")
+    return WorkloadEdge(table["sourceId"], table["destId"], _amount(f"edges[{at}]", "cost", table))
+
+
+def _table(where: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{where} is a {type(value).__name__}; an object was expected")
+    return value
+
+
+def _list(table: Mapping[str, Any], key: str) -> Sequence[Any]:
+    value = table.get(key)
+    if not isinstance(value, list):
+        raise InputError(f"{key} is {'missing' if value is None else 'no list'}; a list was expected")
+    return value
+
+
+def _count(key: str, table: Mapping[str, Any]) -> int:
+    value = table.get(key, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InputError(f"{key} is {value!r}; a whole number of zero or more was expected")
+    return value
+
+
+def _amount(where: str, key: str, table: Mapping[str, Any]) -> float:
+    value = table.get(key)
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    if not good or not math.isfinite(float(value)) or float(value) < 0:  # type: ignore[arg-type]
+        found = "missing" if value is None else repr(value)
+        raise InputError(f"{where}: {key} is {found}; a finite number of zero or more was expected")
+    return float(value)  # type: ignore[arg-type]
