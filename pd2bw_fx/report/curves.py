@@ -51,10 +51,9 @@ def loss_curves(
 
 
 def _moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Over `window` values around each; towards the ends over as many as there are on both sides."""
+    """Over the `window` values around each; at the ends over those that are there."""
     averaged = []
     for index in range(len(values)):
-        reach = min(window // 2, index, len(values) - 1 - index)
-        around = values[index - reach : index + reach + 1]
+        around = values[max(0, index - window // 2) : index + window // 2 + 1]
         averaged.append(math.fsum(around) / len(around))
     return averaged

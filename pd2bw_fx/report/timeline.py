@@ -15,7 +15,7 @@ from pd2bw_fx.units import format_seconds
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 82.0, 88.0, 40.0
 _FONT = 11.0
-_SMALL_FONT = 9.0
+_BOX_FONTS = (11.0, 9.0, 8.0)  # the first in which the number fits
 # More boxes than this in a row are too narrow to tell apart.
 _MOST_BOXES = 72  # and at least five for each rank, so that a deep pipeline is seen filled
 
@@ -141,8 +141,8 @@ def _box(event: Event, scale: _Scale, top: float, height: float) -> Iterable[str
     name = _fill(event)
     yield svg.rect(name, left, top, length, height, tooltip=_tooltip(event))
     label = str(event.microbatch)
-    for size in (_FONT, _SMALL_FONT):
-        if length >= svg.text_width(label, size) + 1.5:
+    for size in _BOX_FONTS:
+        if length >= svg.text_width(label, size) + 1:
             middle, baseline = left + length / 2, top + height / 2 + size * 0.36
             yield svg.text(f"{name}t", middle, baseline, label, size=size, anchor="middle")
             break
