@@ -72,17 +72,31 @@ def workload_from_json(data: Any, *, name: str) -> Workload:
     if len(known) < len(nodes):
         ids = [node.id for node in nodes]
         raise InputError(f"two nodes have id {next(i for i in ids if ids.count(i) > 1)}; ids must differ")
+    edges = tuple(_edge(at, entry, known) for at, entry in enumerate(_list(table, "edges")))
+    _check_one_cost(edges)
     workload = Workload(
         name=name,
         num_accelerators=_count("maxFPGAs", table),
         num_cpus=_count("maxCPUs", table),
         accelerator_bytes=_amount("the file", "maxSizePerFPGA", table),
         nodes=nodes,
-        edges=tuple(_edge(at, entry, known) for at, entry in enumerate(_list(table, "edges"))),
+        edges=edges,
     )
     if workload.num_accelerators + workload.num_cpus == 0:
         raise InputError("maxFPGAs and maxCPUs are both 0; at least one device is needed")
     return workload
+
+
+def _check_one_cost(edges: Sequence[WorkloadEdge]) -> None:
+    """What is moved is the source's output, so all its edges must cost the same."""
+    cost_of: dict[int, float] = {}
+    for edge in edges:
+        cost = cost_of.setdefault(edge.source, edge.cost)
+        if abs(cost - edge.cost) > 1e-6:
+            raise InputError(
+                f"moving the output of node {edge.source} costs {cost:g} on one edge and {edge.cost:g} on "
+                "another; give all edges of one source the same cost"
+            )
 
 
 def _node(at: int, entry: Any) -> WorkloadNode:

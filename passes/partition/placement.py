@@ -48,8 +48,8 @@ def plan_workload(
 ) -> Placement:
     """The contiguous placement with the least largest load, proven to within `max_gap`.
 
-    Raises InputError where the forward graph has a cycle that colours do not close, InfeasibleError where the
-    nodes do not fit on the accelerators, SolverError where time ran out before the first placement.
+    Raises InputError where there is no device, InfeasibleError where the nodes do not fit on the
+    accelerators, SolverError where time ran out before the first placement.
     """
     started_s = time.perf_counter()
     num_cpus = 0 if accelerators_only else workload.num_cpus

@@ -1,0 +1,86 @@
+"""Plan the published workloads and compare with the optima of the paper's own program.
+
+    python benchmarks/planner.py            # eight workloads, accelerators only and with the CPU
+    python benchmarks/planner.py --solver cbc
+
+Exits with 1 where an optimum is missed, not proven to 1e-5, or took more than a second. Reference seconds are
+those of the paper's dynamic program on a 2-core machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pd2bw_fx.passes.partition import plan_workload
+from pd2bw_fx.workload import read_workload
+
+FOLDER = Path(__file__).parent / "workloads"
+MAX_GAP = 1e-5
+MAX_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the paper's program found, and how long it took."""
+
+    name: str
+    with_cpu: float
+    accelerators_only: float
+    seconds: float
+
+
+REFERENCES = (
+    Reference("layers_bert24_inference", 17.789906, 17.789906, 0.005),
+    Reference("layers_bert24_training", 41.745813, 41.745813, 0.005),
+    Reference("layers_gnmt_inference", 32.910658, 32.910658, 13.4),
+    Reference("layers_gnmt_training", 107.004414, 107.004414, 22.5),
+    Reference("layers_resnet50_inference", 33.774666, 34.222852, 0.09),
+    Reference("layers_resnet50_training", 78.631813, 80.454887, 0.13),
+    Reference("operators_bert_l-3_inference", 27.918568, 27.918568, 0.64),
+    Reference("operators_bert_l-3_training", 65.303149, 65.303149, 3.8),
+)
+
+
+def agrees(objective: float, published: float) -> bool:
+    """To all six digits that were published, either way of rounding the seventh."""
+    return abs(objective - published) <= 0.51e-6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--solver", default="highs")
+    options = parser.parse_args()
+    table = Table("workload", "devices", "published", "found", "gap", "seconds", "reference s", "")
+    missed = 0
+    for reference in REFERENCES:
+        workload = read_workload(FOLDER / f"{reference.name}.json")
+        for only in (True, False):
+            published = reference.accelerators_only if only else reference.with_cpu
+            found = plan_workload(workload, accelerators_only=only, max_gap=MAX_GAP, solver=options.solver)
+            right = agrees(found.objective, published) and found.gap <= MAX_GAP * 1.001
+            good = right and found.planning_s <= MAX_SECONDS
+            missed += not good
+            table.add_row(
+                reference.name,
+                f"{workload.num_accelerators}" + ("" if only else f" + {workload.num_cpus} CPU"),
+                f"{published:.6f}",
+                f"{found.objective:.6f}",
+                f"{found.gap:.0e}",
+                f"{found.planning_s:.2f}",
+                f"{reference.seconds:.3g}",
+                "ok" if good else ("slow" if right else "MISSED"),
+            )
+    Console(width=110).print(table)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

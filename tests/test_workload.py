@@ -1,0 +1,191 @@
+"""Published workloads: the format, bad files, and the published optima."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.passes.partition import Placement, plan_workload
+from pd2bw_fx.workload import Workload, read_workload, workload_from_json
+
+FOLDER = Path(__file__).parent.parent / "benchmarks" / "workloads"
+# Accelerators only, with the CPU: found by the paper's own program.
+OPTIMA = {
+    "layers_bert24_inference": (17.789906, 17.789906),
+    "layers_bert24_training": (41.745813, 41.745813),
+    "layers_gnmt_inference": (32.910658, 32.910658),
+    "layers_gnmt_training": (107.004414, 107.004414),
+    "layers_resnet50_inference": (34.222852, 33.774666),
+    "layers_resnet50_training": (80.454887, 78.631813),
+    "operators_bert_l-3_inference": (27.918568, 27.918568),
+    "operators_bert_l-3_training": (65.303149, 65.303149),
+}
+
+
+def loads(workload: Workload, placement: Placement) -> dict[str, float]:
+    """Each device's load by the problem's definition, from the assignment by node id alone."""
+    device_of = placement.assignment
+    load: dict[str, float] = defaultdict(float)
+    for node in workload.nodes:
+        device = device_of[node.id]
+        load[device] += node.cpu_time if device.startswith("cpu") else node.accelerator_time
+    crossings = set()
+    for edge in workload.edges:
+        source, target = device_of[edge.source], device_of[edge.target]
+        if source != target:
+            crossings |= {(source, edge.source, edge.cost), (target, edge.source, edge.cost)}
+    for device, _, cost in crossings:
+        load[device] += 0.0 if device.startswith("cpu") else cost
+    return load
+
+
+def small() -> dict[str, Any]:
+    def node(number: int, **more: Any) -> dict[str, Any]:
+        return {
+            "id": number,
+            "supportedOnFpga": 1,
+            "cpuLatency": 10.0,
+            "fpgaLatency": 1.0,
+            "size": 1.0,
+        } | more
+
+    return {
+        "maxSizePerFPGA": 10.0,
+        "maxFPGAs": 2,
+        "maxCPUs": 1,
+        "nodes": [node(1), node(2), node(3, fpgaLatency=2.0)],
+        "edges": [
+            {"sourceId": 1, "destId": 2, "cost": 0.5},
+            {"sourceId": 2, "destId": 3, "cost": 0.25},
+        ],
+    }
+
+
+@pytest.mark.parametrize("name", OPTIMA)
+@pytest.mark.parametrize("accelerators_only", [True, False])
+def test_published_optimum_is_found_and_proven(name: str, accelerators_only: bool) -> None:
+    workload = read_workload(FOLDER / f"{name}.json")
+    published = OPTIMA[name][0 if accelerators_only else 1]
+    placement = plan_workload(workload, accelerators_only=accelerators_only)
+    assert placement.objective == pytest.approx(published, abs=0.51e-6)
+    assert placement.gap <= 1.001e-5
+    assert max(loads(workload, placement).values()) == pytest.approx(placement.objective, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["layers_resnet50_training", "operators_bert_l-3_training"])
+def test_placement_keeps_colours_together_memory_and_forward_order(name: str) -> None:
+    workload = read_workload(FOLDER / f"{name}.json")
+    placement = plan_workload(workload, accelerators_only=True)
+    device_of = {node: int(device.removeprefix("acc")) for node, device in placement.assignment.items()}
+    forward = {node.id for node in workload.nodes if not node.is_backward}
+    for edge in workload.edges:
+        if edge.source in forward and edge.target in forward:
+            assert device_of[edge.source] <= device_of[edge.target]
+    colours = defaultdict(set)
+    held: dict[int, float] = defaultdict(float)
+    for node in workload.nodes:
+        colours[("free", node.id) if node.color is None else node.color].add(device_of[node.id])
+        held[device_of[node.id]] += node.num_bytes
+    assert all(len(devices) == 1 for devices in colours.values())
+    assert max(held.values()) <= workload.accelerator_bytes
+
+
+def test_node_that_no_accelerator_takes_goes_to_the_cpu() -> None:
+    data = small()
+    data["nodes"][0]["supportedOnFpga"] = 0
+    placement = plan_workload(workload_from_json(data, name="small"))
+    assert placement.assignment[1] == "cpu0"
+    assert placement.objective == 10.0
+
+
+def test_node_that_nothing_takes_is_infeasible() -> None:
+    data = small()
+    data["nodes"][0]["supportedOnFpga"] = 0
+    with pytest.raises(InfeasibleError, match="do not fit on 2 accelerators"):
+        plan_workload(workload_from_json(data, name="small"), accelerators_only=True)
+
+
+def test_memory_of_accelerators_is_respected() -> None:
+    data = small()
+    data["maxSizePerFPGA"] = 2.0
+    placement = plan_workload(workload_from_json(data, name="small"), accelerators_only=True)
+    assert placement.objective == pytest.approx(2.25)
+    data["maxSizePerFPGA"] = 1.0
+    with pytest.raises(InfeasibleError, match="3 bytes of 3 nodes"):
+        plan_workload(workload_from_json(data, name="small"), accelerators_only=True)
+
+
+def test_same_workload_gives_the_same_placement() -> None:
+    workload = read_workload(FOLDER / "layers_gnmt_inference.json")
+    first, second = (plan_workload(workload) for _ in range(2))
+    assert first.assignment == second.assignment
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("nodes", 0, "fpgaLatency"), float("nan"), r"nodes\[0\] \(id 1\): fpgaLatency is nan"),
+        (("nodes", 1, "cpuLatency"), -1.0, r"nodes\[1\] \(id 2\): cpuLatency is -1.0"),
+        (("nodes", 1, "size"), float("inf"), "size is inf"),
+        (("nodes", 1, "size"), None, "size is missing"),
+        (("nodes", 1, "id"), 1, "two nodes have id 1"),
+        (("nodes", 1, "id"), "two", "id 'two'; a whole number"),
+        (("edges", 0, "destId"), 99, r"edges\[0\]: destId is 99, and no node has that id"),
+        (("edges", 0, "cost"), "free", "cost is 'free'"),
+        (("maxFPGAs",), -1, "maxFPGAs is -1"),
+        (("maxSizePerFPGA",), None, "maxSizePerFPGA is missing"),
+        (("nodes",), [], "nodes is empty"),
+        (("nodes",), None, "nodes is missing"),
+        (("edges",), 3, "edges is no list"),
+    ],
+)
+def test_bad_entry_is_named(path: tuple[Any, ...], value: Any, message: str) -> None:
+    data = small()
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(InputError, match=message):
+        workload_from_json(data, name="small")
+
+
+def test_edges_of_one_source_must_cost_the_same() -> None:
+    data = copy.deepcopy(small())
+    data["edges"].append({"sourceId": 1, "destId": 3, "cost": 0.75})
+    with pytest.raises(InputError, match=r"output of node 1 costs 0\.5 .* and 0\.75"):
+        workload_from_json(data, name="small")
+
+
+def test_zero_devices_are_refused() -> None:
+    data = small() | {"maxFPGAs": 0, "maxCPUs": 0}
+    with pytest.raises(InputError, match="at least one device"):
+        workload_from_json(data, name="small")
+    only_cpu = workload_from_json(small() | {"maxFPGAs": 0}, name="small")
+    with pytest.raises(InputError, match="no accelerators"):
+        plan_workload(only_cpu, accelerators_only=True)
+
+
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"missing\.json cannot be read"):
+        read_workload(tmp_path / "missing.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(InputError, match=r"broken\.json is no valid JSON"):
+        read_workload(broken)
+    listed = tmp_path / "listed.json"
+    listed.write_text(json.dumps([]))
+    with pytest.raises(InputError, match=r"listed\.json: the file is a list"):
+        read_workload(listed)
+
+
+def test_forward_cycle_becomes_one_group() -> None:
+    data = small()
+    data["edges"].append({"sourceId": 3, "destId": 2, "cost": 0.25})
+    placement = plan_workload(workload_from_json(data, name="small"))
+    assert placement.assignment[2] == placement.assignment[3]
