@@ -19,8 +19,8 @@ class ProgramModule(fx.GraphModule):
     hand would run code of its own. Parameters are the model's own tensors, under the model's names.
     """
 
-    def __init__(self, values: Mapping[str, Any], graph: fx.Graph, class_name: str) -> None:
-        super().__init__(dict(values), graph, class_name)
+    def __init__(self, values: nn.Module | Mapping[str, Any], graph: fx.Graph, class_name: str) -> None:
+        super().__init__(values if isinstance(values, nn.Module) else dict(values), graph, class_name)
 
     def recompile(self) -> Any:
         return None

@@ -64,7 +64,7 @@ def _symbols(traced: Traced, placeholders: Any) -> dict[str, str]:
     for node in placeholders:
         value = node.meta.get("val")
         if traced.dynamic_batch and node.name in traced.batched_inputs and isinstance(value, torch.Tensor):
-            size = value.shape[0]
+            size: Any = value.shape[0]
             if isinstance(size, torch.SymInt):
                 symbols[str(size.node.expr)] = "batch"
     return symbols

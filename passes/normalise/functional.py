@@ -128,6 +128,19 @@ def _is_invertible(view: fx.Node, base: fx.Node, facts: Facts) -> bool:
     return operator_name(view) in {"select", "slice", "transpose", "permute", "t"}
 
 
+def _is_what_it_wrote(node: fx.Node, written: tuple[fx.Node, ...], facts: Facts) -> bool:
+    """`x.add_(y)` is x, so that its readers may as well read x."""
+    value, before = facts.values[node.name], facts.values[written[0].name]
+    return (
+        len(written) == 1
+        and isinstance(value, torch.Tensor)
+        and isinstance(before, torch.Tensor)
+        and written[0] in facts.aliases[node.name]
+        and value.shape == before.shape
+        and value.requires_grad == before.requires_grad
+    )
+
+
 def _num_elements(node: fx.Node, facts: Facts) -> int:
     value = facts.values[node.name]
     assert isinstance(value, torch.Tensor)
@@ -172,12 +185,16 @@ class _Rewriter:
 
     def rewrite(self, node: fx.Node) -> None:
         written = self.facts.written.get(node.name, ())
-        if written and not self.facts.storages[written[0].name] & self.kept:
+        if not written:
+            self.current[node] = self._copy(node)
+        elif self.facts.storages[written[0].name] & self.kept:
+            in_place = self._copy(node)
+            returns_target = _is_what_it_wrote(node, written, self.facts)
+            self.current[node] = self.current[written[0]] if returns_target else in_place
+        else:
             value = self._functional(node, written[0])
             self._write(written[0], value, node)
             self.current[node] = value
-        else:
-            self.current[node] = self._copy(node)
         for storage in self.facts.storages.get(node.name, ()):
             self.on_storage.setdefault(storage, []).append(node)
 
@@ -188,9 +205,10 @@ class _Rewriter:
         return copied
 
     def _now(self, node: fx.Node) -> fx.Node:
-        if node in self.stale:
-            self.current[node] = self._copy(node)
-            self.stale.discard(node)
+        if node not in self.stale:
+            return self.current[node]
+        written = self.facts.written.get(node.name)
+        self._set(node, self._now(written[0]) if written else self._copy(node))
         return self.current[node]
 
     def _write(self, target: fx.Node, value: fx.Node, writer: fx.Node) -> None:
@@ -267,7 +285,7 @@ class _Rewriter:
                 return value
         rest = fx.node.map_arg(view.args[1:], self._now)
         if name == "permute":
-            order: list[int] = rest[0]
+            order: Any = rest[0]
             inverse = [
                 order.index(i) if i in order else order.index(i - len(order)) for i in range(len(order))
             ]
@@ -278,7 +296,8 @@ class _Rewriter:
         return self._emit(scatter, (before, value, *rest), writer)
 
     def _emit(self, target: Any, args: Any, like: fx.Node, kwargs: Any = None) -> fx.Node:
-        node = self.graph.call_function(target, tuple(args), kwargs or {})
+        name = target._opname
+        node = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=name)
         node.meta = {key: value for key, value in like.meta.items() if key != "val"}
         fakes = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: arg.meta.get("val"))
         mode = next((v.fake_mode for v in fakes[0] if isinstance(v, torch._subclasses.FakeTensor)), None)

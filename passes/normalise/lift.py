@@ -91,7 +91,7 @@ def _state_of(traced: Traced) -> dict[str, Any]:
         if entry.kind is InputKind.USER_INPUT:
             continue
         target = entry.target
-        assert target is not None and not isinstance(entry.arg, ConstantArgument)
+        assert target is not None
         name = target.removeprefix(traced.prefix)
         if name in canonical:
             name = canonical[name]
@@ -189,7 +189,7 @@ class _Copier:
         return self.copy(body.value, inner, marks)
 
     def _meta(self, node: fx.Node) -> dict[str, Any]:
-        meta = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
+        meta: dict[str, Any] = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
         stack = node.meta.get("nn_module_stack", {})
         meta["nn_module_stack"] = {
             key: (path, kind) for key, path, kind in _modules(stack, self.traced.prefix.removesuffix("."))

@@ -1,9 +1,9 @@
 """From a model to a traced program: front ends tried in a fixed order.
 
-1. `export`: `torch.export.export(strict=False)`, dimension 0 of every input that has the batch's size is
-   the named dimension "batch", so that any batch size can be run;
-2. `export-static`: the same at the example's sizes alone;
-3. `fx`: `torch.fx` symbolic tracing, also the only one where there are no example inputs.
+1. `export`: `torch.export.export(strict=False)`; dimension 0 of every input that has the batch's size is
+   the named dimension "batch", so that any batch size can be run.
+2. `export-static`: the same at the example's sizes alone, with a note that says so.
+3. `fx`: `torch.fx` symbolic tracing; the only one where there are no example inputs.
 
 The reason of each one that failed is kept in the report.
 """
@@ -12,23 +12,39 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-from torch.export import Dim, ExportedProgram
+from torch import fx, nn
+from torch.export import ExportedProgram
 
-from pd2bw_fx.errors import Pd2bwError, TraceError
+from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
-from .inputs import FlatArguments, common_batch_size, find_example_inputs, flatten_arguments
+from .diagnose import one_line, require_eager_run, source_line
+from .exported import export
+from .given import accept_exported, accept_graph_module
+from .inputs import (
+    FlatArguments,
+    arguments_without_examples,
+    common_batch_size,
+    find_example_inputs,
+    flatten_arguments,
+)
 from .program import MODEL_PREFIX, Program
+from .symbolic import trace_symbolically
 
 __all__ = ["find_example_inputs", "trace"]
 
+_FRONT_ENDS: dict[str, tuple[str, ...]] = {
+    "auto": ("export", "export-static", "fx"),
+    "export": ("export", "export-static"),
+    "fx": ("fx",),
+}
+
 
 def trace(
-    model: nn.Module,
+    model: nn.Module | ExportedProgram,
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -36,47 +52,144 @@ def trace(
     targets: Any = None,
     tracer: str = "auto",
 ) -> Traced:
-    flat = flatten_arguments(model, args or (), kwargs or {}, targets)
+    """The model's program, by the first front end that carries it; see the module's docstring.
+
+    `args` and `kwargs` are one batch of example inputs as the forward takes them (None and None: there are
+    none). With `loss_fn`, what is traced ends in `loss_fn(output, targets)`, where output is what the model
+    returns, unchanged. A GraphModule or ExportedProgram is accepted as it is. The model itself stays as it is.
+
+    Raises InputError if the model does not accept the example inputs, and TraceError with every front end's
+    reason, the line that stops it and what to try.
+    """
+    if tracer not in _FRONT_ENDS:
+        raise InputError(f"tracer is {tracer!r}, expected one of {', '.join(map(repr, _FRONT_ENDS))}")
+    if isinstance(model, ExportedProgram) or (isinstance(model, fx.GraphModule) and loss_fn is None):
+        return _accepted(model, args or (), kwargs or {}, loss_fn)
+    _check_loss_fn(loss_fn)
     started = time.perf_counter()
-    attempts: list[Attempt] = []
-    for name in ("export", "export-static"):
+    if args is None and kwargs is None:
+        flat, batch_size = arguments_without_examples(model, has_targets=loss_fn is not None), None
+        front_ends: tuple[str, ...] = ("fx",)
+        if tracer == "export":
+            raise InputError("torch.export needs example inputs; pass example_args, or tracer='fx'")
+    else:
+        flat = flatten_arguments(model, args or (), kwargs or {}, targets)
+        batch_size, front_ends = common_batch_size(flat), _FRONT_ENDS[tracer]
+    program, traced, attempts = _first_that_works(front_ends, model, flat, loss_fn, batch_size)
+    if traced is None:
+        raise _cannot_be_traced(program, attempts)
+    report = TraceReport(
+        tracer=traced.report.tracer,
+        attempts=tuple(Attempt(name, one_line(error)) for name, error in attempts),
+        notes=(*_notes(program, flat, batch_size), *traced.report.notes),
+        duration_s=time.perf_counter() - started,
+    )
+    return replace(traced, report=report)
+
+
+def _first_that_works(
+    front_ends: Sequence[str],
+    model: nn.Module,
+    flat: FlatArguments,
+    loss_fn: Callable[..., Any] | None,
+    batch_size: int | None,
+) -> tuple[Program, Traced | None, list[tuple[str, Exception]]]:
+    attempts: list[tuple[str, Exception]] = []
+    program = Program(model, flat, loss_fn)
+    for name in front_ends:
         program = Program(model, flat, loss_fn)
         try:
-            exported = _export(program, flat, dynamic=name == "export")
+            return program, _traced(name, program, batch_size), attempts
         except Pd2bwError:
             raise
-        except Exception as error:
-            attempts.append(Attempt(name, str(error)))
-            continue
-        batch_size = common_batch_size(flat)
-        return Traced(
-            program=exported,
-            model=model,
-            inputs=flat.names,
-            outputs=program.record.output_names,
-            loss=program.record.loss,
-            report=TraceReport(name, tuple(attempts), (), time.perf_counter() - started),
-            prefix=MODEL_PREFIX,
-            batch_size=batch_size,
-            batched_inputs=frozenset(
-                n
-                for n, t in zip(flat.names, flat.tensors, strict=True)
-                if t.dim() and t.shape[0] == batch_size
-            ),
-            dynamic_batch=name == "export",
-            loss_module=loss_fn if isinstance(loss_fn, nn.Module) else None,
-            examples=dict(zip(flat.names, flat.tensors, strict=True)),
-            call=program.call,
+        except Exception as error:  # whatever the model does under this tracer is the next one's chance
+            attempts.append((name, error))
+            if name == front_ends[0] and batch_size is not None:
+                require_eager_run(program)
+    return program, None, attempts
+
+
+def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
+    flat, examples = program.flat, dict(zip(program.flat.names, program.flat.tensors, strict=False))
+    if name == "fx":
+        graph: ExportedProgram | fx.GraphModule = trace_symbolically(program)
+        if examples:
+            require_eager_run(program)  # only now is it known which result is the loss
+        notes: tuple[str, ...] = ("torch.fx does not see data types, and keeps torch.nn layers whole",)
+    else:
+        graph = export(program, batch_size if name == "export" else None)
+        static = f"traced at batch size {batch_size} alone: no other one can be run"
+        notes = () if name == "export" else (static,)
+    return Traced(
+        program=graph,
+        model=program.model,
+        inputs=flat.names,
+        outputs=program.record.output_names,
+        loss=program.record.loss,
+        report=TraceReport(name, notes=notes),
+        prefix=MODEL_PREFIX,
+        batch_size=batch_size,
+        batched_inputs=frozenset() if batch_size is None else flat.batched(batch_size),
+        dynamic_batch=name == "export",
+        loss_module=program.loss_fn if isinstance(program.loss_fn, nn.Module) else None,
+        examples=examples,
+        call=program.call if examples else None,
+    )
+
+
+def _accepted(
+    model: fx.GraphModule | ExportedProgram,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None,
+) -> Traced:
+    if isinstance(model, ExportedProgram):
+        if loss_fn is not None:
+            raise InputError(
+                "an ExportedProgram is taken as it is, without a loss_fn; compute the loss in the exported "
+                "model, or pass the model itself"
+            )
+        return accept_exported(model)
+    if not args and not kwargs:
+        return accept_graph_module(model, (), {}, None)
+    return accept_graph_module(model, args, kwargs, common_batch_size(flatten_arguments(model, args, kwargs)))
+
+
+def _check_loss_fn(loss_fn: Callable[..., Any] | None) -> None:
+    if not isinstance(loss_fn, nn.Module):
+        return
+    trainable = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
+    if trainable:
+        raise InputError(
+            f"loss_fn has the trainable parameter {trainable[0]!r}, which no stage would own; make it a part "
+            "of the model, and let the model return its loss"
         )
-    raise TraceError("\n".join(map(str, attempts)))
 
 
-def _export(program: Program, flat: FlatArguments, *, dynamic: bool) -> ExportedProgram:
-    batch = common_batch_size(flat)
-    tensors = flat.tensors
-    shapes: Any = None
-    if dynamic:
-        dim = Dim("batch", min=2)
-        shapes = {"tensors": tuple({0: dim} if t.dim() and t.shape[0] == batch else None for t in tensors)}
-    with torch.enable_grad():
-        return torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
+def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> list[str]:
+    notes = [f"{what} is no tensor and was left out of the outputs" for what in program.record.left_out]
+    if batch_size is not None:
+        batched = flat.batched(batch_size)
+        for name, tensor in zip(flat.names, flat.tensors, strict=True):
+            if name not in batched:
+                notes.append(
+                    f"input {name} of shape {tuple(tensor.shape)} does not have the batch size {batch_size} "
+                    "in dimension 0: every microbatch gets all of it"
+                )
+    notes += [f"{change} is not read by what was traced" for change in program.watch.changes]
+    return notes
+
+
+def _cannot_be_traced(program: Program, attempts: Sequence[tuple[str, Exception]]) -> TraceError:
+    lines = [f"{type(program.model).__name__} cannot be traced."]
+    lines += [f"  {name}: {one_line(error)}" for name, error in attempts]
+    places = [place for place in (source_line(error) for _, error in attempts) if place]
+    if places:
+        lines.append(f"  stopped at {places[0]}")
+    lines.append(
+        "  Try: take what depends on tensor values out of Python control flow (torch.where, torch.cond), "
+        "compute the loss outside with loss_fn, or pass a program that you exported yourself."
+    )
+    error = TraceError("\n".join(lines))
+    error.__cause__ = attempts[0][1] if attempts else None
+    return error

@@ -28,6 +28,11 @@ class FlatArguments:
     leaves: tuple[Any, ...]  # the flattened call; tensors stand as their position in `tensors`
     spec: pytree.TreeSpec
 
+    def batched(self, batch_size: int) -> frozenset[str]:
+        """The inputs whose dimension 0 is the batch."""
+        pairs = zip(self.names, self.tensors, strict=True)
+        return frozenset(name for name, t in pairs if t.dim() > 0 and t.shape[0] == batch_size)
+
     def rebuild(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
         args, kwargs, targets = pytree.tree_unflatten(leaves, self.spec)
@@ -69,9 +74,8 @@ def find_example_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, An
 def _as_call(offered: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(offered, Mapping):
         return (), dict(offered)
-    if isinstance(offered, tuple) and len(offered) == 2 and isinstance(offered[1], dict):
-        if isinstance(offered[0], tuple):
-            return offered[0], dict(offered[1])
+    if isinstance(offered, tuple) and [type(part) for part in offered] == [tuple, dict]:
+        return offered[0], dict(offered[1])
     if isinstance(offered, (tuple, list)):
         return tuple(offered), {}
     return (offered,), {}
@@ -85,7 +89,7 @@ def flatten_arguments(
     A tensor nested in an argument is named by the path to it: `batch_pixels`, `state_0`. Tensors that share
     memory are separated, for a tracer would take the two inputs for one.
     """
-    if isinstance(args, torch.Tensor) or not isinstance(args, (tuple, list)):
+    if not isinstance(args, (tuple, list)):
         raise InputError(
             f"example_args is a {type(args).__name__}, expected a tuple of the forward's positional "
             "arguments; try example_args=(x,)"
@@ -100,16 +104,32 @@ def flatten_arguments(
     call = (bound.args, _in_order(bound.kwargs, signature), targets)
     leaves, spec = pytree.tree_flatten(call)
     paths = [*_named_arguments(bound), *_paths("targets", targets)]
-    names, tensors, seen = [], [], set()
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    seen: set[int] = set()
     for position, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         if not isinstance(leaf, torch.Tensor):
             continue
         leaves[position] = _Slot(len(tensors))
-        names.append(_unique(path, names))
+        names.append(unique(path, names))
         storage = leaf.untyped_storage()._cdata
         tensors.append(leaf.detach().clone() if storage in seen else leaf.detach())
         seen.add(storage)
     return FlatArguments(tuple(names), tuple(tensors), tuple(leaves), spec)
+
+
+def arguments_without_examples(model: nn.Module, *, has_targets: bool) -> FlatArguments:
+    """One tensor for each argument that the forward cannot do without; the others have their defaults."""
+    signature = inspect.signature(model.forward)
+    variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in variable]
+    names = [parameter.name for parameter in needed]
+    slots = {name: _Slot(position) for position, name in enumerate(names)}
+    positional = [p.name for p in needed if p.kind is not p.KEYWORD_ONLY]
+    keywords = {p.name: slots[p.name] for p in needed if p.kind is p.KEYWORD_ONLY}
+    targets = _Slot(len(names)) if has_targets else None
+    leaves, spec = pytree.tree_flatten((tuple(slots[name] for name in positional), keywords, targets))
+    return FlatArguments((*names, "targets") if has_targets else tuple(names), (), tuple(leaves), spec)
 
 
 def common_batch_size(flat: FlatArguments) -> int:
@@ -120,7 +140,10 @@ def common_batch_size(flat: FlatArguments) -> int:
             f"no example input has a batch dimension (found {_listing(flat)}); expected tensors whose "
             "dimension 0 counts the samples"
         )
-    return max(sizes, key=lambda size: sizes[size])
+    batch_size = max(sizes, key=lambda size: sizes[size])
+    if batch_size == 0:
+        raise InputError(f"the example batch is empty (found {_listing(flat)}); expected at least one sample")
+    return batch_size
 
 
 def named_paths(root: str, value: Any) -> list[tuple[str, Any]]:
@@ -169,7 +192,7 @@ def _joined(root: str, steps: Sequence[str]) -> str:
     return name if name.isidentifier() else f"_{name}"
 
 
-def _unique(name: str, taken: Sequence[str]) -> str:
+def unique(name: str, taken: Sequence[str]) -> str:
     candidate, count = name, 0
     while candidate in taken:
         count += 1

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pd2bw_fx.errors import InputError
 
-from .inputs import FlatArguments
+from .inputs import FlatArguments, unique
+from .watch import Watch
 
 MODEL_PREFIX = "model."
 
 
 @dataclass(slots=True)
 class Record:
-    """What a run of the program found out: how the flat results are called and what was no tensor."""
+    """What a run of the program found out: what the flat results are called, and what was no tensor."""
 
     output_names: tuple[str, ...] = ()
     loss: str | None = None
@@ -29,9 +30,9 @@ class Record:
 class Program(nn.Module):
     """Calls the model as the user would, and remembers what the flat results are called.
 
-    `record` is filled in once it has run; a thing of its own, for export undoes what a forward assigns to a
-    module. For the same reason a buffer that the forward assigns anew (`self.count = self.count + 1`) is
-    written back in place here.
+    `record` and `watch` are filled in once it has run; things of their own, for export undoes what a forward
+    assigns to a module. For the same reason a buffer that the forward assigns anew (`self.count = self.count
+    + 1`) is written back in place here.
     """
 
     def __init__(self, model: nn.Module, flat: FlatArguments, loss_fn: Callable[..., Any] | None) -> None:
@@ -40,8 +41,21 @@ class Program(nn.Module):
         self.loss_fn = loss_fn
         self.flat = flat
         self.record = Record()
+        self.watch = Watch()
+        self.training = model.training
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        self.watch.before(self.model)
+        results = self._run(tensors)
+        self.watch.after(self.model, results)
+        return results
+
+    def call(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model run as it is: results by output name."""
+        results = self._run([tensors[name] for name in self.flat.names])
+        return dict(zip(self.record.output_names, results, strict=True))
+
+    def _run(self, tensors: Any) -> tuple[Any, ...]:
         args, kwargs, targets = self.flat.rebuild(tensors)
         before = dict(self.model.named_buffers())
         output = self.model(*args, **kwargs)
@@ -49,23 +63,21 @@ class Program(nn.Module):
         if self.loss_fn is not None:
             loss = self.loss_fn(output, targets)
             _check_loss(loss)
-            named = [("loss", loss), *_named_outputs(output, has_loss=False)]
+            named = [("loss", loss), *named_outputs(output, has_loss=False)]
         else:
-            named = _named_outputs(output, has_loss=True)
-        kept = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+            named = named_outputs(output, has_loss=True)
+        kept = [(name, value) for name, value in named if _is_value(value)]
         self.record.left_out = tuple(
             f"{name} ({type(value).__name__})"
             for name, value in named
-            if not isinstance(value, torch.Tensor) and value is not None
+            if not _is_value(value) and value is not None
         )
-        self.record.output_names = _distinct([name for name, _ in kept])
-        self.record.loss = "loss" if kept and kept[0][0] == "loss" else None
+        names: list[str] = []
+        for name, _ in kept:
+            names.append(unique(name, names))
+        self.record.output_names = tuple(names)
+        self.record.loss = "loss" if names and names[0] == "loss" else None
         return tuple(value for _, value in kept)
-
-    def call(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model run as it is: results by output name."""
-        results = self.forward(*(tensors[name] for name in self.flat.names))
-        return dict(zip(self.record.output_names, results, strict=True))
 
     def _write_back(self, before: Mapping[str, torch.Tensor]) -> None:
         after = dict(self.model.named_buffers())
@@ -77,32 +89,53 @@ class Program(nn.Module):
                 setattr(self.model.get_submodule(path), attribute, buffer)
 
 
-def _check_loss(loss: Any) -> None:
-    if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point():
-        return
-    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(type(loss))
-    raise InputError(f"loss_fn returned {found}, expected a floating-point scalar; try a mean over the batch")
+def named_outputs(output: Any, *, has_loss: bool) -> list[tuple[str, Any]]:
+    """Every leaf of what the model returned with its name, the loss first.
+
+    With `has_loss`, one of them may be the model's own loss: a scalar returned alone, the entry "loss" of a
+    dict, the first element of a tuple if it is a scalar that a gradient flows to.
+    """
+    if _is_value(output):
+        return [("loss" if has_loss and _is_scalar(output) else "output", output)]
+    keyed = _has_keys(output)
+    named = [("_".join(p if keyed else ("output", *p)), value) for p, value in _leaves(output, ())]
+    if not has_loss:
+        return [("output_loss" if name == "loss" else name, value) for name, value in named]
+    if not keyed:
+        if named and _is_scalar(named[0][1]) and named[0][1].requires_grad:
+            named[0] = ("loss", named[0][1])
+        return named
+    losses = [(name, value) for name, value in named if name == "loss" and _may_be_loss(value)]
+    others = [
+        ("output_loss" if name == "loss" else name, value)
+        for name, value in named
+        if not losses or name != "loss"
+    ]
+    return [*losses, *others]
 
 
-def is_loss(value: Any) -> bool:
+def _is_value(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, fx.Proxy, fx.Node))
+
+
+def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
-def _named_outputs(output: Any, *, has_loss: bool) -> list[tuple[str, Any]]:
-    """Every leaf of what the model returned with its name, the loss first."""
-    if isinstance(output, torch.Tensor):
-        return [("loss" if has_loss and is_loss(output) else "output", output)]
-    leaves = list(_leaves(output, ()))
-    named = [("_".join(path) if _has_keys(output) else "_".join(("output", *path)), v) for path, v in leaves]
-    if not has_loss:
-        return [("output_loss" if name == "loss" else name, value) for name, value in named]
-    if not _has_keys(output):
-        first = named[0][1] if named else None
-        if is_loss(first) and first.requires_grad:
-            named[0] = ("loss", first)
-        return named
-    losses = [(name, value) for name, value in named if name == "loss" and is_loss(value)]
-    return [*losses, *((name, value) for name, value in named if name != "loss")]
+def _may_be_loss(value: Any) -> bool:
+    """What symbolic tracing hands on has no shape yet; the key says enough."""
+    return _is_scalar(value) or isinstance(value, (fx.Proxy, fx.Node))
+
+
+def _check_loss(loss: Any) -> None:
+    if _may_be_loss(loss):
+        return
+    found = (
+        f"a tensor of shape {tuple(loss.shape)}"
+        if isinstance(loss, torch.Tensor)
+        else f"a {type(loss).__name__}"
+    )
+    raise InputError(f"loss_fn returned {found}, expected a floating-point scalar; try a mean over the batch")
 
 
 def _has_keys(output: Any) -> bool:
@@ -121,14 +154,3 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
             yield from _leaves(getattr(value, entry.name), (*path, entry.name))
     else:
         yield path, value
-
-
-def _distinct(names: list[str]) -> tuple[str, ...]:
-    distinct: list[str] = []
-    for name in names:
-        candidate, count = name, 0
-        while candidate in distinct:
-            count += 1
-            candidate = f"{name}_{count}"
-        distinct.append(candidate)
-    return tuple(distinct)

@@ -1,0 +1,85 @@
+"""Why a front end failed, in one line, and whether the model runs at all."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pd2bw_fx.errors import InputError, Pd2bwError
+
+from .program import Program
+
+_PACKAGE = Path(__file__).resolve().parent
+_TORCH = Path(torch.__file__).resolve().parent
+_MAX_LENGTH = 300
+
+
+def one_line(error: BaseException) -> str:
+    """The first lines of an error that say something, without torch's advice on its own settings."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines if line]
+    text = " ".join(lines[:3]) or type(error).__name__
+    text = text if len(text) <= _MAX_LENGTH else text[: _MAX_LENGTH - 3] + "..."
+    return f"{type(error).__name__}: {text}" if not text.startswith(type(error).__name__) else text
+
+
+def source_line(error: BaseException) -> str | None:
+    """The innermost line of the model author's code that the error came through, with its text."""
+    own = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        resolved = path.resolve()
+        if _TORCH in resolved.parents or _PACKAGE in resolved.parents or path.suffix != ".py":
+            continue
+        own = frame
+    if own is None:
+        return None
+    text = linecache.getline(own.filename, own.lineno or 0).strip()
+    return f"{Path(own.filename).name}:{own.lineno}" + (f": {text}" if text else "")
+
+
+def require_eager_run(program: Program) -> None:
+    """Runs the model once as it is; InputError with its own words if it does not accept the example inputs.
+
+    Buffers and random generators are as before afterwards. Weights that hold no data are not run.
+    """
+    tensors = [*program.parameters(), *program.buffers(), *program.flat.tensors]
+    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+        return
+    try:
+        with _state_kept(program), torch.enable_grad():
+            program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
+    except Pd2bwError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(
+            f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            for name, tensor in zip(program.flat.names, program.flat.tensors, strict=True)
+        )
+        place = source_line(error)
+        raise InputError(
+            f"{type(program.model).__name__} itself raises on the example inputs ({shapes}): "
+            + one_line(error)
+            + (f" (at {place})" if place else "")
+            + "; expected inputs that model(*args, **kwargs) accepts"
+        ) from error
+
+
+@contextmanager
+def _state_kept(module: nn.Module) -> Iterator[None]:
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, buffer in module.named_buffers():
+                    buffer.copy_(buffers[name])

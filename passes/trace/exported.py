@@ -1,0 +1,108 @@
+"""The main front end: torch.export, non-strict, with a named batch dimension or at one size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from pd2bw_fx.errors import TraceError
+
+from .inputs import FlatArguments
+from .program import Program
+from .watch import Change, Watch
+
+
+def export(program: Program, batch_size: int | None) -> ExportedProgram:
+    """The exported program; sizes follow the batch where `batch_size` says which size is the batch's.
+
+    Raises TraceError for what would be traced and be wrong, and whatever torch raises for what cannot be.
+    """
+    exported = _exported(program, batch_size)
+    watch = program.watch
+    if watch.custom_functions:
+        raise TraceError(_custom_function_message(watch.custom_functions[0]))
+    if watch.changes or watch.drew_python_random:
+        _require_the_same_again(program, exported, batch_size, watch)
+    return exported
+
+
+def _exported(program: Program, batch_size: int | None) -> ExportedProgram:
+    tensors, shapes = program.flat.tensors, None
+    if batch_size is not None:
+        batch = Dim("batch", min=2)
+        batched = program.flat.batched(batch_size)
+        shapes = {"tensors": tuple({0: batch} if name in batched else None for name in program.flat.names)}
+        if batch_size == 1:  # torch takes a size of 1 for a constant
+            tensors = _doubled(program.flat)
+    with _gradients_on():
+        return torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
+
+
+@contextmanager
+def _gradients_on() -> Iterator[None]:
+    """What is traced is training: a caller's no_grad or inference mode would lose the gradient."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _doubled(flat: FlatArguments) -> tuple[torch.Tensor, ...]:
+    batched = flat.batched(1)
+    return tuple(
+        torch.cat([tensor, tensor]) if name in batched else tensor
+        for name, tensor in zip(flat.names, flat.tensors, strict=True)
+    )
+
+
+def _custom_function_message(name: str) -> str:
+    if name.endswith("CheckpointFunction"):
+        return (
+            "the model uses torch.utils.checkpoint with use_reentrant=True, whose backward cannot be traced; "
+            "pass use_reentrant=False, or leave recomputation to split(recompute=...)"
+        )
+    return (
+        f"the model calls the custom autograd function {name}; a traced program would keep its forward and "
+        "lose its backward. Write its forward with differentiable torch operators (then no backward is "
+        "needed), or register it with torch.library.custom_op and register_autograd"
+    )
+
+
+def _require_the_same_again(
+    program: Program, exported: ExportedProgram, batch_size: int | None, watch: Watch
+) -> None:
+    """Traces once more as a second call would run, and refuses a program that is another one then."""
+    changes, state = watch.changes, random.getstate()
+    try:
+        for change in changes:
+            setattr(change.module, change.attribute, change.after)
+        program.watch = Watch()
+        again = [_exported(program, batch_size) for _ in range(3 if watch.drew_python_random else 1)]
+    finally:
+        for change in changes:
+            setattr(change.module, change.attribute, change.before)
+        random.setstate(state)
+        program.watch = watch
+    if all(_text(other) == _text(exported) for other in again):
+        return
+    raise TraceError(_varying_message(changes))
+
+
+def _varying_message(changes: tuple[Change, ...]) -> str:
+    if not changes:
+        return (
+            "the model draws Python or numpy random numbers in its forward and computes something else from "
+            "call to call; a trace would keep one draw for ever. Draw with torch.rand, or set the rate "
+            "(layerdrop) to 0"
+        )
+    return (
+        f"the model computes something else from call to call, by its {changes[0]}; a trace would keep the "
+        "first call for ever. Make it a buffer that the forward updates, or an argument of the forward"
+    )
+
+
+def _text(exported: ExportedProgram) -> list[Any]:
+    return [(node.op, str(node.target), str(node.args), str(node.kwargs)) for node in exported.graph.nodes]

@@ -1,0 +1,109 @@
+"""A program that the user traced: an ExportedProgram or a GraphModule, taken as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.traced import Traced, TraceReport
+
+from .inputs import unique
+from .program import named_outputs
+
+
+def accept_exported(program: ExportedProgram) -> Traced:
+    """Its own example inputs serve as examples; its first dynamic dimension 0 is the batch."""
+    signature = program.graph_signature
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    entries = [entry for entry in signature.input_specs if entry.kind is InputKind.USER_INPUT]
+    names = [entry.arg.name for entry in entries if not isinstance(entry.arg, ConstantArgument)]
+    args, kwargs = program.example_inputs or ((), {})
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if len(leaves) != len(names):
+        raise InputError(
+            f"the ExportedProgram carries {len(leaves)} example tensors for {len(names)} inputs; expected "
+            "one each: export it with example inputs, or pass the model itself"
+        )
+    kept = [
+        entry
+        for entry in signature.output_specs
+        if entry.kind in {OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT}
+    ]
+    results = program.graph.output_node().args[0]
+    assert isinstance(results, (tuple, list))
+    values = [result for entry, result in zip(signature.output_specs, results, strict=True) if entry in kept]
+    spec = program.call_spec.out_spec
+    output = pytree.tree_unflatten([_fake(value) for value in values], spec) if spec is not None else values
+    names_out, loss = _names(output)
+    symbols = [_batch_symbol(nodes[name]) for name in names]
+    batch = next((symbol for symbol in symbols if symbol is not None), None)
+    batched = frozenset(
+        name for name, symbol in zip(names, symbols, strict=True) if symbol is not None and symbol == batch
+    )
+    examples = dict(zip(names, leaves, strict=True))
+    return Traced(
+        program=program,
+        model=program.module(check_guards=False),
+        inputs=tuple(names),
+        outputs=names_out,
+        loss=loss,
+        report=TraceReport("given", notes=("the user's own ExportedProgram",)),
+        batch_size=examples[min(batched)].shape[0] if batched else None,
+        batched_inputs=batched,
+        dynamic_batch=batch is not None,
+        examples=examples,
+    )
+
+
+def accept_graph_module(
+    module: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any], batch_size: int | None
+) -> Traced:
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
+    if given and (len(given) != len(names) or not all(isinstance(value, torch.Tensor) for value in given)):
+        raise InputError(
+            f"the GraphModule has the inputs {', '.join(names)}; expected a tensor for each of them, found "
+            f"{len(given)} example values"
+        )
+    names_out, loss = _names(module.graph.output_node().args[0])
+    examples = dict(zip(names, given, strict=False))
+    return Traced(
+        program=module,
+        model=module,
+        inputs=tuple(names),
+        outputs=names_out,
+        loss=loss,
+        report=TraceReport("given", notes=("the user's own GraphModule",)),
+        batch_size=batch_size,
+        batched_inputs=frozenset(
+            name for name, t in examples.items() if t.dim() > 0 and t.shape[0] == batch_size
+        ),
+        examples=examples,
+    )
+
+
+def _fake(value: Any) -> Any:
+    return value.meta.get("val", value) if isinstance(value, fx.Node) else value
+
+
+def _names(output: Any) -> tuple[tuple[str, ...], str | None]:
+    named = named_outputs(output, has_loss=True)
+    names: list[str] = []
+    for name, _ in named:
+        names.append(unique(name, names))
+    return tuple(names), "loss" if names and names[0] == "loss" else None
+
+
+def _batch_symbol(node: fx.Node) -> str | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return None
+    size: Any = value.shape[0]
+    return str(size.node.expr) if isinstance(size, torch.SymInt) else None

@@ -1,0 +1,51 @@
+"""The other front end: torch.fx symbolic tracing, which needs no example inputs.
+
+Modules of torch.nn stay whole (`call_module`), and control flow on tensors or sizes cannot be followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pd2bw_fx.program import ProgramModule
+
+from .program import Program
+
+
+class _Tracer(fx.Tracer):
+    """Traces a `Program` with one proxy for each flat input, and marks the regions that fx does not see."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.record_stack_traces = True
+        self.input_names = names
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        proxies = [self.create_proxy("placeholder", name, (), {}) for name in self.input_names]
+        return root_fn, [self.root, *proxies]
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            node.meta["no_grad"] = True
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                node.meta["autocast"] = (device_type, torch.get_autocast_dtype(device_type), True)
+        return node
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        # A layer that holds submodules which it calls itself (Sequential, TransformerEncoder) is opened.
+        return super().is_leaf_module(m, module_qualified_name) and not isinstance(m, fx.GraphModule)
+
+
+def trace_symbolically(program: Program) -> fx.GraphModule:
+    tracer = _Tracer(program.flat.names)
+    with torch.enable_grad():
+        graph = tracer.trace(program)
+    return ProgramModule(tracer.root, graph, type(program.model).__name__)

@@ -1,0 +1,88 @@
+"""What a trace would silently get wrong, seen while the model's forward runs.
+
+- A custom autograd function: the tracer keeps its forward and differentiates through that, whatever its
+  backward says.
+- Python's own random numbers, and attributes that change from call to call: their values at the time of
+  tracing would be baked in.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An attribute that the forward set to another plain value."""
+
+    module: nn.Module
+    path: str
+    attribute: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        name = f"{self.path}.{self.attribute}" if self.path else self.attribute
+        return f"attribute {name} ({self.before!r} before the forward, {self.after!r} after)"
+
+
+@dataclass(slots=True)
+class Watch:
+    """Filled in by one run of the forward."""
+
+    custom_functions: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+    drew_python_random: bool = False
+    _attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+    _random: Any = None
+
+    def before(self, model: nn.Module) -> None:
+        self._attributes = {module: _plain_attributes(module) for module in model.modules()}
+        self._random = _random_state()
+
+    def after(self, model: nn.Module, results: Iterable[Any]) -> None:
+        self.drew_python_random = _random_state() != self._random
+        self.custom_functions = tuple(_custom_functions(results))
+        self.changes = tuple(
+            Change(module, path, name, self._attributes[module].get(name), value)
+            for path, module in model.named_modules()
+            for name, value in _plain_attributes(module).items()
+            if module in self._attributes and self._attributes[module].get(name) != value
+        )
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+
+
+def _random_state() -> Any:
+    """Python's generator and, where it is in use, numpy's."""
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    return random.getstate(), None if state is None else (state[1].tolist(), state[2:])
+
+
+def _custom_functions(results: Iterable[Any]) -> list[str]:
+    """The Python autograd functions between the results and the parameters."""
+    tensors = (value for value in results if isinstance(value, torch.Tensor))
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen, found = set(waiting), dict[str, None]()
+    while waiting:
+        node = waiting.pop()
+        forward_class = getattr(node, "_forward_cls", None)
+        if forward_class is not None:
+            found[f"{forward_class.__module__}.{forward_class.__qualname__}"] = None
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return list(found)
