@@ -52,11 +52,11 @@ def partition(
     fits in memory, SolverError where the solver is missing or time ran out before the first plan.
     """
     started_s = time.perf_counter()
+    check_problem(problem, cluster)
     k = len(cluster) if num_stages is None else num_stages
     m = 2 * k if microbatches_per_update is None else microbatches_per_update
     _check_arguments(problem, cluster, k, m, method, max_gap, time_limit_s, recompute)
     check_solver(solver)
-    check_problem(problem, cluster)
     deadline = Deadline(time_limit_s)
     in_flight = microbatches_in_flight(method, k, m)
     orders = list(device_orders(problem, cluster, k))
