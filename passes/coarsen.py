@@ -1,0 +1,137 @@
+"""From operators to blocks: the rules of what may be cut.
+
+1. A view stays with what it views, an element with the tuple it is taken from: what is sent is memory of
+   its own, and nobody writes into it from two sides.
+2. Operators of one memory group (running statistics, in-place clusters) stay together.
+3. What depends on inputs and sizes alone (masks, positions, casts of inputs) belongs to no block: each stage
+   that reads it computes it, which is cheaper than sending it.
+4. What would make the blocks a cycle is one block.
+
+Nothing else is joined: every cut that these rules allow is still there for the planner.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import networkx as nx
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import Costs
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.graph import Operator, OperatorGraph
+from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
+
+
+def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
+    """The planner's input. Blocks are in a topological order, operators inside a block in program order.
+
+    Raises InputError if costs are missing for an operator of the graph.
+    """
+    placed = [operator for operator in graph.operators.values() if not operator.is_replicable]
+    if not placed:
+        raise InputError(f"{graph.model_name} has no operator to place: nothing but views of its inputs")
+    missing = [operator.name for operator in placed if operator.name not in costs.operators]
+    if missing:
+        raise InputError(f"the costs know nothing of operator {missing[0]!r}; profile this graph again")
+    members = _ordered(_acyclic(_joined(placed), graph), graph)
+    block_of = {name: operators[0] for operators in members for name in operators}
+    blocks = tuple(_block(operators, graph, costs, cluster) for operators in members)
+    return Problem(
+        blocks=blocks,
+        values=tuple(_values(placed, block_of, graph)),
+        parameters=_parameter_sizes(graph),
+        fingerprint=graph.fingerprint(),
+    )
+
+
+def _joined(placed: Sequence[Operator]) -> list[list[str]]:
+    """Rules 1 and 2, as the connected components of what belongs together."""
+    together: nx.Graph[str] = nx.Graph()
+    together.add_nodes_from(operator.name for operator in placed)
+    groups: dict[str, str] = {}
+    for operator in placed:
+        if operator.is_view or operator.target.endswith("getitem"):
+            together.add_edges_from((operator.name, read) for read in operator.reads[:1] if read in together)
+        if operator.memory_group is not None:
+            together.add_edge(operator.name, groups.setdefault(operator.memory_group, operator.name))
+    return [list(component) for component in nx.connected_components(together)]
+
+
+def _acyclic(components: Iterable[Sequence[str]], graph: OperatorGraph) -> list[list[str]]:
+    """Rule 4: components that depend on one another both ways become one."""
+    component_of = {name: index for index, names in enumerate(components) for name in names}
+    condensed = nx.condensation(_quotient(component_of, graph))
+    inside = defaultdict(list)
+    for name, index in component_of.items():
+        inside[condensed.graph["mapping"][index]].append(name)
+    return list(inside.values())
+
+
+def _ordered(components: Sequence[Sequence[str]], graph: OperatorGraph) -> list[tuple[str, ...]]:
+    """Components in a topological order, the one that begins first in the program first."""
+    position = {name: index for index, name in enumerate(graph.operators)}
+    operators = [tuple(sorted(names, key=position.__getitem__)) for names in components]
+    component_of = {name: index for index, names in enumerate(operators) for name in names}
+    order = nx.lexicographical_topological_sort(
+        _quotient(component_of, graph), key=lambda index: position[operators[index][0]]
+    )
+    return [operators[index] for index in order]
+
+
+def _quotient(component_of: Mapping[str, int], graph: OperatorGraph) -> nx.DiGraph[int]:
+    quotient: nx.DiGraph[int] = nx.DiGraph()
+    quotient.add_nodes_from(component_of.values())
+    for name, component in component_of.items():
+        for read in graph.operators[name].reads:
+            if read in component_of and component_of[read] != component:
+                quotient.add_edge(component_of[read], component)
+    return quotient
+
+
+def _block(names: Sequence[str], graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Block:
+    operators = [graph.operators[name] for name in names]
+    own = [costs.operators[name] for name in names]
+    forward_s, backward_s = sum(c.forward_s for c in own), sum(c.backward_s for c in own)
+    read = [name for operator in operators for name in (*operator.parameters, *operator.buffers)]
+    return Block(
+        name=names[0],
+        operators=tuple(names),
+        forward_s=tuple(forward_s / device.speed for device in cluster.devices),
+        backward_s=tuple(backward_s / device.speed for device in cluster.devices),
+        parameters=tuple(dict.fromkeys(read)),
+        saved_bytes=sum(cost.saved_bytes for cost in own),
+        workspace_bytes=max(cost.workspace_bytes for cost in own),
+    )
+
+
+def _values(placed: Sequence[Operator], block_of: Mapping[str, str], graph: OperatorGraph) -> Iterable[Value]:
+    """What one block makes and others read; model inputs are none, for every stage loads its own."""
+    readers: dict[str, list[str]] = {operator.name: [] for operator in placed}
+    for operator in placed:
+        for read in operator.reads:
+            if read in readers and block_of[read] != block_of[operator.name]:
+                readers[read].append(block_of[operator.name])
+    for name, consumers in readers.items():
+        specs = graph.operators[name].outputs
+        if consumers and specs:
+            yield Value(
+                name=name,
+                producer=block_of[name],
+                consumers=tuple(dict.fromkeys(consumers)),
+                bytes=sum(spec.num_bytes for spec in specs),
+                gradient_bytes=sum(spec.num_bytes for spec in specs if spec.requires_grad),
+            )
+
+
+def _parameter_sizes(graph: OperatorGraph) -> dict[str, ParameterSize]:
+    sizes = {
+        name: ParameterSize(trainable_bytes=parameter.spec.num_bytes)
+        if parameter.trainable
+        else ParameterSize(frozen_bytes=parameter.spec.num_bytes)
+        for name, parameter in graph.parameters.items()
+    }
+    return sizes | {
+        name: ParameterSize(frozen_bytes=buffer.spec.num_bytes) for name, buffer in graph.buffers.items()
+    }

@@ -1,0 +1,120 @@
+"""What every operator costs: measured, estimated from its arithmetic, or guessed from its parameters.
+
+- `measured`: each operator run and timed on the device at hand, with the example's real values;
+- `analytic`: operations and bytes over a device's rates, on shapes alone, for devices that are not here;
+- from parameters, where symbolic tracing left no shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pd2bw_fx.cluster import Device
+from pd2bw_fx.costs import Costs, OperatorCost
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.graph import OperatorGraph
+
+from .analytic import Estimator
+from .measured import Stopwatch
+from .walk import Walk
+
+Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+METHODS = ("auto", "measured", "analytic")
+
+
+def profile(
+    graph: OperatorGraph,
+    inputs: Mapping[str, Tensor] | None,
+    *,
+    device: Device,
+    method: Literal["auto", "measured", "analytic"] = "auto",
+    whole: Forward | None = None,
+) -> Costs:
+    """The costs of every operator for one microbatch of the size of `inputs`, on `device`.
+
+    "auto" measures where a device of that kind is at hand and estimates where none is; what was done stands
+    in `Costs.origin` and `Costs.note`. Measuring leaves buffers and random state as they were. `whole` runs
+    the model on the inputs: an operator repeated alone finds its operands in the cache, so measured times are
+    scaled, all alike, to add up to what the whole model takes.
+
+    Raises InputError for another method, or to measure what cannot be run here.
+    """
+    if method not in METHODS:
+        raise InputError(f"costs={method!r} is unknown; known are {', '.join(METHODS)}")
+    here = device.kind == "cpu" or (device.kind == "cuda" and torch.cuda.is_available())
+    if inputs is None:
+        if method == "measured":
+            raise InputError('costs="measured" needs something to run: pass example_args')
+        return _from_parameters(graph, device)
+    if method == "measured" and not here:
+        raise InputError(f'no device of kind {device.kind!r} is at hand to measure on; use costs="analytic"')
+    if method == "analytic" or not here:
+        return _estimated(graph, inputs, device)
+    return _measured(graph, inputs, device, whole)
+
+
+def _measured(
+    graph: OperatorGraph, inputs: Mapping[str, Tensor], device: Device, whole: Forward | None
+) -> Costs:
+    with Stopwatch(graph, torch.device(device.kind)) as stopwatch:
+        costs = Walk(graph, stopwatch).run(inputs)
+        if whole is not None and all(tensor.device.type == device.kind for tensor in inputs.values()):
+            costs = _scaled(costs, *stopwatch.whole(lambda: whole(inputs)))
+    return Costs(costs, device.kind, _microbatch_size(graph, inputs), origin="measured")
+
+
+def _scaled(
+    costs: Mapping[str, OperatorCost], forward_s: float, backward_s: float
+) -> dict[str, OperatorCost]:
+    forward = forward_s / (sum(cost.forward_s for cost in costs.values()) or 1.0)
+    backward = backward_s / (sum(cost.backward_s for cost in costs.values()) or 1.0)
+    return {
+        name: replace(cost, forward_s=cost.forward_s * forward, backward_s=cost.backward_s * backward)
+        for name, cost in costs.items()
+    }
+
+
+def _estimated(graph: OperatorGraph, inputs: Mapping[str, Tensor], device: Device) -> Costs:
+    with Estimator(device) as estimator:
+        costs = Walk(graph, estimator).run(inputs)
+    return Costs(
+        costs,
+        device.kind,
+        _microbatch_size(graph, inputs),
+        origin="analytic",
+        note=f"times are estimates, at {device.flops_per_s:.3g} operations and "
+        f"{device.memory_bytes_per_s:.3g} bytes a second; measure on the device itself for better ones",
+    )
+
+
+def _from_parameters(graph: OperatorGraph, device: Device) -> Costs:
+    """Each parameter is read once in the forward and twice in the backward; the rest costs a launch."""
+    costs = {}
+    for operator in graph.operators.values():
+        num_bytes = sum(
+            graph.parameters[name].spec.num_bytes for name in operator.parameters if name in graph.parameters
+        )
+        forward_s = 1e-6 + num_bytes / device.memory_bytes_per_s
+        costs[operator.name] = OperatorCost(forward_s=forward_s, backward_s=2 * forward_s)
+    return Costs(
+        costs,
+        device.kind,
+        microbatch_size=None,
+        origin="parameters",
+        note="no example inputs, so no shapes: costs are estimates from parameter sizes alone; activations "
+        "and transfers count as nothing; pass example_args=(...) to split for real ones",
+    )
+
+
+def _microbatch_size(graph: OperatorGraph, inputs: Mapping[str, Tensor]) -> int | None:
+    for name, spec in graph.inputs.items():
+        if spec.shape and spec.shape[0] == graph.batch_symbol:
+            return inputs[name].shape[0]
+    sizes = [tensor.shape[0] for tensor in inputs.values() if tensor.dim() > 0]
+    return sizes[0] if sizes else None

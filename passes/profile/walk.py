@@ -1,0 +1,175 @@
+"""Visits every operator with its operands, and hands equal ones to the meter only once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from pd2bw_fx.costs import OperatorCost
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.program import ProgramInterpreter, region
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator with its operands as leaves: gradients flow to those that need one, and no further."""
+
+    run: Callable[[], Any]
+    operands: tuple[Tensor, ...]
+    is_mutable: bool  # writes into an operand: it can be run, but not differentiated or run again as it was
+
+
+class Meter(Protocol):
+    """Seconds and workspace of one call; what is saved and given out is counted by the walk."""
+
+    def convert(self, tensor: Tensor) -> Tensor:
+        """The tensor as this meter runs it: on its device, or without values."""
+
+    def measure(self, call: Call) -> tuple[float, float]:
+        """Forward and backward seconds."""
+
+
+class Walk(ProgramInterpreter):
+    """Runs the program once, operator by operator, on detached values."""
+
+    def __init__(self, graph: OperatorGraph, meter: Meter) -> None:
+        assert graph.fx is not None, "a graph read from a file cannot be profiled"
+        super().__init__(graph.fx)
+        self._graph = graph
+        self._meter = meter
+        self._converted: dict[int, Tensor] = {}
+        self._times: dict[Hashable, tuple[float, float]] = {}
+        self._saved: set[int] = set()
+        self._alive: list[Any] = []  # storages are told apart by address, so none may be reused
+        self._costs: dict[str, OperatorCost] = {}
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, OperatorCost]:  # type: ignore[override]
+        """The cost of each operator by name."""
+        converted = [self._meter.convert(inputs[name]) for name in self._graph.inputs]
+        super().run(*converted, enable_io_processing=False)
+        return self._costs
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "get_attr":
+            return self._parameter(super().run_node(n))
+        if not n.op.startswith("call_"):
+            return super().run_node(n)
+        call = self._call(n)
+        with torch.enable_grad(), region(n), _SavedStorages(self._saved, self._parameters()) as saved:
+            result = call.run()
+        self._alive.append(result)
+        key = self._key(n)
+        if key not in self._times:
+            with torch.enable_grad(), region(n):
+                self._times[key] = self._meter.measure(call)
+        forward_s, backward_s = self._times[key]
+        given = sum(_num_bytes(tensor) for tensor in _tensors(result))
+        taken = sum(_num_bytes(operand) for operand in call.operands if operand.requires_grad)
+        self._costs[n.name] = OperatorCost(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            output_bytes=given,
+            saved_bytes=saved.num_bytes,
+            # While its backward runs, the gradients of its results and of its operands are both alive.
+            workspace_bytes=given + taken if backward_s > 0 else given,
+        )
+        return self._as_leaves(n, result)
+
+    def _as_leaves(self, node: fx.Node, result: Any) -> Any:
+        """The results cut off from what made them; they need a gradient where the program's do."""
+        specs = iter(self._graph.operators[node.name].outputs)
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.detach().requires_grad_(next(specs).requires_grad)
+
+        return map_aggregate(result, leaf)
+
+    def _call(self, node: fx.Node) -> Call:
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        schema = getattr(node.target, "_schema", None)
+        is_mutable = bool(schema is not None and schema.is_mutable)
+        operands: list[Tensor] = []
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor) or isinstance(value, torch.nn.Parameter):
+                return value
+            operands.append(value.detach().requires_grad_(value.requires_grad and not is_mutable))
+            return operands[-1]
+
+        leaves = map_aggregate((args, kwargs), leaf)
+        method = getattr(self, node.op)
+        target, (own_args, own_kwargs) = node.target, leaves
+        return Call(lambda: method(target, own_args, own_kwargs), tuple(operands), is_mutable)
+
+    def _parameter(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if id(tensor) not in self._converted:
+            converted = self._meter.convert(tensor)
+            if isinstance(tensor, torch.nn.Parameter) and not isinstance(converted, torch.nn.Parameter):
+                converted = torch.nn.Parameter(converted, requires_grad=tensor.requires_grad)
+            self._converted[id(tensor)] = converted
+        return self._converted[id(tensor)]
+
+    def _parameters(self) -> set[int]:
+        return {tensor.untyped_storage()._cdata for tensor in self._converted.values()}
+
+    def _key(self, node: fx.Node) -> Hashable:
+        """Equal for calls that take equally long: same operator, sizes, types and constants."""
+        if node.op == "call_module":
+            return node.name
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+
+        def describe(value: Any) -> Hashable:
+            if isinstance(value, Tensor):
+                return (tuple(value.shape), value.stride(), value.dtype, value.requires_grad)
+            if isinstance(value, list | tuple):
+                return tuple(describe(item) for item in value)
+            if isinstance(value, dict):
+                return tuple((key, describe(item)) for key, item in value.items())
+            return (type(value), str(value))
+
+        return (str(node.target), describe(args), describe(kwargs))
+
+
+class _SavedStorages:
+    """Counts what autograd keeps for the backward: each storage once, parameters not at all."""
+
+    def __init__(self, seen: set[int], parameters: set[int]) -> None:
+        self._seen = seen
+        self._parameters = parameters
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed)
+        self.num_bytes = 0
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen and storage._cdata not in self._parameters:
+            self._seen.add(storage._cdata)
+            self.num_bytes += storage.nbytes()
+        return tensor
+
+    def __enter__(self) -> _SavedStorages:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
