@@ -375,7 +375,7 @@ def _with_value(**changes: Any) -> Problem:
         (_with_value(gradient_bytes=math.nan), "value 'v0': gradient_bytes is nan"),
         (_with_value(producer="b3", consumers=("b1",)), "cycle .* block 'b1'"),
         (
-            dataclasses.replace(chain(4, 2), parameters={"w0": ParameterSize(-1)}),
+            dataclasses.replace(chain(4, 2), parameters={**chain(4, 2).parameters, "w0": ParameterSize(-1)}),
             "'w0': trainable_bytes is -1",
         ),
         (Problem((), (), {}), "no blocks"),

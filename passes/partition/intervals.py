@@ -6,58 +6,189 @@ all, which is a union of rectangles in the plane (first position, end position),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .instance import Floats, Instance, Integers
+from .instance import Flags, Floats, Instance, Integers
 
 _NEVER = np.inf
+_MAX_PLACES = 1000
 
 
 def best_cut(instance: Instance, order: Sequence[int]) -> Integers | None:
-    """The stage of every node where `order` is cut best, or None where no cut of it fits in memory.
+    """The stage of every node where `order` is cut best, or None where no cut of it was found that fits.
 
     Tensors are priced as if they came from the stage before and went to the stage after; with several
     readers that is a guess where links are unlike or stages jumped, so the caller evaluates what it gets.
+    Long orders are cut twice: at the cheapest place of each short stretch, then anywhere near those cuts.
     """
-    n, k = instance.num_nodes, instance.num_stages
-    rectangles = _Rectangles(instance, order)
+    n = instance.num_nodes
+    if n <= _MAX_PLACES:
+        return _best_cut_at(instance, order, np.arange(n + 1))
+    width = -(-n // (_MAX_PLACES // 2))
+    places = _cheapest_places(instance, order, width)
+    stage_of = _best_cut_at(instance, order, places)
+    if stage_of is None:
+        return None
+    cuts = np.flatnonzero(np.diff(stage_of[np.asarray(order)])) + 1
+    around = (cuts[:, None] + np.arange(-2 * width, 2 * width + 1)[None, :]).ravel()
+    places = np.unique(np.concatenate((places[:: 1 + len(around) // 100], around, [0, n])))
+    finer = _best_cut_at(instance, order, places[(places >= 0) & (places <= n)])
+    return stage_of if finer is None else finer
+
+
+def _best_cut_at(instance: Instance, order: Sequence[int], places: Integers) -> Integers | None:
+    """The best way to cut `order` at some of these places, the first and last of which are its ends."""
+    n, k = len(places) - 1, instance.num_stages
+    rectangles = _Rectangles(instance, order, places)
     reached = np.full(n + 1, _NEVER)
     reached[0] = 0.0
     cuts = np.zeros((k, n + 1), dtype=np.int64)
     ends = np.arange(n + 1)
+    through = np.empty((n + 1, n + 1))
     for stage in range(k):
-        through = np.maximum(reached[:, None], rectangles.load_s(stage))
+        np.maximum(reached[:, None], rectangles.load_s(stage), out=through)
         if instance.may_be_empty:
             through[ends, ends] = reached
         cuts[stage] = through.argmin(axis=0)
         reached = through[cuts[stage], ends]
     if not np.isfinite(reached[n]):
         return None
-    stage_of = np.zeros(n, dtype=np.int64)
+    stage_of = np.zeros(instance.num_nodes, dtype=np.int64)
     end = n
     for stage in reversed(range(k)):
         start = int(cuts[stage, end])
-        stage_of[np.asarray(order[start:end], dtype=np.int64)] = stage
+        stage_of[np.asarray(order[places[start] : places[end]], dtype=np.int64)] = stage
         end = start
     return stage_of
 
 
-class _Rectangles:
-    """Interval costs of one order: entry [i, j] is for the nodes at positions i..j-1; infinite for i >= j."""
+def _cheapest_places(instance: Instance, order: Sequence[int], width: int) -> Integers:
+    """Of each `width` neighbouring places to cut, the one where crossing costs least, and both ends."""
+    n = instance.num_nodes
+    position = np.empty(n, dtype=np.int64)
+    position[np.asarray(order, dtype=np.int64)] = np.arange(n)
+    price = np.zeros(n + 1)
+    per_net = instance.cost_s.max(axis=(1, 2), initial=0.0)
+    for net, cost_s in zip(instance.nets, per_net.tolist(), strict=True):
+        members = position[list(net.members)]
+        price[members.min() + 1] += cost_s
+        price[min(members.max() + 1, n)] -= cost_s
+    price = price.cumsum()[1:n]  # of cutting before positions 1..n-1
+    cheapest = [start + int(price[start : start + width].argmin()) + 1 for start in range(0, n - 1, width)]
+    return np.array([0, *cheapest, n], dtype=np.int64)
 
-    def __init__(self, instance: Instance, order: Sequence[int]) -> None:
+
+class _Rectangles:
+    """Interval costs of one order: entry [i, j] is for the nodes in stretches i..j-1; infinite for i >= j.
+
+    Grids of n^2 numbers are what all this costs, so each is made once and only where it is needed: stages
+    that cost the same share theirs, and memory that cannot bind is not added up.
+    """
+
+    def __init__(self, instance: Instance, order: Sequence[int], places: Integers) -> None:
         self.instance = instance
-        self.order = np.asarray(order, dtype=np.int64)
-        n = instance.num_nodes
-        position = np.empty(n, dtype=np.int64)
-        position[self.order] = np.arange(n)
+        self.size = n = len(places) - 1
+        self.position = np.empty(instance.num_nodes, dtype=np.int64)  # of a node: its stretch between places
+        self.position[np.asarray(order, dtype=np.int64)] = np.repeat(np.arange(n), np.diff(places))
+        self.corners, self.nets, self.starts = self._corners()
+        self.no_interval = np.tri(n + 1, dtype=bool)  # i >= j
+        self._grids: dict[tuple[str, bytes], Floats] = {}
+
+    def load_s(self, stage: int) -> Floats:
+        """Load of every interval on this stage; infinite where it does not fit. Not to be written."""
+        instance = self.instance
+        work_s = self._by_stretch(instance.work_s[stage])
+        if instance.recompute is True:
+            work_s = work_s + self._by_stretch(instance.again_s[stage])
+        link_costs = self._link_costs(stage)
+        memory = self._memory_key(stage)
+        key = b"".join((work_s.tobytes(), link_costs.tobytes(), memory, self._forbidden_key(stage)))
+        if ("load", key) not in self._grids:
+            load_s = _between(work_s)
+            self._add_links(load_s, link_costs)
+            if memory:
+                self._add_memory(load_s, stage)
+            if instance.forbidden is not None:
+                load_s[_between(self._by_stretch(instance.forbidden[stage].astype(np.float64))) > 0] = _NEVER
+            load_s[self.no_interval] = _NEVER
+            self._grids["load", key] = load_s
+        return self._grids["load", key]
+
+    def _add_links(self, load_s: Floats, link_costs: Floats) -> None:
+        links_s = self._grid("links", link_costs.tobytes(), lambda: self._summed(link_costs))
+        if self.instance.overlap:
+            np.maximum(load_s, links_s, out=load_s)
+        else:
+            load_s += links_s
+
+    def _add_memory(self, load_s: Floats, stage: int) -> None:
+        """Infinite where the interval does not fit, one more forward where it fits only when recomputed."""
+        instance = self.instance
+        in_flight = float(instance.in_flight[stage])
+        held_bytes = np.array([float(net.held_bytes) for net in instance.nets])[self.nets]
+        fixed = _between(self._by_stretch(instance.static_bytes))
+        fixed += in_flight * self._grid("held", b"", lambda: self._summed(held_bytes))
+        fixed += self._grid("shared", b"", self._shared)
+        fixed += self._grid("workspace", b"", self._workspace)
+        saved = self._grid("saved", b"", lambda: _between(self._by_stretch(instance.saved_bytes)))
+        limit = instance.limit_bytes[stage]
+        if instance.recompute != "auto":
+            load_s[fixed + (1.0 if instance.recompute else in_flight) * saved > limit] = _NEVER
+            return
+        again = fixed + in_flight * saved > limit
+        if instance.overlap:
+            links_s = self._summed(self._link_costs(stage))
+            work_s = self._by_stretch(instance.work_s[stage] + instance.again_s[stage])
+            load_s[again] = np.maximum(_between(work_s), links_s)[again]
+        else:
+            load_s[again] += _between(self._by_stretch(instance.again_s[stage]))[again]
+        load_s[fixed + saved > limit] = _NEVER
+
+    def _link_costs(self, stage: int) -> Floats:
+        """Per corner: a producer pays towards the next stage, its readers towards the one before."""
+        before, after = max(stage - 1, 0), min(stage + 1, self.instance.num_stages - 1)
+        costs = self.instance.cost_s[self.nets, stage]
+        if stage in (before, after):
+            # The first stage receives from none and the last sends to none: any price will do for that.
+            before = after = after if stage == before else before
+        paid: Floats = np.where(self.starts, costs[:, after], costs[:, before])
+        return paid
+
+    def _memory_key(self, stage: int) -> bytes:
+        """What the memory of a stage depends on; empty where all nodes together fit."""
+        instance = self.instance
+        in_flight = float(instance.in_flight[stage])
+        most = (
+            instance.static_bytes.sum()
+            + sum(shared.num_bytes for shared in instance.shared)
+            + in_flight * (instance.saved_bytes.sum() + sum(net.held_bytes for net in instance.nets))
+            + instance.workspace_bytes.max(initial=0.0)
+        )
+        if most <= instance.limit_bytes[stage]:
+            return b""
+        again_s = instance.again_s[stage].tobytes() if instance.recompute == "auto" else b""
+        return np.array([in_flight, instance.limit_bytes[stage]]).tobytes() + again_s
+
+    def _forbidden_key(self, stage: int) -> bytes:
+        forbidden = self.instance.forbidden
+        return b"" if forbidden is None else forbidden[stage].tobytes()
+
+    def _grid(self, kind: str, key: bytes, make: Callable[[], Floats]) -> Floats:
+        if (kind, key) not in self._grids:
+            self._grids[kind, key] = make()
+        return self._grids[kind, key]
+
+    def _corners(self) -> tuple[Integers, Integers, Flags]:
+        """Rectangles of intervals that have some members of a net and not all; which net, and whether the
+        interval starts with the net's first member."""
         corners: list[tuple[int, int, int, int]] = []
         nets: list[int] = []
         starts: list[bool] = []
-        for index, net in enumerate(instance.nets):
-            members = np.sort(position[list(net.members)]).tolist()
+        n = self.size
+        for index, net in enumerate(self.instance.nets):
+            members = sorted(set(self.position[list(net.members)].tolist()))
             before = -1
             for place in members:
                 first = place == members[0]
@@ -66,77 +197,55 @@ class _Rectangles:
                 nets.append(index)
                 starts.append(first)
                 before = place
-        self.corners = np.asarray(corners, dtype=np.int64).reshape(-1, 4)
-        self.nets = np.asarray(nets, dtype=np.int64)
-        self.starts = np.asarray(starts, dtype=bool)
-        self.below = np.tri(n + 1, dtype=bool)  # i >= j: no interval
-        self.held = self._summed(np.array([float(net.held_bytes) for net in instance.nets])[self.nets])
-        self.shared = self._shared()
-        self.workspace = self._largest(instance.workspace_bytes[self.order])
-
-    def load_s(self, stage: int) -> Floats:
-        """Load of every interval on this stage; infinite where it does not fit in memory."""
-        instance, order = self.instance, self.order
-        before, after = max(stage - 1, 0), min(stage + 1, instance.num_stages - 1)
-        costs = np.where(
-            self.starts, instance.cost_s[self.nets, stage, after], instance.cost_s[self.nets, stage, before]
+        return (
+            np.asarray(corners, dtype=np.int64).reshape(-1, 4),
+            np.asarray(nets, dtype=np.int64),
+            np.asarray(starts, dtype=bool),
         )
-        links_s = self._summed(costs)
-        work_s = _between(instance.work_s[stage, order])
-        again_s = _between(instance.again_s[stage, order])
-        in_flight = float(instance.in_flight[stage])
-        saved = _between(instance.saved_bytes[order])
-        fixed = _between(instance.static_bytes[order]) + self.shared + in_flight * self.held + self.workspace
-        limit = instance.limit_bytes[stage]
-        kept_fits = fixed + in_flight * saved <= limit
-        again_fits = fixed + saved <= limit
-        if instance.recompute == "auto":
-            compute_s = np.where(kept_fits, work_s, np.where(again_fits, work_s + again_s, _NEVER))
-        elif instance.recompute:
-            compute_s = np.where(again_fits, work_s + again_s, _NEVER)
-        else:
-            compute_s = np.where(kept_fits, work_s, _NEVER)
-        load_s = np.maximum(compute_s, links_s) if instance.overlap else compute_s + links_s
-        if instance.forbidden is not None:
-            load_s[_between(instance.forbidden[stage, order].astype(np.float64)) > 0] = _NEVER
-        load_s[self.below] = _NEVER
-        return load_s
 
     def _summed(self, weights: Floats) -> Floats:
-        return _painted(self.corners, weights, self.instance.num_nodes)
+        return _painted(self.corners, weights, self.size)
+
+    def _by_stretch(self, values: Floats) -> Floats:
+        return np.bincount(self.position, values, self.size).astype(np.float64)
+
+    def _workspace(self) -> Floats:
+        largest = np.zeros(self.size)
+        np.maximum.at(largest, self.position, self.instance.workspace_bytes)
+        return _largest(largest)
 
     def _shared(self) -> Floats:
-        n = self.instance.num_nodes
-        position = np.empty(n, dtype=np.int64)
-        position[self.order] = np.arange(n)
+        n = self.size
         corners, weights = [], []
         for shared in self.instance.shared:
             before = -1
-            for place in np.sort(position[list(shared.nodes)]).tolist():
+            for place in sorted(set(self.position[list(shared.nodes)].tolist())):
                 corners.append((before + 1, place + 1, place + 1, n + 1))
                 weights.append(float(shared.num_bytes))
                 before = place
         return _painted(np.asarray(corners, dtype=np.int64).reshape(-1, 4), np.asarray(weights), n)
 
-    def _largest(self, values: Floats) -> Floats:
-        n = len(values)
-        grid = np.zeros((n + 1, n + 1))
-        grid[:, 1:] = np.triu(np.broadcast_to(values, (n + 1, n)))
-        largest: Floats = np.maximum.accumulate(grid, axis=1)
-        return largest
+
+def _largest(values: Floats) -> Floats:
+    """Entry [i, j]: the largest of values i..j-1."""
+    n = len(values)
+    grid = np.zeros((n + 1, n + 1))
+    grid[:, 1:] = np.triu(np.broadcast_to(values, (n + 1, n)))
+    largest: Floats = np.maximum.accumulate(grid, axis=1)
+    return largest
 
 
 def _painted(corners: Integers, weights: Floats, n: int) -> Floats:
     """The sum of weights over all rectangles that cover each point of the (n + 1)^2 grid."""
     size = n + 2
-    flat = np.zeros(size * size)
-    if len(corners):
-        i0, i1, j0, j1 = corners.T
-        for i, j, sign in ((i0, j0, 1.0), (i1, j0, -1.0), (i0, j1, -1.0), (i1, j1, 1.0)):
-            flat += sign * np.bincount(i * size + j, weights, size * size)
-    grid = flat.reshape(size, size).cumsum(axis=0).cumsum(axis=1)
-    painted: Floats = np.maximum(grid[: n + 1, : n + 1], 0.0)
-    return painted
+    i0, i1, j0, j1 = corners.T
+    at = np.concatenate((i0 * size + j0, i1 * size + j0, i0 * size + j1, i1 * size + j1))
+    signed = np.concatenate((weights, -weights, -weights, weights))
+    grid = np.bincount(at, signed, size * size).astype(np.float64).reshape(size, size)
+    grid.cumsum(axis=0, out=grid)
+    grid.cumsum(axis=1, out=grid)
+    # Rounding may leave a hair below zero.
+    return np.maximum(grid, 0.0, out=grid)[: n + 1, : n + 1]
 
 
 def _between(values: Floats) -> Floats:
