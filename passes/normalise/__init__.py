@@ -11,11 +11,12 @@ from pd2bw_fx.graph import ModelOutput, OperatorGraph
 from pd2bw_fx.program import ProgramModule, tensors
 from pd2bw_fx.traced import Traced
 
+from .assume import assume
 from .clean import remove_dead_code, remove_guards, remove_identities
 from .describe import Describer, parameter_specs
-from .facts import observe
+from .facts import Facts, observe
 from .functional import make_functional
-from .lift import Draft, lift
+from .lift import Draft, canonical_names, lift
 from .memory import find_memory_groups
 
 __all__ = ["normalise", "tensors"]
@@ -25,23 +26,23 @@ def normalise(traced: Traced) -> OperatorGraph:
     """The operator graph of a traced program."""
     draft = lift(traced)
     remove_guards(draft)
-    facts = observe(_module(draft, traced), traced.examples)
-    rewritten = make_functional(draft, facts)
-    if rewritten is not draft:
-        draft = rewritten
-        facts = observe(_module(draft, traced), traced.examples)
+    draft, facts = _observed(draft, traced)
     remove_identities(draft, facts)
     remove_dead_code(draft, facts)
     module = _module(draft, traced)
     placeholders = draft.graph.find_nodes(op="placeholder")
-    describer = Describer(draft, facts, find_memory_groups(draft, facts), _symbols(traced, placeholders))
     parameters, buffers = parameter_specs(traced, draft)
+    describer = Describer(
+        draft=draft,
+        facts=facts,
+        memory=find_memory_groups(draft, facts),
+        symbols=_symbols(traced, placeholders),
+        canonical=canonical_names(traced.model),
+        parameters=parameters.keys(),
+    )
     return OperatorGraph(
         operators=describer.operators(),
-        inputs={
-            node.name: describer.spec(node, facts.values[node.name], node.meta.get("val"))
-            for node in placeholders
-        },
+        inputs={node.name: describer.input_spec(node) for node in placeholders},
         parameters=parameters,
         buffers=buffers,
         outputs=_outputs(traced, draft.graph),
@@ -52,6 +53,18 @@ def normalise(traced: Traced) -> OperatorGraph:
         fx=module,
         root=traced.model,
     )
+
+
+def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts]:
+    """The program without the in-place writes that can be done without, and what is known of its values."""
+    if not traced.examples:
+        trainable = {name for name, p in traced.model.named_parameters() if p.requires_grad}
+        return draft, assume(draft, trainable)
+    facts = observe(_module(draft, traced), traced.examples)
+    rewritten = make_functional(draft, facts)
+    if rewritten is draft:
+        return draft, facts
+    return rewritten, observe(_module(rewritten, traced), traced.examples)
 
 
 def _module(draft: Draft, traced: Traced) -> ProgramModule:

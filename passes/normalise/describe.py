@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +15,16 @@ from torch.utils import _pytree as pytree
 from pd2bw_fx.graph import Operator, ParameterSpec, TensorSpec
 from pd2bw_fx.traced import Traced
 
+from .assume import assumed_dtype
 from .facts import Facts
 from .lift import Draft, canonical_names
 from .memory import Memory
 from .nodes import is_random, operator_name
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_HERE = Path(__file__)
+_MACHINERY = {Path(torch.__file__).parent}
+_MACHINERY |= {folder.parent / "trace" for folder in (_HERE.parent, _HERE.resolve().parent)}
 _HEAVY = {
     "linear",
     "matmul",
@@ -46,21 +51,29 @@ class Describer:
     facts: Facts
     memory: Memory
     symbols: Mapping[str, str]  # the shape environment's names -> ours
+    canonical: Mapping[str, str]  # every name of a parameter or buffer -> the first one
+    parameters: Set[str]
 
-    def spec(self, node: fx.Node, fake: torch.Tensor | None, traced_value: Any) -> TensorSpec:
+    def input_spec(self, node: fx.Node) -> TensorSpec:
+        fake = self.facts.values.get(node.name)
+        return self._unknown(node) if fake is None else self._spec(fake, node.meta.get("val"))
+
+    def _spec(self, fake: torch.Tensor, traced_value: Any) -> TensorSpec:
         """The shape in symbols from the trace, its size and gradient from the observed run."""
-        tensor = fake if fake is not None else traced_value
-        shape: tuple[int | str, ...] | None = None
-        if isinstance(traced_value, torch.Tensor):
-            shape = tuple(self.size(size) for size in traced_value.shape)
-        elif fake is not None:
-            shape = tuple(int(size) for size in fake.shape)
+        shape = traced_value.shape if isinstance(traced_value, torch.Tensor) else fake.shape
         return TensorSpec(
-            shape=shape,
-            dtype=tensor.dtype,
-            requires_grad=bool(fake is not None and fake.requires_grad),
-            example_shape=None if fake is None else tuple(int(size) for size in fake.shape),
+            shape=tuple(self.size(size) for size in shape),
+            dtype=fake.dtype,
+            requires_grad=fake.requires_grad,
+            example_shape=tuple(self.example_size(size) for size in fake.shape),
         )
+
+    def _unknown(self, node: fx.Node) -> TensorSpec:
+        return TensorSpec(None, assumed_dtype(node, self.draft), self.facts.requires_grad(node.name))
+
+    def example_size(self, size: Any) -> int:
+        """A size that depends on data is at most what it was made from; 1 stands for the unknown."""
+        return size if isinstance(size, int) else size.node.hint or 1
 
     def size(self, size: Any) -> int | str:
         if isinstance(size, int):
@@ -85,9 +98,8 @@ class Describer:
 
     def _operator(self, node: fx.Node, replicable: set[str]) -> Operator:
         path, kind = _module(node)
-        state = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
-        names = [str(arg.target) for arg in state]
-        parameters = tuple(name for name in names if isinstance(self.draft.values[name], nn.Parameter))
+        names = self._state_read(node)
+        parameters = tuple(name for name in names if name in self.parameters)
         outputs = self._outputs(node)
         written = self.memory.buffers_written.get(node.name, ())
         return Operator(
@@ -102,18 +114,28 @@ class Describer:
             source_line=_source_line(node.meta.get("stack_trace")),
             writes_buffers=written,
             is_view=self.facts.is_view(node.name),
-            is_random=is_random(node),
+            is_random=is_random(node, self.draft.module_of(node)),
             is_replicable=self._is_replicable(node, outputs, parameters, replicable),
             memory_group=self.memory.groups.get(node.name),
         )
 
+    def _state_read(self, node: fx.Node) -> list[str]:
+        """The names of the parameters and buffers that it reads; a whole layer reads all that it holds."""
+        module = self.draft.module_of(node)
+        if module is not None:
+            state = [*module.named_parameters(), *module.named_buffers()]
+            return [self.canonical[f"{node.target}.{name}"] for name, _ in state]
+        return [str(arg.target) for arg in node.all_input_nodes if arg.op == "get_attr"]
+
     def _outputs(self, node: fx.Node) -> tuple[TensorSpec, ...]:
+        if node.name not in self.facts.values:
+            return (self._unknown(node),)
         fakes = pytree.tree_leaves(self.facts.values.get(node.name))
         traced = pytree.tree_leaves(node.meta.get("val"))
         if len(traced) != len(fakes):
             traced = [None] * len(fakes)
         pairs = zip(fakes, traced, strict=True)
-        return tuple(self.spec(node, fake, value) for fake, value in pairs if isinstance(fake, torch.Tensor))
+        return tuple(self._spec(fake, value) for fake, value in pairs if isinstance(fake, torch.Tensor))
 
     def _is_replicable(
         self,
@@ -122,13 +144,20 @@ class Describer:
         parameters: tuple[str, ...],
         replicable: set[str],
     ) -> bool:
-        if not outputs and isinstance(self.facts.values.get(node.name), (int, float, bool, torch.SymInt)):
+        if not outputs and _is_size(self.facts.values.get(node.name)):
             return True
-        if parameters or node.name in self.memory.groups or is_random(node) or operator_name(node) in _HEAVY:
+        if parameters or node.name in self.memory.groups or operator_name(node) in _HEAVY:
+            return False
+        if node.op == "call_module" or is_random(node, None):
             return False
         if any(spec.requires_grad for spec in outputs):
             return False
         return all(arg.op == "get_attr" or arg.name in replicable for arg in node.all_input_nodes)
+
+
+def _is_size(value: Any) -> bool:
+    leaves = pytree.tree_leaves(value)
+    return bool(leaves) and all(isinstance(leaf, (int, float, bool, torch.SymInt)) for leaf in leaves)
 
 
 def _module(node: fx.Node) -> tuple[str, str]:
@@ -151,12 +180,16 @@ def target_name(node: fx.Node) -> str:
 def _source_line(stack_trace: str | None) -> str | None:
     """The innermost line outside torch: the model author's."""
     frames = _FRAME.findall(stack_trace or "")
-    own = [(path, line) for path, line in frames if "/torch/" not in path and not path.startswith("torch/")]
-    own = [(path, line) for path, line in own if not path.endswith("passes/trace/program.py")]
+    own = [(Path(path), line) for path, line in frames if not _is_machinery(Path(path))]
     if not own:
         return None
     path, line = own[-1]
-    return f"{path.replace(chr(92), '/').rpartition('/')[2]}:{line}"
+    return f"{path.name}:{line}"
+
+
+def _is_machinery(path: Path) -> bool:
+    """torch's own code, and the front end's."""
+    return path.parts[:1] == ("torch",) or any(folder in path.parents for folder in _MACHINERY)
 
 
 def parameter_specs(

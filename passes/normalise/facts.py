@@ -31,18 +31,24 @@ class Facts:
     storages: dict[str, frozenset[int]] = field(default_factory=dict)
     aliases: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)
     written: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)
+    assumed_gradients: set[str] = field(default_factory=set)  # where there is no value to ask
 
     def is_view(self, name: str) -> bool:
         return bool(self.aliases.get(name))
 
     def requires_grad(self, name: str) -> bool:
-        return any(tensor.requires_grad for tensor in _tensors(self.values.get(name)))
+        known = any(tensor.requires_grad for tensor in _tensors(self.values.get(name)))
+        return known or name in self.assumed_gradients
+
+
+def fake_mode() -> FakeTensorMode:
+    """With a shape environment of its own, so that sizes which depend on data have something to be."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def observe(module: ProgramModule, example: Mapping[str, torch.Tensor]) -> Facts:
     """Runs the program at the example's sizes; `example` holds a tensor for each placeholder."""
-    # A shape environment of its own, so that sizes which depend on data have something to be.
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    mode = fake_mode()
     facts = Facts(mode)
     observer = _Observer(module, mode, facts)
     with mode, torch.enable_grad():

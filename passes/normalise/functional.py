@@ -49,18 +49,18 @@ def make_functional(draft: Draft, facts: Facts) -> Draft:
     """The same program without in-place writes, but for those to the memory that has to be written."""
     if not any(facts.written.values()):
         return draft
-    rewriter = _Rewriter(facts, _kept_in_place(draft, facts))
+    owners = draft.graph.find_nodes(op="get_attr")
+    state = frozenset(storage for node in owners for storage in facts.storages[node.name])
+    rewriter = _Rewriter(facts, _kept_in_place(draft, facts) | state, state)
     for node in draft.graph.nodes:
         rewriter.rewrite(node)
     return Draft(rewriter.graph, draft.values)
 
 
 def _kept_in_place(draft: Draft, facts: Facts) -> frozenset[int]:
-    """The memory whose writes stay: the model's state, and what is written in a way unknown here."""
+    """The memory that is written in a way that has no functional form here."""
     kept: set[int] = set()
     for node in draft.graph.nodes:
-        if node.op == "get_attr":
-            kept |= facts.storages[node.name]
         written = facts.written.get(node.name, ())
         if written and not _has_functional_form(node, facts):
             kept |= {storage for target in written for storage in facts.storages[target.name]}
@@ -178,6 +178,7 @@ class _Rewriter:
 
     facts: Facts
     kept: frozenset[int]
+    state: frozenset[int]  # among them the memory of parameters and buffers
     graph: fx.Graph = field(default_factory=fx.Graph)
     current: dict[fx.Node, fx.Node] = field(default_factory=dict)
     stale: set[fx.Node] = field(default_factory=set)
@@ -189,8 +190,9 @@ class _Rewriter:
             self.current[node] = self._copy(node)
         elif self.facts.storages[written[0].name] & self.kept:
             in_place = self._copy(node)
-            returns_target = _is_what_it_wrote(node, written, self.facts)
-            self.current[node] = self.current[written[0]] if returns_target else in_place
+            on_state = self.facts.storages[written[0].name] & self.state
+            read_target = on_state and _is_what_it_wrote(node, written, self.facts)
+            self.current[node] = self.current[written[0]] if read_target else in_place
         else:
             value = self._functional(node, written[0])
             self._write(written[0], value, node)

@@ -28,8 +28,10 @@ class Draft:
     graph: fx.Graph
     values: dict[str, Any] = field(default_factory=dict)
 
-    def is_state(self, node: fx.Node) -> bool:
-        return node.op == "get_attr"
+    def module_of(self, node: fx.Node) -> nn.Module | None:
+        """The layer that was not traced into, of a `call_module` node."""
+        module = self.values.get(str(node.target)) if node.op == "call_module" else None
+        return module if isinstance(module, nn.Module) else None
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
@@ -92,8 +94,8 @@ def _state_of(traced: Traced) -> dict[str, Any]:
             continue
         target = entry.target
         assert target is not None
-        name = target.removeprefix(traced.prefix)
-        if name in canonical:
+        name = own_name(target, traced)
+        if target.startswith(traced.prefix) and name in canonical:
             name = canonical[name]
             value = _attribute(traced.model, name)
         elif target in program.state_dict:
@@ -104,6 +106,13 @@ def _state_of(traced: Traced) -> dict[str, Any]:
                 name, num_constants = f"constant_{num_constants}", num_constants + 1
         state[entry.arg.name] = _State(name, value, nodes[entry.arg.name].meta)
     return state
+
+
+def own_name(target: str, traced: Traced) -> str:
+    """The name in the user's model; what belongs to the loss_fn is told apart from a model's "loss_fn"."""
+    if target.startswith(traced.prefix):
+        return target.removeprefix(traced.prefix)
+    return f"_{target}" if hasattr(traced.model, target.partition(".")[0]) else target
 
 
 def _attribute(model: nn.Module, name: str) -> Any:
@@ -143,11 +152,17 @@ class _Copier:
         self, module: nn.Module, node: fx.Node, environment: dict[fx.Node, Any], marks: Mapping[str, Any]
     ) -> fx.Node:
         args, kwargs = self._mapped(node.args, environment), self._mapped(node.kwargs, environment)
-        copied = self.draft.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-        copied.meta = {**self._meta(node), **marks}
+        target, name = node.target, node.name
         if node.op == "call_module":
-            self.draft.values[str(node.target)] = module.get_submodule(str(node.target))
+            target = self._own_name(str(node.target))
+            name = target.replace(".", "_")
+            self.draft.values[target] = module.get_submodule(str(node.target))
+        copied = self.draft.graph.create_node(node.op, target, args, kwargs, name=name)
+        copied.meta = {**self._meta(node), **marks}
         return copied
+
+    def _own_name(self, target: str) -> str:
+        return own_name(target, self.traced)
 
     def _mapped(self, value: Any, environment: Mapping[fx.Node, Any]) -> Any:
         return fx.node.map_arg(value, lambda node: self._value(environment[node]))
@@ -170,7 +185,8 @@ class _Copier:
         value = _attribute(module, str(node.target))
         if not isinstance(value, torch.Tensor):
             return _Constant(value)
-        name = canonical_names(self.traced.model).get(str(node.target), str(node.target))
+        name = self._own_name(str(node.target))
+        name = canonical_names(self.traced.model).get(name, name)
         if _attribute(self.traced.model, name) is not value:
             taken = [given for given in self.draft.values if given.startswith("constant_")]
             name = f"constant_{len(taken)}"
@@ -189,7 +205,8 @@ class _Copier:
         return self.copy(body.value, inner, marks)
 
     def _meta(self, node: fx.Node) -> dict[str, Any]:
-        meta: dict[str, Any] = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
+        kept = ("val", "stack_trace", "no_grad", "autocast")
+        meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
         stack = node.meta.get("nn_module_stack", {})
         meta["nn_module_stack"] = {
             key: (path, kind) for key, path, kind in _modules(stack, self.traced.prefix.removesuffix("."))

@@ -37,7 +37,26 @@ def find_memory_groups(draft: Draft, facts: Facts) -> Memory:
         else:
             nodes = nodes[: nodes.index(writers[-1]) + 1]
         _unite(groups, [node.name for node in nodes])
+    for layers in _layers_that_write(draft).values():
+        _unite(groups, [node.name for node in layers])
+        for node in layers:
+            buffers[node.name] = [f"{node.target}.{name}" for name in _buffer_names(draft, node)]
     return Memory(groups, {name: tuple(dict.fromkeys(written)) for name, written in buffers.items()})
+
+
+def _layers_that_write(draft: Draft) -> dict[str, list[fx.Node]]:
+    """The calls of each layer that was not traced into and that, in training, may write its buffers."""
+    calls: dict[str, list[fx.Node]] = {}
+    for node in draft.graph.nodes:
+        module = draft.module_of(node)
+        if module is not None and module.training and _buffer_names(draft, node):
+            calls.setdefault(str(node.target), []).append(node)
+    return calls
+
+
+def _buffer_names(draft: Draft, node: fx.Node) -> list[str]:
+    module = draft.module_of(node)
+    return [] if module is None else [name for name, _ in module.named_buffers()]
 
 
 def _touching(draft: Draft, facts: Facts) -> dict[int, list[fx.Node]]:

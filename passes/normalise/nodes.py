@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 
 def operator_name(node: fx.Node) -> str:
@@ -37,6 +37,13 @@ def _hidden_writes(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(arg for arg in node.args[position : position + 2] if isinstance(arg, fx.Node))
 
 
+def _drops(layer: nn.Module) -> bool:
+    rate = getattr(layer, "p", 0) if isinstance(layer, nn.modules.dropout._DropoutNd) else 0
+    if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)):
+        rate = layer.dropout
+    return layer.training and bool(rate)
+
+
 def argument(node: fx.Node, name: str) -> Any:
     """An ATen operator's argument by its name in the schema; its default where it was left out."""
     assert isinstance(node.target, torch._ops.OpOverload)
@@ -48,11 +55,18 @@ def argument(node: fx.Node, name: str) -> Any:
     return None
 
 
-def is_random(node: fx.Node) -> bool:
+_DRAWING = {"rand", "randn", "randint", "randperm", "bernoulli", "normal", "multinomial", "rand_like"}
+_DRAWING |= {"randn_like", "randint_like", "uniform", "exponential", "random"}
+
+
+def is_random(node: fx.Node, module: nn.Module | None) -> bool:
     """Whether it draws from the generator; dropout with nothing to drop does not."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
     name = operator_name(node)
+    if module is not None:
+        return any(_drops(layer) for layer in module.modules())
+    if not isinstance(node.target, torch._ops.OpOverload):
+        training = node.kwargs.get("training", True) is not False
+        return name.removesuffix("_") in _DRAWING or ("dropout" in name and training)
     if name == "scaled_dot_product_attention":
         return bool(argument(node, "dropout_p"))
     if torch.Tag.nondeterministic_seeded not in node.target.tags:

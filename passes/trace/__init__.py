@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
-from .diagnose import one_line, require_eager_run, source_line
+from .diagnose import one_line, require_eager_run, source_line, torch_errors_unlogged
 from .exported import export
 from .given import accept_exported, accept_graph_module
 from .inputs import (
@@ -56,7 +56,7 @@ def trace(
 
     `args` and `kwargs` are one batch of example inputs as the forward takes them (None and None: there are
     none). With `loss_fn`, what is traced ends in `loss_fn(output, targets)`, where output is what the model
-    returns, unchanged. A GraphModule or ExportedProgram is accepted as it is. The model itself stays as it is.
+    returns, unchanged. A GraphModule or ExportedProgram is accepted as it is. The model is left unchanged.
 
     Raises InputError if the model does not accept the example inputs, and TraceError with every front end's
     reason, the line that stops it and what to try.
@@ -73,7 +73,7 @@ def trace(
         if tracer == "export":
             raise InputError("torch.export needs example inputs; pass example_args, or tracer='fx'")
     else:
-        flat = flatten_arguments(model, args or (), kwargs or {}, targets)
+        flat = flatten_arguments(model, () if args is None else args, kwargs or {}, targets)
         batch_size, front_ends = common_batch_size(flat), _FRONT_ENDS[tracer]
     program, traced, attempts = _first_that_works(front_ends, model, flat, loss_fn, batch_size)
     if traced is None:
@@ -99,7 +99,8 @@ def _first_that_works(
     for name in front_ends:
         program = Program(model, flat, loss_fn)
         try:
-            return program, _traced(name, program, batch_size), attempts
+            with torch_errors_unlogged():
+                return program, _traced(name, program, batch_size), attempts
         except Pd2bwError:
             raise
         except Exception as error:  # whatever the model does under this tracer is the next one's chance

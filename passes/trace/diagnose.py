@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import logging
 import re
 import traceback
 from collections.abc import Iterator
@@ -44,6 +45,18 @@ def source_line(error: BaseException) -> str | None:
         return None
     text = linecache.getline(own.filename, own.lineno or 0).strip()
     return f"{Path(own.filename).name}:{own.lineno}" + (f": {text}" if text else "")
+
+
+@contextmanager
+def torch_errors_unlogged() -> Iterator[None]:
+    """An error that leads to the next front end is kept in the report; torch would print it besides."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def require_eager_run(program: Program) -> None:

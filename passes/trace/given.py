@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
@@ -48,9 +48,10 @@ def accept_exported(program: ExportedProgram) -> Traced:
         name for name, symbol in zip(names, symbols, strict=True) if symbol is not None and symbol == batch
     )
     examples = dict(zip(names, leaves, strict=True))
+    module = program.module(check_guards=False)
     return Traced(
         program=program,
-        model=program.module(check_guards=False),
+        model=module,
         inputs=tuple(names),
         outputs=names_out,
         loss=loss,
@@ -59,6 +60,7 @@ def accept_exported(program: ExportedProgram) -> Traced:
         batched_inputs=batched,
         dynamic_batch=batch is not None,
         examples=examples,
+        call=_caller(module, args, kwargs, tuple(names), names_out),
     )
 
 
@@ -86,7 +88,28 @@ def accept_graph_module(
             name for name, t in examples.items() if t.dim() > 0 and t.shape[0] == batch_size
         ),
         examples=examples,
+        call=_caller(module, tuple(args), kwargs, tuple(names), names_out) if examples else None,
     )
+
+
+def _caller(
+    module: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    names: tuple[str, ...],
+    names_out: tuple[str, ...],
+) -> Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Runs the program's module on tensors by name, in the places of the example's tensors."""
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+
+    def call(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        waiting = iter(names)
+        put = [tensors[next(waiting)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        positional, keywords = pytree.tree_unflatten(put, spec)
+        named = named_outputs(module(*positional, **keywords), has_loss=True)
+        return dict(zip(names_out, (value for _, value in named), strict=True))
+
+    return call
 
 
 def _fake(value: Any) -> Any:

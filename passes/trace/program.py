@@ -131,7 +131,7 @@ def _check_loss(loss: Any) -> None:
     if _may_be_loss(loss):
         return
     found = (
-        f"a tensor of shape {tuple(loss.shape)}"
+        f"a {loss.dtype} tensor of {loss.dim()} dimensions"
         if isinstance(loss, torch.Tensor)
         else f"a {type(loss).__name__}"
     )

@@ -1,0 +1,356 @@
+"""Front ends: what they accept, in which order they are tried, and what they refuse."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from pd2bw_fx.errors import InputError, TraceError
+from pd2bw_fx.passes.normalise import normalise
+from pd2bw_fx.passes.trace import find_example_inputs, trace
+
+
+def _mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class _Scaled(nn.Module):
+    """Nested and non-tensor arguments, and a dict with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, batch: dict[str, Any], *, scale: float = 1.0, mode: str = "sum") -> dict[str, Any]:
+        hidden = self.linear(batch["pixels"]) * scale + batch["state"][1]
+        loss = hidden.sum() if mode == "sum" else hidden.mean()
+        return {"hidden": (hidden, None), "loss": loss, "kind": mode}
+
+
+def test_export_with_a_dynamic_batch_comes_first() -> None:
+    traced = trace(_mlp(), (torch.randn(4, 4),))
+
+    assert traced.report.tracer == "export"
+    assert traced.dynamic_batch
+    assert traced.report.attempts == ()
+
+
+def test_nested_arguments_are_flattened_under_the_path_that_leads_to_them() -> None:
+    batch = {"pixels": torch.randn(3, 4), "state": (torch.ones(3, 4), torch.zeros(3, 4))}
+
+    traced = trace(_Scaled(), (batch,), {"scale": 2.0, "mode": "mean"})
+
+    assert traced.inputs == ("batch_pixels", "batch_state_0", "batch_state_1")
+    assert traced.outputs == ("loss", "hidden_0")
+    assert traced.loss == "loss"
+    assert any("kind (str)" in note for note in traced.report.notes)
+    assert normalise(traced).unused_inputs == ("batch_state_0",)
+
+
+def test_one_tensor_given_for_two_arguments_stays_two_inputs() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return ((a * self.w).exp() - b).sum()
+
+    x = torch.randn(2, 3)
+    graph = normalise(trace(Product(), (x, x)))
+
+    assert graph.unused_inputs == ()
+    assert graph.fx is not None
+    a, b = torch.randn(2, 3), torch.randn(2, 3)
+    assert torch.equal(graph.fx(a, b)[0], (a.exp() - b).sum())
+
+
+@pytest.mark.parametrize(
+    ("output", "names", "loss"),
+    [
+        (lambda h: h.sum(), ("loss",), "loss"),
+        (lambda h: h, ("output",), None),
+        (lambda h: (h.sum(), h), ("loss", "output_1"), "loss"),
+        (lambda h: (h, h.sum()), ("output_0", "output_1"), None),
+        (lambda h: (h.sum().detach(), h), ("output_0", "output_1"), None),
+        (lambda h: {"logits": h, "loss": h.sum()}, ("loss", "logits"), "loss"),
+        (lambda h: {"a": [h, {"b": h}]}, ("a_0", "a_1_b"), None),
+    ],
+)
+def test_the_loss_is_found_by_the_documented_rule(
+    output: Any, names: tuple[str, ...], loss: str | None
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return output(self.linear(x))
+
+    traced = trace(Model(), (torch.randn(3, 2),))
+
+    assert (traced.outputs, traced.loss) == (names, loss)
+
+
+def test_a_loss_function_is_traced_behind_the_model_whose_names_stay_as_they_were() -> None:
+    model, x, y = _mlp(), torch.randn(4, 4), torch.randint(0, 3, (4,))
+
+    graph = normalise(trace(model, (x,), loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1), targets=y))
+
+    assert list(graph.inputs) == ["input", "targets"]
+    assert list(graph.parameters) == list(model.state_dict())
+    assert graph.fx is not None
+    assert torch.equal(graph.fx(x, y)[0], F.cross_entropy(model(x), y, label_smoothing=0.1))
+
+
+def test_without_example_inputs_a_plain_module_goes_through_without_shapes() -> None:
+    model = _mlp()
+
+    graph = normalise(trace(model))
+
+    assert [operator.parameters for operator in graph.operators.values()] == [
+        ("0.weight", "0.bias"),
+        (),
+        ("2.weight", "2.bias"),
+    ]
+    assert all(spec.shape is None for operator in graph.operators.values() for spec in operator.outputs)
+    x = torch.randn(5, 4)
+    assert graph.fx is not None
+    assert torch.equal(graph.fx(x)[0], model(x))
+
+
+def test_symbolic_tracing_on_request_computes_what_the_model_does() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.relu = nn.ReLU(inplace=True)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor, *, times: int = 2) -> Tensor:
+            with torch.no_grad():
+                shift = self.scale * 3
+            return (self.relu(self.norm(x)) * self.scale * times + shift).view(x.shape[0], -1).sum()
+
+    model, x = Net(), torch.randn(6, 4)
+    traced = trace(model, (x,), {"times": 3}, tracer="fx")
+    graph = normalise(traced)
+
+    assert traced.report.tracer == "fx"
+    assert graph.loss == "loss"
+    assert graph.operators["norm"].writes_buffers == (
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    )
+    assert graph.operators["relu"].memory_group == graph.operators["norm"].memory_group
+    assert graph.fx is not None
+    graph.fx(x)[0].backward()
+    found = model.scale.grad
+    model.scale.grad = None
+    model(x, times=3).backward()
+    assert torch.equal(found, model.scale.grad)
+
+
+def test_a_program_of_the_users_own_is_accepted_as_it_is() -> None:
+    model, x = _mlp(), torch.randn(4, 4)
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("n")},))
+
+    for program, args in ((exported, None), (fx.symbolic_trace(model), (x,))):
+        traced = trace(program, args)
+        graph = normalise(traced)
+        assert traced.report.tracer == "given"
+        assert list(graph.parameters) == list(model.state_dict())
+        assert graph.fx is not None
+        assert torch.equal(graph.fx(x)[0], model(x))
+        assert traced.call is not None
+        assert torch.equal(traced.call({traced.inputs[0]: x})["output"], model(x))
+
+
+def test_a_batch_of_one_sample_is_no_constant() -> None:
+    graph = normalise(trace(_mlp(), (torch.randn(1, 4),)))
+
+    assert graph.inputs["input"].shape == ("batch", 4)
+    assert graph.inputs["input"].example_shape == (1, 4)
+
+
+def test_a_model_for_one_batch_size_only_is_traced_with_a_warning_that_names_the_reason() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).sum() if x.shape[0] == 4 else self.linear(x).mean()
+
+    traced = trace(Fixed(), (torch.randn(4, 2),))
+
+    assert traced.report.tracer == "export-static"
+    assert traced.report.attempts[0].tracer == "export"
+    assert "batch" in traced.report.attempts[0].reason
+    assert any("batch size 4 alone" in note for note in traced.report.notes)
+    assert normalise(traced).batch_symbol is None
+
+
+class _Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        if hidden.sum() > 0:
+            return hidden.sum()
+        return hidden.mean()
+
+
+def test_a_model_that_cannot_be_traced_gets_every_reason_and_the_line_that_stops_it() -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(_Branching(), (torch.randn(4, 2),))
+
+    message = str(caught.value)
+    assert all(f"  {name}: " in message for name in ("export", "export-static", "fx"))
+    assert "if hidden.sum() > 0" in message
+    assert "test_trace.py:" in message
+    assert "Try:" in message
+
+
+def test_inputs_that_the_model_rejects_are_told_from_a_model_that_cannot_be_traced() -> None:
+    with pytest.raises(InputError, match="mat1 and mat2 shapes cannot be multiplied"):
+        trace(_mlp(), (torch.randn(4, 5),))
+    with pytest.raises(InputError, match="missing a required argument: 'input'"):
+        trace(_mlp(), ())
+    with pytest.raises(InputError, match="no example input has a batch dimension"):
+        trace(_mlp(), (torch.tensor(1.0),))
+    with pytest.raises(InputError, match="expected a tuple"):
+        trace(_mlp(), torch.randn(4, 4))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="expected one of 'auto', 'export', 'fx'"):
+        trace(_mlp(), (torch.randn(4, 4),), tracer="dynamo")
+
+
+class _Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 5  # not what the forward's derivative is
+
+
+_double = _Doubling.apply
+
+
+def test_a_custom_autograd_function_is_refused_by_name() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return _double(self.linear(x)).sum()
+
+    with pytest.raises(TraceError, match=r"custom autograd function .*_Doubling.*custom_op"):
+        trace(Model(), (torch.randn(3, 2),))
+
+
+def test_python_random_numbers_that_change_the_program_are_refused() -> None:
+    class LayerDrop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if random.random() > 0.5:
+                    x = layer(x)
+            return x.sum()
+
+    with pytest.raises(TraceError, match="random numbers"):
+        trace(LayerDrop(), (torch.randn(3, 2),))
+
+
+class _Counting(nn.Module):
+    def __init__(self, *, uses_count: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.calls = 0
+        self.uses_count = uses_count
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x).sum() * (self.calls if self.uses_count else 1)
+
+
+def test_a_python_counter_is_refused_where_it_changes_the_program_and_noted_where_not() -> None:
+    with pytest.raises(TraceError, match="attribute calls \\(0 before the forward, 1 after\\)"):
+        trace(_Counting(uses_count=True), (torch.randn(3, 2),))
+
+    model = _Counting(uses_count=False)
+    traced = trace(model, (torch.randn(3, 2),))
+
+    assert any("attribute calls" in note for note in traced.report.notes)
+    assert model.calls == 0
+
+
+def test_a_loss_function_must_give_a_scalar_and_own_nothing_trainable() -> None:
+    x, y = torch.randn(4, 4), torch.randint(0, 3, (4,))
+
+    with pytest.raises(InputError, match=r"float32 tensor of 1 dimensions, expected a floating-point scalar"):
+        trace(_mlp(), (x,), loss_fn=nn.CrossEntropyLoss(reduction="none"), targets=y)
+
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.ones(()))
+
+        def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(output / self.temperature, targets)
+
+    with pytest.raises(InputError, match="trainable parameter 'temperature'"):
+        trace(_mlp(), (x,), loss_fn=Learned(), targets=y)
+
+
+def test_example_inputs_are_the_models_own_or_none() -> None:
+    class Offering(nn.Linear):
+        def example_inputs(self) -> dict[str, Tensor]:
+            return {"input": torch.zeros(2, self.in_features)}
+
+    offered = find_example_inputs(Offering(3, 3))
+
+    assert offered is not None
+    assert offered[0] == ()
+    assert offered[1]["input"].shape == (2, 3)
+    assert find_example_inputs(nn.Linear(3, 3)) is None
+
+
+def test_a_hugging_face_language_model_gets_its_dummy_tokens_as_labels() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=20)
+
+    offered = find_example_inputs(transformers.GPT2LMHeadModel(config))
+
+    assert offered is not None
+    assert offered[0] == ()
+    assert torch.equal(offered[1]["labels"], offered[1]["input_ids"])
+    assert offered[1]["use_cache"] is False
+
+
+def test_tracing_leaves_the_model_and_the_generators_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+
+    with torch.no_grad():
+        graph = normalise(trace(model, (torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),)))
+
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert graph.operators["linear"].requires_grad
