@@ -178,6 +178,11 @@ def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> lis
                     "in dimension 0: every microbatch gets all of it"
                 )
     notes += [f"{change} is not read by what was traced" for change in program.watch.changes]
+    notes += [
+        f"the forward assigns a tensor to {name}, which the stages do not; register it as a buffer if a "
+        "later call reads it"
+        for name in program.watch.assigned_tensors
+    ]
     return notes
 
 

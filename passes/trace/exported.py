@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,7 +47,9 @@ def _exported(program: Program, batch_size: int | None) -> ExportedProgram:
 @contextmanager
 def _gradients_on() -> Iterator[None]:
     """What is traced is training: a caller's no_grad or inference mode would lose the gradient."""
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+        # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
+        warnings.filterwarnings("ignore", message="The tensor attribute")
         yield
 
 

@@ -41,17 +41,26 @@ class Watch:
 
     custom_functions: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
+    assigned_tensors: tuple[str, ...] = ()  # attributes that are no buffers: nothing keeps them
     drew_python_random: bool = False
     _attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+    _tensors: dict[nn.Module, dict[str, int]] = field(default_factory=dict)
     _random: Any = None
 
     def before(self, model: nn.Module) -> None:
         self._attributes = {module: _plain_attributes(module) for module in model.modules()}
+        self._tensors = {module: _tensor_attributes(module) for module in model.modules()}
         self._random = _random_state()
 
     def after(self, model: nn.Module, results: Iterable[Any]) -> None:
         self.drew_python_random = _random_state() != self._random
         self.custom_functions = tuple(_custom_functions(results))
+        self.assigned_tensors = tuple(
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules()
+            for name, identity in _tensor_attributes(module).items()
+            if self._tensors.get(module, {}).get(name) != identity
+        )
         self.changes = tuple(
             Change(module, path, name, self._attributes[module].get(name), value)
             for path, module in model.named_modules()
@@ -62,6 +71,11 @@ class Watch:
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+
+
+def _tensor_attributes(module: nn.Module) -> dict[str, int]:
+    """By identity; parameters and buffers are kept elsewhere."""
+    return {name: id(value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
 
 
 def _random_state() -> Any:

@@ -1,0 +1,404 @@
+"""The normal form computes what the eager model does, and says the truth about every operator."""
+
+from __future__ import annotations
+
+import copy
+import keyword
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from pd2bw_fx.graph import Operator, OperatorGraph
+from pd2bw_fx.models.bert import Bert, BertConfig
+from pd2bw_fx.models.encdec import EncDec, EncDecConfig
+from pd2bw_fx.models.gpt import GPT, GPTConfig
+from pd2bw_fx.models.mlp import MLP, MLPConfig
+from pd2bw_fx.models.moe import MoE, MoEConfig
+from pd2bw_fx.models.resnet import ResNet, ResNetConfig
+from pd2bw_fx.models.vgg import VGG, VGGConfig
+from pd2bw_fx.passes.normalise import normalise, tensors
+from pd2bw_fx.passes.trace import trace
+from pd2bw_fx.program import ProgramInterpreter
+
+Batch = Mapping[str, Any]
+VOCABULARY = 61
+
+
+def _double(batch: Batch) -> dict[str, Any]:
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+
+
+def _graph(model: nn.Module, batch: Batch) -> OperatorGraph:
+    return normalise(trace(model, (), batch))
+
+
+def _assert_same(model: nn.Module, graph: OperatorGraph, batch: Batch, *, tolerance: float = 0.0) -> None:
+    """Loss, every gradient and every buffer, eager against the graph, with the same random draws."""
+    assert graph.fx is not None
+    eager = copy.deepcopy(model)
+    torch.manual_seed(7)
+    output = eager(**batch)
+    expected = output if isinstance(output, Tensor) else output["loss"]
+    expected.backward()
+    before = copy.deepcopy(model.state_dict())
+    model.zero_grad()
+    torch.manual_seed(7)
+    results = graph.fx(*(batch[name] for name in graph.inputs))
+    loss = dict(zip((output.name for output in graph.outputs), results, strict=True))["loss"]
+    loss.backward()
+
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    for (name, found), other in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert (found.grad is None) == (other.grad is None), name
+        if found.grad is not None:
+            torch.testing.assert_close(found.grad, other.grad, rtol=tolerance, atol=tolerance, msg=name)
+    for (name, buffer), other in zip(model.named_buffers(), eager.named_buffers(), strict=True):
+        assert torch.equal(buffer, other[1]), name
+    model.load_state_dict(before)
+
+
+OWN_MODELS = {
+    "mlp": lambda: MLP.from_config(MLPConfig.small()),
+    "gpt": lambda: GPT.from_config(GPTConfig.small()),
+    "bert": lambda: Bert.from_config(BertConfig.small()),
+    "resnet": lambda: ResNet.from_config(ResNetConfig.small()),
+    "vgg": lambda: VGG.from_config(VGGConfig.small()),
+    "encdec": lambda: EncDec.from_config(EncDecConfig.small()),
+    "moe": lambda: MoE.from_config(MoEConfig.small()),
+}
+
+
+@pytest.mark.parametrize("name", OWN_MODELS)
+def test_the_projects_models_are_exact_with_dropout_at_every_batch_size(name: str) -> None:
+    torch.manual_seed(0)
+    model: Any = OWN_MODELS[name]().double().train()
+    graph = normalise(trace(model, model.example_inputs(4)))
+
+    for batch_size in (4, 3, 1):
+        values = [v.double() if v.is_floating_point() else v for v in model.example_inputs(batch_size)]
+        _assert_same(model, graph, dict(zip(graph.inputs, values, strict=True)))
+
+
+def _tokens(batch_size: int) -> Batch:
+    tokens = torch.randint(3, VOCABULARY, (batch_size, 7))
+    mask = (torch.arange(7) < torch.randint(3, 8, (batch_size, 1))).long()
+    return {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
+
+
+def _images(batch_size: int) -> Batch:
+    return {"pixel_values": torch.randn(batch_size, 3, 32, 32), "labels": torch.randint(0, 3, (batch_size,))}
+
+
+def _hugging_face(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
+    transformers = pytest.importorskip("transformers")
+    special = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    width = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if name == "gpt2":
+        drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, use_cache=False, **drops, **special)
+        return transformers.GPT2LMHeadModel(config), _tokens
+    if name == "bert":
+        return transformers.BertForMaskedLM(transformers.BertConfig(**width, **quiet, **special)), _tokens
+    if name == "llama":
+        config = transformers.LlamaConfig(**width, num_key_value_heads=1, use_cache=False, **special)
+        return transformers.LlamaForCausalLM(config), _tokens
+    if name == "t5":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+        special = {"vocab_size": VOCABULARY, "pad_token_id": 0, "decoder_start_token_id": 0}
+        config = transformers.T5Config(**sizes, dropout_rate=0.0, use_cache=False, **special)
+        return transformers.T5ForConditionalGeneration(config), _tokens
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    return transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(**sizes, num_labels=3)
+    ), _images
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "resnet"])
+def test_hugging_face_models_are_exact_in_training_mode_at_every_batch_size(name: str) -> None:
+    torch.manual_seed(0)
+    model, batch = _hugging_face(name)
+    model = model.double().train()
+    graph = _graph(model, _double(batch(4)))
+
+    assert graph.loss == "loss"
+    assert all(
+        not operator.target.split(".")[1].endswith("_") or operator.writes_buffers
+        for operator in graph.operators.values()
+        if operator.target.startswith("aten.") and not operator.target.startswith("aten.__")
+    )
+    for batch_size in (4, 3, 1):
+        # Run eagerly, Llama looks whether a mask masks anything, and leaves it to the kernel if not.
+        tolerance = 1e-12 if name == "llama" else 0.0
+        _assert_same(model, graph, _double(batch(batch_size)), tolerance=tolerance)
+
+
+class _Writing(nn.Module):
+    """Writes in place through views, slices, transposes and masks, to activations and to buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("memory", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.steps = torch.arange(6.0)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        y = F.relu(self.norm(self.norm(self.linear(x))), inplace=True) + 0
+        pairs = y.view(-1, 2, 3)
+        first = pairs[:, 0]
+        doubled = (y * 2).detach()
+        pairs.mul_(3)
+        first.add_(1)
+        y[:, 5] = first[:, 0]
+        y.t()[0] = 7.0
+        left, middle = y[:, 0:2], y[:, 2:4]
+        left.mul_(doubled[:, :2])
+        middle += left
+        y.select(1, 3).neg_()
+        y.view(-1, 2, 3).permute(2, 0, 1)[1].mul_(2)
+        weights = labels.new_zeros(6).double()
+        weights.split(3)[1].add_(1)
+        weights.unbind(0)[0].add_(2)
+        with torch.no_grad():
+            self.memory[:3] += y.mean(0)[:3]
+            self.memory.mul_(0.9)
+        mask = torch.zeros(3, dtype=y.dtype, device=y.device)
+        mask[1] = 1
+        mask.masked_fill_(mask > 0, 4.0)
+        narrow = torch.ones_like(labels).float()
+        narrow[:, None].mul_(y.detach()[:, :1])
+        clipped = y.clone()
+        clipped[clipped > 1] = 0.5
+        clipped.clamp_(max=3)
+        parts = (y * self.memory, first, pairs, middle, mask * y[:, :3], y * weights, narrow, clipped.pow(2))
+        return sum((part.sum() for part in parts), (y * self.steps).sum()) / 100
+
+
+def _writing_batch(batch_size: int) -> Batch:
+    return {"x": torch.randn(batch_size, 4).double(), "labels": torch.zeros(batch_size, dtype=torch.long)}
+
+
+def test_in_place_writes_become_functional_through_every_kind_of_view() -> None:
+    torch.manual_seed(0)
+    model = _Writing().double().train()
+
+    graph = _graph(model, _writing_batch(5))
+
+    written = {name: op.writes_buffers for name, op in graph.operators.items() if op.memory_group is not None}
+    in_place = [op for op in graph.operators.values() if op.target.rpartition(".")[0].endswith("_")]
+    assert all(op.writes_buffers for op in in_place)
+    assert {buffer for buffers in written.values() for buffer in buffers} == {
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+        "memory",
+        "calls",
+    }
+    for batch_size in (5, 3, 2):
+        _assert_same(model, graph, _writing_batch(batch_size))
+
+
+def test_a_write_without_a_functional_form_keeps_its_operators_together() -> None:
+    class Strided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            diagonal = y.diagonal()
+            diagonal.zero_()
+            return (y * 2).sum() + diagonal.sum()
+
+    torch.manual_seed(0)
+    model = Strided()
+    graph = _graph(model, {"x": torch.randn(4, 4)})
+
+    group = {name for name, operator in graph.operators.items() if operator.memory_group is not None}
+    assert group == {"linear", "diagonal", "zero_"}
+    assert len({graph.operators[name].memory_group for name in group}) == 1
+    _assert_same(model, graph, {"x": torch.randn(4, 4)})
+
+
+def test_one_running_statistic_is_one_memory_group_however_often_it_is_written() -> None:
+    model = _Writing().double()
+
+    graph = _graph(model, _writing_batch(5))
+
+    norms = [
+        operator for operator in graph.operators.values() if operator.target.startswith("aten.batch_norm")
+    ]
+    counts = [op for op in graph.operators.values() if "norm.num_batches_tracked" in op.writes_buffers]
+    assert len(norms) == len(counts) == 2
+    assert len({operator.memory_group for operator in norms}) == 1
+    assert len({operator.memory_group for operator in counts}) == 1
+
+
+class _Regions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        mask = (x > 0).float()
+        with torch.no_grad():
+            scale = self.linear.weight.abs().mean()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.linear(x)
+            with torch.autocast("cpu", enabled=False):
+                exact = F.linear(x, self.linear.weight)
+        hidden = self.frozen(hidden.float() * mask)
+        return ((hidden / scale - labels) ** 2).mean() + exact.argmax(1).float().mean() + exact.sum().detach()
+
+
+def test_no_grad_and_autocast_regions_are_flat_marked_and_entered_again() -> None:
+    torch.manual_seed(0)
+    model, batch = _Regions(), {"x": torch.randn(3, 4), "labels": torch.randn(3, 4)}
+
+    graph = _graph(model, batch)
+
+    assert graph.fx is not None
+    marks = {node.name: node.meta for node in graph.fx.graph.nodes}
+    by_line = {operator.target: operator.name for operator in graph.operators.values()}
+    assert marks[by_line["aten.abs.default"]]["no_grad"] is True
+    autocasts = [node.meta["autocast"] for node in graph.fx.graph.nodes if "autocast" in node.meta]
+    assert ("cpu", torch.bfloat16, True) in autocasts
+    assert any(not enabled for _, _, enabled in autocasts)
+    _assert_same(model, graph, batch)
+    _assert_same(model, graph, {"x": torch.randn(2, 4), "labels": torch.randn(2, 4)})
+
+
+class _Recorder(ProgramInterpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self.seen = {**getattr(self, "seen", {}), n.name: value}
+        return value
+
+
+@pytest.mark.parametrize("model", [_Regions(), _Writing().double()], ids=["regions", "writing"])
+def test_what_is_said_of_gradients_and_shapes_is_what_a_real_run_has(model: nn.Module) -> None:
+    batch = {"x": torch.randn(5, 4, dtype=next(model.parameters()).dtype), "labels": torch.zeros(5, 4)}
+    if isinstance(model, _Writing):
+        batch = dict(_writing_batch(5))
+    graph = _graph(model, batch)
+    assert graph.fx is not None
+    recorder = _Recorder(graph.fx)
+    recorder.run(*(batch[name] for name in graph.inputs))
+
+    for name, operator in graph.operators.items():
+        value = recorder.seen[name]
+        found = [v for v in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(v, Tensor)]
+        assert [spec.requires_grad for spec in operator.outputs] == [v.requires_grad for v in found], name
+        assert [spec.dtype for spec in operator.outputs] == [v.dtype for v in found], name
+        assert [spec.example_shape for spec in operator.outputs] == [tuple(v.shape) for v in found], name
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("positions", torch.arange(7), persistent=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        size = tokens.shape[1]
+        mask = torch.ones(size, size, dtype=torch.bool, device=tokens.device).tril()
+        hidden = self.embedding(tokens) + self.positions[:size, None] / 7
+        hidden = (mask[None].to(hidden.dtype) @ hidden) * torch.rand_like(hidden)
+        logits = self.head(hidden)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def _tied_graph() -> tuple[nn.Module, OperatorGraph]:
+    torch.manual_seed(0)
+    model = _Tied()
+    tokens = torch.randint(0, 11, (3, 5))
+    return model, _graph(model, {"tokens": tokens, "labels": tokens})
+
+
+def _by_target(graph: OperatorGraph, target: str) -> Operator:
+    return next(operator for operator in graph.operators.values() if operator.target.startswith(target))
+
+
+def test_parameters_have_their_state_dict_names_and_tied_ones_are_one() -> None:
+    model, graph = _tied_graph()
+
+    assert list(graph.parameters) == ["embedding.weight", "unused.weight", "unused.bias"]
+    assert graph.parameters["embedding.weight"].tied_names == ("head.weight",)
+    assert _by_target(graph, "aten.linear").parameters == ("embedding.weight",)
+    assert not graph.buffers["positions"].persistent
+    live = tensors(graph)
+    assert live["embedding.weight"] is dict(model.named_parameters())["embedding.weight"]
+    assert set(live) == {*graph.parameters, *graph.buffers}
+
+
+def test_a_preamble_is_replicable_and_what_draws_or_has_weights_is_not() -> None:
+    _, graph = _tied_graph()
+
+    assert _by_target(graph, "aten.tril").is_replicable
+    assert _by_target(graph, "aten.to.dtype").is_replicable
+    assert _by_target(graph, "aten.rand_like").is_random
+    assert not _by_target(graph, "aten.rand_like").is_replicable
+    assert not _by_target(graph, "aten.embedding").is_replicable
+    assert not _by_target(graph, "aten.linear").is_replicable
+
+
+def test_shapes_are_written_in_the_batch_and_operators_know_where_they_come_from() -> None:
+    _, graph = _tied_graph()
+
+    head = _by_target(graph, "aten.linear")
+    flat = next(
+        op for op in graph.operators.values() if op.outputs and op.outputs[0].shape == ("5*batch", 11)
+    )
+    assert head.outputs[0].shape == ("batch", 5, 11)
+    assert head.outputs[0].example_shape == (3, 5, 11)
+    assert (head.module_path, head.module_type) == ("head", "Linear")
+    assert flat.source_line is not None
+    assert flat.source_line.startswith("test_normalise.py:")
+    assert flat.is_view
+
+
+def test_the_normal_form_is_flat_and_names_are_safe() -> None:
+    _, graph = _tied_graph()
+
+    assert graph.fx is not None
+    nodes = list(graph.fx.graph.nodes)
+    assert {node.op for node in nodes} == {"placeholder", "get_attr", "call_function", "output"}
+    assert [node.name for node in nodes if node.op == "call_function"] == list(graph.operators)
+    assert all(name.isidentifier() and not keyword.iskeyword(name) for name in graph.operators)
+    assert {node.target for node in nodes if node.op == "get_attr"} <= {*graph.parameters, *graph.buffers}
+    assert not any("assert" in operator.target for operator in graph.operators.values())
+    assert OperatorGraph.from_json(graph.to_json()) == graph.without_live_parts()
+
+
+def test_hostile_module_names_are_carried_and_never_run() -> None:
+    name = 'x")\nraise SystemExit("injected")\n("'
+    layers = nn.ModuleDict({name: nn.Linear(2, 2)})
+
+    class Hostile(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[name](x).sum()
+
+    graph = normalise(trace(Hostile(), (torch.randn(2, 2),)))
+
+    assert f"layers.{name}.weight" in graph.parameters
+    assert graph.fx is not None
+    x = torch.randn(3, 2)
+    assert torch.equal(graph.fx(x)[0], layers[name](x).sum())
