@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.stage import Port, StageProgram
@@ -41,7 +43,7 @@ def stage_model(
     """
     shapes = tuple(_dynamic_axes(program.stage, port) for port in program.inputs)
     try:
-        with _quiet():
+        with _quiet(), _TranslatableSpelling():
             exported = torch.onnx.export(
                 module,
                 tuple(inputs),
@@ -179,6 +181,54 @@ def _unused(name: str, taken: set[str]) -> str:
     while f"{name}_{number}" in taken:
         number += 1
     return f"{name}_{number}"
+
+
+class _TranslatableSpelling(TorchFunctionMode):
+    """While the exporter records a stage: the same computation in a form that it can translate.
+
+    It knows attention of four dimensions only, and lays its result out in memory otherwise than the kernel
+    does, so that a `view` of it may not be possible any more.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in _ATTENTION:
+            query, key, value, *others = args
+            if others:
+                named["attn_mask"], others = others[0], others[1:]
+            named |= dict(zip(("dropout_p", "is_causal"), others, strict=False))
+            return _attention(func, query, key, value, **named)
+        if func in _VIEW and not any(isinstance(argument, torch.dtype) for argument in args):
+            return Tensor.reshape(*args, **named)
+        return func(*args, **named)
+
+
+_ATTENTION = {
+    functional.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+}
+_VIEW = {Tensor.view, torch.ops.aten.view, torch.ops.aten.view.default}
+
+
+def _attention(
+    func: Any, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """query: (..., time, width) of any number of leading dimensions up to two."""
+    added = 4 - query.dim()
+    if added > 0:
+        query, key, value = (_with_heads(tensor, added) for tensor in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() > 2:
+            attn_mask = _with_heads(attn_mask, added)
+    mixed: Tensor = func(query, key, value, attn_mask=attn_mask, **options).contiguous()
+    return mixed[0, 0] if added == 2 else mixed.squeeze(1) if added == 1 else mixed
+
+
+def _with_heads(tensor: Tensor, added: int) -> Tensor:
+    """(batch, time, width) -> (batch, 1, time, width); (time, width) -> (1, 1, time, width)"""
+    return tensor.unsqueeze(1) if added == 1 else tensor[None, None]
 
 
 @contextlib.contextmanager
