@@ -1,95 +1,179 @@
 """Windows: which stages a node can be on at all, if no stage may take longer than T.
 
 A node's ancestors are on its own stage or earlier ones, so the stages up to its own must have the time (and
-the memory) for all of them; the same from the other end for its descendants.
+the memory) for all of them; the same from the other end for its descendants. The time that a stage has for
+work is T less the transfers that it cannot escape (`_inescapable_s`).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from .instance import Flags, Floats, Instance
+from .instance import Flags, Floats, Instance, Integers
 from .program import Windows
+
+_ROUNDS = 3
+# Capacities a hair larger than they are, so that rounding never cuts off what fits exactly.
+_SLACK = 1 + 1e-9
+
+
+class Reach:
+    """Ancestors and descendants of every node: entry [v, u] is 1 where u comes before v."""
+
+    def __init__(self, num_nodes: int, edges: tuple[tuple[int, int], ...]) -> None:
+        self.edges_forward = sorted(edges, key=lambda edge: edge[0])
+        bits = np.zeros((num_nodes, (num_nodes + 7) // 8), dtype=np.uint8)
+        for u, v in sorted(edges, key=lambda edge: edge[1]):
+            bits[v] |= bits[u]
+            bits[v, u >> 3] |= np.uint8(128 >> (u & 7))
+        self._before = np.unpackbits(bits, axis=1, count=num_nodes).astype(np.float64)
+
+    def up_to(self, amount: Floats) -> Floats:
+        """Each node's own amount and that of all its ancestors."""
+        return amount + self._before @ amount
+
+    def from_on(self, amount: Floats) -> Floats:
+        """Each node's own amount and that of all its descendants."""
+        return amount + amount @ self._before
 
 
 def windows_for(instance: Instance, target_s: float, reach: Reach) -> Windows | None:
     """Windows that every assignment within `target_s` keeps, or None where that leaves none."""
+    windows = _closed(instance, target_s, reach, _memory_windows(instance, reach))
+    if not np.isfinite(target_s):
+        return windows
+    lost_s = np.zeros(instance.num_stages)
+    for _ in range(_ROUNDS):
+        if windows is None:
+            return None
+        windows = _time_windows(instance, target_s - lost_s, reach, windows)
+        windows = _closed(instance, target_s, reach, windows)
+        if windows is None or instance.overlap:
+            return windows
+        more_s = _inescapable_s(instance, target_s, reach, windows)
+        if (more_s <= lost_s).all():
+            break
+        lost_s = np.maximum(lost_s, more_s)
+    return windows
+
+
+def _memory_windows(instance: Instance, reach: Reach) -> Windows:
+    n, k = instance.num_nodes, instance.num_stages
+    everywhere = Windows(np.zeros(n, dtype=np.int64), np.full(n, k - 1, dtype=np.int64))
+    if not np.isfinite(instance.limit_bytes).all():
+        return everywhere
+    return _narrowed(everywhere, instance.static_bytes, instance.limit_bytes, reach)
+
+
+def _time_windows(instance: Instance, available_s: Floats, reach: Reach, windows: Windows) -> Windows:
+    work_s = instance.work_s + (instance.again_s if instance.recompute is True else 0.0)
+    unit = work_s[0]
+    some = unit > 0
+    capacity = np.full(instance.num_stages, np.inf)
+    for stage in range(instance.num_stages):
+        # In seconds of stage 0: no node is better off there than the one with the largest ratio.
+        if some.any() and (work_s[stage][some] > 0).all():
+            capacity[stage] = max(0.0, available_s[stage]) * (unit[some] / work_s[stage][some]).max()
+    return _narrowed(windows, unit, capacity, reach)
+
+
+def _narrowed(windows: Windows, amount: Floats, capacity: Floats, reach: Reach) -> Windows:
+    k = len(capacity)
+    first = np.searchsorted(capacity.cumsum() * _SLACK, reach.up_to(amount))
+    last = k - 1 - np.searchsorted(capacity[::-1].cumsum() * _SLACK, reach.from_on(amount))
+    return Windows(np.maximum(windows.first, first), np.minimum(windows.last, last))
+
+
+def _closed(instance: Instance, target_s: float, reach: Reach, windows: Windows) -> Windows | None:
+    """Ends where a node does not fit by itself taken off, then order along the edges."""
     k = instance.num_stages
-    first = np.zeros(instance.num_nodes, dtype=np.int64)
-    last = np.full(instance.num_nodes, k - 1, dtype=np.int64)
-    for amount, capacity in _resources(instance, target_s):
-        before = amount + reach.over_ancestors(amount)
-        after = amount + reach.over_descendants(amount)
-        upto = capacity.cumsum()
-        downto = capacity[::-1].cumsum()
-        # A hair more than there is, so that rounding never cuts off an assignment that fits exactly.
-        first = np.maximum(first, np.searchsorted(upto * (1 + 1e-9), before))
-        last = np.minimum(last, k - 1 - np.searchsorted(downto * (1 + 1e-9), after))
+    first, last = windows.first.copy(), windows.last.copy()
     fits = _fits_alone(instance, target_s)
-    for u_first in range(k):
-        first = np.where((first == u_first) & ~fits[u_first], u_first + 1, first)
-    for u_last in reversed(range(k)):
-        last = np.where((last == u_last) & ~fits[u_last], u_last - 1, last)
+    for stage in range(k):
+        first[(first == stage) & ~fits[stage]] = stage + 1
+    for stage in reversed(range(k)):
+        last[(last == stage) & ~fits[stage]] = stage - 1
     for u, v in reach.edges_forward:
         first[v] = max(first[v], first[u])
     for u, v in reversed(reach.edges_forward):
         last[u] = min(last[u], last[v])
-    if (first > last).any() or (first >= k).any() or (last < 0).any():
-        return None
-    return Windows(first, last)
-
-
-class Reach:
-    """Ancestors and descendants of every node, as bits."""
-
-    def __init__(self, num_nodes: int, edges: tuple[tuple[int, int], ...]) -> None:
-        self.num_nodes = num_nodes
-        self.edges_forward = sorted(edges, key=lambda edge: edge[0])
-        self._ancestors = np.zeros((num_nodes, (num_nodes + 7) // 8), dtype=np.uint8)
-        for u, v in sorted(edges, key=lambda edge: edge[1]):
-            self._ancestors[v] |= self._ancestors[u]
-            self._ancestors[v, u >> 3] |= np.uint8(128 >> (u & 7))
-
-    def ancestors(self) -> Floats:
-        """Entry [v, u] is 1 where u comes before v."""
-        bits = np.unpackbits(self._ancestors, axis=1, count=self.num_nodes)
-        return bits.astype(np.float64)
-
-    def over_ancestors(self, amount: Floats) -> Floats:
-        return self.ancestors() @ amount
-
-    def over_descendants(self, amount: Floats) -> Floats:
-        return amount @ self.ancestors()
-
-
-def _resources(instance: Instance, target_s: float) -> list[tuple[Floats, Floats]]:
-    """What each node needs and each stage has: time where there is a target, memory where it is finite."""
-    resources = []
-    if np.isfinite(target_s):
-        resources.append((instance.work_s[0], _capacity_s(instance, target_s)))
-    if np.isfinite(instance.limit_bytes).all():
-        resources.append((instance.static_bytes, instance.limit_bytes.astype(np.float64)))
-    return resources
-
-
-def _capacity_s(instance: Instance, target_s: float) -> Floats:
-    """How much work each stage can do in time, counted in seconds of stage 0."""
-    capacity = np.empty(instance.num_stages)
-    unit = instance.work_s[0]
-    for stage in range(instance.num_stages):
-        work_s = instance.work_s[stage]
-        if (work_s[unit > 0] <= 0).any():
-            capacity[stage] = np.inf
-            continue
-        some = unit > 0
-        capacity[stage] = target_s * (unit[some] / work_s[some]).max() if some.any() else np.inf
-    return capacity
+    return None if (first > last).any() else Windows(first, last)
 
 
 def _fits_alone(instance: Instance, target_s: float) -> Flags:
-    time = instance.work_s <= target_s * (1 + 1e-9)
+    time = instance.work_s <= target_s * _SLACK
     memory = instance.static_bytes[None, :] <= instance.limit_bytes[:, None]
     fits: Flags = time & memory
     if instance.forbidden is not None:
         fits &= ~instance.forbidden
     return fits
+
+
+def _inescapable_s(instance: Instance, target_s: float, reach: Reach, windows: Windows) -> Floats:
+    """Transfer time that each stage may be taken to have, by one path through the graph, the spine.
+
+    A stage between the spine's ends that has a node of it receives and sends at least the spine's cheapest
+    tensors. A stage that has none is jumped by an edge of the spine, or lies before its start or behind its
+    end, and holds only work parallel to that edge (or not behind the start, or not before the end). Where
+    all of that is little enough to fit in what the transfers leave, such a stage has room for them too.
+    """
+    k = instance.num_stages
+    none = np.zeros(k)
+    slowest = instance.work_s.max(axis=0) + (instance.again_s.max(axis=0) if instance.recompute else 0.0)
+    upto, onwards, total_s = reach.up_to(slowest), reach.from_on(slowest), float(slowest.sum())
+    spine = _widest_path(
+        instance,
+        starts=_extreme(windows.last, total_s - onwards <= target_s / 2),
+        ends=_extreme(-windows.first, total_s - upto <= target_s / 2),
+    )
+    if k == 1 or not spine or len({net for net, _, _ in spine}) < len(spine):
+        return none  # No path, or one tensor that would count twice.
+    start, end = spine[0][1], spine[-1][2]
+    lost_s = np.zeros(k)
+    for stage in range(k):
+        costs = instance.cost_s[[net for net, _, _ in spine], stage]
+        # The stage of the start itself may receive nothing, that of the end may send nothing.
+        if stage > windows.last[start]:
+            lost_s[stage] += costs[:, :stage].min()
+        if stage < windows.first[end]:
+            lost_s[stage] += costs[:, stage + 1 :].min()
+    parallel_s = max(total_s - upto[u] - onwards[v] for _, u, v in spine)
+    outside_s = max(parallel_s, total_s - onwards[start], total_s - upto[end])
+    return lost_s if outside_s <= target_s - float(lost_s.max()) else none
+
+
+def _extreme(key: Integers, allowed: Flags) -> Flags:
+    """Of the allowed nodes those whose key is smallest."""
+    if not allowed.any():
+        return allowed
+    extreme: Flags = allowed & (key == key[allowed].min())
+    return extreme
+
+
+def _widest_path(instance: Instance, *, starts: Flags, ends: Flags) -> list[tuple[int, int, int]]:
+    """(net, from, to) along the path whose cheapest tensor is dearest; empty where there is none."""
+    k, n = instance.num_stages, instance.num_nodes
+    apart = ~np.eye(k, dtype=bool)
+    price = instance.cost_s[:, apart].min(axis=1, initial=np.inf).tolist()
+    width = np.where(starts, np.inf, -np.inf).tolist()
+    came: list[tuple[int, int, int] | None] = [None] * n
+    order = set(instance.edges)
+    steps = sorted(
+        (net.producer, index, consumer)
+        for index, net in enumerate(instance.nets)
+        for consumer in net.consumers
+        if (net.producer, consumer) in order
+    )
+    for u, index, v in steps:
+        through = min(width[u], price[index])
+        if through > width[v]:
+            width[v], came[v] = through, (index, u, v)
+    reached = [v for v in np.flatnonzero(ends).tolist() if 0 < width[v] < np.inf]
+    if not reached:
+        return []
+    path = []
+    step = came[max(reached, key=lambda v: width[v])]
+    while step is not None:
+        path.append(step)
+        step = came[step[1]]
+    return path[::-1]
