@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pd2bw_fx.cluster import Device
 from pd2bw_fx.costs import Costs, OperatorCost
@@ -38,23 +39,29 @@ def profile(
 ) -> Costs:
     """The costs of every operator for one microbatch of the size of `inputs`, on `device`.
 
-    "auto" measures where a device of that kind is at hand and estimates where none is; what was done stands
-    in `Costs.origin` and `Costs.note`. Measuring leaves buffers and random state as they were. `whole` runs
-    the model on the inputs: an operator repeated alone finds its operands in the cache, so measured times are
-    scaled, all alike, to add up to what the whole model takes.
+    "auto" measures where a device of that kind is at hand and the tensors hold values, and estimates
+    elsewhere; what was done stands in `Costs.origin` and `Costs.note`. Measuring leaves buffers and random
+    state as they were. `whole` runs the model on the inputs: an operator repeated alone finds its operands in
+    the cache, so measured times are scaled, all alike, to add up to what the whole model takes.
 
     Raises InputError for another method, or to measure what cannot be run here.
     """
     if method not in METHODS:
         raise InputError(f"costs={method!r} is unknown; known are {', '.join(METHODS)}")
     here = device.kind == "cpu" or (device.kind == "cuda" and torch.cuda.is_available())
+    has_values = inputs is not None and _has_values(graph, inputs)
     if inputs is None:
         if method == "measured":
             raise InputError('costs="measured" needs something to run: pass example_args')
         return _from_parameters(graph, device)
     if method == "measured" and not here:
         raise InputError(f'no device of kind {device.kind!r} is at hand to measure on; use costs="analytic"')
-    if method == "analytic" or not here:
+    if method == "measured" and not has_values:
+        raise InputError(
+            "the model or its example inputs hold no values (meta or fake tensors), so nothing can be timed; "
+            'use costs="analytic", or build the model with its weights'
+        )
+    if method == "analytic" or not here or not has_values:
         return _estimated(graph, inputs, device)
     return _measured(graph, inputs, device, whole)
 
@@ -83,13 +90,17 @@ def _scaled(
 def _estimated(graph: OperatorGraph, inputs: Mapping[str, Tensor], device: Device) -> Costs:
     with Estimator(device) as estimator:
         costs = Walk(graph, estimator).run(inputs)
+    recurrent = any(
+        kind in o.target.lower() for o in graph.operators.values() for kind in ("lstm", "gru", "rnn")
+    )
     return Costs(
         costs,
         device.kind,
         _microbatch_size(graph, inputs),
         origin="analytic",
         note=f"times are estimates, at {device.flops_per_s:.3g} operations and "
-        f"{device.memory_bytes_per_s:.3g} bytes a second; measure on the device itself for better ones",
+        f"{device.memory_bytes_per_s:.3g} bytes a second; measure on the device itself for better ones"
+        + ("; what recurrent layers keep for their backward besides operands is not counted" * recurrent),
     )
 
 
@@ -109,6 +120,13 @@ def _from_parameters(graph: OperatorGraph, device: Device) -> Costs:
         origin="parameters",
         note="no example inputs, so no shapes: costs are estimates from parameter sizes alone; activations "
         "and transfers count as nothing; pass example_args=(...) to split for real ones",
+    )
+
+
+def _has_values(graph: OperatorGraph, inputs: Mapping[str, Tensor]) -> bool:
+    parameters = graph.root.parameters() if graph.root is not None else ()
+    return not any(
+        tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in (*inputs.values(), *parameters)
     )
 
 

@@ -2,25 +2,77 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from pd2bw_fx.cluster import Device
 
+from .tape import differentiable, leaves
 from .walk import Call
 
-_LAUNCH_S = 5e-6  # what calling any operator costs
+LAUNCH_S = 5e-6  # what calling any operator costs
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Scores, and values weighted by them; query: (batch, heads, time, width)."""
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward_flops(
+    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
+) -> int:
+    """The scores once more, then the gradients of query, key, value and of the scores."""
+    widths = 3 * query.shape[-1] + 2 * value.shape[-1]
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * widths
+
+
+def _recurrent_flops(steps: Tensor, of_input: Tensor, of_hidden: Tensor, *_: Any, **__: Any) -> int:
+    """Two matrix products a step; steps: (time, batch, inputs)."""
+    return 2 * math.prod(steps.shape[:2]) * (of_input.numel() + of_hidden.numel())
+
+
+def _recurrent_backward_flops(*args: Any, **kwargs: Any) -> int:
+    return 2 * _recurrent_flops(*args, **kwargs)
+
+
+# torch's own formulas, and those of what a CPU runs, which it would count as nothing.
+_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
+    torch.ops.aten.mkldnn_rnn_layer_backward: _recurrent_backward_flops,
+}
+
+
+class _FlopCounter(TorchDispatchMode):
+    """torch's own counter hooks every module call, which `torch.autograd.grad` does not survive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = _FORMULAS.get(func.overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 class Estimator:
     """The roofline: an operator takes as long as its arithmetic or its memory traffic, whichever is longer.
 
-    The backward of an operator has its forward's arithmetic once for each operand that needs a gradient, and
-    reads and writes twice as much.
+    Arithmetic is counted by running forward and backward on tensors without values; the backward reads and
+    writes twice what the forward does.
     """
 
     def __init__(self, device: Device) -> None:
@@ -36,39 +88,39 @@ class Estimator:
         self._stack.close()
 
     def convert(self, tensor: Tensor) -> Tensor:
-        return (
-            tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor, static_shapes=True)
-        )
+        if not isinstance(tensor, FakeTensor):
+            return self._mode.from_tensor(tensor, static_shapes=True)
+        if tensor.fake_mode is self._mode:
+            return tensor
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return made.requires_grad_(tensor.requires_grad)
 
     def measure(self, call: Call) -> tuple[float, float]:
-        with FlopCounterMode(display=False) as counter:
+        with _FlopCounter() as counter:
             result = call.run()
-        outputs = [value for value in _flat(result) if isinstance(value, Tensor)]
-        moved = sum(t.numel() * t.dtype.itemsize for t in (*outputs, *call.operands))
-        forward_s = self._roofline_s(counter.get_total_flops(), moved)
-        if call.is_mutable or not any(output.requires_grad for output in outputs):
+            forward_flops = counter.flops
+            outputs = differentiable(result)
+            wanted = leaves(outputs)
+            if wanted:
+                seeds = [torch.ones_like(output) for output in outputs]
+                torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        made = [value for value in _flat(result) if isinstance(value, Tensor)]
+        parameter_bytes = _num_bytes(call.parameters)
+        moved_bytes = _num_bytes((*made, *call.operands))
+        # Looking up rows leaves the rest of the table unread; the table's gradient is written in full.
+        read_bytes = moved_bytes if "embedding" in call.target else moved_bytes + parameter_bytes
+        forward_s = self._roofline_s(forward_flops, read_bytes)
+        if not wanted:
             return forward_s, 0.0
-        needing = sum(operand.requires_grad for operand in call.operands) + self._parameters(outputs)
-        return forward_s, self._roofline_s(counter.get_total_flops() * needing, 2 * moved)
+        backward_flops = counter.flops - forward_flops
+        return forward_s, self._roofline_s(backward_flops, 2 * moved_bytes + 2 * parameter_bytes)
 
     def _roofline_s(self, flops: float, num_bytes: float) -> float:
-        return _LAUNCH_S + max(flops / self._device.flops_per_s, num_bytes / self._device.memory_bytes_per_s)
+        return LAUNCH_S + max(flops / self._device.flops_per_s, num_bytes / self._device.memory_bytes_per_s)
 
-    @staticmethod
-    def _parameters(outputs: list[Tensor]) -> int:
-        """How many weights, not biases, these outputs' gradients flow to."""
-        found: set[int] = set()
-        todo, seen = [output.grad_fn for output in outputs], set()
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, nn.Parameter) and variable.dim() > 1:
-                found.add(id(variable))
-            todo += [following for following, _ in node.next_functions]
-        return len(found)
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
 
 
 def _flat(value: Any) -> list[Any]:

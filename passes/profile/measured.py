@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pd2bw_fx.graph import OperatorGraph
 
+from .tape import differentiable, leaves
 from .walk import Call
 
 _ENOUGH_S = 0.02  # of one operator, unless it takes longer than that
@@ -46,13 +47,14 @@ class Stopwatch:
 
     def measure(self, call: Call) -> tuple[float, float]:
         forward_s = self._median_s(call.run)
-        if call.is_mutable:
-            return forward_s, 0.0
-        outputs = _differentiable(call.run())
+        if call.copies_operands:
+            copies_s = self._median_s(lambda: [operand.clone() for operand in call.operands])
+            forward_s = max(forward_s - copies_s, 0.0)
+        outputs = differentiable(call.run())
         if not outputs:
             return forward_s, 0.0
         seeds = [torch.ones_like(output) for output in outputs]
-        wanted = _leaves(outputs)
+        wanted = leaves(outputs)
         if not wanted:
             return forward_s, 0.0
 
@@ -116,41 +118,19 @@ class Stopwatch:
         return self._median_s(lambda: torch.autograd.grad(output, leaf, seed, retain_graph=True))
 
 
-def _differentiable(result: Any) -> list[Tensor]:
-    values = result if isinstance(result, list | tuple) else [result]
-    return [value for value in values if isinstance(value, Tensor) and value.requires_grad]
-
-
-def _leaves(outputs: list[Tensor]) -> list[Tensor]:
-    """The leaves that these outputs' gradients flow to, found in the autograd graph itself."""
-    found: dict[int, Tensor] = {}
-    todo, seen = [output.grad_fn for output in outputs], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            found[id(variable)] = variable
-        todo += [following for following, _ in node.next_functions]
-    return list(found.values())
-
-
 def _root(graph: OperatorGraph) -> nn.Module:
     assert graph.root is not None, "a graph read from a file cannot be profiled"
     return graph.root
 
 
 def _restorer(graph: OperatorGraph) -> Callable[[], None]:
-    """Puts back the buffers that operators write while they are measured."""
-    written = {name for operator in graph.operators.values() for name in operator.writes_buffers}
-    buffers = {name: buffer for name, buffer in _root(graph).named_buffers() if name in written}
-    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    """Puts back the buffers that operators, or layers left whole, write while they are measured."""
+    buffers = list(_root(graph).buffers())
+    before = [buffer.detach().clone() for buffer in buffers]
 
     def restore() -> None:
         with torch.no_grad():
-            for name, buffer in buffers.items():
-                buffer.copy_(before[name])
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
 
     return restore

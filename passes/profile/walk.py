@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.fx.node import map_aggregate
 
 from pd2bw_fx.costs import OperatorCost
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.program import ProgramInterpreter, region
 
+_WRITING = frozenset(
+    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.setitem}
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator with its operands as leaves: gradients flow to those that need one, and no further."""
+    """One operator with its operands as leaves: gradients flow to those that need one, and no further.
 
+    It can be run as often as one likes: what writes into its operands is given copies of them.
+    """
+
+    target: str
     run: Callable[[], Any]
     operands: tuple[Tensor, ...]
-    is_mutable: bool  # writes into an operand: it can be run, but not differentiated or run again as it was
+    parameters: tuple[Tensor, ...]
+    copies_operands: bool
 
 
 class Meter(Protocol):
@@ -47,6 +58,9 @@ class Walk(ProgramInterpreter):
         self._saved: set[int] = set()
         self._alive: list[Any] = []  # storages are told apart by address, so none may be reused
         self._costs: dict[str, OperatorCost] = {}
+        for module in (graph.root, graph.fx):
+            for tensor in (*module.parameters(), *module.buffers()) if module is not None else ():
+                self._parameter(tensor)
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, OperatorCost]:  # type: ignore[override]
         """The cost of each operator by name."""
@@ -63,6 +77,8 @@ class Walk(ProgramInterpreter):
         with torch.enable_grad(), region(n), _SavedStorages(self._saved, self._parameters()) as saved:
             result = call.run()
         self._alive.append(result)
+        if call.copies_operands:
+            result = self._write(n)
         key = self._key(n)
         if key not in self._times:
             with torch.enable_grad(), region(n):
@@ -92,29 +108,68 @@ class Walk(ProgramInterpreter):
         return map_aggregate(result, leaf)
 
     def _call(self, node: fx.Node) -> Call:
-        args, kwargs = self.fetch_args_kwargs_from_env(node)
-        schema = getattr(node.target, "_schema", None)
-        is_mutable = bool(schema is not None and schema.is_mutable)
+        writes = self._writes_operands(node)
         operands: list[Tensor] = []
+        parameters: list[Tensor] = []
+        if node.op == "call_module":
+            parameters += map(self._parameter, self.fetch_attr(str(node.target)).parameters())
 
         def leaf(value: Any) -> Any:
-            if not isinstance(value, Tensor) or isinstance(value, torch.nn.Parameter):
+            if not isinstance(value, Tensor):
                 return value
-            operands.append(value.detach().requires_grad_(value.requires_grad and not is_mutable))
+            if isinstance(value, nn.Parameter):
+                parameters.append(value)
+                return value
+            operands.append(value.detach().requires_grad_(value.requires_grad))
             return operands[-1]
 
-        leaves = map_aggregate((args, kwargs), leaf)
+        args, kwargs = map_aggregate(self.fetch_args_kwargs_from_env(node), leaf)
         method = getattr(self, node.op)
-        target, (own_args, own_kwargs) = node.target, leaves
-        return Call(lambda: method(target, own_args, own_kwargs), tuple(operands), is_mutable)
+
+        def run() -> Any:
+            own_args, own_kwargs = map_aggregate((args, kwargs), _copy) if writes else (args, kwargs)
+            return method(node.target, own_args, own_kwargs)
+
+        return Call(str(node.target), run, tuple(operands), tuple(parameters), copies_operands=writes)
+
+    def _write(self, node: fx.Node) -> Any:
+        """Runs what writes into its operands on the operands themselves, once, for those who read them."""
+
+        def detached(value: Any) -> Any:
+            return value.detach() if isinstance(value, Tensor) else value
+
+        args, kwargs = map_aggregate(self.fetch_args_kwargs_from_env(node), detached)
+        with torch.no_grad():
+            return getattr(self, node.op)(node.target, args, kwargs)
+
+    def _writes_operands(self, node: fx.Node) -> bool:
+        """Of an ATen operator its schema says so; of what symbolic tracing leaves, its name or `inplace`."""
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None:
+            return bool(schema.is_mutable)
+        if node.op == "call_module":
+            inside = self.fetch_attr(str(node.target)).modules()
+            return any(getattr(module, "inplace", False) is True for module in inside)
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        named = name.endswith("_") and not name.endswith("__")
+        return named or node.target in _WRITING or node.kwargs.get("inplace") is True
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A whole layer, with its parameters as the meter runs them."""
+        module = self.fetch_attr(target)
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        converted = {name: self._parameter(tensor) for name, tensor in own.items()}
+        if all(converted[name] is tensor for name, tensor in own.items()):
+            return module(*args, **kwargs)
+        return functional_call(module, converted, args, kwargs)
 
     def _parameter(self, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
         if id(tensor) not in self._converted:
             converted = self._meter.convert(tensor)
-            if isinstance(tensor, torch.nn.Parameter) and not isinstance(converted, torch.nn.Parameter):
-                converted = torch.nn.Parameter(converted, requires_grad=tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter) and not isinstance(converted, nn.Parameter):
+                converted = nn.Parameter(converted, requires_grad=tensor.requires_grad)
             self._converted[id(tensor)] = converted
         return self._converted[id(tensor)]
 
@@ -136,7 +191,8 @@ class Walk(ProgramInterpreter):
                 return tuple((key, describe(item)) for key, item in value.items())
             return (type(value), str(value))
 
-        return (str(node.target), describe(args), describe(kwargs))
+        regions = (node.meta.get("no_grad"), node.meta.get("autocast"))
+        return (str(node.target), describe(args), describe(kwargs), regions)
 
 
 class _SavedStorages:
@@ -161,6 +217,10 @@ class _SavedStorages:
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
 
 
 def _tensors(value: Any) -> list[Tensor]:

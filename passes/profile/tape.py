@@ -1,0 +1,28 @@
+"""What autograd recorded of one call: which results can be differentiated, and with respect to what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    values = result if isinstance(result, list | tuple) else [result]
+    return [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+
+
+def leaves(outputs: list[Tensor]) -> list[Tensor]:
+    """The leaves that these outputs' gradients flow to, parameters of a layer among them."""
+    found: dict[int, Tensor] = {}
+    todo, seen = [output.grad_fn for output in outputs], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found[id(variable)] = variable
+        todo += [following for following, _ in node.next_functions]
+    return list(found.values())
