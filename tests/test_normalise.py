@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pd2bw_fx.graph import Operator, OperatorGraph
 from pd2bw_fx.models.bert import Bert, BertConfig
@@ -228,6 +229,36 @@ def test_a_write_without_a_functional_form_keeps_its_operators_together() -> Non
     assert group == {"linear", "diagonal", "zero_"}
     assert len({graph.operators[name].memory_group for name in group}) == 1
     _assert_same(model, graph, {"x": torch.randn(4, 4)})
+
+
+def test_values_of_a_size_that_depends_on_data_stay_together() -> None:
+    class Picking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            return hidden[hidden > 0].exp().sum() * 2
+
+    model = Picking()
+    graph = _graph(model, {"x": torch.randn(4, 2)})
+
+    together = [op.target for op in graph.operators.values() if op.memory_group is not None]
+    assert together == ["aten.index.Tensor", "aten.exp.default", "aten.sum.default"]
+    _assert_same(model, graph, {"x": torch.randn(9, 2)})
+
+
+def test_weights_that_hold_no_data_are_enough() -> None:
+    with FakeTensorMode():
+        model = GPT.from_config(GPTConfig.small())
+        examples = model.example_inputs(4)
+
+    graph = normalise(trace(model, examples))
+
+    with torch.random.fork_rng():
+        real = GPT.from_config(GPTConfig.small())
+    assert graph.operators.keys() == normalise(trace(real, real.example_inputs(4))).operators.keys()
 
 
 def test_one_running_statistic_is_one_memory_group_however_often_it_is_written() -> None:

@@ -144,9 +144,11 @@ class Describer:
         parameters: tuple[str, ...],
         replicable: set[str],
     ) -> bool:
+        if node.name in self.memory.groups:
+            return False
         if not outputs and _is_size(self.facts.values.get(node.name)):
             return True
-        if parameters or node.name in self.memory.groups or operator_name(node) in _HEAVY:
+        if parameters or operator_name(node) in _HEAVY:
             return False
         if node.op == "call_module" or is_random(node, None):
             return False

@@ -1,11 +1,13 @@
-"""Which operators must stay together because they read and write the same memory."""
+"""Which operators must stay together: on memory that is written, and on sizes that depend on data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .facts import Facts
 from .lift import Draft
@@ -21,7 +23,8 @@ class Memory:
 
 def find_memory_groups(draft: Draft, facts: Facts) -> Memory:
     """Operators on one buffer that is written belong together; so do those on a written activation's memory
-    up to the last write, after which a copy of it is as good."""
+    up to the last write, after which a copy of it is as good; and those on values of a size that only a run
+    can tell, for no link knows how many bytes to expect."""
     state = {node.name: node for node in draft.graph.nodes if node.op == "get_attr"}
     owners = {storage: str(node.target) for node in state.values() for storage in facts.storages[node.name]}
     touching = _touching(draft, facts)
@@ -37,11 +40,25 @@ def find_memory_groups(draft: Draft, facts: Facts) -> Memory:
         else:
             nodes = nodes[: nodes.index(writers[-1]) + 1]
         _unite(groups, [node.name for node in nodes])
+    for nodes in _on_unknown_sizes(draft).values():
+        _unite(groups, [node.name for node in nodes])
     for layers in _layers_that_write(draft).values():
         _unite(groups, [node.name for node in layers])
         for node in layers:
             buffers[node.name] = [f"{node.target}.{name}" for name in _buffer_names(draft, node)]
     return Memory(groups, {name: tuple(dict.fromkeys(written)) for name, written in buffers.items()})
+
+
+def _on_unknown_sizes(draft: Draft) -> dict[Any, list[fx.Node]]:
+    """By symbol of the size: the operators that make or read a value of it."""
+    found: dict[Any, list[fx.Node]] = {}
+    for node in draft.graph.nodes:
+        if node.op in {"placeholder", "get_attr", "output"}:
+            continue
+        values = [node.meta.get("val"), *(operand.meta.get("val") for operand in node.all_input_nodes)]
+        for symbol in free_unbacked_symbols(values):
+            found.setdefault(symbol, []).append(node)
+    return found
 
 
 def _layers_that_write(draft: Draft) -> dict[str, list[fx.Node]]:

@@ -22,7 +22,7 @@ from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
 from .diagnose import one_line, require_eager_run, source_line, torch_errors_unlogged
-from .exported import export
+from .exported import export, foreign_operators
 from .given import accept_exported, accept_graph_module
 from .inputs import (
     FlatArguments,
@@ -121,6 +121,11 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
         graph = export(program, batch_size if name == "export" else None)
         static = f"traced at batch size {batch_size} alone: no other one can be run"
         notes = () if name == "export" else (static,)
+        notes += tuple(
+            f"operator {foreign} is registered by a library that every stage will need; choose an "
+            "implementation of torch's own (for Hugging Face experts: experts_implementation='batched_mm')"
+            for foreign in foreign_operators(graph)
+        )
     return Traced(
         program=graph,
         model=program.model,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import linecache
 import logging
 import re
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import torch
@@ -50,13 +51,16 @@ def source_line(error: BaseException) -> str | None:
 @contextmanager
 def torch_errors_unlogged() -> Iterator[None]:
     """An error that leads to the next front end is kept in the report; torch would print it besides."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    names = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     try:
-        yield
+        for logger in levels:
+            logger.setLevel(logging.CRITICAL)
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def require_eager_run(program: Program) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import Dim, ExportedProgram
 
 from pd2bw_fx.errors import TraceError
@@ -16,6 +17,8 @@ from pd2bw_fx.errors import TraceError
 from .inputs import FlatArguments
 from .program import Program
 from .watch import Change, Watch
+
+_OF_TORCH = {"aten", "prims", "prim", "higher_order", "_quantized", "quantized"}
 
 
 def export(program: Program, batch_size: int | None) -> ExportedProgram:
@@ -30,6 +33,14 @@ def export(program: Program, batch_size: int | None) -> ExportedProgram:
     if watch.changes or watch.drew_python_random:
         _require_the_same_again(program, exported, batch_size, watch)
     return exported
+
+
+def foreign_operators(exported: ExportedProgram) -> list[str]:
+    """Operators that a library other than torch registered: whoever runs the program needs that library."""
+    modules = [module for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule)]
+    targets = [node.target for module in modules for node in module.graph.nodes]
+    names = [str(target._schema.name) for target in targets if isinstance(target, torch._ops.OpOverload)]
+    return sorted({name for name in names if name.partition("::")[0] not in _OF_TORCH})
 
 
 def _exported(program: Program, batch_size: int | None) -> ExportedProgram:
