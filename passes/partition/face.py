@@ -16,8 +16,8 @@ from pd2bw_fx.problem import Problem
 from .devices import device_orders
 from .infeasible import infeasible_error
 from .planning import plan_of
-from .reader import check_problem, instances_for
-from .search import Deadline, search
+from .reader import Reader, check_problem
+from .search import Choices, Deadline, search
 
 METHODS = ("2bw", "1f1b", "gpipe")
 
@@ -60,22 +60,22 @@ def partition(
     deadline = Deadline(time_limit_s)
     in_flight = microbatches_in_flight(method, k, m)
     orders = list(device_orders(problem, cluster, k))
-    instances = instances_for(
+    reader = Reader(
         problem,
         cluster,
-        orders,
         memory_model=memory_model,
         in_flight=in_flight,
         overlap=overlap,
         recompute=recompute,
     )
-    found = search(instances, solver=solver, max_gap=max_gap, deadline=deadline)
+    choices = Choices(len(orders), lambda choice: reader.instance(orders[choice]))
+    found = search(choices, solver=solver, max_gap=max_gap, deadline=deadline)
     if found is None:
-        raise infeasible_error(problem, cluster, instances, orders, solver=solver)
+        raise infeasible_error(problem, cluster, choices, orders, solver=solver)
     return plan_of(
         problem,
         cluster,
-        instances[found.choice],
+        choices[found.choice],
         found,
         order=orders[found.choice],
         memory_model=memory_model,

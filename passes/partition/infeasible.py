@@ -14,21 +14,23 @@ from pd2bw_fx.units import format_bytes
 from .instance import Instance, evaluate
 from .program import FeasibilityProgram, Windows
 from .reader import topological_order
+from .search import Choices
 
 _EXPLAIN_TIME_S = 5.0
+_EXPLAIN_ORDERS = 8
 
 
 def infeasible_error(
     problem: Problem,
     cluster: Cluster,
-    instances: Sequence[Instance],
+    choices: Choices,
     orders: Sequence[tuple[int, ...]],
     *,
     solver: str,
 ) -> InfeasibleError:
     """The error to raise: a block too large for any device, else the assignment that is least too large."""
-    return _block_too_large(problem, cluster, instances[0]) or _least_excess(
-        cluster, instances, orders, solver=solver
+    return _block_too_large(problem, cluster, choices[0]) or _least_excess(
+        cluster, choices, orders, solver=solver
     )
 
 
@@ -52,13 +54,14 @@ def _block_too_large(problem: Problem, cluster: Cluster, instance: Instance) -> 
 
 def _least_excess(
     cluster: Cluster,
-    instances: Sequence[Instance],
+    choices: Choices,
     orders: Sequence[tuple[int, ...]],
     *,
     solver: str,
 ) -> InfeasibleError:
     best: tuple[float, int, int, float] | None = None
-    for choice, instance in enumerate(instances[:8]):
+    for choice in range(min(len(choices), _EXPLAIN_ORDERS)):
+        instance = choices[choice]
         n, k = instance.num_nodes, instance.num_stages
         windows = Windows(np.zeros(n, dtype=np.int64), np.full(n, k - 1, dtype=np.int64))
         program = FeasibilityProgram(instance, np.inf, windows, soft_memory=True)

@@ -17,7 +17,7 @@ from pd2bw_fx.errors import InfeasibleError, InputError
 from pd2bw_fx.workload import Workload
 
 from .instance import Instance, Net
-from .search import Deadline, search
+from .search import Choices, Deadline, search
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ def plan_workload(
         raise InputError("the workload has no accelerators; plan it with its CPUs")
     groups = _groups(workload)
     orders = list(_device_orders(workload.num_accelerators, num_cpus))
-    instances = [_instance(workload, groups, order) for order in orders]
-    found = search(instances, solver=solver, max_gap=max_gap, deadline=Deadline(time_limit_s))
+    choices = Choices(len(orders), lambda choice: _instance(workload, groups, orders[choice]))
+    found = search(choices, solver=solver, max_gap=max_gap, deadline=Deadline(time_limit_s))
     if found is None:
         raise InfeasibleError(
             f"the {sum(node.num_bytes for node in workload.nodes):.0f} bytes of {len(workload.nodes)} nodes "

@@ -16,7 +16,7 @@ import numpy as np
 
 from pd2bw_fx.passes.solver import IntegerProgram, Outcome, Status, Variable
 
-from .instance import Instance, Integers, evaluate
+from .instance import Floats, Instance, Integers, evaluate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -317,8 +317,8 @@ class FeasibilityProgram:
         if not self._memory_binds[stage]:
             return
         nodes = [v for v in range(instance.num_nodes) if stage in self._stages(v)]
-        forward_s = float(instance.again_s[stage, nodes].sum())
-        saved = float(instance.saved_bytes[nodes].sum())
+        forward_s = self._most(instance.again_s[stage], stage, nodes)
+        saved = self._most(instance.saved_bytes, stage, nodes)
         for node in nodes:
             self._add_x(self._memory[stage], node, stage, float(instance.saved_bytes[node]))
         more = float(instance.in_flight[stage] - 1)
@@ -340,6 +340,18 @@ class FeasibilityProgram:
         self._require(memory)
         self._work[stage].add(again, forward_s)
         self._memory[stage].add(kept, scale)
+
+    def _most(self, amount: Floats, stage: int, nodes: list[int]) -> float:
+        """A bound on the sum over any of `nodes` that this stage has time for: the densest of them first."""
+        amounts, work_s = amount[nodes], self.instance.work_s[stage, nodes]
+        if not np.isfinite(self.target_s):
+            return float(amounts.sum())
+        timeless = work_s <= 0
+        order = np.argsort(-amounts[~timeless] / work_s[~timeless], kind="stable")
+        amounts_s, works_s = amounts[~timeless][order], work_s[~timeless][order]
+        started_s = works_s.cumsum() - works_s
+        shares = np.clip((self.target_s * (1 + 1e-9) - started_s) / works_s, 0.0, 1.0)
+        return float(amounts[timeless].sum() + (shares * amounts_s).sum())
 
     def _limits(self) -> None:
         instance = self.instance

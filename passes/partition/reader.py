@@ -95,49 +95,59 @@ def topological_order(problem: Problem) -> list[int]:
     return order
 
 
-def instances_for(
-    problem: Problem,
-    cluster: Cluster,
-    orders: Sequence[tuple[int, ...]],
-    *,
-    memory_model: MemoryModel,
-    in_flight: Sequence[int],
-    overlap: bool,
-    recompute: bool | Literal["auto"],
-) -> list[Instance]:
-    """One instance for each order of the devices; nodes are blocks in `topological_order`."""
-    blocks = [problem.blocks[at] for at in topological_order(problem)]
-    node = {block.name: at for at, block in enumerate(blocks)}
-    values = [value for value in problem.values if set(value.consumers) - {value.producer}]
-    nets = tuple(_net(value, node) for value in values)
-    edges = tuple(sorted({(net.producer, consumer) for net in nets for consumer in net.consumers}))
-    static, shared = _parameters(problem, blocks, memory_model)
-    forward_s = np.array([block.forward_s for block in blocks], dtype=float).T
-    backward_s = np.array([block.backward_s for block in blocks], dtype=float).T
-    result = []
-    for order in orders:
-        devices = list(order)
-        result.append(
-            Instance(
-                num_stages=len(order),
-                edges=edges,
-                work_s=(forward_s + backward_s)[devices],
-                again_s=forward_s[devices],
-                nets=nets,
-                cost_s=_link_costs(values, cluster, order),
-                per_destination=True,
-                overlap=overlap,
-                recompute=recompute,
-                may_be_empty=False,
-                limit_bytes=np.array([float(cluster.devices[d].memory_bytes) for d in order]),
-                in_flight=np.array(in_flight, dtype=np.int64),
-                static_bytes=static,
-                saved_bytes=np.array([float(block.saved_bytes) for block in blocks]),
-                workspace_bytes=np.array([float(block.workspace_bytes) for block in blocks]),
-                shared=shared,
-            )
+class Reader:
+    """Makes the instance of any device order; what does not depend on the order is made once.
+
+    Nodes are blocks in `topological_order`, nets the values that leave their block.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        cluster: Cluster,
+        *,
+        memory_model: MemoryModel,
+        in_flight: Sequence[int],
+        overlap: bool,
+        recompute: bool | Literal["auto"],
+    ) -> None:
+        blocks = [problem.blocks[at] for at in topological_order(problem)]
+        node = {block.name: at for at, block in enumerate(blocks)}
+        self.cluster = cluster
+        self.values = [value for value in problem.values if set(value.consumers) - {value.producer}]
+        self.nets = tuple(_net(value, node) for value in self.values)
+        self.edges = tuple(
+            sorted({(net.producer, consumer) for net in self.nets for consumer in net.consumers})
         )
-    return result
+        self.static, self.shared = _parameters(problem, blocks, memory_model)
+        self.forward_s = np.array([block.forward_s for block in blocks], dtype=float).T
+        self.backward_s = np.array([block.backward_s for block in blocks], dtype=float).T
+        self.saved = np.array([float(block.saved_bytes) for block in blocks])
+        self.workspace = np.array([float(block.workspace_bytes) for block in blocks])
+        self.in_flight = np.array(in_flight, dtype=np.int64)
+        self.overlap = overlap
+        self.recompute = recompute
+
+    def instance(self, order: Sequence[int]) -> Instance:
+        devices = list(order)
+        return Instance(
+            num_stages=len(devices),
+            edges=self.edges,
+            work_s=(self.forward_s + self.backward_s)[devices],
+            again_s=self.forward_s[devices],
+            nets=self.nets,
+            cost_s=_link_costs(self.values, self.cluster, order),
+            per_destination=True,
+            overlap=self.overlap,
+            recompute=self.recompute,
+            may_be_empty=False,
+            limit_bytes=np.array([float(self.cluster.devices[d].memory_bytes) for d in order]),
+            in_flight=self.in_flight,
+            static_bytes=self.static,
+            saved_bytes=self.saved,
+            workspace_bytes=self.workspace,
+            shared=self.shared,
+        )
 
 
 def _net(value: Value, node: Mapping[str, int]) -> Net:

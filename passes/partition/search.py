@@ -1,16 +1,18 @@
 """The search: an upper bound first, then one feasibility program after another at a shrinking target.
 
 Over the device orders: each is either refuted at the target or gives a better plan, which lowers the target
-for all. What is refuted at a larger target stays refuted at a smaller one, so one pass over the orders ends
-with a bound that holds for all of them.
+for all. What is refuted at a larger target stays refuted at a smaller one. For a large problem the first pass
+asks for a coarse improvement and the next for a fine one, so that a search which runs out of time has still
+proven something.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import networkx as nx
 import numpy as np
 
 from pd2bw_fx.errors import SolverError
@@ -18,11 +20,14 @@ from pd2bw_fx.passes.solver import Status
 
 from .instance import Instance, Integers, evaluate, respects_edges
 from .intervals import best_cut
-from .program import FeasibilityProgram, Windows
+from .program import FeasibilityProgram
 from .windows import Reach, windows_for
 
 # What solvers keep their rows to, relative: no bound is claimed closer than this.
 _TOLERANCE = 1e-6
+_COARSE_GAP = 0.01
+_SMALL = 2000  # nodes times stages: what is proven finely at once
+_CACHED_INSTANCES = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +41,8 @@ class Found:
 
 
 class Deadline:
+    """Counts down from when it is made."""
+
     def __init__(self, time_limit_s: float) -> None:
         self._end = time.perf_counter() + time_limit_s
 
@@ -44,91 +51,157 @@ class Deadline:
         return max(0.0, self._end - time.perf_counter())
 
 
-def search(instances: Sequence[Instance], *, solver: str, max_gap: float, deadline: Deadline) -> Found | None:
-    """The fastest assignment over all instances (one problem under several device orders).
+class Choices:
+    """One problem under several device orders; each instance is made when it is first asked for."""
 
-    None where it is proven that no assignment of any instance fits in memory. Raises SolverError where the
-    time ran out before the first assignment was found.
+    def __init__(self, count: int, make: Callable[[int], Instance]) -> None:
+        self._count = count
+        self._make = make
+        self._made: dict[int, Instance] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, choice: int) -> Instance:
+        instance = self._made.get(choice)
+        if instance is None:
+            instance = self._make(choice)
+            if len(self._made) < _CACHED_INSTANCES:
+                self._made[choice] = instance
+        return instance
+
+
+def search(choices: Choices, *, solver: str, max_gap: float, deadline: Deadline) -> Found | None:
+    """The fastest assignment over all choices, proven to `max_gap` unless the time runs out.
+
+    None where it is proven that no assignment of any choice fits in memory. Raises SolverError where the time
+    ran out before the first assignment was found.
     """
-    reach = Reach(instances[0].num_nodes, instances[0].edges)
-    best = _Incumbent()
-    firsts = [_first_assignment(instance) for instance in instances]
-    for choice, stage_of in enumerate(firsts):
-        if stage_of is not None:
-            best.offer(choice, stage_of, evaluate(instances[choice], stage_of).bottleneck_s)
-    bound_s = np.inf
-    order = sorted(range(len(instances)), key=lambda c: best.seen.get(c, np.inf))
-    for choice in order:
-        while True:
-            target_s = best.bottleneck_s * (1.0 - max(max_gap, _TOLERANCE))
-            if best.bottleneck_s == 0:
-                return Found(best.choice, best.assignment(), 0.0, 0.0)
-            status, stage_of = _ask(instances[choice], target_s, reach, solver, deadline)
-            if status is Status.INFEASIBLE:
-                bound_s = min(bound_s, target_s)
-                break
-            if stage_of is None:
-                bound_s = 0.0
-                break
-            best.offer(choice, stage_of, evaluate(instances[choice], stage_of).bottleneck_s)
-        if bound_s == 0.0:
-            break
-    if best.stage_of is None:
-        if bound_s == 0.0:
+    state = _State(choices, solver=solver, deadline=deadline)
+    state.first_assignments()
+    finest = max(max_gap, _TOLERANCE)
+    is_small = choices[0].num_nodes * choices[0].num_stages <= _SMALL
+    for gap in (finest,) if is_small or finest >= _COARSE_GAP else (_COARSE_GAP, finest):
+        for choice in state.most_promising_first():
+            state.refute_or_improve(choice, gap)
+    if state.stage_of is None:
+        if state.bound_s() < np.inf:
             raise SolverError("the time limit passed before any plan was found; raise time_limit_s")
         return None
-    bound_s = max(min(bound_s, best.bottleneck_s), min(lower_bound_s(i) for i in instances))
-    return Found(best.choice, best.assignment(), best.bottleneck_s, min(bound_s, best.bottleneck_s))
+    return Found(state.choice, state.stage_of, state.bottleneck_s, state.bound_s())
 
 
-class _Incumbent:
-    def __init__(self) -> None:
+class _State:
+    """The incumbent, and for each choice the largest target that is known to be out of its reach."""
+
+    def __init__(self, choices: Choices, *, solver: str, deadline: Deadline) -> None:
+        self.choices = choices
+        self.solver = solver
+        self.deadline = deadline
+        self.reach = Reach(choices[0].num_nodes, choices[0].edges)
+        self.orders = _topological_orders(choices[0])
         self.bottleneck_s = np.inf
         self.choice = -1
         self.stage_of: Integers | None = None
-        self.seen: dict[int, float] = {}
+        self.seen_s = np.full(len(choices), np.inf)
+        self.refuted_s = np.full(len(choices), -np.inf)
+        self.floor_s = np.inf
 
-    def offer(self, choice: int, stage_of: Integers, bottleneck_s: float) -> None:
-        self.seen[choice] = min(bottleneck_s, self.seen.get(choice, np.inf))
-        if bottleneck_s < self.bottleneck_s:
-            self.bottleneck_s, self.choice, self.stage_of = bottleneck_s, choice, stage_of
+    def bound_s(self) -> float:
+        """No assignment of any choice is faster."""
+        bound_s = max(float(self.refuted_s.min()), self.floor_s)
+        return min(bound_s, float(self.bottleneck_s))
 
-    def assignment(self) -> Integers:
-        assert self.stage_of is not None
-        return self.stage_of
+    def most_promising_first(self) -> list[int]:
+        return [int(choice) for choice in np.argsort(self.seen_s, kind="stable")]
+
+    def first_assignments(self) -> None:
+        """The best cut of a few topological orders, on as many choices as a third of the time allows."""
+        enough_s = self.deadline.left_s * 2 / 3
+        for choice in range(len(self.choices)):
+            instance = self.choices[choice]
+            self.floor_s = min(self.floor_s, _lower_bound_s(instance))
+            if choice > 0 and self.deadline.left_s < enough_s:
+                continue
+            for order in self.orders:
+                stage_of = best_cut(instance, order)
+                if stage_of is not None and respects_edges(instance, stage_of):
+                    self._offer(choice, stage_of)
+                if self.seen_s[choice] <= _lower_bound_s(instance) * (1 + _TOLERANCE):
+                    break
+
+    def _offer(self, choice: int, stage_of: Integers) -> None:
+        loads = evaluate(self.choices[choice], stage_of)
+        if not loads.fits:
+            return
+        self.seen_s[choice] = min(self.seen_s[choice], loads.bottleneck_s)
+        if loads.bottleneck_s < self.bottleneck_s:
+            self.bottleneck_s, self.choice, self.stage_of = loads.bottleneck_s, choice, stage_of
+
+    def refute_or_improve(self, choice: int, gap: float) -> None:
+        """Until this choice has nothing that is faster than the incumbent by `gap`, or the time is up."""
+        while True:
+            target_s = float(self.bottleneck_s) * (1.0 - gap)
+            if self.refuted_s[choice] >= target_s or self.bound_s() >= target_s:
+                return
+            status, stage_of = self._ask(self.choices[choice], target_s)
+            if status is Status.INFEASIBLE:
+                self.refuted_s[choice] = target_s
+                return
+            if stage_of is None:
+                return
+            self._offer(choice, stage_of)
+
+    def _ask(self, instance: Instance, target_s: float) -> tuple[Status, Integers | None]:
+        if self.deadline.left_s == 0:
+            return Status.UNKNOWN, None
+        windows = windows_for(instance, target_s, self.reach)
+        if windows is None:
+            return Status.INFEASIBLE, None
+        program = FeasibilityProgram(instance, target_s, windows)
+        while True:
+            status, stage_of = program.solve(solver=self.solver, time_limit_s=self.deadline.left_s)
+            if stage_of is None:
+                return status, None
+            loads = evaluate(instance, stage_of)
+            if loads.bottleneck_s > target_s * (1 + _TOLERANCE) or not respects_edges(instance, stage_of):
+                raise SolverError(
+                    f"{self.solver} returned an assignment that breaks the program it solved "
+                    f"({loads.bottleneck_s:g} s against {target_s:g} s); try another solver"
+                )
+            if loads.fits:
+                return status, stage_of
+            # Too large by less than the solver's tolerance, a few bytes in a gigabyte: not this one, then.
+            program.exclude(stage_of)
 
 
-def lower_bound_s(instance: Instance) -> float:
-    """No plan is faster: the largest node, and all work spread evenly over stages by their speed."""
+def _lower_bound_s(instance: Instance) -> float:
+    """The largest node where it is fastest, and all work spread evenly over stages that are all fastest."""
     fastest = instance.work_s.min(axis=0)
     return float(max(fastest.max(initial=0.0), fastest.sum() / instance.num_stages))
 
 
-def _first_assignment(instance: Instance) -> Integers | None:
-    stage_of = best_cut(instance, range(instance.num_nodes))
-    if stage_of is None or not evaluate(instance, stage_of).fits:
-        return None
-    return stage_of
+def _topological_orders(instance: Instance) -> list[Sequence[int]]:
+    """The given order, and where it is not the only one, one branch after the other in two ways."""
+    given = list(range(instance.num_nodes))
+    graph = nx.DiGraph(instance.edges)
+    graph.add_nodes_from(given)
+    deep = _depth_first(graph)
+    late = _depth_first(graph.reverse(copy=False))[::-1]
+    orders: list[Sequence[int]] = [given]
+    return orders + [order for order in (deep, late) if order != given]
 
 
-def _ask(
-    instance: Instance, target_s: float, reach: Reach, solver: str, deadline: Deadline
-) -> tuple[Status, Integers | None]:
-    windows: Windows | None = windows_for(instance, target_s, reach)
-    if windows is None:
-        return Status.INFEASIBLE, None
-    program = FeasibilityProgram(instance, target_s, windows)
-    while True:
-        status, stage_of = program.solve(solver=solver, time_limit_s=deadline.left_s)
-        if stage_of is None:
-            return status, None
-        loads = evaluate(instance, stage_of)
-        if loads.bottleneck_s > target_s * (1 + _TOLERANCE) or not respects_edges(instance, stage_of):
-            raise SolverError(
-                f"{solver} returned an assignment that breaks the program it solved "
-                f"({loads.bottleneck_s:g} s against {target_s:g} s); try another solver"
-            )
-        if loads.fits:
-            return status, stage_of
-        # Too large by less than the solver's tolerance, a few bytes in a gigabyte: not this one, then.
-        program.exclude(stage_of)
+def _depth_first(graph: nx.DiGraph) -> list[int]:
+    """Topological, and from each node on to what has just become possible."""
+    waiting = dict(graph.in_degree())
+    ready = sorted((node for node, count in waiting.items() if count == 0), reverse=True)
+    order = []
+    while ready:
+        node = ready.pop()
+        order.append(node)
+        for reader in sorted(graph.successors(node), reverse=True):
+            waiting[reader] -= 1
+            if waiting[reader] == 0:
+                ready.append(reader)
+    return order
