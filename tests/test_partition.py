@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
-from pd2bw_fx.passes.partition import partition
+from pd2bw_fx.passes.partition import baselines, partition
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
@@ -390,3 +390,33 @@ def test_blocks_out_of_order_are_planned_in_the_order_of_their_values() -> None:
     problem = chain(6, 2)
     plan = partition(dataclasses.replace(problem, blocks=tuple(reversed(problem.blocks))), roomy(2))
     assert plan.stage_of == {f"op{at}": at // 3 for at in range(6)}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(case=cases(max_blocks=8), overlap=st.booleans())
+def test_no_other_planner_is_better(case: Any, overlap: bool) -> None:
+    problem, cluster, num_stages = case
+    others = baselines(problem, cluster, num_stages=num_stages, overlap=overlap, recompute="auto")
+    fitting = [other.bottleneck_s for other in others if other.fits]
+    if not fitting:
+        return
+    plan = partition(problem, cluster, num_stages=num_stages, overlap=overlap, recompute="auto")
+    assert plan.bottleneck_s <= min(fitting) * (1 + 1.01e-4)
+
+
+def test_other_planners_cut_where_their_rule_says() -> None:
+    problem = chain(6, 2)
+    heavy = dataclasses.replace(problem.blocks[0], forward_s=(5.0, 5.0), backward_s=(7.0, 7.0))
+    large = {**problem.parameters, "w5": ParameterSize(1000)}
+    wide = dataclasses.replace(problem.values[0], bytes=10**6)
+    changed = Problem((heavy, *problem.blocks[1:]), (wide, *problem.values[1:]), large)
+    found = {other.rule: list(other.stage_of.values()) for other in baselines(changed, roomy(2))}
+    assert found == {
+        "equal": [0, 0, 0, 1, 1, 1],
+        "parameters": [0, 0, 0, 0, 0, 1],
+        "time": [0, 1, 1, 1, 1, 1],
+        "pipedream": [0, 0, 1, 1, 1, 1],
+    }
+    pairs = [("b0", "b1", "b2", "b3"), ("b4",), ("b5",)]
+    by_layer = baselines(chain(6, 3), roomy(3), layers=pairs)[0]
+    assert list(by_layer.stage_of.values()) == [0, 0, 0, 0, 1, 2]

@@ -2,11 +2,13 @@
 
 `reader.py` and `placement.py` turn a problem or a published workload into numbers (`instance.py`),
 `search.py` finds the fastest assignment and proves it (`intervals.py` upper bounds, `windows.py` reductions,
-`program.py` the integer program), `planning.py` writes the plan, `infeasible.py` says why there is none.
+`program.py` the integer program), `planning.py` writes the plan, `infeasible.py` says why there is none,
+`baselines.py` prices what others would have done.
 """
 
+from .baselines import Baseline, baselines
 from .face import partition
 from .instance import evaluate
 from .placement import Placement, plan_workload
 
-__all__ = ["Placement", "evaluate", "partition", "plan_workload"]
+__all__ = ["Baseline", "Placement", "baselines", "evaluate", "partition", "plan_workload"]

@@ -15,11 +15,10 @@ from pd2bw_fx.problem import Problem
 
 from .devices import device_orders
 from .infeasible import infeasible_error
+from .inflight import METHODS, microbatches_in_flight
 from .planning import plan_of
 from .reader import Reader, check_problem
 from .search import Choices, Deadline, search
-
-METHODS = ("2bw", "1f1b", "gpipe")
 
 
 def partition(
@@ -84,13 +83,6 @@ def partition(
         solver=solver,
         planning_s=time.perf_counter() - started_s,
     )
-
-
-def microbatches_in_flight(method: str, num_stages: int, microbatches_per_update: int) -> tuple[int, ...]:
-    """Microbatches whose activations a stage holds at its worst moment, by stage."""
-    if method == "gpipe":
-        return (microbatches_per_update,) * num_stages
-    return tuple(num_stages - stage for stage in range(num_stages))
 
 
 def _check_arguments(
