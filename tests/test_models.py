@@ -20,6 +20,26 @@ def test_every_model_returns_a_finite_loss_that_reaches_every_parameter(name: st
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
 
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_model_can_be_exported_in_training_and_run_at_another_batch_size(name: str) -> None:
+    torch.manual_seed(0)
+    model = build(name)
+    inputs = model.example_inputs(batch_size=4)  # type: ignore[operator]
+    larger = model.example_inputs(batch_size=6)  # type: ignore[operator]
+    batch = torch.export.Dim("batch", min=2)
+
+    program = torch.export.export(
+        model, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs), strict=False
+    )
+
+    torch.manual_seed(1)
+    exported = program.module()(*larger)
+    torch.manual_seed(1)
+    eager = model(*larger)
+    torch.testing.assert_close(exported, eager)
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_without_labels_every_model_returns_its_logits(name: str) -> None:
     model = build(name)
