@@ -9,6 +9,9 @@ from typing import Any, Self
 from torch import nn
 
 from pd2bw_fx.graph import TensorSpec
+from pd2bw_fx.module import build_module, held_buffers, held_parameters
+
+__all__ = ["Port", "Stage", "StageProgram", "build_module", "held_buffers", "held_parameters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,9 @@ class StageProgram:
 
     `source` defines `class_name`, an `nn.Module` without constructor arguments. Its forward takes `inputs`
     positionally in this order, and returns the one tensor of `outputs` or a tuple of them in this order.
-    Its state_dict has the original model's names: `parameters` and `buffers` (constants and non-persistent
-    buffers among them), plus the further names of ties, `ties[name] = the name it is the same tensor as`.
+    `parameters` and `buffers` (constants and non-persistent buffers among them) are names of the graph, which
+    are the original model's; the module has its tensors under the same names, but for `ties[name] = the
+    graph's name of that tensor`: further names of a tied parameter, of which a stage may have only one.
     """
 
     stage: int

@@ -1,0 +1,93 @@
+"""generate: one readable, standalone module for each stage.
+
+`cut.py` says what a stage consists of, `scopes.py` and `stage_tree.py` lift it back to the model's own
+modules, `method.py` writes a forward with `spell.py`'s words for the operators, `attributes.py` an
+`__init__`, `write.py` the classes (each distinct one once), `layout.py` the lines, `document.py` the file.
+Everything that comes from the model passes through `literals.py`.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from pd2bw_fx.graph import OperatorGraph, TensorSpec
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.source_check import check_source
+from pd2bw_fx.stage import Port, StageProgram
+
+from .cut import Cut, cut
+from .document import document
+from .literals import identifier
+from .method import Method, argument_name
+from .stage_tree import StageTree
+from .write import StageWriter
+
+__all__ = ["generate"]
+
+
+def generate(graph: OperatorGraph, plan: Plan) -> tuple[StageProgram, ...]:
+    """The program of every stage of the plan. The same graph and plan give the same bytes.
+
+    Any assignment without a way back is legal, whether or not its stages are contiguous. Raises TraceError
+    for a constant or function of the model that cannot be written as source.
+    """
+    return tuple(_program(graph, plan, stage) for stage in cut(graph, plan))
+
+
+def _program(graph: OperatorGraph, plan: Plan, stage: Cut) -> StageProgram:
+    tree = StageTree(graph, stage)
+    name = identifier(f"{graph.model_name}Stage{stage.stage}", fallback="Model")
+    writer = StageWriter(tree, name)
+    method = writer.write()
+    held = set(writer.held_names().values())
+    parameters = tuple(n for n in graph.parameters if n in held)
+    inputs, outputs = _ports(graph, tree, stage, method)
+    source = document(graph, plan, stage.stage, writer, inputs, outputs, parameters)
+    check_source(source, f"stage_{stage.stage}.py")
+    return StageProgram(
+        stage=stage.stage,
+        class_name=name,
+        source=source,
+        inputs=inputs,
+        outputs=outputs,
+        parameters=parameters,
+        buffers=tuple(n for n in graph.buffers if n in held),
+        ties=dict(sorted(writer.ties.items())),
+    )
+
+
+def _ports(
+    graph: OperatorGraph, tree: StageTree, stage: Cut, method: Method
+) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+    reads = {node.name: name for node, name in zip(tree.reads(tree.root), method.arguments, strict=False)}
+    inputs = tuple(
+        Port(value=name, name=local, spec=_spec(graph, name), source=stage.source.get(name))
+        for name, local in reads.items()
+    )
+    taken: set[str] = set()
+    outputs = tuple(
+        Port(
+            value=node.name,
+            name=_output_name(tree, stage, node, taken),
+            spec=_spec(graph, node.name),
+            targets=stage.targets[node.name],
+            model_output=stage.model_outputs.get(node.name),
+        )
+        for node in tree.gives(tree.root)
+    )
+    return inputs, outputs
+
+
+def _output_name(tree: StageTree, stage: Cut, node: fx.Node, taken: set[str]) -> str:
+    """What the model calls it, else what its reader will."""
+    base = identifier(stage.model_outputs.get(node.name) or argument_name(tree, tree.root, node))
+    name, count = base, 1
+    while name in taken:
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name)
+    return name
+
+
+def _spec(graph: OperatorGraph, name: str) -> TensorSpec:
+    return graph.inputs[name] if name in graph.inputs else graph.operators[name].outputs[0]

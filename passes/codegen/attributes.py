@@ -1,0 +1,158 @@
+"""The attributes of a class: what its __init__ builds, and how its methods refer to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .literals import is_plain_name, literal, quoted
+
+
+@dataclass(slots=True)
+class Attribute:
+    """A module, parameter or buffer (`text` builds it), or a holder of further ones (`children`)."""
+
+    text: str | None = None
+    kind: str = "module"  # or "parameter", "buffer"
+    children: dict[str, Attribute] = field(default_factory=dict)
+
+
+class Attributes:
+    """The attribute tree of one class, filled in path by path, then written."""
+
+    def __init__(self, path: str, module_at: Callable[[str], nn.Module | None]) -> None:
+        self.path = path
+        self.module_at = module_at
+        self.root = Attribute()
+
+    def add(self, relative: str, text: str, kind: str = "module") -> None:
+        node = self.root
+        for part in relative.split("."):
+            node = node.children.setdefault(part, Attribute())
+        if node.text is None:
+            node.text, node.kind = text, kind
+
+    def holds(self, relative: str) -> bool:
+        """Whether something that stands for itself is built at this path or above it."""
+        node = self.root
+        for part in relative.split("."):
+            if part not in node.children:
+                return False
+            node = node.children[part]
+            if node.text is not None:
+                return True
+        return False
+
+    def statements(self) -> list[str]:
+        """The lines of __init__, one statement each."""
+        return list(self._statements("self", "", self.root))
+
+    def _statements(self, owner: str, path: str, node: Attribute) -> Iterator[str]:
+        for name in sorted(node.children, key=lambda name: self._position(_join(path, name))):
+            child, below = node.children[name], _join(path, name)
+            if child.text is not None and child.kind == "buffer":
+                yield f"{owner}.register_buffer({quoted(name)}, {child.text})"
+            elif child.text is not None:
+                yield _assignment(owner, name, child.text, child.kind)
+            elif self._is_indexed(below, child):
+                yield _assignment(owner, name, self._container(below, child), "module")
+            else:
+                yield _assignment(owner, name, "nn.Module()", "module")
+                yield from self._statements(_attribute(owner, name), below, child)
+
+    def _position(self, relative: str) -> tuple[int, str]:
+        """Parameters first, then modules, in the order in which the original holds them."""
+        holder, _, name = _join(self.path, relative).rpartition(".")
+        parent = self.module_at(holder)
+        names = [] if parent is None else [*parent._parameters, *parent._buffers, *parent._modules]
+        return (names.index(name) if name in names else len(names), name)
+
+    def _is_indexed(self, relative: str, node: Attribute) -> bool:
+        """Held by number or key, not by attribute: lists, dicts, sequences, and what is inside of them."""
+        module = self.module_at(_join(self.path, relative))
+        return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and all(
+            child.kind == "module" for child in node.children.values()
+        )
+
+    def _is_list(self, relative: str, node: Attribute) -> bool:
+        module = self.module_at(_join(self.path, relative))
+        keys = sorted(node.children, key=lambda key: int(key) if key.isdigit() else -1)
+        whole = keys == [str(number) for number in range(len(keys))]
+        return isinstance(module, nn.ModuleList | nn.Sequential) and whole
+
+    def _container(self, relative: str, node: Attribute) -> str:
+        keys = sorted(node.children, key=lambda key: (int(key) if key.isdigit() else -1, key))
+        texts = [self._element(_join(relative, key), node.children[key]) for key in keys]
+        alike = len(set(texts)) == 1 and len(texts) > 1
+        if self._is_list(relative, node):
+            if alike:
+                return f"nn.ModuleList({texts[0]} for _ in range({len(texts)}))"
+            return f"nn.ModuleList([{', '.join(texts)}])"
+        numbers = [int(key) for key in keys if key.isdigit()]
+        if alike and numbers == list(range(numbers[0], numbers[0] + len(keys))):
+            span = f"range({numbers[0]}, {numbers[-1] + 1})"
+            return f"nn.ModuleDict({{str(i): {texts[0]} for i in {span}}})"
+        pairs = ", ".join(f"{quoted(key)}: {text}" for key, text in zip(keys, texts, strict=True))
+        return f"nn.ModuleDict({{{pairs}}})"
+
+    def _element(self, relative: str, node: Attribute) -> str:
+        if node.text is not None:
+            return node.text
+        if self._is_indexed(relative, node):
+            return self._container(relative, node)
+        pairs = (f"{quoted(k)}: {self._element(_join(relative, k), v)}" for k, v in node.children.items())
+        return f"nn.ModuleDict({{{', '.join(pairs)}}})"
+
+    def refer(self, relative: str, owner: str = "self") -> str:
+        """The expression for what is built at a path: self.blocks[3], self.blocks["7"].norm.weight."""
+        text, node, walked = owner, self.root, ""
+        inside_container = False
+        for part in relative.split("."):
+            indexed = walked != "" and node.text is None and self._is_indexed(walked, node)
+            if indexed and self._is_list(walked, node):
+                text = f"{text}[{part}]"
+            elif indexed or (inside_container and node.text is None):
+                text = f"{text}[{quoted(part)}]"
+            else:
+                text = _attribute(text, part)
+            inside_container = inside_container or indexed
+            node = node.children.get(part, Attribute(text=""))
+            if node.text is not None:
+                inside_container = False
+            walked = _join(walked, part)
+        return text
+
+    def container(self, relative: str) -> tuple[str, bool, Sequence[str]] | None:
+        """For a member of a list or dict: the container's path, whether it is a list, and all its keys."""
+        holder, _, _ = relative.rpartition(".")
+        node = self.root
+        for part in holder.split(".") if holder else []:
+            if part not in node.children:
+                return None
+            node = node.children[part]
+        if not holder or node.text is not None or not self._is_indexed(holder, node):
+            return None
+        keys = sorted(node.children, key=lambda key: (int(key) if key.isdigit() else -1, key))
+        return holder, self._is_list(holder, node), keys
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _attribute(owner: str, name: str) -> str:
+    """`owner.name`, or a call that takes any name where that is no plain one."""
+    return f"{owner}.{name}" if is_plain_name(name) else f"getattr({owner}, {quoted(name)})"
+
+
+def _assignment(owner: str, name: str, text: str, kind: str) -> str:
+    if is_plain_name(name):
+        return f"{owner}.{name} = {text}"
+    register = "register_parameter" if kind == "parameter" else "add_module"
+    return f"{owner}.{register}({quoted(name)}, {text})"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    return ", ".join(literal(int(size)) for size in shape)

@@ -1,0 +1,168 @@
+"""What one stage consists of: its operators, what it is given and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from pd2bw_fx.graph import OperatorGraph, TensorSpec
+from pd2bw_fx.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One stage. `nodes` are its calls in program order, those that it recomputes among them.
+
+    `inputs` and `outputs` are nodes in program order, model inputs first; `source` names the stage that
+    sends an input (None: the model's own), `targets` the stages that read an output.
+    """
+
+    stage: int
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    source: Mapping[str, int | None]
+    targets: Mapping[str, tuple[int, ...]]
+    model_outputs: Mapping[str, str]  # value -> the model's name for it
+
+
+def cut(graph: OperatorGraph, plan: Plan) -> tuple[Cut, ...]:
+    """Every stage of the plan. Sizes never cross: each stage reads them off a tensor that it has."""
+    assert graph.fx is not None, "a graph read from a file cannot be generated from"
+    nodes = {node.name: node for node in graph.fx.graph.nodes}
+    stage_of = {
+        name: stage for name, stage in plan.stage_of.items() if not graph.operators[name].is_replicable
+    }
+    outputs_at = _stages_of_outputs(graph, stage_of, plan.num_stages)
+    needed = [_needed(graph, nodes, stage_of, outputs_at[s], s) for s in range(plan.num_stages)]
+    received = [_received(graph, nodes, stage_of, names, s) for s, names in enumerate(needed)]
+    return tuple(
+        _cut(graph, nodes, stage_of, s, needed[s], received, outputs_at[s]) for s in range(plan.num_stages)
+    )
+
+
+def size_symbol(graph: OperatorGraph, node: fx.Node) -> int | str | None:
+    """What `x.shape[d]` is, for a node that reads it: a number, or an expression in the graph's symbols."""
+    operator = graph.operators.get(node.name)
+    if operator is None or not operator.target.startswith("aten.sym_size"):
+        return None
+    tensor, dimension = node.args[0], node.args[1]
+    assert isinstance(tensor, fx.Node)
+    assert isinstance(dimension, int)
+    spec = spec_of(graph, tensor)
+    return None if spec is None or spec.shape is None else spec.shape[dimension]
+
+
+def operands(graph: OperatorGraph, node: fx.Node) -> list[fx.Node]:
+    """What a node reads, in order; nothing for a size, which is read off whatever tensor is at hand."""
+    return [] if size_symbol(graph, node) is not None else list(node.all_input_nodes)
+
+
+def spec_of(graph: OperatorGraph, node: fx.Node) -> TensorSpec | None:
+    """The one tensor that a node stands for; None for tuples and sizes."""
+    if node.op == "placeholder":
+        return graph.inputs.get(node.name)
+    operator = graph.operators.get(node.name)
+    if operator is None or len(operator.outputs) != 1:
+        return None
+    return operator.outputs[0]
+
+
+def is_size(graph: OperatorGraph, node: fx.Node) -> bool:
+    """A number computed from shapes: written where it is used, never sent."""
+    operator = graph.operators.get(node.name)
+    return operator is not None and not operator.outputs and not operator.writes_buffers and bool(node.users)
+
+
+def _stages_of_outputs(
+    graph: OperatorGraph, stage_of: Mapping[str, int], num_stages: int
+) -> list[dict[str, str]]:
+    """For each stage the model outputs that it returns: value -> name."""
+    found: list[dict[str, str]] = [{} for _ in range(num_stages)]
+    for output in graph.outputs:
+        found[stage_of.get(output.value, num_stages - 1)].setdefault(output.value, output.name)
+    return found
+
+
+def _needed(
+    graph: OperatorGraph,
+    nodes: Mapping[str, fx.Node],
+    stage_of: Mapping[str, int],
+    outputs: Mapping[str, str],
+    stage: int,
+) -> set[str]:
+    """The stage's own operators, and of the replicable ones those that they need."""
+    own = {name for name, owner in stage_of.items() if owner == stage}
+    todo = [*own, *(value for value in outputs if value not in stage_of)]
+    needed: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name in needed or name not in graph.operators:
+            continue
+        if name in stage_of and stage_of[name] != stage:
+            continue
+        needed.add(name)
+        todo += [node.name for node in operands(graph, nodes[name])]
+    return needed
+
+
+def _received(
+    graph: OperatorGraph,
+    nodes: Mapping[str, fx.Node],
+    stage_of: Mapping[str, int],
+    needed: set[str],
+    stage: int,
+) -> set[str]:
+    read = {operand.name for name in needed for operand in operands(graph, nodes[name])}
+    return {name for name in read if stage_of.get(name, stage) != stage}
+
+
+def _cut(
+    graph: OperatorGraph,
+    nodes: Mapping[str, fx.Node],
+    stage_of: Mapping[str, int],
+    stage: int,
+    needed: set[str],
+    received: Sequence[set[str]],
+    outputs: Mapping[str, str],
+) -> Cut:
+    kept = tuple(node for name, node in nodes.items() if name in needed)
+    given = {name for target in range(stage + 1, len(received)) for name in received[target]}
+    returned = {name for name in given if stage_of[name] == stage} | set(outputs)
+    loaded = _loaded_inputs(graph, kept, outputs) | _size_inputs(graph, kept, received[stage])
+    inputs = [nodes[name] for name in graph.inputs if name in loaded]
+    inputs += [node for name, node in nodes.items() if name in received[stage]]
+    return Cut(
+        stage=stage,
+        nodes=kept,
+        inputs=tuple(inputs),
+        outputs=tuple(node for name, node in nodes.items() if name in returned),
+        source={node.name: stage_of.get(node.name) for node in inputs},
+        targets={
+            name: tuple(t for t in range(len(received)) if t != stage and name in received[t])
+            for name in returned
+        },
+        model_outputs=outputs,
+    )
+
+
+def _loaded_inputs(graph: OperatorGraph, kept: Sequence[fx.Node], outputs: Mapping[str, str]) -> set[str]:
+    read = {operand.name for node in kept for operand in operands(graph, node)}
+    return {name for name in graph.inputs if name in read or name in outputs}
+
+
+def _size_inputs(graph: OperatorGraph, kept: Sequence[fx.Node], received: set[str]) -> set[str]:
+    """A model input for each size that no other input of the stage has."""
+    wanted = {symbol for node in kept if isinstance(symbol := size_symbol(graph, node), str)}
+    read = {operand.name for node in kept for operand in operands(graph, node)}
+    at_hand = [graph.inputs[name] for name in graph.inputs if name in read]
+    at_hand += [graph.operators[name].outputs[0] for name in received]
+    have = {size for spec in at_hand for size in spec.shape or ()}
+    added: set[str] = set()
+    for symbol in sorted(wanted - have):
+        if symbol in {size for name in added for size in graph.inputs[name].shape or ()}:
+            continue
+        added |= {next(name for name, spec in graph.inputs.items() if symbol in (spec.shape or ()))}
+    return added

@@ -1,0 +1,139 @@
+"""A whole file: what the stage is, its classes, and a main that tries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pd2bw_fx.graph import OperatorGraph, TensorSpec, dtype_name
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.stage import Port
+from pd2bw_fx.units import format_bytes, format_seconds
+
+from .layout import laid_out
+from .literals import plain
+from .write import ClassText, StageWriter, docstring
+
+
+def document(
+    graph: OperatorGraph,
+    plan: Plan,
+    stage: int,
+    writer: StageWriter,
+    inputs: Sequence[Port],
+    outputs: Sequence[Port],
+    parameters: Sequence[str],
+) -> str:
+    """The source of a stage."""
+    parts = [_classes(writer)]
+    if all(port.spec.example_shape is not None for port in inputs):
+        parts.append(_main(writer.root_name, inputs))
+    body = "\n\n\n".join(part for group in parts for part in group)
+    head = "\n".join(_head(graph, plan, stage, writer, inputs, outputs, parameters))
+    return f'"""{head}\n"""\n\n{_imports(body)}\n\n\n{body}\n'
+
+
+def _head(
+    graph: OperatorGraph,
+    plan: Plan,
+    stage: int,
+    writer: StageWriter,
+    inputs: Sequence[Port],
+    outputs: Sequence[Port],
+    parameters: Sequence[str],
+) -> Iterator[str]:
+    planned = plan.stages[stage]
+    place = f"{plain(graph.model_name)}, for {plain(planned.device_name)}"
+    yield f"Stage {stage} of {plan.num_stages} of {place}."
+    yield ""
+    yield "Takes"
+    yield from (f"    {_given(port)}" for port in inputs)
+    yield "Gives"
+    yield from (f"    {_returned(port)}" for port in outputs)
+    yield from _holds(graph, plan, stage, writer, parameters)
+    times = f"{format_seconds(planned.forward_s)} forward, {format_seconds(planned.backward_s)} backward"
+    memory = f"{format_bytes(planned.memory.total_bytes)} of {format_bytes(planned.memory_limit_bytes)}"
+    yield f"Predicted for a microbatch: {times}; memory {memory}."
+
+
+def _given(port: Port) -> str:
+    origin = "an input of the model" if port.source is None else f"from stage {port.source}"
+    flow = ", its gradient goes back" if port.needs_gradient else ""
+    return f"{port.name}: {plain(str(port.spec))}, {origin}{flow}"
+
+
+def _returned(port: Port) -> str:
+    places = [f"to stage {target}" for target in port.targets]
+    if port.model_output is not None:
+        places.append(f"the {plain(port.model_output)} of the model")
+    return f"{port.name}: {plain(str(port.spec))}, {' and '.join(places)}"
+
+
+def _holds(
+    graph: OperatorGraph, plan: Plan, stage: int, writer: StageWriter, parameters: Sequence[str]
+) -> Iterator[str]:
+    specs = [graph.parameters[name].spec for name in parameters]
+    elements = sum(spec.num_bytes // spec.dtype.itemsize for spec in specs)
+    yield f"Holds {elements:,} parameters ({format_bytes(sum(spec.num_bytes for spec in specs))})."
+    for name, canonical in writer.ties.items():
+        others = [
+            str(other.stage)
+            for other in plan.stages
+            if other.stage != stage and canonical in other.parameters
+        ]
+        elsewhere = f", held by stage {' and '.join(others)} too" if others else ""
+        yield f"    {plain(name)} is tied to {plain(canonical)}{elsewhere}."
+
+
+def _imports(body: str) -> str:
+    lines = ["import torch"] if "torch." in body else []
+    lines += ["import torch.nn.functional as F"] if "F." in body else []
+    names = ["Tensor"] if "Tensor" in body else []
+    names += ["nn"] if "nn." in body else []
+    return "\n".join([*lines, f"from torch import {', '.join(names)}"])
+
+
+def _classes(writer: StageWriter) -> list[str]:
+    functions = ["\n".join(lines) for _, lines in writer.functions]
+    return [*functions, *("\n".join(_class(text)) for text in writer.classes)]
+
+
+def _class(text: ClassText) -> Iterator[str]:
+    yield f"class {text.name}(nn.Module):"
+    if text.paths != [""]:
+        yield f"    {docstring(text)}"
+        yield ""
+    yield from text.lines
+
+
+def _main(root_name: str, inputs: Sequence[Port]) -> list[str]:
+    lines = [
+        "def main() -> None:",
+        '    """Forward and backward once, on random inputs and weights."""',
+        f"    stage = {root_name}()",
+        "    for parameter in stage.parameters():",
+        "        nn.init.normal_(parameter, std=0.02)",
+    ]
+    for port in inputs:
+        lines += laid_out(f"{port.name} = {_random(port.spec)}", 4)
+    arguments = ", ".join(port.name for port in inputs)
+    lines += laid_out(f"returned = stage({arguments})", 4)
+    lines += [
+        "    results = returned if isinstance(returned, tuple) else (returned,)",
+        "    torch.stack([result.sum() for result in results if result.requires_grad]).sum().backward()",
+        "    for result in results:",
+        "        print(tuple(result.shape), result.dtype)",
+    ]
+    return ["\n".join(lines), 'if __name__ == "__main__":\n    main()']
+
+
+def _random(spec: TensorSpec) -> str:
+    shape = "(" + ", ".join(str(size) for size in spec.example_shape or ())
+    shape += ",)" if len(spec.example_shape or ()) == 1 else ")"
+    kind = (
+        "" if spec.dtype.is_floating_point and dtype_name(spec.dtype) == "float32" else dtype_name(spec.dtype)
+    )
+    if not spec.dtype.is_floating_point:
+        return f"torch.ones({shape}, dtype=torch.{kind})"
+    dtype = f", dtype=torch.{kind}" if kind else ""
+    needs = ", requires_grad=True" if spec.requires_grad else ""
+    return f"torch.randn({shape}{dtype}{needs})"

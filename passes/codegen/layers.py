@@ -1,0 +1,89 @@
+"""Layers of torch.nn that are printed as themselves, with the arguments that they were built with."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from pd2bw_fx.graph import dtype_name
+
+from .literals import literal
+
+# Layers whose forward takes one tensor and gives one (LSTM and GRU: a tuple). Anything else is printed as
+# the operators that it was traced to.
+_LAYERS: tuple[type[nn.Module], ...] = (
+    nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.LeakyReLU,
+    nn.Softplus, nn.Softmax, nn.LogSoftmax, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid,
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.Flatten,
+    nn.LSTM, nn.GRU, nn.Identity,
+)  # fmt: skip
+
+_RECURRENT = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
+
+
+def is_layer(module: nn.Module, *, training: bool) -> bool:
+    """Exactly a layer of torch.nn as its constructor makes it, in the mode that the model is in.
+
+    A subclass, a hook, a parametrisation or a forward of the instance's own would compute something else.
+    """
+    return (
+        type(module) in _LAYERS
+        and module.training == training
+        and "forward" not in vars(module)
+        and not any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks))
+        and not hasattr(module, "parametrizations")
+        and not hasattr(module, "weight_g")
+    )
+
+
+def constructor(module: nn.Module) -> str:
+    """`nn.Linear(768, 3072, bias=False)`: arguments that have their default are left out."""
+    name = type(module).__name__
+    pairs = _recurrent(module) if isinstance(module, nn.LSTM | nn.GRU) else _by_signature(module)
+    texts: list[str] = []
+    positional = True
+    for argument, value, default in pairs:
+        if default is not inspect.Parameter.empty and type(value) is type(default) and value == default:
+            positional = False
+            continue
+        text = literal(value)
+        texts.append(text if positional else f"{argument}={text}")
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    if dtype != torch.float32:
+        texts.append(f"dtype=torch.{dtype_name(dtype)}")
+    return f"nn.{name}({', '.join(texts)})"
+
+
+def _by_signature(module: nn.Module) -> list[tuple[str, Any, Any]]:
+    found = []
+    for argument, parameter in inspect.signature(type(module)).parameters.items():
+        if argument in ("device", "dtype", "inplace") or argument.startswith("_"):
+            continue
+        value = getattr(module, argument)
+        if argument == "bias" and not isinstance(value, bool):
+            value = value is not None
+        found.append((argument, _unpacked(value), parameter.default))
+    return found
+
+
+def _recurrent(module: nn.RNNBase) -> list[tuple[str, Any, Any]]:
+    defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False}
+    pairs = [(n, getattr(module, n), defaults.get(n, inspect.Parameter.empty)) for n in _RECURRENT]
+    if module.proj_size:
+        pairs.append(("proj_size", module.proj_size, 0))
+    return pairs
+
+
+def _unpacked(value: Any) -> Any:
+    """(3, 3) -> 3, as it is usually written."""
+    if isinstance(value, tuple) and value and all(type(v) is int and v == value[0] for v in value):
+        return value[0]
+    return tuple(value) if isinstance(value, tuple) else value

@@ -1,0 +1,89 @@
+"""The one gate through which values become source text. Nothing is printed by its own `repr`."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import math
+import re
+from typing import Any
+
+import torch
+
+from pd2bw_fx.errors import TraceError
+
+_RESERVED = frozenset(
+    {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, "self", "torch", "nn", "F", "Tensor"}
+)
+
+
+def literal(value: Any) -> str:
+    """Source for a constant of an exactly known type; TraceError for anything else.
+
+    Types are compared, not tested by isinstance: a subclass may print as it likes.
+    """
+    kind = type(value)
+    if value is None or value is Ellipsis or kind is bool:
+        return {None: "None", Ellipsis: "...", True: "True", False: "False"}[value]
+    if kind is int:
+        return int.__repr__(value)
+    if kind is float:
+        return float.__repr__(value) if math.isfinite(value) else f'float("{float.__repr__(value)}")'
+    if kind is complex:
+        return f"complex({literal(value.real)}, {literal(value.imag)})"
+    if kind is str:
+        return quoted(value)
+    if kind is torch.dtype:
+        return str(value)
+    if kind is torch.memory_format:
+        return str(value)
+    if kind is slice:
+        return f"slice({literal(value.start)}, {literal(value.stop)}, {literal(value.step)})"
+    if kind in (list, torch.Size) or isinstance(value, list):
+        return f"[{', '.join(literal(item) for item in value)}]"
+    if kind is tuple or isinstance(value, tuple):
+        return in_tuple([literal(item) for item in value])
+    raise TraceError(
+        f"the model uses a constant of type {kind.__module__}.{kind.__qualname__} that cannot be written as "
+        "source; make it a tensor, a number, a string or a tuple of these"
+    )
+
+
+def quoted(text: str) -> str:
+    """A string literal in double quotes, every character outside plain ASCII escaped."""
+    out = []
+    for character in text:
+        if character in '"\\':
+            out.append("\\" + character)
+        elif " " <= character <= "~":
+            out.append(character)
+        else:
+            code = ord(character)
+            out.append(
+                f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+            )
+    return f'"{"".join(out)}"'
+
+
+def in_tuple(items: list[str]) -> str:
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+def plain(text: str) -> str:
+    """Text for a comment or docstring: one line, printable, without quotes or backslashes."""
+    return "".join(c if " " <= c <= "~" and c not in "\"'\\" else "?" for c in text)
+
+
+def is_plain_name(name: str) -> bool:
+    """An attribute that can be written as `module.name` without surprise."""
+    return (
+        name.isascii() and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("__")
+    )
+
+
+def identifier(text: str, *, fallback: str = "value") -> str:
+    """A safe local name: ASCII, no keyword, no builtin, none of the names that the file imports."""
+    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_")
+    if not name or not name[0].isalpha():
+        name = f"{fallback}_{name}" if name else fallback
+    return f"{name}_" if name in _RESERVED else name

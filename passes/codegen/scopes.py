@@ -1,0 +1,192 @@
+"""The module tree lifted back from the flat program: which operators belong to which module's call.
+
+Operators of one call stand together in program order and stay so when other stages' are taken out, so a
+stage's tree is found by reading its operators from first to last.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from pd2bw_fx.graph import OperatorGraph
+
+from .cut import is_size
+from .literals import identifier
+
+# A preamble shorter than this reads better where it is than as a function of its own.
+_LONG_PREAMBLE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A place in the author's file: `forward` of some module stood there while an operator was traced."""
+
+    file: str
+    number: int
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file.rpartition('/')[2]}:{self.number}"
+
+
+@dataclass(slots=True)
+class Scope:
+    """One call of a module, or a preamble that is made a function of its own (`function` is its name).
+
+    `items` are operators and inner calls in program order. `depth` counts modules from the root, whose is 0.
+    """
+
+    path: str
+    kind: str  # qualified type: "torch.nn.modules.linear.Linear"
+    key: str  # tells repeated calls of one module apart
+    depth: int
+    items: list[fx.Node | Scope] = field(default_factory=list)
+    function: str | None = None
+
+    @property
+    def nodes(self) -> Iterator[fx.Node]:
+        for item in self.items:
+            if isinstance(item, Scope):
+                yield from item.nodes
+            else:
+                yield item
+
+    @property
+    def type_name(self) -> str:
+        return self.kind.rpartition(".")[2]
+
+
+def lift(graph: OperatorGraph, nodes: Sequence[fx.Node]) -> Scope:
+    """The tree of calls of these nodes, the model itself at its root."""
+    root = Scope("", graph.model_name, "", 0)
+    stack = [root]
+    for node in nodes:
+        calls = module_calls(node)
+        shared = 0
+        while (
+            shared < min(len(calls), len(stack) - 1)
+            and stack[shared + 1].key == calls[shared][0]
+            and stack[shared + 1].path == calls[shared][1]
+        ):
+            shared += 1
+        del stack[shared + 1 :]
+        for key, path, kind in calls[shared:]:
+            scope = Scope(path, kind, key, len(stack))
+            stack[-1].items.append(scope)
+            stack.append(scope)
+        stack[-1].items.append(node)
+    _separate_preambles(graph, root)
+    return root
+
+
+def module_calls(node: fx.Node) -> list[tuple[str, str, str]]:
+    """(key, path, type) of the module calls around a node, outermost first, the root left out."""
+    stack = node.meta.get("nn_module_stack") or {}
+    calls = []
+    for key, (path, kind) in stack.items():
+        if path:
+            kind_name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+            calls.append((key, path, kind_name))
+    return calls
+
+
+def line_at(node: fx.Node, depth: int) -> Line | None:
+    """Where the forward of the module at this depth stood when the node was traced.
+
+    The tracer keeps one frame for each module's forward, innermost last.
+    """
+    frames = re.findall(
+        r'File "([^"]*)", line (\d+), in [^\n]*\n[ \t]*([^\n]*)', node.meta.get("stack_trace") or ""
+    )
+    has_root = any(not path for path, _ in (node.meta.get("nn_module_stack") or {}).values())
+    num_calls = len(module_calls(node)) + has_root
+    index = len(frames) - num_calls + depth
+    if not has_root or not 0 <= index < len(frames):
+        return None
+    file, number, code = frames[index]
+    return Line(file, int(number), code)
+
+
+def assigned_names(code: str) -> tuple[str, ...]:
+    """The names that a line of the author's assigns: "q, k = f(" -> ("q", "k"); nothing for other lines."""
+    match = re.match(r"^([A-Za-z_][\w, ()]*?)\s*(?::[^=]*)?(?<![=!<>+*/%&|^@-])=(?!=)", code)
+    if match is None:
+        return ()
+    try:
+        target = ast.parse(match[1].strip(), mode="eval").body
+    except SyntaxError:
+        return ()
+    names = target.elts if isinstance(target, ast.Tuple) else [target]
+    found = tuple(name.id if isinstance(name, ast.Name) else "" for name in names)
+    return tuple(identifier(name) if name not in ("", "_") else "_" for name in found)
+
+
+_SIGNS: dict[type[ast.operator], str] = {
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.MatMult: "matmul"
+}  # fmt: skip
+
+
+def is_outermost(code: str, operator: str, *, is_call: bool) -> bool:
+    """Whether a line that assigns a name from itself (`x = x + f(x)`) does so by this operator, or by the
+    call of a module. Of a line that goes on below only the first part is known."""
+    if re.fullmatch(r"\w+(, \w+)* = [\w.\[\]]+\(", code):
+        return is_call
+    try:
+        statement = ast.parse(code).body[0]
+    except (SyntaxError, IndexError):
+        return False
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+        return False
+    target, value = statement.targets[0].id, statement.value
+    if target not in {name.id for name in ast.walk(value) if isinstance(name, ast.Name)}:
+        return False
+    if isinstance(value, ast.BinOp):
+        return not is_call and _SIGNS.get(type(value.op)) == operator
+    if not isinstance(value, ast.Call):
+        return False
+    called = value.func.attr if isinstance(value.func, ast.Attribute) else ast.unparse(value.func)
+    return is_call or called == operator
+
+
+def _separate_preambles(graph: OperatorGraph, scope: Scope) -> None:
+    """Long runs of operators that one line of the author's makes from inputs alone become functions."""
+    for item in scope.items:
+        if isinstance(item, Scope):
+            _separate_preambles(graph, item)
+    items: list[fx.Node | Scope] = []
+    run: list[fx.Node] = []
+    for item in [*scope.items, None]:
+        here = None if item is None else _preamble_line(graph, item, scope.depth)
+        there = _preamble_line(graph, run[0], scope.depth) if run else None
+        if isinstance(item, fx.Node) and here is not None and (not run or here == there):
+            run.append(item)
+            continue
+        items += _as_function(graph, run, scope)
+        run = []
+        if isinstance(item, fx.Node) and here is not None:
+            run = [item]
+        elif item is not None:
+            items.append(item)
+    scope.items = items
+
+
+def _preamble_line(graph: OperatorGraph, item: fx.Node | Scope, depth: int) -> Line | None:
+    if isinstance(item, Scope) or item.name not in graph.operators:
+        return None
+    return line_at(item, depth) if graph.operators[item.name].is_replicable else None
+
+
+def _as_function(graph: OperatorGraph, run: Sequence[fx.Node], scope: Scope) -> list[fx.Node | Scope]:
+    line = line_at(run[0], scope.depth) if run else None
+    working = [node for node in run if not is_size(graph, node)]
+    names = assigned_names(line.code) if line is not None else ()
+    if len(working) < _LONG_PREAMBLE or len(names) != 1 or names[0] == "_":
+        return list(run)
+    return [
+        Scope(scope.path, scope.kind, f"{scope.key}:{names[0]}", scope.depth, list(run), function=names[0])
+    ]

@@ -1,0 +1,223 @@
+"""A stage's module tree with everything that writing it needs: what each call reads and gives, which
+parameters live where, and which calls are layers that are printed as themselves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from pd2bw_fx.errors import TraceError
+from pd2bw_fx.graph import OperatorGraph, ParameterSpec
+
+from .cut import Cut, is_size, operands, size_symbol, spec_of
+from .layers import is_layer
+from .scopes import Scope, lift, module_calls
+
+
+class StageTree:
+    """The calls of one stage and answers about them; nothing here changes once it is built."""
+
+    def __init__(self, graph: OperatorGraph, stage: Cut) -> None:
+        assert graph.root is not None, "a graph read from a file cannot be generated from"
+        self.graph = graph
+        self.stage = stage
+        self.model: nn.Module = graph.root
+        self.modules: dict[str, nn.Module] = dict(graph.root.named_modules(remove_duplicate=False))
+        self.root = lift(graph, stage.nodes)
+        self._whole_calls = _whole_calls(graph)
+        self._readers = _readers(graph, stage)
+        self._rehome(self.root)
+        self.layers = {id(scope) for scope in walk(self.root) if self._is_layer(scope)}
+        self.owned: dict[str, set[str]] = defaultdict(set)  # class path -> local parameter names
+        self._place_parameters()
+
+    def is_layer(self, scope: Scope) -> bool:
+        return id(scope) in self.layers
+
+    def is_whole(self, scope: Scope) -> bool:
+        """Whether all operators of a call are in this stage."""
+        own = {n.name for n in scope.nodes if not self.graph.operators[n.name].is_replicable}
+        whole = self._whole_calls[scope.key] if scope.path else set(self.graph.operators)
+        return whole == own
+
+    def reads(self, scope: Scope) -> list[fx.Node]:
+        """The values that a call needs from outside, its own parameters and sizes left out."""
+        inside = set(scope.nodes)
+        found: dict[fx.Node, None] = {}
+        for node in scope.nodes:
+            for operand in operands(self.graph, node):
+                for value in self._tensors_of(operand):
+                    if value not in inside and not self._is_own(scope, value):
+                        found.setdefault(value)
+        return list(found)
+
+    def gives(self, scope: Scope) -> list[fx.Node]:
+        """The values of a call that are read outside it."""
+        inside = set(scope.nodes)
+        returned = set(self.stage.outputs)
+        return [
+            node
+            for node in scope.nodes
+            if node in returned or any(reader not in inside for reader in self._readers[node])
+        ]
+
+    def symbols(self, scope: Scope) -> list[str]:
+        """Sizes that a call uses and can read off none of its arguments."""
+        if self.is_layer(scope):
+            return []
+        needed: dict[str, None] = {}
+        for item in scope.items:
+            if isinstance(item, Scope):
+                needed |= dict.fromkeys(self.symbols(item))
+            else:
+                needed |= dict.fromkeys(self._symbols_of(item))
+        at_hand = {size for value in self.reads(scope) for size in self.shape(value)}
+        return [symbol for symbol in needed if symbol not in at_hand]
+
+    def shape(self, node: fx.Node) -> tuple[int | str, ...]:
+        spec = spec_of(self.graph, node)
+        return () if spec is None or spec.shape is None else spec.shape
+
+    def parameter(self, scope: Scope, node: fx.Node) -> str | None:
+        """The name under which a parameter is within reach of a call, or None."""
+        if scope.function is not None:
+            return None
+        return _name_under(scope.path, self._spec(node), self.graph)
+
+    def _spec(self, node: fx.Node) -> ParameterSpec:
+        name = str(node.target)
+        spec = self.graph.parameters.get(name) or self.graph.buffers.get(name)
+        if spec is None:
+            raise TraceError(f"the traced program reads {name!r}, which is no parameter, buffer or constant")
+        return spec
+
+    def _is_own(self, scope: Scope, node: fx.Node) -> bool:
+        return node.op == "get_attr" and self.parameter(scope, node) is not None
+
+    def _tensors_of(self, operand: fx.Node) -> list[fx.Node]:
+        """The operand itself; for a size, nothing, for it is read off whatever tensor is at hand."""
+        return [] if is_size(self.graph, operand) else [operand]
+
+    def _symbols_of(self, node: fx.Node) -> Iterator[str]:
+        for operand in node.all_input_nodes:
+            if is_size(self.graph, operand):
+                symbol = size_symbol(self.graph, operand)
+                if isinstance(symbol, str):
+                    yield symbol
+                elif symbol is None:
+                    yield from self._symbols_of(operand)
+
+    def _rehome(self, scope: Scope) -> None:
+        """Calls of modules that the caller does not hold under their first name: another name, or inline."""
+        items: list[fx.Node | Scope] = []
+        for item in scope.items:
+            if isinstance(item, Scope):
+                self._rehome(item)
+                if not item.path.startswith(scope.path + "." if scope.path else ""):
+                    other = self._other_name(scope.path, item.path)
+                    if other is None:
+                        items += item.items
+                        continue
+                    item.path = other
+            items.append(item)
+        scope.items = items
+
+    def _other_name(self, holder: str, path: str) -> str | None:
+        wanted = self.modules[path]
+        return next((n for n, m in self.modules.items() if m is wanted and n.startswith(holder + ".")), None)
+
+    def _is_layer(self, scope: Scope) -> bool:
+        module = self.modules.get(scope.path)
+        if module is None or scope.function is not None or not scope.path:
+            return False
+        if not is_layer(module, training=self.model.training):
+            return False
+        if any(isinstance(item, Scope) for item in scope.items):
+            return False
+        whole = self._whole_calls[scope.key]
+        own = {n.name for n in scope.nodes if not self.graph.operators[n.name].is_replicable}
+        return (
+            whole == own and len(self.reads(scope)) == 1 and self._gives_what_the_layer_gives(scope, module)
+        )
+
+    def _gives_what_the_layer_gives(self, scope: Scope, module: nn.Module) -> bool:
+        given = self.gives(scope)
+        if isinstance(module, nn.LSTM | nn.GRU):
+            return all(len(node.args) == 2 and isinstance(node.args[1], int) for node in given)
+        return len(given) == 1
+
+    def _place_parameters(self) -> None:
+        classes = {s.path for s in walk(self.root) if not self.is_layer(s) and s.function is None}
+        inside_layers = {s.path for s in walk(self.root) if self.is_layer(s)}
+        for scope in walk(self.root):
+            if self.is_layer(scope):
+                continue
+            for item in scope.items:
+                if not isinstance(item, Scope):
+                    for operand in operands(self.graph, item):
+                        if operand.op == "get_attr":
+                            name = self.parameter(scope, operand) or self._spec(operand).name
+                            self._own(name, classes, inside_layers)
+        if self.stage.stage == 0:
+            for name in self._unread():
+                self._own(name, classes, inside_layers)
+
+    def _own(self, name: str, classes: set[str], layers: set[str]) -> None:
+        if any(name.startswith(path + ".") for path in layers):
+            return
+        owner = max((p for p in classes if not p or name.startswith(p + ".")), key=len)
+        self.owned[owner].add(name)
+
+    def _unread(self) -> list[str]:
+        """Parameters and buffers that no operator of any stage reads: they keep their place all the same."""
+        read = {n for o in self.graph.operators.values() for n in (*o.parameters, *o.buffers)}
+        specs = (*self.graph.parameters.values(), *self.graph.buffers.values())
+        return [spec.name for spec in specs if spec.name not in read]
+
+
+def walk(scope: Scope) -> Iterator[Scope]:
+    yield scope
+    for item in scope.items:
+        if isinstance(item, Scope):
+            yield from walk(item)
+
+
+def _whole_calls(graph: OperatorGraph) -> dict[str, set[str]]:
+    """For each call of the whole program its operators, the recomputable ones left out."""
+    assert graph.fx is not None
+    calls: dict[str, set[str]] = defaultdict(set)
+    for node in graph.fx.graph.nodes:
+        if node.name in graph.operators and not graph.operators[node.name].is_replicable:
+            for key, _, _ in module_calls(node):
+                calls[key].add(node.name)
+    return calls
+
+
+def _readers(graph: OperatorGraph, stage: Cut) -> dict[fx.Node, list[fx.Node]]:
+    readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in stage.nodes:
+        for operand in operands(graph, node):
+            readers[operand].append(node)
+    return readers
+
+
+def _name_under(path: str, spec: ParameterSpec, graph: OperatorGraph) -> str | None:
+    prefix = path + "." if path else ""
+    names: Sequence[str] = (spec.name, *spec.tied_names)
+    return next((name for name in names if name.startswith(prefix)), None)
+
+
+def occurrences(value: Any, node: fx.Node) -> int:
+    """How often a node stands among an operator's operands."""
+    if value is node:
+        return 1
+    if isinstance(value, list | tuple):
+        return sum(occurrences(item, node) for item in value)
+    if isinstance(value, dict):
+        return sum(occurrences(item, node) for item in value.values())
+    if isinstance(value, slice):
+        return sum(occurrences(item, node) for item in (value.start, value.stop, value.step))
+    return 0

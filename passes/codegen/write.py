@@ -1,0 +1,250 @@
+"""From a stage's tree to its classes: each distinct module once, however often it occurs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from pd2bw_fx.graph import ParameterSpec, dtype_name
+
+from .attributes import Attributes, shape_text
+from .layers import constructor
+from .layout import laid_out, rolled, written
+from .literals import identifier, plain, quoted
+from .method import Method, MethodWriter, reference
+from .scopes import Scope, line_at
+from .stage_tree import StageTree, walk
+
+
+@dataclass(slots=True)
+class ClassText:
+    """A class without its docstring, which names all the places where it serves."""
+
+    name: str
+    lines: tuple[str, ...]
+    paths: list[str] = field(default_factory=list)
+    whole: bool = True
+    origin: str = ""
+
+
+class StageWriter:
+    """Writes the classes and helper functions of one stage; `classes` has them in order of definition."""
+
+    def __init__(self, tree: StageTree, root_name: str) -> None:
+        self.tree = tree
+        self.classes: list[ClassText] = []
+        self.functions: list[tuple[str, tuple[str, ...]]] = []
+        self.root_name = root_name
+        self.ties: dict[str, str] = {}
+        self._by_path: dict[str, list[Scope]] = defaultdict(list)
+        self._constructors: dict[str, str] = {}  # class path -> "Block()"
+        self._methods: dict[int, str] = {}  # scope -> the method's name in its class
+        self._function_names: dict[int, str] = {}
+        self.root_attributes: Attributes | None = None
+        for scope in walk(tree.root):
+            if scope.function is None:
+                self._by_path[scope.path].append(scope)
+
+    def write(self) -> Method:
+        """All classes, the root's last; returns the root's forward."""
+        return self._write_class("")
+
+    def _write_class(self, path: str) -> Method:
+        scopes = self._by_path[path]
+        attributes = Attributes(path, self._module_at)
+        for scope in scopes:
+            self._write_inner(scope, attributes)
+        for name in sorted(self.tree.owned[path]):
+            relative = name[len(path) + 1 :] if path else name
+            if not attributes.holds(relative):
+                attributes.add(relative, *self._tensor(name))
+        methods: list[tuple[str, Method]] = []
+        for scope in scopes:
+            method = MethodWriter(self.tree, scope, self._call_text).write()
+            same = next((name for name, other in methods if other == method), None)
+            name = same or ("forward" if not methods else f"forward_{len(methods) + 1}")
+            if same is None:
+                methods.append((name, method))
+            self._methods[id(scope)] = name
+        if not path:
+            self.root_attributes = attributes
+        lines = self._class_lines(path, attributes, methods)
+        self._constructors[path] = f"{self._register(path, lines)}()"
+        return methods[0][1]
+
+    def _write_inner(self, scope: Scope, attributes: Attributes) -> None:
+        """What a body calls, before the body: classes, layers and helper functions."""
+        for item in scope.items:
+            if not isinstance(item, Scope):
+                continue
+            relative = item.path[len(scope.path) + 1 :] if scope.path else item.path
+            if item.function is not None:
+                self._write_function(item)
+            elif self.tree.is_layer(item):
+                attributes.add(relative, constructor(self.tree.modules[item.path]))
+            else:
+                if item.path not in self._constructors:
+                    self._write_class(item.path)
+                attributes.add(relative, self._constructors[item.path])
+
+    def _write_function(self, scope: Scope) -> None:
+        method = MethodWriter(self.tree, scope, self._call_text).write()
+        attributes = Attributes(scope.path, self._module_at)
+        signature = ", ".join(f"{a}: {k}" for a, k in zip(method.arguments, method.annotations, strict=True))
+        body = tuple(written(list(method.body), attributes, 4))
+        base, count = f"make_{scope.function}", 1
+        while True:
+            name = base if count == 1 else f"{base}_{count}"
+            head = tuple(laid_out(f"def {name}({signature}) -> {_returned(scope, self.tree)}:", 0))
+            known = dict(self.functions).get(name)
+            if known is None:
+                self.functions.append((name, (*head, *body)))
+            if known is None or known == (*head, *body):
+                self._function_names[id(scope)] = name
+                return
+            count += 1
+
+    def _call_text(self, caller: Scope, item: Scope, arguments: list[str]) -> str:
+        joined = ", ".join(arguments)
+        if item.function is not None:
+            return f"{self._function_names[id(item)]}({joined})"
+        relative = item.path[len(caller.path) + 1 :] if caller.path else item.path
+        method = self._methods.get(id(item), "forward")
+        return f"{reference(relative)}{'' if method == 'forward' else '.' + method}({joined})"
+
+    def _module_at(self, path: str) -> nn.Module | None:
+        return self.tree.modules.get(path)
+
+    def _tensor(self, name: str) -> tuple[str, str]:
+        """What builds a parameter or buffer that no layer holds."""
+        spec = self._spec(name)
+        shape = spec.spec.example_shape or tuple(int(size) for size in spec.spec.shape or ())
+        dtype = spec.spec.dtype
+        kind = "" if dtype_name(dtype) == "float32" else f", dtype=torch.{dtype_name(dtype)}"
+        empty = f"torch.empty({shape_text(shape) or '()'}{kind})"
+        if spec.name in self.tree.graph.buffers:
+            return empty, "buffer"
+        frozen = "" if spec.trainable else ", requires_grad=False"
+        return f"nn.Parameter({empty}{frozen})", "parameter"
+
+    def _spec(self, name: str) -> ParameterSpec:
+        graph = self.tree.graph
+        found = graph.parameters.get(name) or graph.buffers.get(name)
+        if found is not None:
+            return found
+        specs = (*graph.parameters.values(), *graph.buffers.values())
+        return next(spec for spec in specs if name in spec.tied_names)
+
+    def _class_lines(
+        self, path: str, attributes: Attributes, methods: Sequence[tuple[str, Method]]
+    ) -> tuple[str, ...]:
+        lines: list[str] = []
+        statements = attributes.statements()
+        if not path:
+            statements += self._root_endings(attributes)
+        if statements:
+            lines += ["    def __init__(self) -> None:", "        super().__init__()"]
+            for statement in statements:
+                lines += laid_out(statement, 8)
+        for name, method in methods:
+            if lines:
+                lines.append("")
+            signature = ", ".join(
+                ["self", *(f"{a}: {k}" for a, k in zip(method.arguments, method.annotations, strict=True))]
+            )
+            scope = self._by_path[path][0]
+            lines += laid_out(f"    def {name}({signature}) -> {_returned(scope, self.tree)}:".strip(), 4)
+            lines += written(rolled(method.body, attributes), attributes, 8)
+        return tuple(lines)
+
+    def _root_endings(self, attributes: Attributes) -> list[str]:
+        """Ties between modules of this stage, and parameters that are not trained."""
+        endings = []
+        held = self.held_names()
+        for name, canonical in held.items():
+            if name == canonical:
+                continue
+            self.ties[name] = canonical
+            if canonical in held:
+                endings.append(f"{self._refer(name, attributes)} = {self._refer(canonical, attributes)}")
+        for name, canonical in held.items():
+            spec = self._spec(name)
+            in_layer = any(
+                name.startswith(s.path + ".") for s in walk(self.tree.root) if self.tree.is_layer(s)
+            )
+            if not spec.trainable and canonical in self.tree.graph.parameters and in_layer:
+                endings.append(f"self.get_parameter({quoted(name)}).requires_grad_(False)")
+        return endings
+
+    def _refer(self, name: str, attributes: Attributes) -> str:
+        """A parameter of this stage from its root, through the classes in between."""
+        text, walked, current = "self", "", attributes
+        for inner in self._class_chain(name):
+            relative = inner[len(walked) + 1 :] if walked else inner
+            text = current.refer(relative, text)
+            walked = inner
+            current = self._attributes_of(inner)
+        relative = name[len(walked) + 1 :] if walked else name
+        return current.refer(relative, text)
+
+    def _class_chain(self, name: str) -> list[str]:
+        classes = {path for path in self._constructors if path}
+        return sorted((p for p in classes if name.startswith(p + ".")), key=len)
+
+    def _attributes_of(self, path: str) -> Attributes:
+        attributes = Attributes(path, self._module_at)
+        for scope in self._by_path[path]:
+            for item in scope.items:
+                if isinstance(item, Scope) and item.function is None:
+                    attributes.add(item.path[len(path) + 1 :], "")
+        return attributes
+
+    def held_names(self) -> dict[str, str]:
+        """Every parameter and buffer of the stage by its local name, with its name in the graph."""
+        held: dict[str, str] = {}
+        for scope in walk(self.tree.root):
+            if self.tree.is_layer(scope):
+                module = self.tree.modules[scope.path]
+                tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+                held |= {f"{scope.path}.{n}": self._spec(f"{scope.path}.{n}").name for n in tensors}
+        for names in self.tree.owned.values():
+            held |= {name: self._spec(name).name for name in sorted(names)}
+        return held
+
+    def _register(self, path: str, lines: tuple[str, ...]) -> str:
+        scope = self._by_path[path][0]
+        whole = self.tree.is_whole(scope)
+        base = self.root_name if not path else identifier(scope.type_name, fallback="Module")
+        base = base if whole or not path else f"{base}Part"
+        for known in self.classes:
+            if known.lines == lines and known.name.startswith(base):
+                known.paths.append(path)
+                return known.name
+        taken = {known.name for known in self.classes} | ({self.root_name} if path else set())
+        name, count = base, 1
+        while name in taken:
+            count += 1
+            name = f"{base}{count}"
+        line = next((line_at(node, scope.depth) for node in scope.nodes), None)
+        origin = "" if line is None else plain(line.file.rpartition("/")[2])
+        self.classes.append(ClassText(name, lines, [path], whole, origin))
+        return name
+
+
+def _returned(scope: Scope, tree: StageTree) -> str:
+    gives = len(tree.gives(scope))
+    if gives == 0:
+        return "None"
+    return "Tensor" if gives == 1 else f"tuple[{', '.join(['Tensor'] * gives)}]"
+
+
+def docstring(text: ClassText) -> str:
+    """What a class is in the original model."""
+    paths = [plain(path) for path in text.paths]
+    named = ", ".join(paths) if len(paths) <= 3 else f"{paths[0]} to {paths[-1]} ({len(paths)} of them)"
+    part = "" if text.whole else "This stage's part of "
+    origin = f", from {text.origin}" if text.origin else ""
+    return f'"""{part}{named}{origin}."""'

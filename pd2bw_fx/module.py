@@ -1,0 +1,89 @@
+"""From a stage's source to a module with its weights."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx.errors import PlanMismatchError
+from pd2bw_fx.source_check import check_source
+
+if TYPE_CHECKING:
+    from pd2bw_fx.stage import StageProgram
+
+
+def build_module(program: StageProgram, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """The stage as a module in training mode, its weights copies of `tensors` (by name in the graph).
+
+    The source is checked first and runs in a namespace of its own; a traceback shows its lines.
+    Raises PlanMismatchError for a source that is no stage's, or weights that do not fit it.
+    """
+    where = f"stage_{program.stage}.py"
+    tree = check_source(program.source, where)
+    filename = f"<{where} {abs(hash(program.source)):x}>"
+    linecache.cache[filename] = (len(program.source), None, program.source.splitlines(True), filename)
+    namespace: dict[str, object] = {"__name__": f"stage_{program.stage}"}
+    exec(compile(tree, filename, "exec"), namespace)
+    made = namespace.get(program.class_name)
+    if not isinstance(made, type) or not issubclass(made, nn.Module):
+        raise PlanMismatchError(f"{where} defines no module class {program.class_name!r}")
+    with torch.device("meta"):  # the weights come from `tensors`: drawing random ones would be lost time
+        module: nn.Module = made()
+    _fill(module, program, tensors, where)
+    return module.train()
+
+
+def held_parameters(program: StageProgram, module: nn.Module) -> dict[str, nn.Parameter]:
+    """The stage's parameters by their names in the graph, which a tied one may not have in the module."""
+    local = dict(module.named_parameters(remove_duplicate=False))
+    held = {program.ties.get(name, name): parameter for name, parameter in local.items()}
+    return {name: held[name] for name in program.parameters}
+
+
+def held_buffers(program: StageProgram, module: nn.Module) -> dict[str, Tensor]:
+    """The stage's buffers and constants by their names in the graph."""
+    local = dict(module.named_buffers(remove_duplicate=False))
+    held = {program.ties.get(name, name): buffer for name, buffer in local.items()}
+    return {name: held[name] for name in program.buffers}
+
+
+def _fill(module: nn.Module, program: StageProgram, tensors: Mapping[str, Tensor], where: str) -> None:
+    copies: dict[str, Tensor] = {}
+    for name in (*program.parameters, *program.buffers):
+        if name not in tensors:
+            raise PlanMismatchError(f"{where} needs the tensor {name!r}, and the weights do not have it")
+        copies[name] = tensors[name].detach().clone()
+    filled: dict[str, nn.Parameter] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        canonical = program.ties.get(name, name)
+        _check_fits(name, parameter, copies.get(canonical), where)
+        if canonical not in filled:
+            filled[canonical] = nn.Parameter(copies[canonical], requires_grad=parameter.requires_grad)
+        owner, _, attribute = name.rpartition(".")
+        module.get_submodule(owner)._parameters[attribute] = filled[canonical]
+    for name, buffer in list(module.named_buffers(remove_duplicate=False)):
+        canonical = program.ties.get(name, name)
+        _check_fits(name, buffer, copies.get(canonical), where)
+        owner, _, attribute = name.rpartition(".")
+        module.get_submodule(owner)._buffers[attribute] = copies[canonical]
+    for inner in module.modules():
+        if isinstance(inner, nn.RNNBase):
+            inner._init_flat_weights()
+    there = {program.ties.get(n, n) for n, _ in module.named_parameters(remove_duplicate=False)}
+    there |= {program.ties.get(n, n) for n, _ in module.named_buffers(remove_duplicate=False)}
+    missing = sorted(copies.keys() - there)
+    if missing:
+        raise PlanMismatchError(f"{where} builds no tensor {missing[0]!r}, though it should hold it")
+
+
+def _check_fits(name: str, built: Tensor, given: Tensor | None, where: str) -> None:
+    if given is None:
+        raise PlanMismatchError(f"{where} builds a tensor {name!r} that the weights do not have")
+    if built.shape != given.shape:
+        raise PlanMismatchError(
+            f"{where} builds {name!r} with shape {tuple(built.shape)}, the weights have {tuple(given.shape)}"
+        )
