@@ -300,6 +300,28 @@ def test_a_python_counter_is_refused_where_it_changes_the_program_and_noted_wher
     assert model.calls == 0
 
 
+def test_a_tensor_that_the_forward_keeps_is_noted_and_no_fake_one_is_left_behind() -> None:
+    class Keeping(nn.Linear):
+        last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            self.last = super().forward(x)
+            return self.last.sum()
+
+    model = Keeping(2, 2)
+    traced = trace(model, (torch.randn(3, 2),))
+
+    assert any("assigns a tensor to last" in note for note in traced.report.notes)
+    assert model.last is None
+
+
+def test_a_model_in_evaluation_mode_is_traced_as_it_is_and_said_to_be() -> None:
+    traced = trace(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval(), (torch.randn(3, 2),))
+
+    assert any("evaluation mode" in note for note in traced.report.notes)
+    assert not any(operator.is_random for operator in normalise(traced).operators.values())
+
+
 def test_a_loss_function_must_give_a_scalar_and_own_nothing_trainable() -> None:
     x, y = torch.randn(4, 4), torch.randint(0, 3, (4,))
 

@@ -39,6 +39,7 @@ def normalise(traced: Traced) -> OperatorGraph:
         symbols=_symbols(traced, placeholders),
         canonical=canonical_names(traced.model),
         parameters=parameters.keys(),
+        model_type=type(traced.model).__name__,
     )
     return OperatorGraph(
         operators=describer.operators(),

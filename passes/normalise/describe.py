@@ -53,6 +53,7 @@ class Describer:
     symbols: Mapping[str, str]  # the shape environment's names -> ours
     canonical: Mapping[str, str]  # every name of a parameter or buffer -> the first one
     parameters: Set[str]
+    model_type: str
 
     def input_spec(self, node: fx.Node) -> TensorSpec:
         fake = self.facts.values.get(node.name)
@@ -97,7 +98,7 @@ class Describer:
         return operators
 
     def _operator(self, node: fx.Node, replicable: set[str]) -> Operator:
-        path, kind = _module(node)
+        path, kind = _module(node) or ("", self.model_type)
         names = self._state_read(node)
         parameters = tuple(name for name in names if name in self.parameters)
         outputs = self._outputs(node)
@@ -162,10 +163,11 @@ def _is_size(value: Any) -> bool:
     return bool(leaves) and all(isinstance(leaf, (int, float, bool, torch.SymInt)) for leaf in leaves)
 
 
-def _module(node: fx.Node) -> tuple[str, str]:
+def _module(node: fx.Node) -> tuple[str, str] | None:
+    """Path and class of the innermost module whose forward the node came from, where the trace knows it."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     if not stack:
-        return "", ""
+        return None
     path, kind = stack[-1]
     return path, kind.rpartition(".")[2]
 

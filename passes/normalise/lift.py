@@ -6,6 +6,7 @@ inlined with a mark on each node, and modules' paths lose the tracing wrapper's 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import getitem
@@ -208,27 +209,21 @@ class _Copier:
         kept = ("val", "stack_trace", "no_grad", "autocast")
         meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
         stack = node.meta.get("nn_module_stack", {})
-        meta["nn_module_stack"] = {
-            key: (path, kind) for key, path, kind in _modules(stack, self.traced.prefix.removesuffix("."))
-        }
+        meta["nn_module_stack"] = _modules(stack, self.traced)
         return meta
 
 
-def _modules(stack: Mapping[str, tuple[str, Any]], wrapper: str) -> list[tuple[str, str, str]]:
-    """Key, path in the user's model and class name of each module on the stack, outermost first.
+def _modules(stack: Mapping[str, tuple[str, Any]], traced: Traced) -> dict[str, tuple[str, str]]:
+    """Path in the user's model and class name of each module on the stack, outermost first.
 
     Repeated calls of one module have keys of their own ("block@1") and the same path.
     """
-    entries = []
+    modules: dict[str, tuple[str, str]] = {}
     for key, (path, kind) in stack.items():
-        if key.startswith("_empty_nn_module_stack"):
+        is_wrapper = bool(traced.prefix) and not path
+        if is_wrapper or key.startswith("_empty_nn_module_stack"):
             continue
-        path = path.partition("@")[0]
-        if wrapper and path != wrapper and not path.startswith(wrapper + "."):
-            if not path:
-                continue  # the wrapper itself
-        elif wrapper:
-            path = path.removeprefix(wrapper).removeprefix(".")
+        once = re.sub(r"@\d+(?=\.|$)", "", path)
         name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
-        entries.append((key, path, name))
-    return entries
+        modules[key] = (own_name(f"{once}.", traced).removesuffix("."), name)
+    return modules

@@ -33,6 +33,7 @@ from .inputs import (
 )
 from .program import MODEL_PREFIX, Program
 from .symbolic import trace_symbolically
+from .watch import attributes_kept
 
 __all__ = ["find_example_inputs", "trace"]
 
@@ -99,7 +100,7 @@ def _first_that_works(
     for name in front_ends:
         program = Program(model, flat, loss_fn)
         try:
-            with torch_errors_unlogged():
+            with attributes_kept(model), torch_errors_unlogged():
                 return program, _traced(name, program, batch_size), attempts
         except Pd2bwError:
             raise
@@ -174,6 +175,11 @@ def _check_loss_fn(loss_fn: Callable[..., Any] | None) -> None:
 
 def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> list[str]:
     notes = [f"{what} is no tensor and was left out of the outputs" for what in program.record.left_out]
+    if not program.model.training:
+        notes.append(
+            "the model is in evaluation mode, and so are the stages: no dropout, no batch statistics; call "
+            "model.train() before splitting to train it"
+        )
     if batch_size is not None:
         batched = flat.batched(batch_size)
         for name, tensor in zip(flat.names, flat.tensors, strict=True):

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from pd2bw_fx.errors import InputError, Pd2bwError
 
 from .program import Program
+from .watch import attributes_kept
 
 _PACKAGE = Path(__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent
@@ -72,7 +73,7 @@ def require_eager_run(program: Program) -> None:
     if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
         return
     try:
-        with _state_kept(program), torch.enable_grad():
+        with _state_kept(program), attributes_kept(program.model), torch.enable_grad():
             program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
     except Pd2bwError:
         raise

@@ -67,7 +67,7 @@ def accept_exported(program: ExportedProgram) -> Traced:
 def accept_graph_module(
     module: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any], batch_size: int | None
 ) -> Traced:
-    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
     given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
     if given and (len(given) != len(names) or not all(isinstance(value, torch.Tensor) for value in given)):
         raise InputError(

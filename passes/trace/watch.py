@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +70,19 @@ class Watch:
             for name, value in _plain_attributes(module).items()
             if module in self._attributes and self._attributes[module].get(name) != value
         )
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """What a traced forward assigns to its modules (tensors without data, counters) is undone."""
+    before = {module: dict(vars(module)) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            for name in [name for name in vars(module) if name not in attributes]:
+                del vars(module)[name]
+            vars(module).update(attributes)
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
