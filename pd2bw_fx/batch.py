@@ -1,0 +1,249 @@
+"""From a training batch, as the model's forward takes it, to flat named inputs and to microbatches.
+
+(x, (a, b)), targets  ->  {"x": .., "pair_0": .., "pair_1": .., "targets": ..}  ->  m of these, cut along
+                          dimension 0
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.graph import dtype_from_name, dtype_name
+
+TARGETS = "targets"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInput:
+    """One tensor of the batch: the model's input `name` is found at `path` within the call's `argument`.
+
+    `num_dims` and `dtype` are the example's. Without `batched`, every microbatch gets the tensor whole.
+    """
+
+    name: str
+    argument: str
+    path: tuple[str | int, ...]
+    num_dims: int
+    dtype: torch.dtype
+    batched: bool = True
+
+    def __str__(self) -> str:
+        return self.argument + "".join(f"[{key!r}]" for key in self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """How a batch becomes the model's inputs.
+
+    A batch is a tuple or list of the forward's positional arguments (targets last, if a loss_fn takes them),
+    a dict of its keyword arguments (targets under "targets"), or, where there is one argument, that tensor.
+    `arguments` are the forward's positional parameters in order, `rest` is the name of its `*args`, if any.
+    """
+
+    inputs: tuple[BatchInput, ...]
+    arguments: tuple[str, ...]
+    rest: str | None = None
+    has_targets: bool = False
+    microbatch_size: int | None = None  # None: any
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        targets: Any = None,
+        *,
+        batched: Collection[str] | None = None,
+        microbatch_size: int | None = None,
+    ) -> Self:
+        """The layout of batches that look like these example inputs.
+
+        `batched` names the inputs whose dimension 0 is the batch; None: those whose dimension 0 has the size
+        that most of them have. `microbatch_size` is given where the model was traced for one size only.
+        """
+        signature = inspect.signature(model.forward)
+        kinds = signature.parameters.values()
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        arguments = tuple(p.name for p in kinds if p.kind in positional)
+        rest = next((p.name for p in kinds if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
+        layout = cls((), arguments, rest, targets is not None)
+        given = dict(zip(layout._argument_names(len(args)), args, strict=True)) | dict(kwargs or {})
+        order = [*arguments, *(name for name in given if name not in signature.parameters)]
+        order += [name for name in signature.parameters if name not in order]
+        named = {name: given[name] for name in order if name in given}
+        if targets is not None:
+            named[TARGETS] = targets
+        found = [leaf for name, value in named.items() for leaf in _tensors(name, value)]
+        sizes = Counter(tensor.shape[0] for _, _, tensor in found if tensor.dim())
+        batch_size = max(sizes, key=lambda size: sizes[size]) if sizes else 0
+        inputs: list[BatchInput] = []
+        for argument, path, tensor in found:
+            name = _distinct(_joined(argument, path), [known.name for known in inputs])
+            is_batched = tensor.dim() > 0 and (
+                tensor.shape[0] == batch_size if batched is None else name in batched
+            )
+            inputs.append(BatchInput(name, argument, path, tensor.dim(), tensor.dtype, is_batched))
+        return cls(tuple(inputs), arguments, rest, targets is not None, microbatch_size)
+
+    def flatten(self, batch: Any) -> dict[str, Tensor]:
+        """The batch's tensors by input name. Raises InputError naming what is missing or of a wrong kind."""
+        call = self._call(batch)
+        unknown = sorted(call.keys() - {known.argument for known in self.inputs})
+        strange = [name for name in unknown if any(_tensors(name, call[name]))]
+        if strange:
+            raise InputError(
+                f"the batch has {strange[0]!r}, which the example inputs did not have; expected "
+                f"{self._listing()}"
+            )
+        return {known.name: self._find(known, call) for known in self.inputs}
+
+    def cut(self, flat: Mapping[str, Tensor], num_microbatches: int) -> list[dict[str, Tensor]]:
+        """Equal microbatches along dimension 0. Raises InputError for a batch that cannot be cut so."""
+        sizes = {known.name: flat[known.name].shape[0] for known in self.inputs if known.batched}
+        if len(set(sizes.values())) > 1:
+            found = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+            raise InputError(f"the batch's tensors differ in dimension 0 ({found}); all must have one size")
+        for name, size in sizes.items():
+            if size == 0 or size % num_microbatches:
+                raise InputError(
+                    f"{name!r} has {size} samples, which cannot be cut into {num_microbatches} equal "
+                    f"microbatches; pass a multiple of {num_microbatches}, or leave out the last, short batch"
+                )
+            if self.microbatch_size not in (None, size // num_microbatches):
+                raise InputError(
+                    f"{name!r} has {size} samples, {size // num_microbatches} in each of {num_microbatches} "
+                    f"microbatches; the model was traced for {self.microbatch_size} only: pass "
+                    f"{num_microbatches * (self.microbatch_size or 0)} samples, or split it with other "
+                    "example inputs"
+                )
+            break
+        pieces: list[dict[str, Tensor]] = [{} for _ in range(num_microbatches)]
+        for known in self.inputs:
+            tensor = flat[known.name]
+            parts = tensor.chunk(num_microbatches) if known.batched else (tensor,) * num_microbatches
+            for piece, part in zip(pieces, parts, strict=True):
+                piece[known.name] = part
+        return pieces
+
+    def to_json(self) -> dict[str, Any]:
+        inputs = [asdict(known) | {"dtype": dtype_name(known.dtype)} for known in self.inputs]
+        return {
+            "inputs": inputs,
+            "arguments": list(self.arguments),
+            "rest": self.rest,
+            "has_targets": self.has_targets,
+            "microbatch_size": self.microbatch_size,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        inputs = tuple(
+            BatchInput(**(entry | {"path": tuple(entry["path"]), "dtype": dtype_from_name(entry["dtype"])}))
+            for entry in data["inputs"]
+        )
+        arguments = tuple(data["arguments"])
+        return cls(inputs, arguments, data["rest"], data["has_targets"], data["microbatch_size"])
+
+    def _call(self, batch: Any) -> dict[str, Any]:
+        """The batch's arguments by name."""
+        if isinstance(batch, Mapping):
+            return dict(batch)
+        if isinstance(batch, Tensor):
+            batch = (batch,)
+        if not isinstance(batch, tuple | list):
+            raise InputError(
+                f"the batch is a {type(batch).__name__}; expected a tuple of the model's arguments, a dict "
+                f"of them, or a tensor: {self._listing()}"
+            )
+        targets = {}
+        if self.has_targets and len(batch):
+            *batch, targets[TARGETS] = batch
+        if self.rest is None and len(batch) > len(self.arguments):
+            raise InputError(
+                f"the batch has {len(batch) + len(targets)} entries; the model takes {self._listing()}"
+            )
+        return dict(zip(self._argument_names(len(batch)), batch, strict=True)) | targets
+
+    def _argument_names(self, count: int) -> Iterator[str]:
+        """What the first `count` positional arguments are called."""
+        for position in range(count):
+            if position < len(self.arguments):
+                yield self.arguments[position]
+            else:
+                yield f"{self.rest}_{position - len(self.arguments)}"
+
+    def _find(self, known: BatchInput, call: Mapping[str, Any]) -> Tensor:
+        if known.argument not in call:
+            raise InputError(
+                f"the batch has no {known.argument!r} (found {_names(call)}); expected {self._listing()}"
+            )
+        value = call[known.argument]
+        for key in known.path:
+            try:
+                value = (
+                    value[key]
+                    if not isinstance(key, str) or isinstance(value, Mapping)
+                    else getattr(value, key)
+                )
+            except (LookupError, AttributeError, TypeError):
+                raise InputError(
+                    f"the batch has no {known}: {key!r} is not in a {type(value).__name__}; expected batches "
+                    "nested like the example inputs"
+                ) from None
+        if not isinstance(value, Tensor):
+            raise InputError(f"the batch's {known} is a {type(value).__name__}; a tensor was expected")
+        if value.dtype is not known.dtype or value.dim() != known.num_dims:
+            raise InputError(
+                f"the batch's {known} is {dtype_name(value.dtype)} with {value.dim()} dimensions; expected "
+                f"{dtype_name(known.dtype)} with {known.num_dims}, as in the example inputs"
+            )
+        return value
+
+    def _listing(self) -> str:
+        return ", ".join(str(known) for known in self.inputs) or "no tensor at all"
+
+
+def _tensors(argument: str, value: Any) -> list[tuple[str, tuple[str | int, ...], Tensor]]:
+    leaves, _ = pytree.tree_flatten_with_path(value)
+    return [
+        (argument, tuple(_step(key) for key in path), leaf)
+        for path, leaf in leaves
+        if isinstance(leaf, Tensor)
+    ]
+
+
+def _step(key: Any) -> str | int:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            found: str | int = getattr(key, attribute)
+            return found
+    raise InputError(f"an example input is nested in a way that has no path ({key!r}); use tuples and dicts")
+
+
+def _joined(argument: str, path: Sequence[str | int]) -> str:
+    """The same words joined as the trace joins them."""
+    name = re.sub(r"\W", "_", "_".join([argument, *map(str, path)]))
+    return name if name.isidentifier() else f"_{name}"
+
+
+def _distinct(name: str, taken: Sequence[str]) -> str:
+    candidate, count = name, 0
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}_{count}"
+    return candidate
+
+
+def _names(call: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, call)) or "nothing"
