@@ -1,0 +1,106 @@
+"""Batches: every way of giving one comes to the same named inputs, and wrong ones are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx.batch import BatchLayout
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.passes.trace.inputs import flatten_arguments
+
+
+class Model(nn.Module):
+    def forward(
+        self, x: Tensor, pair: Any = None, *rest: Tensor, extra: Any = None, mask: Any = None
+    ) -> Tensor:
+        raise AssertionError("no batch is run here")
+
+
+X, A, B, Y = torch.randn(6, 3), torch.randn(6, 2), torch.arange(6), torch.randn(6)
+TABLE = torch.randn(4, 4)
+EXTRA = {"first image": A, "nested": [B, {"t": TABLE}]}
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "targets"),
+    [
+        ((X,), {}, None),
+        ((X, (A, B)), {}, Y),
+        ((X, (A, B), Y, TABLE), {"mask": B}, None),
+        ((), {"mask": B, "x": X}, None),
+        ((X,), {"extra": EXTRA, "mask": A}, {"labels": B, "weights": (Y,)}),
+    ],
+)
+def test_inputs_have_the_names_and_the_order_of_the_trace(args: Any, kwargs: Any, targets: Any) -> None:
+    traced = flatten_arguments(Model(), args, kwargs, targets)
+
+    layout = BatchLayout.of(Model(), args, kwargs, targets)
+
+    assert tuple(known.name for known in layout.inputs) == traced.names
+
+
+def test_tuple_list_dict_and_tensor_are_the_same_batch() -> None:
+    layout = BatchLayout.of(Model(), (X, (A, B)), {}, Y)
+    expected = {"x": X, "pair_0": A, "pair_1": B, "targets": Y}
+
+    for batch in [(X, (A, B), Y), [X, [A, B], Y], {"x": X, "pair": (A, B), "targets": Y}]:
+        found = layout.flatten(batch)
+        assert list(found) == list(expected)
+        assert all(found[name] is expected[name] for name in expected)
+    assert BatchLayout.of(Model(), (X,)).flatten(X) == {"x": X}
+
+
+def test_what_has_no_batch_dimension_goes_to_every_microbatch_whole() -> None:
+    layout = BatchLayout.of(Model(), (X,), {"extra": EXTRA})
+
+    pieces = layout.cut(layout.flatten({"x": X, "extra": EXTRA}), 3)
+
+    assert [piece["x"].tolist() for piece in pieces] == [X[0:2].tolist(), X[2:4].tolist(), X[4:6].tolist()]
+    assert [piece["extra_nested_0"].tolist() for piece in pieces] == [[0, 1], [2, 3], [4, 5]]
+    assert all(piece["extra_nested_1_t"] is TABLE for piece in pieces)
+
+
+def test_a_layout_survives_json() -> None:
+    layout = BatchLayout.of(Model(), (X, (A, B), Y), {"extra": EXTRA}, Y, microbatch_size=2)
+
+    assert BatchLayout.from_json(layout.to_json()) == layout
+
+
+@pytest.mark.parametrize(
+    ("batch", "complaint"),
+    [
+        ((X, (A, B)), r"no 'pair'.*found 'x', 'targets'|is a tuple"),
+        (
+            {"x": X, "targets": Y},
+            r"no 'pair' \(found 'x', 'targets'\); expected x, pair\[0\], pair\[1\], targets",
+        ),
+        ((X, (A,), Y), r"no pair\[1\]: 1 is not in a tuple"),
+        ((X, (A, B.float()), Y), r"pair\[1\] is float32 with 1 dimensions; expected int64 with 1"),
+        ((X, (A, 3), Y), r"pair\[1\] is a int; a tensor was expected"),
+        ((X[0], (A, B), Y), r"x is float32 with 1 dimensions; expected float32 with 2"),
+        ("words", r"the batch is a str; expected a tuple of the model's arguments"),
+        ({"x": X, "pair": (A, B), "targets": Y, "mask": A}, r"has 'mask', which the example inputs did not"),
+    ],
+)
+def test_a_wrong_batch_is_refused_by_name(batch: Any, complaint: str) -> None:
+    layout = BatchLayout.of(Model(), (X, (A, B)), {}, Y)
+
+    with pytest.raises(InputError, match=complaint):
+        layout.flatten(batch)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused() -> None:
+    layout = BatchLayout.of(Model(), (X, (A, B)))
+    fixed = BatchLayout.of(Model(), (X,), microbatch_size=2)
+
+    with pytest.raises(InputError, match="'x' has 6 samples, which cannot be cut into 4 equal"):
+        layout.cut(layout.flatten((X, (A, B))), 4)
+    with pytest.raises(InputError, match=r"differ in dimension 0 \(x: 6, pair_0: 5, pair_1: 6\)"):
+        layout.cut(layout.flatten((X, (A[:5], B))), 2)
+    with pytest.raises(InputError, match="traced for 2 only: pass 4 samples"):
+        fixed.cut(fixed.flatten(X), 2)
+    assert len(fixed.cut(fixed.flatten(X), 3)) == 3
