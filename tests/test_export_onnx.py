@@ -373,6 +373,11 @@ class Wrong(nn.Module):
         return x + 1 if torch.compiler.is_exporting() else x
 
 
+class OneSize(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(2, 4)
+
+
 class Untranslatable(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 1 if x.sum() > 0 else x
@@ -382,6 +387,7 @@ class Untranslatable(nn.Module):
     ("module", "said"),
     [
         (Wrong(), r"y, an output of stage 0, differs from torch by 1"),
+        (OneSize(), r"stage 0 fails in torch on inputs of shape \(3, 4\): RuntimeError: shape '\[2, 4\]'"),
         (Untranslatable(), r"stage 0 cannot be translated to ONNX opset 20"),
     ],
 )

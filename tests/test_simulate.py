@@ -15,6 +15,7 @@ from pd2bw_fx.actions import Action, Kind, Schedule
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import StageMemory
 from pd2bw_fx.errors import InputError, ScheduleError
+from pd2bw_fx.passes.schedule import build_schedule
 from pd2bw_fx.passes.simulate import Durations, LinkTimes, simulate, simulate_durations
 from pd2bw_fx.plan import Plan, StagePlan, Transfer
 from pd2bw_fx.timeline import Event, Timeline
@@ -85,6 +86,20 @@ def test_gpipe_and_1f1b_take_m_plus_d_minus_1_microbatch_times(
 
     assert timeline.span_s == (m + d - 1) * 3.0
     assert timeline.bubble == pytest.approx((d - 1) / (m + d - 1), abs=1e-15)
+
+
+@pytest.mark.parametrize(("d", "m"), [(1, 1), (2, 4), (4, 4), (4, 8)])
+def test_the_projects_own_schedules_take_the_same_times_as_those_written_here(d: int, m: int) -> None:
+    durations = Durations.chain([1.0, 1.5, 0.7, 1.2][:d], [2.0, 2.5, 2.1, 3.0][:d], latency_s=0.1)
+    written = {"gpipe": gpipe(d, m), "1f1b": flush(d, m, updates=3), "2bw": two_buffered(d, m, updates=3)}
+
+    for method, schedule in written.items():
+        updates = 1 if method == "gpipe" else 3
+        built = build_schedule(method, d, microbatches_per_update=m, updates=range(updates), drain=True)
+        ours, theirs = (simulate_durations(s, durations) for s in (schedule, built))
+        assert [e for e in theirs.compute() if e.kind is not Kind.UPDATE] == [
+            e for e in ours.compute() if e.kind is not Kind.UPDATE
+        ]
 
 
 def test_gpipe_holds_all_microbatches_and_1f1b_only_as_many_as_stages_follow() -> None:

@@ -79,11 +79,21 @@ def open_session(path: Path, stage: int) -> InferenceSession:
 def run_modules(
     programs: Sequence[StageProgram], modules: Sequence[nn.Module], inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Every tensor that enters or leaves a stage, by its value's name; nothing is recorded for gradients."""
+    """Every tensor that enters or leaves a stage, by its value's name; nothing is recorded for gradients.
+
+    Raises ExportError if a stage does not take these inputs, for instance another batch size than it had.
+    """
     values = dict(inputs)
     with torch.no_grad():
         for program, module in zip(programs, modules, strict=True):
-            result = module(*(values[port.value] for port in program.inputs))
+            fed = [values[port.value] for port in program.inputs]
+            try:
+                result = module(*fed)
+            except Exception as error:  # whatever the model's own code raises
+                shapes = ", ".join(str(tuple(tensor.shape)) for tensor in fed)
+                raise ExportError(
+                    f"stage {program.stage} fails in torch on inputs of shape {shapes}: {first_line(error)}"
+                ) from error
             results = result if isinstance(result, tuple) else (result,)
             values |= {port.value: r for port, r in zip(program.outputs, results, strict=True)}
     return values
