@@ -39,7 +39,7 @@ class Reach:
 
 def windows_for(instance: Instance, target_s: float, reach: Reach) -> Windows | None:
     """Windows that every assignment within `target_s` keeps, or None where that leaves none."""
-    windows = _closed(instance, target_s, reach, _memory_windows(instance, reach))
+    windows = _closed(instance, target_s, reach, _timeless_windows(instance, reach))
     if not np.isfinite(target_s):
         return windows
     lost_s = np.zeros(instance.num_stages)
@@ -57,9 +57,15 @@ def windows_for(instance: Instance, target_s: float, reach: Reach) -> Windows | 
     return windows
 
 
-def _memory_windows(instance: Instance, reach: Reach) -> Windows:
+def _timeless_windows(instance: Instance, reach: Reach) -> Windows:
     n, k = instance.num_nodes, instance.num_stages
     everywhere = Windows(np.zeros(n, dtype=np.int64), np.full(n, k - 1, dtype=np.int64))
+    if not instance.may_be_empty:
+        # Each stage before a node's own has a node that does not come after it; so for those behind it.
+        one = np.ones(n)
+        others_first = np.rint(n - reach.from_on(one)).astype(np.int64)
+        others_last = np.rint(n - reach.up_to(one)).astype(np.int64)
+        everywhere = Windows(np.maximum(0, k - 1 - others_last), np.minimum(k - 1, others_first))
     if not np.isfinite(instance.limit_bytes).all():
         return everywhere
     return _narrowed(everywhere, instance.static_bytes, instance.limit_bytes, reach)
