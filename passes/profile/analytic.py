@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -79,6 +79,8 @@ class Estimator:
         self._device = device
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = ExitStack()
+        self._seconds: dict[Hashable, tuple[float, float]] = {}
+        self._is_done = False
 
     def __enter__(self) -> Estimator:
         self._stack.enter_context(self._mode)
@@ -95,7 +97,18 @@ class Estimator:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return made.requires_grad_(tensor.requires_grad)
 
-    def measure(self, call: Call) -> tuple[float, float]:
+    def wants_more(self) -> bool:
+        return not self._is_done
+
+    def end_pass(self) -> None:
+        self._is_done = True
+
+    def seconds(self, key: Hashable) -> tuple[float, float]:
+        return self._seconds[key]
+
+    def run(self, key: Hashable, call: Call) -> Any:
+        if key in self._seconds:
+            return call.run()
         with _FlopCounter() as counter:
             result = call.run()
             forward_flops = counter.flops
@@ -110,10 +123,12 @@ class Estimator:
         # Looking up rows leaves the rest of the table unread; the table's gradient is written in full.
         read_bytes = moved_bytes if "embedding" in call.target else moved_bytes + parameter_bytes
         forward_s = self._roofline_s(forward_flops, read_bytes)
-        if not wanted:
-            return forward_s, 0.0
         backward_flops = counter.flops - forward_flops
-        return forward_s, self._roofline_s(backward_flops, 2 * moved_bytes + 2 * parameter_bytes)
+        backward_s = (
+            self._roofline_s(backward_flops, 2 * moved_bytes + 2 * parameter_bytes) if wanted else 0.0
+        )
+        self._seconds[key] = forward_s, backward_s
+        return result
 
     def _roofline_s(self, flops: float, num_bytes: float) -> float:
         return LAUNCH_S + max(flops / self._device.flops_per_s, num_bytes / self._device.memory_bytes_per_s)

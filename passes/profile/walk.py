@@ -1,10 +1,10 @@
-"""Visits every operator with its operands, and hands equal ones to the meter only once."""
+"""Visits every operator with its operands, in program order: once to count bytes, then for the meter."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,8 @@ from torch.fx.node import map_aggregate
 from pd2bw_fx.costs import OperatorCost
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.program import ProgramInterpreter, region
+
+from .tape import differentiable
 
 _WRITING = frozenset(
     {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.setitem}
@@ -36,17 +38,33 @@ class Call:
 
 
 class Meter(Protocol):
-    """Seconds and workspace of one call; what is saved and given out is counted by the walk."""
+    """Seconds of calls; what is saved and given out is counted by the walk.
+
+    Calls with the same key take equally long.
+    """
 
     def convert(self, tensor: Tensor) -> Tensor:
         """The tensor as this meter runs it: on its device, or without values."""
 
-    def measure(self, call: Call) -> tuple[float, float]:
-        """Forward and backward seconds."""
+    def wants_more(self) -> bool:
+        """Whether to go through the program once more; asked before each time."""
+
+    def run(self, key: Hashable, call: Call) -> Any:
+        """Runs the call, and gives its result, for the next one's operands."""
+
+    def end_pass(self) -> None:
+        """All calls have been run."""
+
+    def seconds(self, key: Hashable) -> tuple[float, float]:
+        """Forward and backward."""
 
 
 class Walk(ProgramInterpreter):
-    """Runs the program once, operator by operator, on detached values."""
+    """Runs the program operator by operator, each on values cut off from what made them.
+
+    Calls are timed in the program's own order, so that their operands are as near in the caches as they are
+    in training: what was just made is, and a weight that was last read a pass ago is not.
+    """
 
     def __init__(self, graph: OperatorGraph, meter: Meter) -> None:
         assert graph.fx is not None, "a graph read from a file cannot be profiled"
@@ -54,7 +72,8 @@ class Walk(ProgramInterpreter):
         self._graph = graph
         self._meter = meter
         self._converted: dict[int, Tensor] = {}
-        self._times: dict[Hashable, tuple[float, float]] = {}
+        self._keys: dict[str, Hashable] = {}
+        self._is_counting = True
         self._saved: set[int] = set()
         self._alive: list[Any] = []  # storages are told apart by address, so none may be reused
         self._costs: dict[str, OperatorCost] = {}
@@ -65,8 +84,22 @@ class Walk(ProgramInterpreter):
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, OperatorCost]:  # type: ignore[override]
         """The cost of each operator by name."""
         converted = [self._meter.convert(inputs[name]) for name in self._graph.inputs]
-        super().run(*converted, enable_io_processing=False)
-        return self._costs
+
+        def run_once() -> None:
+            # The program may write into its inputs.
+            super(Walk, self).run(*(tensor.clone() for tensor in converted), enable_io_processing=False)
+
+        run_once()
+        self._alive.clear()
+        self._is_counting = False
+        while self._meter.wants_more():
+            run_once()
+            self._meter.end_pass()
+        return {name: self._timed(name, cost) for name, cost in self._costs.items()}
+
+    def _timed(self, name: str, cost: OperatorCost) -> OperatorCost:
+        forward_s, backward_s = self._meter.seconds(self._keys[name])
+        return replace(cost, forward_s=forward_s, backward_s=backward_s)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "get_attr":
@@ -74,27 +107,32 @@ class Walk(ProgramInterpreter):
         if not n.op.startswith("call_"):
             return super().run_node(n)
         call = self._call(n)
-        with torch.enable_grad(), region(n), _SavedStorages(self._saved, self._parameters()) as saved:
-            result = call.run()
-        self._alive.append(result)
+        if self._is_counting:
+            self._keys[n.name] = self._key(n)
+            result = self._count(n, call)
+        else:
+            with torch.enable_grad(), region(n):
+                result = self._meter.run(self._keys[n.name], call)
         if call.copies_operands:
             result = self._write(n)
-        key = self._key(n)
-        if key not in self._times:
-            with torch.enable_grad(), region(n):
-                self._times[key] = self._meter.measure(call)
-        forward_s, backward_s = self._times[key]
+        return self._as_leaves(n, result)
+
+    def _count(self, node: fx.Node, call: Call) -> Any:
+        """The bytes that one call gives out, keeps for its backward, and needs besides."""
+        with torch.enable_grad(), region(node), _SavedStorages(self._saved, self._parameters()) as saved:
+            result = call.run()
+        self._alive.append(result)
         given = sum(_num_bytes(tensor) for tensor in _tensors(result))
         taken = sum(_num_bytes(operand) for operand in call.operands if operand.requires_grad)
-        self._costs[n.name] = OperatorCost(
-            forward_s=forward_s,
-            backward_s=backward_s,
+        self._costs[node.name] = OperatorCost(
+            forward_s=0.0,
+            backward_s=0.0,
             output_bytes=given,
             saved_bytes=saved.num_bytes,
             # While its backward runs, the gradients of its results and of its operands are both alive.
-            workspace_bytes=given + taken if backward_s > 0 else given,
+            workspace_bytes=given + taken if differentiable(result) else given,
         )
-        return self._as_leaves(n, result)
+        return result
 
     def _as_leaves(self, node: fx.Node, result: Any) -> Any:
         """The results cut off from what made them; they need a gradient where the program's do."""
