@@ -74,13 +74,15 @@ class FeasibilityProgram:
         self._recompute()
         self._limits()
 
-    def solve(self, *, solver: str, time_limit_s: float | None) -> tuple[Status, Integers | None]:
+    def solve(
+        self, *, solver: str, time_limit_s: float | None, refuting: bool = False
+    ) -> tuple[Status, Integers | None]:
         """The solver's status, and the stage of every node where it found an assignment."""
         if self._contradicts_itself:
             return Status.INFEASIBLE, None
         if not self._early and self._excess is None:
             return self._only_choice()
-        outcome = self.program.solve(solver=solver, time_limit_s=time_limit_s)
+        outcome = self.program.solve(solver=solver, time_limit_s=time_limit_s, refuting=refuting)
         return outcome.status, self._assignment(outcome) if outcome.has_solution else None
 
     def _only_choice(self) -> tuple[Status, Integers | None]:

@@ -160,7 +160,11 @@ class _State:
             return Status.INFEASIBLE, None
         program = FeasibilityProgram(instance, target_s, windows)
         while True:
-            status, stage_of = program.solve(solver=self.solver, time_limit_s=self.deadline.left_s)
+            status, stage_of = program.solve(
+                solver=self.solver,
+                time_limit_s=self.deadline.left_s,
+                refuting=self.stage_of is not None,
+            )
             if stage_of is None:
                 return status, None
             loads = evaluate(instance, stage_of)
