@@ -53,6 +53,22 @@ def region(node: fx.Node) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def training_context() -> Iterator[None]:
+    """What is traced is the model's training by itself: gradients on, and no autocast but its own."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device_type in surrounding_autocast():
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+def surrounding_autocast() -> tuple[str, ...]:
+    """The device types on which autocast is on here and now."""
+    return tuple(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
 def tensors(graph: OperatorGraph) -> dict[str, torch.Tensor]:
     """The live value of every parameter, buffer and constant by its name, those of no operator too."""
     values: dict[str, torch.Tensor] = {}

@@ -248,6 +248,21 @@ class _Doubling(torch.autograd.Function):
 _double = _Doubling.apply
 
 
+def test_without_example_inputs_the_advice_is_to_pass_some() -> None:
+    with pytest.raises(TraceError, match="Try: example inputs"):
+        trace(_Branching())
+
+
+def test_an_autocast_around_the_call_is_not_the_models_own() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        traced = trace(_mlp(), (torch.randn(4, 4),))
+        graph = normalise(traced)
+
+    assert any("autocast" in note for note in traced.report.notes)
+    dtypes = {spec.dtype for operator in graph.operators.values() for spec in operator.outputs}
+    assert dtypes == {torch.float32}
+
+
 def test_a_custom_autograd_function_is_refused_by_name() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

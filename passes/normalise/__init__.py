@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from pd2bw_fx.graph import ModelOutput, OperatorGraph
-from pd2bw_fx.program import ProgramModule, tensors
+from pd2bw_fx.program import ProgramModule, tensors, training_context
 from pd2bw_fx.traced import Traced
 
 from .assume import assume
@@ -24,6 +24,11 @@ __all__ = ["normalise", "tensors"]
 
 def normalise(traced: Traced) -> OperatorGraph:
     """The operator graph of a traced program."""
+    with training_context():
+        return _normal_form(traced)
+
+
+def _normal_form(traced: Traced) -> OperatorGraph:
     draft = lift(traced)
     remove_guards(draft)
     draft, facts = _observed(draft, traced)

@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
+from pd2bw_fx.program import surrounding_autocast, training_context
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
 from .diagnose import one_line, require_eager_run, source_line, torch_errors_unlogged
@@ -42,6 +43,14 @@ _FRONT_ENDS: dict[str, tuple[str, ...]] = {
     "export": ("export", "export-static"),
     "fx": ("fx",),
 }
+
+_ADVICE = (
+    "take what depends on tensor values out of Python control flow (torch.where, torch.cond), compute the "
+    "loss outside with loss_fn, or pass a program that you exported yourself"
+)
+_ADVICE_WITHOUT_EXAMPLES = (
+    "example inputs (example_args, example_kwargs), with which torch.export can trace it"
+)
 
 
 def trace(
@@ -100,7 +109,7 @@ def _first_that_works(
     for name in front_ends:
         program = Program(model, flat, loss_fn)
         try:
-            with attributes_kept(model), torch_errors_unlogged():
+            with attributes_kept(model), torch_errors_unlogged(), training_context():
                 return program, _traced(name, program, batch_size), attempts
         except Pd2bwError:
             raise
@@ -175,6 +184,11 @@ def _check_loss_fn(loss_fn: Callable[..., Any] | None) -> None:
 
 def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> list[str]:
     notes = [f"{what} is no tensor and was left out of the outputs" for what in program.record.left_out]
+    if surrounding_autocast():
+        notes.append(
+            "traced without the autocast around this call; enter torch.autocast in the model's forward to "
+            "have it in the stages"
+        )
     if not program.model.training:
         notes.append(
             "the model is in evaluation mode, and so are the stages: no dropout, no batch statistics; call "
@@ -203,10 +217,7 @@ def _cannot_be_traced(program: Program, attempts: Sequence[tuple[str, Exception]
     places = [place for place in (source_line(error) for _, error in attempts) if place]
     if places:
         lines.append(f"  stopped at {places[0]}")
-    lines.append(
-        "  Try: take what depends on tensor values out of Python control flow (torch.where, torch.cond), "
-        "compute the loss outside with loss_fn, or pass a program that you exported yourself."
-    )
-    error = TraceError("\n".join(lines))
+    advice = _ADVICE if program.flat.tensors else _ADVICE_WITHOUT_EXAMPLES
+    error = TraceError("\n".join([*lines, f"  Try: {advice}."]))
     error.__cause__ = attempts[0][1] if attempts else None
     return error

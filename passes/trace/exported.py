@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,17 +49,10 @@ def _exported(program: Program, batch_size: int | None) -> ExportedProgram:
         shapes = {"tensors": tuple({0: batch} if name in batched else None for name in program.flat.names)}
         if batch_size == 1:  # torch takes a size of 1 for a constant
             tensors = _doubled(program.flat)
-    with _gradients_on():
-        return torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
-
-
-@contextmanager
-def _gradients_on() -> Iterator[None]:
-    """What is traced is training: a caller's no_grad or inference mode would lose the gradient."""
-    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")
-        yield
+        return torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
 
 
 def _doubled(flat: FlatArguments) -> tuple[torch.Tensor, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pd2bw_fx.program import ProgramModule
+from pd2bw_fx.program import ProgramModule, surrounding_autocast
 
 from .program import Program
 
@@ -34,9 +34,8 @@ class _Tracer(fx.Tracer):
         node = super().create_node(*args, **kwargs)
         if not torch.is_grad_enabled():
             node.meta["no_grad"] = True
-        for device_type in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device_type):
-                node.meta["autocast"] = (device_type, torch.get_autocast_dtype(device_type), True)
+        for device_type in surrounding_autocast():
+            node.meta["autocast"] = (device_type, torch.get_autocast_dtype(device_type), True)
         return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -46,6 +45,5 @@ class _Tracer(fx.Tracer):
 
 def trace_symbolically(program: Program) -> fx.GraphModule:
     tracer = _Tracer(program.flat.names)
-    with torch.enable_grad():
-        graph = tracer.trace(program)
+    graph = tracer.trace(program)
     return ProgramModule(tracer.root, graph, type(program.model).__name__)
