@@ -93,11 +93,14 @@ class Timeline:
         more to do ("other": before its first action and after its last one).
         """
         causes = [{"activation": 0.0, "gradient": 0.0, "other": idle_s} for idle_s in self.idle_s]
+        start_s, end_s = self.start_s, self.end_s
         for event in self.events:
             if event.kind in RECEIVES:
                 cause = "activation" if event.kind is Kind.RECEIVE_ACTIVATION else "gradient"
-                causes[event.rank][cause] += event.duration_s
-                causes[event.rank]["other"] -= event.duration_s
+                # Of a wait that began before the first computation anywhere, the rest counts.
+                waited_s = max(0.0, min(event.end_s, end_s) - max(event.start_s, start_s))
+                causes[event.rank][cause] += waited_s
+                causes[event.rank]["other"] -= waited_s
         return tuple(causes)
 
     @property
