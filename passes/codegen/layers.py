@@ -54,6 +54,7 @@ def constructor(module: nn.Module) -> str:
         if default is not inspect.Parameter.empty and type(value) is type(default) and value == default:
             positional = False
             continue
+        positional = positional and not isinstance(value, bool)
         text = literal(value)
         texts.append(text if positional else f"{argument}={text}")
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)

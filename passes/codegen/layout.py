@@ -214,6 +214,20 @@ def laid_out(text: str, indent: int, comment: str = "") -> Iterator[str]:
     yield pad + tail
 
 
+def signature_lines(name: str, parameters: Sequence[str], returned: str, indent: int) -> Iterator[str]:
+    """The head of a function."""
+    pad, joined, end = " " * indent, ", ".join(parameters), f") -> {returned}:"
+    if len(f"{pad}def {name}({joined}{end}") <= WIDTH:
+        yield f"{pad}def {name}({joined}{end}"
+        return
+    yield f"{pad}def {name}("
+    if len(pad + joined) + 4 <= WIDTH:
+        yield f"{pad}    {joined}"
+    else:
+        yield from (f"{pad}    {parameter}," for parameter in parameters)
+    yield pad + end
+
+
 def _is_loop(inside: str) -> bool:
     return " for " in inside and len(_top_level(inside)) == 1
 

@@ -150,6 +150,8 @@ class _Draft:
             results = self.writer.results(item)
             if len(results) != 1 or not self._may_fold(index, item, results[0]):
                 continue
+            if results[0] in self.writer.tree.links:
+                continue  # a line for each member, so that equal ones roll up
             reader = self.users[results[0]][0]
             if self.writer.is_effectful(item):
                 between = self.items[index + 1 : reader]
@@ -170,7 +172,7 @@ class _Draft:
         reader = users[0]
         if reader == self.end:
             return len(self.writer.gives) == 1 and index == self.end - 1
-        if isinstance(item, Scope) and item.function is not None:
+        if isinstance(item, Scope) and (item.function is not None or self._is_recurrent(item)):
             return False
         return self.writer.region(item) == self.writer.region(self.items[reader])
 
@@ -211,10 +213,27 @@ class _Draft:
     def _name(self, index: int, item: fx.Node | Scope, result: fx.Node) -> str:
         if isinstance(item, Scope) and item.function is not None:
             return self._free(item.function, index)
-        wanted = self._author_name(item, result)
+        if result in self.writer.tree.links:
+            return self._free("hidden", index)
+        wanted = self._author_name(item, result) or self._inner_name(item, result)
         if wanted is not None and not self._is_live(wanted, index):
             return wanted
         return self._free(result_name(item, result), index)
+
+    def _inner_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
+        """For `hidden, balance = block(hidden)`: what the block itself calls them, the rest by elimination."""
+        if not isinstance(item, Scope):
+            return None
+        results = self.writer.results(item)
+        inner = {r: name_within(self.writer.tree, r, item.depth) for r in results}
+        line = self.writer.line(item)
+        targets = assigned_names(line.code) if line is not None else ()
+        if len(targets) == len(results) and inner[result] not in targets:
+            left = [name for name in targets if name not in inner.values()]
+            unnamed = [r for r in results if inner[r] not in targets]
+            if len(left) == 1 and unnamed == [result] and left[0] != "_":
+                return left[0]
+        return inner[result]
 
     def _is_live(self, name: str, index: int) -> bool:
         """Whether a value of this name is still read after the statement at `index`."""
@@ -261,14 +280,17 @@ class _Draft:
 
     def _recurrent_target(self, item: Scope, results: Sequence[fx.Node], names: list[str]) -> list[str]:
         """An LSTM gives (output, (hidden, cell)), a GRU (output, hidden)."""
-        module = self.writer.tree.modules[item.path]
-        if not isinstance(module, nn.LSTM | nn.GRU):
+        if not self._is_recurrent(item):
             return names
         place = {int(str(r.args[1])): name for r, name in zip(results, names, strict=True)}
-        if isinstance(module, nn.GRU):
+        if isinstance(self.writer.tree.modules[item.path], nn.GRU):
             return [place.get(0, "_"), place.get(1, "_")]
         state = f"({place.get(1, '_')}, {place.get(2, '_')})" if {1, 2} & place.keys() else "_"
         return [place.get(0, "_"), state]
+
+    def _is_recurrent(self, item: Scope) -> bool:
+        layer = self.writer.tree.is_layer(item)
+        return layer and isinstance(self.writer.tree.modules[item.path], nn.LSTM | nn.GRU)
 
     def _tuple_target(self, index: int, item: fx.Node | Scope, elements: dict[int, fx.Node | None]) -> str:
         line = self.writer.line(item)
@@ -279,9 +301,8 @@ class _Draft:
                 names.append("_")
                 continue
             hint = wanted[place] if place < len(wanted) == len(elements) and wanted[place] != "_" else ""
-            own = result_name(item, element)
+            own = f"part_{place + 1}"
             name = hint if hint and not self._is_live(hint, index) and hint not in names else own
-            name = name if name not in names else f"{own}_{place}"
             self._bind(element, name if name == hint else self._free(name, index))
             names.append(self.bound[element])
         return ", ".join(names) + ("," if len(names) == 1 else "")
@@ -406,6 +427,16 @@ def is_final(tree: StageTree, node: fx.Node, depth: int) -> bool:
     return is_outermost(line.code, operator_name(node), is_call=len(module_calls(node)) > depth)
 
 
+def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
+    """The author's name for a value in the outermost body at this depth or below that has one."""
+    for inner in range(depth, len(module_calls(node)) + 1):
+        line = line_at(node, inner)
+        names = assigned_names(line.code) if line is not None else ()
+        if len(names) == 1 and names[0] != "_" and is_final(tree, node, inner):
+            return names[0]
+    return None
+
+
 def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     """What a body calls a value that it is given."""
     if node.op == "placeholder" and not scope.path:
@@ -420,8 +451,9 @@ def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     depth = scope.depth if inside or scope.function is not None else max(scope.depth - 1, 0)
     line = line_at(node, depth)
     names = assigned_names(line.code) if line is not None else ()
-    if len(names) == 1 and names[0] != "_" and is_final(tree, node, depth):
-        return names[0]
+    own = name_within(tree, node, depth)
+    if own is not None:
+        return own
     if len(names) > 1 and getattr(node.target, "__name__", "") == "getitem":
         place: Any = node.args[1]
         if isinstance(place, int) and place < len(names) and names[place] != "_":

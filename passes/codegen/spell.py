@@ -222,8 +222,13 @@ def _by_schema(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: 
         if argument.name not in values:
             positional = False
             continue
-        text = scene.text(values[argument.name])
-        by_name = argument.kwarg_only or not positional
+        value = values[argument.name]
+        if isinstance(value, list) and value and all(isinstance(item, int | fx.Node) for item in value):
+            value = tuple(value) if str(argument.type) in ("List[int]", "Optional[List[int]]") else value
+        text = scene.text(value)
+        named = isinstance(value, bool) or (argument.name == "dim" and texts)
+        positional = positional and not (argument.kwarg_only or named)
+        by_name = not positional
         texts.append(f"{argument.name}={text}" if by_name else text)
     return ", ".join(texts)
 

@@ -26,16 +26,23 @@ class StageTree:
         self.stage = stage
         self.model: nn.Module = graph.root
         self.modules: dict[str, nn.Module] = dict(graph.root.named_modules(remove_duplicate=False))
-        self.root = lift(graph, stage.nodes)
+        self.root = lift(graph, [node for node in stage.nodes if not is_size(graph, node)])
         self._whole_calls = _whole_calls(graph)
         self._readers = _readers(graph, stage)
         self._rehome(self.root)
+        self.chains: set[int] = set()  # calls of an nn.Sequential that is printed as one
+        self.links: set[fx.Node] = set()  # what the members of a taken-apart nn.Sequential hand on
+        self._take_apart(self.root)
+        self.layers: set[int] = set()
         self.layers = {id(scope) for scope in walk(self.root) if self._is_layer(scope)}
         self.owned: dict[str, set[str]] = defaultdict(set)  # class path -> local parameter names
         self._place_parameters()
 
     def is_layer(self, scope: Scope) -> bool:
         return id(scope) in self.layers
+
+    def is_chain(self, scope: Scope) -> bool:
+        return id(scope) in self.chains
 
     def is_whole(self, scope: Scope) -> bool:
         """Whether all operators of a call are in this stage."""
@@ -125,6 +132,40 @@ class StageTree:
             items.append(item)
         scope.items = items
 
+    def _take_apart(self, scope: Scope) -> None:
+        """A whole nn.Sequential stays one; of a part of one, the members are called by who calls it."""
+        items: list[fx.Node | Scope] = []
+        for item in scope.items:
+            if isinstance(item, Scope):
+                self._take_apart(item)
+                if type(self.modules.get(item.path)) is nn.Sequential and item.function is None:
+                    if self._is_chain(item):
+                        self.chains.add(id(item))
+                    else:
+                        self.links |= {n for inner in item.items for n in _given_by(self, inner)}
+                        items += item.items
+                        continue
+            items.append(item)
+        scope.items = items
+
+    def _is_chain(self, scope: Scope) -> bool:
+        """Each member is called once, on what the one before it gave; only identities may be missing."""
+        module = self.modules[scope.path]
+        called = [item.path for item in scope.items if isinstance(item, Scope)]
+        idle = [f"{scope.path}.{n}" for n, m in module.named_children() if type(m) is nn.Identity]
+        members = [f"{scope.path}.{n}" for n, _ in module.named_children()]
+        if [path for path in members if path not in idle or path in called] != called:
+            return False
+        if len(called) != len(scope.items) or not self.is_whole(scope):
+            return False
+        handed: list[fx.Node] = self.reads(scope)
+        for item in scope.items:
+            assert isinstance(item, Scope)
+            if self.reads(item) != handed or len(handed) != 1 or self.symbols(item):
+                return False
+            handed = self.gives(item)
+        return len(handed) == 1
+
     def _other_name(self, holder: str, path: str) -> str | None:
         wanted = self.modules[path]
         return next((n for n, m in self.modules.items() if m is wanted and n.startswith(holder + ".")), None)
@@ -150,7 +191,8 @@ class StageTree:
         return len(given) == 1
 
     def _place_parameters(self) -> None:
-        classes = {s.path for s in walk(self.root) if not self.is_layer(s) and s.function is None}
+        scopes = [s for s in walk(self.root) if s.function is None and not self.is_chain(s)]
+        classes = {s.path for s in scopes if not self.is_layer(s)}
         inside_layers = {s.path for s in walk(self.root) if self.is_layer(s)}
         for scope in walk(self.root):
             if self.is_layer(scope):
@@ -176,6 +218,10 @@ class StageTree:
         read = {n for o in self.graph.operators.values() for n in (*o.parameters, *o.buffers)}
         specs = (*self.graph.parameters.values(), *self.graph.buffers.values())
         return [spec.name for spec in specs if spec.name not in read]
+
+
+def _given_by(tree: StageTree, item: fx.Node | Scope) -> list[fx.Node]:
+    return tree.gives(item) if isinstance(item, Scope) else [item]
 
 
 def walk(scope: Scope) -> Iterator[Scope]:

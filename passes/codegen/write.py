@@ -12,7 +12,7 @@ from pd2bw_fx.graph import ParameterSpec, dtype_name
 
 from .attributes import Attributes, shape_text
 from .layers import constructor
-from .layout import laid_out, rolled, written
+from .layout import laid_out, rolled, signature_lines, written
 from .literals import identifier, plain, quoted
 from .method import Method, MethodWriter, reference
 from .scopes import Scope, line_at
@@ -45,7 +45,7 @@ class StageWriter:
         self._function_names: dict[int, str] = {}
         self.root_attributes: Attributes | None = None
         for scope in walk(tree.root):
-            if scope.function is None:
+            if scope.function is None and not tree.is_chain(scope):
                 self._by_path[scope.path].append(scope)
 
     def write(self) -> Method:
@@ -83,22 +83,29 @@ class StageWriter:
             relative = item.path[len(scope.path) + 1 :] if scope.path else item.path
             if item.function is not None:
                 self._write_function(item)
-            elif self.tree.is_layer(item):
-                attributes.add(relative, constructor(self.tree.modules[item.path]))
             else:
-                if item.path not in self._constructors:
-                    self._write_class(item.path)
-                attributes.add(relative, self._constructors[item.path])
+                attributes.add(relative, self._constructor(item))
+
+    def _constructor(self, scope: Scope) -> str:
+        """What builds the module of a call; its class is written first, if it has one."""
+        if self.tree.is_layer(scope):
+            return constructor(self.tree.modules[scope.path])
+        if not self.tree.is_chain(scope):
+            if scope.path not in self._constructors:
+                self._write_class(scope.path)
+            return self._constructors[scope.path]
+        called = {s.path: self._constructor(s) for s in scope.items if isinstance(s, Scope)}
+        members = (f"{scope.path}.{name}" for name, _ in self.tree.modules[scope.path].named_children())
+        return f"nn.Sequential({', '.join(called.get(path, 'nn.Identity()') for path in members)})"
 
     def _write_function(self, scope: Scope) -> None:
         method = MethodWriter(self.tree, scope, self._call_text).write()
         attributes = Attributes(scope.path, self._module_at)
-        signature = ", ".join(f"{a}: {k}" for a, k in zip(method.arguments, method.annotations, strict=True))
         body = tuple(written(list(method.body), attributes, 4))
         base, count = f"make_{scope.function}", 1
         while True:
             name = base if count == 1 else f"{base}_{count}"
-            head = tuple(laid_out(f"def {name}({signature}) -> {_returned(scope, self.tree)}:", 0))
+            head = tuple(signature_lines(name, _annotated(method), _returned(scope, self.tree), 0))
             known = dict(self.functions).get(name)
             if known is None:
                 self.functions.append((name, (*head, *body)))
@@ -152,11 +159,9 @@ class StageWriter:
         for name, method in methods:
             if lines:
                 lines.append("")
-            signature = ", ".join(
-                ["self", *(f"{a}: {k}" for a, k in zip(method.arguments, method.annotations, strict=True))]
-            )
+            signature = ["self", *_annotated(method)]
             scope = self._by_path[path][0]
-            lines += laid_out(f"    def {name}({signature}) -> {_returned(scope, self.tree)}:".strip(), 4)
+            lines += signature_lines(name, signature, _returned(scope, self.tree), 4)
             lines += written(rolled(method.body, attributes), attributes, 8)
         return tuple(lines)
 
@@ -232,6 +237,10 @@ class StageWriter:
         origin = "" if line is None else plain(line.file.rpartition("/")[2])
         self.classes.append(ClassText(name, lines, [path], whole, origin))
         return name
+
+
+def _annotated(method: Method) -> list[str]:
+    return [f"{a}: {kind}" for a, kind in zip(method.arguments, method.annotations, strict=True)]
 
 
 def _returned(scope: Scope, tree: StageTree) -> str:
