@@ -1,12 +1,12 @@
 """A pipeline on disk: readable sources, weights without pickle, everything else as JSON.
 
-    folder/
-      manifest.json              what this is, versions, a hash of every other file
-      stage_0.py                 the generated code, runs by itself
-      stage_0.safetensors        its weights, under the original names
-      stages.json                what goes in and out of each stage
-      graph.json plan.json costs.json cluster.json schedule.json batch.json
-      example.safetensors        the example inputs, if there were any
+folder/
+  manifest.json              what this is, versions, a hash of every other file
+  stage_0.py                 the generated code, runs by itself
+  stage_0.safetensors        its weights, under the original names
+  stages.json                what goes in and out of each stage
+  graph.json plan.json costs.json cluster.json schedule.json batch.json
+  example.safetensors        the example inputs, if there were any
 """
 
 from __future__ import annotations

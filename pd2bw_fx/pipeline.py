@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,9 @@ from pd2bw_fx.folder import read_pipeline, save_pipeline
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.passes.export_onnx import export_onnx
 from pd2bw_fx.passes.simulate import simulate
-from pd2bw_fx.passes.verify import Verification, verify
+from pd2bw_fx.passes.trace.inputs import flatten_arguments
+from pd2bw_fx.passes.trace.program import Program
+from pd2bw_fx.passes.verify import Forward, Verification, verify
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.report.table import plan_table
 from pd2bw_fx.runtime.engine import Engine
@@ -52,6 +55,7 @@ class Pipeline:
         batch_layout: BatchLayout | None,
         example: Mapping[str, Tensor] | None = None,
         trace_report: TraceReport | None = None,
+        reference: Forward | None = None,
     ) -> None:
         self.graph = graph
         self.costs = costs
@@ -62,6 +66,7 @@ class Pipeline:
         self.batch_layout = batch_layout
         self.example = None if example is None else dict(example)
         self.trace_report = trace_report
+        self._reference = reference
         self._tensors = dict(tensors)
         self._stages: tuple[Stage, ...] | None = None
 
@@ -100,19 +105,58 @@ class Pipeline:
         self._tensors |= {canonical[name]: tensor.detach() for name, tensor in tensors.items()}
         self._stages = None
 
-    def verify(self, model: nn.Module | None = None, *, tolerance: float | None = None) -> Verification:
-        """Run the stages in sequence and the original model on the example inputs, and compare outputs,
-        every gradient and every buffer.
+    def verify(
+        self,
+        model: nn.Module | None = None,
+        *,
+        example_args: Sequence[Any] = (),
+        example_kwargs: Mapping[str, Any] | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        example_targets: Any = None,
+        tolerance: float | None = None,
+    ) -> Verification:
+        """Run the stages in sequence and the original model on the same inputs, and compare outputs, every
+        gradient and every buffer.
 
-        A loaded pipeline has no original model at hand: pass it as `model`; it is given the pipeline's
+        A loaded pipeline has no original model at hand: pass it, with the example arguments (and loss_fn) it
+        was split with where its inputs are not plain arguments of its forward. It is given the pipeline's
         weights for the comparison and has its own back afterwards. `tolerance` is relative to each tensor's
-        largest entry; None takes what suits the type (0 differences are expected, 1e-12 in float64 allowed).
+        largest entry; None takes what suits the type (equal bits are expected, 1e-12 in float64 allowed).
 
         Raises VerificationError naming the first tensor that differs by more, InputError without a model.
         """
+        if self.example is None:
+            raise InputError("comparing needs example inputs: split the model with example_args")
+        reference, original = self._reference, self.graph.root
+        if model is not None:
+            plain = not example_args and example_kwargs is None
+            kwargs = self._plain_arguments(model) if plain else example_kwargs or {}
+            flat = flatten_arguments(model, example_args, kwargs, example_targets)
+            reference, original = Program(model, flat, loss_fn).call, model
+        if reference is None or original is None:
+            raise InputError("a loaded pipeline has no original model: pass the original model to verify()")
         return verify(
-            self.graph, self.programs, self._tensors, self.example, model=model, tolerance=tolerance
+            self.graph,
+            self.plan,
+            self.programs,
+            self._tensors,
+            {name: self.example[name] for name in self.graph.inputs},
+            model=original,
+            forward=reference,
+            tolerance=tolerance,
         )
+
+    def _plain_arguments(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """The example inputs as keyword arguments of the model's forward."""
+        assert self.example is not None
+        accepted = inspect.signature(model.forward).parameters
+        strange = sorted(self.example.keys() - accepted.keys())
+        if strange:
+            raise InputError(
+                f"input {strange[0]!r} is no argument of {type(model).__name__}.forward; either it is not the "
+                "model that was split, or pass example_args, example_kwargs and loss_fn as they were then"
+            )
+        return self.example
 
     def save(self, folder: str | Path) -> None:
         """Write sources, weights (safetensors), plan and schedule (JSON) and a manifest with hashes.

@@ -1,0 +1,126 @@
+"""The whole compiler on one screen: the passes in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx.batch import BatchLayout
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.program import tensors
+
+from .coarsen import coarsen
+from .codegen import generate
+from .normalise import normalise
+from .partition import partition
+from .profile import profile
+from .schedule import build_schedule
+from .trace import find_example_inputs, trace
+
+_UPDATES_SHOWN = 3
+
+
+def split(
+    model: nn.Module,
+    example_args: Sequence[Any] | Tensor | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    example_targets: Any = None,
+    cluster: Cluster | int | str | Path | None = None,
+    num_stages: int | None = None,
+    microbatches_per_update: int | None = None,
+    method: str = "2bw",
+    memory_model: MemoryModel | None = None,
+    recompute: bool | Literal["auto"] = False,
+    costs: Literal["auto", "measured", "analytic"] = "auto",
+    tracer: str = "auto",
+    solver: str = "highs",
+    max_gap: float = 1e-4,
+    time_limit_s: float = 60.0,
+    check: Literal["fast", False] = "fast",
+) -> Pipeline:
+    """Split a model into pipeline stages: trace, profile, partition, generate, check.
+
+    The example inputs are one microbatch, as the model's forward takes them; left out, the model's own
+    (`example_inputs()`, or `dummy_inputs` of a Hugging Face model); without any, symbolic tracing and costs
+    estimated from parameters, which the result says. The model returns its loss (a scalar, the entry `loss`
+    of a dict or ModelOutput, the first of a tuple), or `loss_fn(output, targets)` computes it, with
+    `example_targets` beside the example inputs.
+
+    `cluster` is a count of equal local devices, a Cluster or the path of a TOML file; left out, what this
+    machine has. `costs` are measured on this machine where there is something to run, or estimated
+    ("analytic") from each operator's arithmetic and bytes. `check="fast"` compares loss, gradients and
+    buffers of the stages with the model's on the example inputs.
+
+    Raises InputError for arguments that cannot be, TraceError naming the line that cannot be traced,
+    ClusterError, InfeasibleError if no assignment fits in memory, VerificationError if the stages were wrong.
+    """
+    chosen = Cluster.of(cluster)
+    args, kwargs = _example_inputs(model, example_args, example_kwargs)
+    if loss_fn is not None and example_targets is None and args is not None:
+        raise InputError("loss_fn was given without example_targets; pass the targets of the example inputs")
+
+    traced = trace(model, args, kwargs, loss_fn=loss_fn, targets=example_targets, tracer=tracer)
+    graph = normalise(traced)
+    measured = profile(
+        graph, traced.examples or None, device=chosen.devices[0], method=costs, whole=traced.call
+    )
+    problem = coarsen(graph, measured, chosen)
+    plan = partition(
+        problem,
+        chosen,
+        num_stages=num_stages,
+        microbatches_per_update=microbatches_per_update,
+        memory_model=memory_model or MemoryModel(),
+        method=method,
+        recompute=recompute,
+        solver=solver,
+        max_gap=max_gap,
+        time_limit_s=time_limit_s,
+    )
+    schedule = build_schedule(
+        method,
+        plan.num_stages,
+        microbatches_per_update=plan.microbatches_per_update,
+        updates=range(_UPDATES_SHOWN),
+        drain=True,
+    )
+    pipeline = Pipeline(
+        graph=graph,
+        costs=measured,
+        cluster=chosen,
+        plan=plan,
+        schedule=schedule,
+        programs=generate(graph, plan),
+        tensors=tensors(graph),
+        batch_layout=_batch_layout(model, args, kwargs, graph, example_targets),
+        example=traced.examples or None,
+        trace_report=traced.report,
+        reference=traced.call,
+    )
+    if check and traced.examples:
+        pipeline.verify()
+    return pipeline
+
+
+def _example_inputs(
+    model: nn.Module, args: Sequence[Any] | Tensor | None, kwargs: Mapping[str, Any] | None
+) -> tuple[Sequence[Any] | None, Mapping[str, Any] | None]:
+    """What to trace with: the user's inputs, else the model's own, else nothing."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; an nn.Module was expected")
+    if isinstance(args, Tensor):
+        return (args,), kwargs
+    if args is not None or kwargs is not None:
+        return () if args is None else args, {} if kwargs is None else kwargs
+    found = find_example_inputs(model)
+    return (None, None) if found is None else found
