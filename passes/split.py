@@ -13,7 +13,6 @@ from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.program import tensors
 
@@ -102,7 +101,7 @@ def split(
         schedule=schedule,
         programs=generate(graph, plan),
         tensors=tensors(graph),
-        batch_layout=_batch_layout(model, args, kwargs, graph, example_targets),
+        batch_layout=None if args is None else BatchLayout.of(model, args, kwargs, example_targets),
         example=traced.examples or None,
         trace_report=traced.report,
         reference=traced.call,

@@ -312,7 +312,7 @@ class _WithoutDropout(TorchFunctionMode):
 @contextmanager
 def _randomness(*, on: bool) -> Iterator[None]:
     """The same random numbers for both sides, and the caller's generator as it was."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
         if on:

@@ -1,1 +1,50 @@
-"""Split any PyTorch model into pipeline stages you can read, and train them with PipeDream-2BW."""
+"""Split any PyTorch model into pipeline stages that can be read, and train them with PipeDream-2BW.
+
+pipe = pd2bw_fx.split(model, example_args=(x,), cluster=2)
+print(pipe)
+pipe.train_local(batches, optimizer=lambda parameters: torch.optim.AdamW(parameters))
+"""
+
+from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.errors import (
+    ClusterError,
+    ExportError,
+    InfeasibleError,
+    InputError,
+    Pd2bwError,
+    PlanMismatchError,
+    ScheduleError,
+    SolverError,
+    TraceError,
+    VerificationError,
+    WorkerError,
+)
+from pd2bw_fx.passes.split import split
+from pd2bw_fx.pipeline import Pipeline, load
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.runtime.engine import Engine
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cluster",
+    "ClusterError",
+    "Device",
+    "Engine",
+    "ExportError",
+    "InfeasibleError",
+    "InputError",
+    "MemoryModel",
+    "Pd2bwError",
+    "Pipeline",
+    "Plan",
+    "PlanMismatchError",
+    "ScheduleError",
+    "SolverError",
+    "TraceError",
+    "VerificationError",
+    "WorkerError",
+    "load",
+    "split",
+]

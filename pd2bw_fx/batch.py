@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -135,6 +135,11 @@ class BatchLayout:
             for piece, part in zip(pieces, parts, strict=True):
                 piece[known.name] = part
         return pieces
+
+    def restricted(self, names: Iterable[str]) -> Self:
+        """The same layout with these inputs alone."""
+        wanted = set(names)
+        return replace(self, inputs=tuple(known for known in self.inputs if known.name in wanted))
 
     def to_json(self) -> dict[str, Any]:
         inputs = [asdict(known) | {"dtype": dtype_name(known.dtype)} for known in self.inputs]

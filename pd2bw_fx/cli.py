@@ -100,7 +100,7 @@ def _model_command(commands: Any, name: str, purpose: str, example: str) -> argp
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help=f"one of {', '.join(sorted(MODELS))}; or module:callable that returns a model; or a saved folder",
+        help=f"one of {', '.join(sorted(MODELS))}; or module:callable returning a model; or a saved folder",
     )
     parser.add_argument("--cluster", help="number of devices, or a cluster file (default: this machine)")
     return parser
@@ -123,7 +123,7 @@ def _show(options: argparse.Namespace) -> int:
     pipe = _pipeline(options)
     if not 0 <= options.stage < len(pipe.programs):
         raise InputError(
-            f"--stage {options.stage}: the pipeline has stages 0 to {len(pipe.programs) - 1}; name one of them"
+            f"--stage {options.stage}: there are stages 0 to {len(pipe.programs) - 1}; name one of them"
         )
     source = pipe.programs[options.stage].source
     if sys.stdout.isatty():

@@ -130,6 +130,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError) as error:
         raise PlanMismatchError(f"{path} is no readable safetensors file: {error}") from None
+    return tensors

@@ -153,8 +153,8 @@ class Pipeline:
         strange = sorted(self.example.keys() - accepted.keys())
         if strange:
             raise InputError(
-                f"input {strange[0]!r} is no argument of {type(model).__name__}.forward; either it is not the "
-                "model that was split, or pass example_args, example_kwargs and loss_fn as they were then"
+                f"input {strange[0]!r} is no argument of {type(model).__name__}.forward; either it is not "
+                "the model that was split, or pass example_args, example_kwargs and loss_fn as they were then"
             )
         return self.example
 

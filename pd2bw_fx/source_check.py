@@ -32,8 +32,9 @@ _NODES: tuple[type[ast.AST], ...] = (
     ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
 )  # fmt: skip
 _BUILTINS = frozenset({
-    "super", "range", "zip", "enumerate", "len", "str", "int", "float", "bool", "complex", "tuple", "list",
-    "dict", "slice", "isinstance", "print", "sum", "min", "max", "abs", "getattr", "type", "None", "True", "False",
+    "super", "range", "zip", "enumerate", "len", "str", "int", "float", "bool", "complex", "tuple",
+    "list", "dict", "slice", "isinstance", "print", "sum", "min", "max", "abs", "getattr", "type", "None",
+    "True", "False",
 })  # fmt: skip
 _REFUSED_OF_TORCH = frozenset({"load", "save", "compile", "jit", "hub", "package", "library"})
 

@@ -1,0 +1,403 @@
+"""The engine of one rank: batches in, losses out, and between them the actions of a schedule.
+
+torchrun --nproc-per-node 2 train.py          every rank runs the same script:
+
+pipe = pd2bw_fx.split(model, example_args, cluster=2)
+engine = pipe.engine(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4))
+for batch in batches:                         the same batches on every rank; each stage takes its part
+    loss = engine.step(batch)
+engine.flush()
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pd2bw_fx.actions import Action
+from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
+from pd2bw_fx.passes.schedule import num_versions, stage_actions
+from pd2bw_fx.runtime.failure import shared_fate, translated
+from pd2bw_fx.runtime.job import Job, jobs, merged_tensors
+from pd2bw_fx.runtime.loss import Loss
+from pd2bw_fx.runtime.stage_runner import Microbatch, StageRunner
+from pd2bw_fx.runtime.ties import join_ties
+from pd2bw_fx.runtime.weights import OptimizerFactory, SchedulerFactory, WeightStore
+
+if TYPE_CHECKING:
+    from pd2bw_fx.pipeline import Pipeline
+
+_TIMEOUT_S = 600.0
+_UPDATES_COMPARED = 2  # in how many updates ranks tell each other what batch they were given
+_LOSSES_UNDER_WAY = 4
+
+
+class Engine:
+    """Trains one stage of a pipeline; the other ranks have engines for the other stages.
+
+    Every call is made on all ranks, in the same order. `updates` counts the steps so far.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        optimizer: OptimizerFactory,
+        lr_scheduler: SchedulerFactory | None = None,
+        device: torch.device | str | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> None:
+        """`torch.distributed` must be initialised; all ranks make their engines at the same time."""
+        self.job = job
+        self.updates = 0
+        self.device = torch.device(device) if device is not None else local_device(job.device_name)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._owns_world = False
+        self._empty_before = 0
+        self._is_broken = False
+        self._losses: dict[int, list[Tensor]] = {}
+        self._microbatches_a_loss = job.microbatches_per_update
+        self._under_way: deque[Loss] = deque()
+        limit = datetime.timedelta(seconds=timeout_s)
+        everyone = list(range(job.num_stages))
+        activations, gradients, self._control = (dist.new_group(everyone, timeout=limit) for _ in range(3))
+        trainable = {spec.name for spec in job.parameters if spec.trainable}
+        holders = {
+            name: tuple(sorted(job.ranks[stage] for stage in stages))
+            for name, stages in job.holders.items()
+            if name in trainable
+        }
+        self._weights = WeightStore(
+            job.program,
+            job.tensors,
+            trainable=job.trainable,
+            num_versions=num_versions(job.method),
+            device=self.device,
+            ties=join_ties(holders, job.rank),
+        )
+        self._weights.optimize_with(optimizer, lr_scheduler)
+        self._runner = StageRunner(
+            job,
+            self._weights,
+            activations=activations,
+            gradients=gradients,
+            device=self.device,
+            on_loss=self._collect_loss,
+        )
+
+    @classmethod
+    def from_pipeline(
+        cls,
+        pipeline: Pipeline | None,
+        *,
+        optimizer: OptimizerFactory,
+        lr_scheduler: SchedulerFactory | None = None,
+        microbatches_per_update: int | None = None,
+        method: str | None = None,
+        device: torch.device | str | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> Self:
+        """This rank's engine for rank 0's pipeline; other ranks may have split it too, or pass None.
+
+        Joins the process group that torchrun describes, if none is there: gloo for CPU, nccl for GPU.
+        Raises InputError on every rank where there are not as many processes as stages, where fewer
+        microbatches than stages make an update of 2BW, or where the pipeline cannot be trained.
+        """
+        joined = _join_world(timeout_s)
+        job = _job_of_this_rank(pipeline, method=method, microbatches_per_update=microbatches_per_update)
+        engine = cls(job, optimizer=optimizer, lr_scheduler=lr_scheduler, device=device, timeout_s=timeout_s)
+        engine._owns_world = joined
+        return engine
+
+    @property
+    def rank(self) -> int:
+        return self.job.rank
+
+    @property
+    def stage(self) -> int:
+        return self.job.stage
+
+    def step(self, batch: Any) -> Loss:
+        """One update: the batch is cut into microbatches, which go through the pipeline.
+
+        Returns the mean loss of the batch, under the weights that its forwards ran on. With 2BW the pipeline
+        stays filled: when this returns, backwards and the update itself are partly still to come.
+
+        Raises InputError for a batch that does not look like the example inputs, cannot be cut into
+        `microbatches_per_update` parts, or differs from the other ranks'; WorkerError with the reason of a
+        rank that failed.
+        """
+        layout = self.job.layout
+        with self._shared_fate(f"in update {self.updates}"):
+            flat = layout.flatten(batch)
+            pieces = layout.cut(flat, self.job.microbatches_per_update)
+            if self.updates < _UPDATES_COMPARED:
+                self._compare_batches(flat)
+        return self.step_microbatches([Microbatch(piece, _size(piece)) for piece in pieces])
+
+    def step_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
+        """One update on microbatches that are cut already and have at least this stage's inputs."""
+        update = self.updates
+        with self._shared_fate(f"in update {update}"):
+            actions = self._actions(update, update + 1, drain=False)
+            self._microbatches_a_loss = len(microbatches)
+            self._runner.add(update * len(microbatches), map(self._on_device, microbatches))
+            self.updates += 1
+            self._runner.run(actions)
+            return self._tell_loss(update)
+
+    def eval(self, batch: Any) -> Loss:
+        """The loss under the newest weights, in evaluation mode and without gradients.
+
+        Flushes first. A batch that cannot be cut into `microbatches_per_update` parts goes through whole.
+        """
+        self.flush()
+        layout, count = self.job.layout, self.job.microbatches_per_update
+        with self._shared_fate("in an evaluation"):
+            flat = layout.flatten(batch)
+            whole = layout.microbatch_size is None and _batch_size(layout.cut(flat, 1)[0], layout) % count
+            pieces = layout.cut(flat, 1 if whole else count)
+            return self.eval_microbatches([Microbatch(piece, _size(piece)) for piece in pieces])
+
+    def eval_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
+        self.flush()
+        with self._shared_fate("in an evaluation"):
+            self._weights.train(on=False)
+            actions = stage_actions(
+                "inference",
+                self.job.num_stages,
+                self.stage,
+                microbatches_per_update=len(microbatches),
+                updates=range(self.updates, self.updates + 1),
+                drain=True,
+            )
+            self._microbatches_a_loss = len(microbatches)
+            self._runner.add(self.updates * len(microbatches), map(self._on_device, microbatches))
+            self._runner.run(actions, training=False)
+            self._runner.settle()
+            self._weights.train(on=True)
+            loss = self._tell_loss(self.updates)
+            loss.wait()
+            return loss
+
+    def flush(self) -> None:
+        """Bring the microbatches in flight home and apply the last update. Training may go on afterwards."""
+        with self._shared_fate("at the end of the pipeline"):
+            if self._empty_before < self.updates:
+                self._runner.run(self._actions(self.updates, self.updates, drain=True))
+                self._empty_before = self.updates
+            self._weights.finish_update()
+            self._runner.settle()
+            while self._under_way:
+                self._under_way.popleft().wait()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The newest weights of the whole model under its own names, on the CPU, on every rank.
+
+        Flushes first. All ranks must call it.
+        """
+        own = self.tensors()
+        with self._shared_fate("collecting the weights"), translated(None):
+            gathered: list[Any] = [None] * self.job.num_stages
+            dist.all_gather_object(gathered, {name: t.cpu() for name, t in own.items()}, group=self._control)
+        return merged_tensors(self.job, gathered)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This stage's newest weights and buffers, by name in the operator graph. Flushes first."""
+        self.flush()
+        return self._weights.tensors()
+
+    def close(self) -> None:
+        """Leave the process group, if the engine joined it."""
+        if self._owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+            self._owns_world = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Flush, unless the block failed, and close."""
+        if error is None:
+            self.flush()
+        self.close()
+
+    def _actions(self, first: int, beyond: int, *, drain: bool) -> tuple[Action, ...]:
+        return stage_actions(
+            self.job.method,
+            self.job.num_stages,
+            self.stage,
+            microbatches_per_update=self.job.microbatches_per_update,
+            updates=range(first, beyond),
+            drain=drain,
+            empty_before=self._empty_before,
+        )
+
+    def _on_device(self, microbatch: Microbatch) -> Microbatch:
+        wanted = [port.value for port in self.job.program.inputs if port.source is None]
+        moved = {name: microbatch.inputs[name].to(self.device, non_blocking=True) for name in wanted}
+        return Microbatch(moved, microbatch.size)
+
+    def _collect_loss(self, microbatch: int, loss: Tensor) -> None:
+        self._losses.setdefault(microbatch // self._microbatches_a_loss, []).append(loss)
+
+    def _tell_loss(self, update: int) -> Loss:
+        """The mean over the update's microbatches, from the rank that has it to the others."""
+        source = self.job.ranks[self.job.loss_stage]
+        with translated(None):
+            if self.rank == source:
+                losses = self._losses.pop(update)
+                mean = torch.stack([loss.double() for loss in losses]).mean().reshape(1)
+                works = [
+                    dist.isend(mean, rank, group=self._control)
+                    for rank in range(self.job.num_stages)
+                    if rank != source
+                ]
+            else:
+                mean = torch.empty(1, dtype=torch.float64, device=self.device)
+                works = [dist.irecv(mean, source, group=self._control)]
+
+        def wait() -> None:
+            with (
+                self._shared_fate("waiting for the loss"),
+                translated(None if source == self.rank else source),
+            ):
+                for work in works:
+                    assert work is not None
+                    work.wait()
+
+        self._under_way.append(Loss(mean, wait))
+        while len(self._under_way) > _LOSSES_UNDER_WAY:
+            self._under_way.popleft().wait()
+        return Loss(mean) if self.rank == source else self._under_way[-1]
+
+    def _compare_batches(self, flat: Mapping[str, Tensor]) -> None:
+        """Ranks that shuffle differently would train on inputs of one batch and targets of another."""
+        digests: list[Any] = [None] * self.job.num_stages
+        with translated(None):
+            dist.all_gather_object(digests, _digests(flat), group=self._control)
+        for rank, theirs in enumerate(digests):
+            different = [name for name in flat if theirs.get(name) != digests[0].get(name)]
+            if different:
+                raise InputError(
+                    f"rank {rank} was given another batch than rank 0 (input {different[0]!r} differs); "
+                    "every rank must see the same batches: seed the data loader alike on all ranks"
+                )
+
+    @contextmanager
+    def _shared_fate(self, doing: str) -> Iterator[None]:
+        if self._is_broken:
+            raise WorkerError("this engine failed before and its pipeline is torn; make a new one")
+        try:
+            with shared_fate(self.rank, self.stage, doing):
+                yield
+        except BaseException:
+            self._is_broken = True
+            raise
+
+
+def local_device(name: str) -> torch.device:
+    """The device of this rank: the plan's, or torchrun's local rank on a machine with GPUs."""
+    if not name.startswith("cuda"):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError(f"the plan puts this stage on {name}, and this process sees no GPU")
+    local_rank = os.environ.get("LOCAL_RANK")
+    return torch.device(name) if local_rank is None else torch.device("cuda", int(local_rank))
+
+
+def _join_world(timeout_s: float) -> bool:
+    """Whether this call initialised torch.distributed."""
+    if dist.is_initialized():
+        return False
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise InputError(
+            "an engine needs one process for each stage: start the script with torchrun --nproc-per-node N, "
+            "or train with pipe.train_local(...), which starts local processes itself"
+        )
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    return True
+
+
+def _job_of_this_rank(
+    pipeline: Pipeline | None, *, method: str | None, microbatches_per_update: int | None
+) -> Job:
+    """Rank 0 sends every rank its job, or the error that all of them raise."""
+    world_size = dist.get_world_size()
+    answers: list[Any] | None = None
+    if dist.get_rank() == 0:
+        try:
+            answers = list(_checked_jobs(pipeline, world_size, method, microbatches_per_update))
+        except Pd2bwError as error:
+            answers = [error] * world_size
+    received: list[Any] = [None]
+    with translated(0):
+        dist.scatter_object_list(received, answers, src=0)
+    if isinstance(received[0], Pd2bwError):
+        raise received[0]
+    job: Job = received[0]
+    return job
+
+
+def _checked_jobs(
+    pipeline: Pipeline | None, world_size: int, method: str | None, microbatches_per_update: int | None
+) -> tuple[Job, ...]:
+    if pipeline is None:
+        raise InputError("rank 0 must have the pipeline; the other ranks may pass None")
+    plan = pipeline.plan
+    if world_size != plan.num_stages:
+        raise InputError(
+            f"the pipeline has {plan.num_stages} stages and there are {world_size} processes; start "
+            f"{plan.num_stages} (torchrun --nproc-per-node {plan.num_stages}), or split for {world_size}"
+        )
+    method = method or plan.method
+    m = microbatches_per_update or plan.microbatches_per_update
+    check_method(method, plan.num_stages, m)
+    return jobs(pipeline, method=method, microbatches_per_update=m)
+
+
+def check_method(method: str, num_stages: int, microbatches_per_update: int) -> None:
+    """Raises InputError for a method that cannot train so many stages with so many microbatches."""
+    if method == "inference":
+        raise InputError("method 'inference' does not train; expected 2bw, 1f1b or gpipe")
+    stage_actions(
+        method,
+        num_stages,
+        0,
+        microbatches_per_update=microbatches_per_update,
+        updates=range(1),
+        drain=True,
+    )
+
+
+def _size(inputs: Mapping[str, Tensor]) -> Hashable:
+    return tuple((name, tuple(tensor.shape)) for name, tensor in inputs.items())
+
+
+def _batch_size(inputs: Mapping[str, Tensor], layout: Any) -> int:
+    return next((inputs[known.name].shape[0] for known in layout.inputs if known.batched), 1)
+
+
+def _digests(flat: Mapping[str, Tensor]) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        ).hexdigest()
+        for name, tensor in flat.items()
+    }

@@ -1,0 +1,70 @@
+"""How ranks learn why another one ended: the failing rank leaves its reason in the group's store.
+
+A lost connection says only that a process is gone. Whoever sees one looks into the store before it speaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import traceback
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from pd2bw_fx.errors import WorkerError
+
+_KEY = "pd2bw_fx/failure"
+_GRACE_S = 2.0  # between the end of a connection and the word of the rank that ended it
+
+
+class LinkDownError(WorkerError):
+    """The rank at the other end is gone, or did not answer in time."""
+
+    def __init__(self, message: str, *, peer: int | None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+@contextlib.contextmanager
+def translated(peer: int | None) -> Iterator[None]:
+    """torch.distributed's errors name an address; ours name the rank (None: one of all the others)."""
+    try:
+        yield
+    except RuntimeError as error:
+        whom = "another rank" if peer is None else f"rank {peer}"
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LinkDownError(
+            f"{whom} no longer answers: it ended, or hung for longer than its time limit ({text})",
+            peer=peer,
+        ) from error
+
+
+@contextlib.contextmanager
+def shared_fate(rank: int, stage: int, doing: str) -> Iterator[None]:
+    """A failure in here is told to all ranks; one that began elsewhere is raised with its own reason."""
+    try:
+        yield
+    except LinkDownError as error:
+        reason = _told()
+        if reason is None:
+            raise
+        raise WorkerError(f"{reason}\n(seen by rank {rank}, stage {stage}, {doing})") from error
+    except Exception as error:
+        error.add_note(f"on rank {rank}, stage {stage}, {doing}")
+        _tell(f"rank {rank} (stage {stage}) failed {doing}:\n{traceback.format_exc()}")
+        raise
+
+
+def _tell(reason: str) -> None:
+    with contextlib.suppress(RuntimeError):  # the store may have gone with its host: the others see that too
+        dist.distributed_c10d._get_default_store().set(_KEY, reason)
+
+
+def _told() -> str | None:
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.wait([_KEY], datetime.timedelta(seconds=_GRACE_S))
+        return str(store.get(_KEY).decode())
+    except (RuntimeError, ValueError):
+        return None  # nobody said anything: a process was killed

@@ -1,0 +1,271 @@
+"""Training on this machine: one worker process a stage, started and ended here.
+
+this process --(socket pair)-- worker 0        batches go out as they are asked for, losses come back;
+             --(socket pair)-- worker 1        between themselves the workers use torch.distributed
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from multiprocessing import connection as mp
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from pd2bw_fx.errors import InputError, WorkerError
+from pd2bw_fx.runtime.engine import check_method
+from pd2bw_fx.runtime.job import Job, jobs
+from pd2bw_fx.runtime.messages import Batch, Done, Failed, Finish, Finished, Start, receive, send
+from pd2bw_fx.runtime.weights import OptimizerFactory, SchedulerFactory
+
+if TYPE_CHECKING:
+    from pd2bw_fx.pipeline import Pipeline
+
+_AHEAD = 2  # batches sent to a worker beyond the ones that it has done
+_REASONS_S = 3.0  # after a first failure, how long to wait for a better reason
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """The mean loss of every update, and the weights after the last, by name in the operator graph."""
+
+    losses: tuple[float, ...]
+    tensors: Mapping[str, Tensor]
+
+
+def train_local(
+    pipeline: Pipeline,
+    batches: Iterable[Any],
+    *,
+    optimizer: OptimizerFactory,
+    lr_scheduler: SchedulerFactory | None = None,
+    microbatches_per_update: int,
+    method: str = "2bw",
+    on_update: Callable[[int, float], None] | None = None,
+    threads_per_worker: int | None = None,
+    seed: int | None = None,
+    timeout_s: float = _TIMEOUT_S,
+) -> TrainResult:
+    """Train with local worker processes, one update for each batch, and a flush at the end.
+
+    `on_update(update, loss)` is called here as losses come back. Workers draw random numbers from
+    `seed + rank` (None: torch's seed in this process). `threads_per_worker` divides the cores by default.
+
+    Raises InputError for a batch that does not fit, WorkerError with the failing worker's own traceback. Both
+    leave no process behind.
+    """
+    check_method(method, pipeline.plan.num_stages, microbatches_per_update)
+    prepared = jobs(pipeline, method=method, microbatches_per_update=microbatches_per_update)
+    threads = threads_per_worker or max(1, len(os.sched_getaffinity(0)) // len(prepared))
+    with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
+        starts = [
+            Start(
+                job=job,
+                optimizer=optimizer,
+                lr_scheduler=lr_scheduler,
+                rendezvous=str(Path(folder) / "rendezvous"),
+                timeout_s=timeout_s,
+                seed=torch.initial_seed() % 2**32 if seed is None else seed,
+                num_threads=threads,
+            )
+            for job in prepared
+        ]
+        workers = _Workers(starts, on_update)
+        try:
+            for batch in batches:
+                workers.step(batch)
+            return workers.finish()
+        finally:
+            workers.end()
+
+
+class _Workers:
+    """The processes of one training run."""
+
+    def __init__(self, starts: list[Start], on_update: Callable[[int, float], None] | None) -> None:
+        self.jobs: list[Job] = [start.job for start in starts]
+        self.losses: list[float] = []
+        self._on_update = on_update
+        self._sent = 0
+        self._done = [0] * len(starts)
+        self._finished: dict[int, Finished] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        try:
+            pickled = [_pickled(start) for start in starts]
+            for start in starts:
+                self._start_process(start.num_threads)
+            for rank, message in enumerate(pickled):
+                with self._watched(rank):
+                    send(self._connections[rank], sys.path)
+                    self._connections[rank].send_bytes(message)
+        except BaseException:
+            self.end()
+            raise
+
+    def step(self, batch: Any) -> None:
+        """Hand a batch out; returns when the workers have room for another."""
+        layout = self.jobs[0].layout
+        flat = layout.flatten(batch)
+        pieces = layout.cut(flat, self.jobs[0].microbatches_per_update)
+        size = tuple((name, tuple(tensor.shape)) for name, tensor in pieces[0].items())
+        for rank, job in enumerate(self.jobs):
+            own = {p.value: flat[p.value].detach() for p in job.program.inputs if p.source is None}
+            with self._watched(rank):
+                send(self._connections[rank], Batch(own, size))
+        self._sent += 1
+        while self._sent - min(self._done) >= _AHEAD:
+            self._hear()
+
+    def finish(self) -> TrainResult:
+        for rank, connection in enumerate(self._connections):
+            with self._watched(rank):
+                send(connection, Finish())
+        while len(self._finished) < len(self.jobs):
+            self._hear()
+        tensors = {
+            name: t for rank in sorted(self._finished) for name, t in self._finished[rank].tensors.items()
+        }
+        return TrainResult(tuple(self.losses), tensors)
+
+    def end(self) -> None:
+        """No process outlives the run, whatever happened."""
+        for rank, process in enumerate(self._processes):
+            if rank in self._finished:
+                try:
+                    process.wait(timeout=5.0)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+            else:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+        for connection in self._connections:
+            connection.close()
+
+    def _start_process(self, num_threads: int) -> None:
+        ours, theirs = socketpair()
+        with theirs:
+            environment = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+                environment.pop(name, None)
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "pd2bw_fx.runtime.worker", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=environment | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                )
+            )
+        self._connections.append(Connection(ours.detach()))
+
+    def _hear(self) -> None:
+        """Take in at least one message; a worker's failure or death is raised."""
+        waiting = [c for rank, c in enumerate(self._connections) if rank not in self._finished]
+        for connection in mp.wait(waiting):
+            assert isinstance(connection, Connection)
+            rank = self._connections.index(connection)
+            with self._watched(rank):
+                self._take(rank, receive(connection))
+
+    def _take(self, rank: int, message: Done | Finished | Failed) -> None:
+        if isinstance(message, Failed):
+            raise self._reason({rank: message})
+        if isinstance(message, Finished):
+            self._finished[rank] = message
+            return
+        self._done[rank] += 1
+        if message.loss is not None:
+            self.losses.append(message.loss)
+            if self._on_update is not None:
+                self._on_update(len(self.losses) - 1, message.loss)
+
+    def _watched(self, rank: int) -> _LostWorker:
+        return _LostWorker(self, rank)
+
+    def lost(self, rank: int) -> WorkerError:
+        return self._reason({rank: None})
+
+    def _reason(self, failures: dict[int, Failed | None]) -> WorkerError:
+        """The first cause. A worker whose peer died fails too, so wait a moment for what the others say."""
+        deadline = time.monotonic() + _REASONS_S
+        while time.monotonic() < deadline and not any(f and not f.is_consequence for f in failures.values()):
+            open_ = {self._connections[r]: r for r in range(len(self.jobs)) if r not in failures}
+            if not open_:
+                break
+            for connection in mp.wait(list(open_), timeout=deadline - time.monotonic()):
+                assert isinstance(connection, Connection)
+                rank = open_[connection]
+                try:
+                    message = receive(connection)
+                except (EOFError, OSError):
+                    failures[rank] = None
+                else:
+                    if isinstance(message, Failed):
+                        failures[rank] = message
+            if None in failures.values():
+                break
+        for rank, failure in failures.items():
+            if failure is not None and not failure.is_consequence:
+                return WorkerError(f"{self._who(rank)} failed with {failure.kind}:\n{failure.error}")
+        for rank, failure in failures.items():
+            if failure is None:
+                return WorkerError(f"{self._who(rank)} {self._how_it_ended(rank)}")
+        rank, failure = next(iter(failures.items()))
+        assert failure is not None
+        return WorkerError(f"{self._who(rank)} failed with {failure.kind}:\n{failure.error}")
+
+    def _who(self, rank: int) -> str:
+        job = self.jobs[rank]
+        return f"rank {rank} (stage {job.stage} on {job.device_name}, process {self._processes[rank].pid})"
+
+    def _how_it_ended(self, rank: int) -> str:
+        try:
+            code = self._processes[rank].wait(timeout=_REASONS_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection and did not end"
+        if code >= 0:
+            return f"ended by itself with exit code {code}; its own output may say why"
+        name = signal.Signals(-code).name
+        hint = " (out of memory? see the system's log)" if name == "SIGKILL" else ""
+        return f"was ended by {name}{hint}"
+
+
+class _LostWorker:
+    """A connection that ends is a worker that has died."""
+
+    def __init__(self, workers: _Workers, rank: int) -> None:
+        self._workers = workers
+        self._rank = rank
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, EOFError | BrokenPipeError | ConnectionResetError):
+            raise self._workers.lost(self._rank) from error
+
+
+def _pickled(start: Start) -> bytes:
+    try:
+        pickled: bytes = cloudpickle.dumps(start)
+    except Exception as error:
+        raise InputError(
+            f"optimizer and lr_scheduler are sent to the workers, and one of them cannot be ({error}); use "
+            "functions or lambdas that hold no open file, lock or process"
+        ) from error
+    return pickled

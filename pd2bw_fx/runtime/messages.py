@@ -1,0 +1,71 @@
+"""What a training run's parent and its local workers tell each other."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch import Tensor
+
+from pd2bw_fx.runtime.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first message to a worker. Functions are pickled by cloudpickle, a notebook's lambdas included."""
+
+    job: Job
+    optimizer: Any
+    lr_scheduler: Any
+    rendezvous: str
+    timeout_s: float
+    seed: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One update's inputs of this stage, and what identifies the sizes of all inputs of a microbatch."""
+
+    inputs: Mapping[str, Tensor]
+    size: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """No more batches: flush, and answer with the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step has been made. `loss` on the rank of the loss."""
+
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The stage's newest tensors by name in the graph."""
+
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Why the worker ends. `is_consequence`: another worker's end was the reason."""
+
+    error: str
+    kind: str
+    is_consequence: bool
+
+
+def send(connection: Connection, message: Any) -> None:
+    """Plain pickle: a Connection's own `send` would hand tensors over as file descriptors."""
+    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())

@@ -1,0 +1,123 @@
+"""The update rules on the whole model in one process: what a pipeline's losses and weights must equal.
+
+    2bw           W(t+1) = W(t) - lr * grad f(W(max(t-1, 0)))      the gradient is one update late
+    synchronous   W(t+1) = W(t) - lr * grad f(W(t))
+
+Written from the rule alone, with two copies of the model and an ordinary optimizer; it knows no schedule, no
+stages and no weight store.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from pd2bw_fx.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceResult:
+    """The mean loss of every update, and the weights after the last."""
+
+    losses: tuple[float, ...]
+    state_dict: dict[str, Tensor]
+
+
+def train_reference(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    microbatches_per_update: int,
+    method: str = "2bw",
+    lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    on_update: Callable[[int, float], None] | None = None,
+) -> ReferenceResult:
+    """Train a copy of the model, one update for each batch; the model itself stays as it is.
+
+    Batches are as for the pipeline: a tuple of the forward's arguments (targets last where there is a
+    loss_fn), a dict of them (targets under "targets"), or one tensor. `method` is "2bw" or "synchronous".
+    """
+    if method not in ("2bw", "synchronous"):
+        raise InputError(f"method is {method!r}; the reference knows '2bw' and 'synchronous'")
+    newest = copy.deepcopy(model)  # W(t): what the optimizer steps
+    differentiated = copy.deepcopy(model)  # W(max(t-1, 0)), or W(t): what gradients are taken of
+    trained = [parameter for parameter in newest.parameters() if parameter.requires_grad]
+    stepped = optimizer(trained)
+    scheduler = None if lr_scheduler is None else lr_scheduler(stepped)
+    pairs = list(zip(newest.parameters(), differentiated.parameters(), strict=True))
+    losses: list[float] = []
+    for update, batch in enumerate(batches):
+        differentiated.zero_grad(set_to_none=True)
+        total = 0.0
+        for microbatch in _cut(batch, microbatches_per_update):
+            loss = _loss(differentiated, microbatch, loss_fn) / microbatches_per_update
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        before = [parameter.detach().clone() for parameter in newest.parameters()]
+        for parameter, source in pairs:
+            parameter.grad = source.grad
+        stepped.step()
+        if scheduler is not None:
+            scheduler.step()
+        following = before if method == "2bw" else [parameter.detach() for parameter in newest.parameters()]
+        with torch.no_grad():
+            for (_, target), value in zip(pairs, following, strict=True):
+                target.copy_(value)
+        losses.append(total)
+        if on_update is not None:
+            on_update(update, total)
+    return ReferenceResult(tuple(losses), _merged(newest, differentiated))
+
+
+def _cut(batch: Any, num_parts: int) -> list[Any]:
+    """Equal parts along dimension 0 of every tensor in the batch; what else is in it goes to every part."""
+    leaves, shape = pytree.tree_flatten(batch)
+    pieces = [
+        leaf.chunk(num_parts) if isinstance(leaf, Tensor) and leaf.dim() else (leaf,) * num_parts
+        for leaf in leaves
+    ]
+    if any(len(parts) != num_parts for parts in pieces):
+        raise InputError(f"the batch cannot be cut into {num_parts} microbatches; pass a larger one")
+    return [pytree.tree_unflatten(list(parts), shape) for parts in zip(*pieces, strict=True)]
+
+
+def _loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
+    targets = None
+    if isinstance(batch, Mapping):
+        arguments = dict(batch)
+        if loss_fn is not None:
+            targets = arguments.pop("targets")
+        output = model(**arguments)
+    else:
+        positional = [batch] if isinstance(batch, Tensor) else list(batch)
+        if loss_fn is not None:
+            targets = positional.pop()
+        output = model(*positional)
+    if loss_fn is not None:
+        return loss_fn(output, targets)
+    if isinstance(output, Mapping):
+        output = output["loss"]
+    elif isinstance(output, tuple | list):
+        output = output[0]
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _merged(newest: nn.Module, forwarded: nn.Module) -> dict[str, Tensor]:
+    """Parameters of the newest weights; buffers (running statistics) of the copy that ran the forwards."""
+    parameters = {name for name, _ in newest.named_parameters(remove_duplicate=False)}
+    running = forwarded.state_dict()
+    return {
+        name: value.detach().clone() if name in parameters else running[name].detach().clone()
+        for name, value in newest.state_dict().items()
+    }

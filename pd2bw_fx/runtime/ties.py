@@ -1,0 +1,52 @@
+"""Parameters that several stages hold: their gradients are added up over all holders before every update.
+
+Every holder then takes the same step on the same weights, so that the copies never part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pd2bw_fx.runtime.failure import translated
+
+
+@dataclass(frozen=True, slots=True)
+class TiedParameter:
+    """A parameter that this rank holds, and the group of all the ranks that do."""
+
+    name: str
+    group: dist.ProcessGroup
+
+
+def join_ties(holders: Mapping[str, tuple[int, ...]], rank: int) -> tuple[TiedParameter, ...]:
+    """This rank's tied parameters; `holders` are the ranks of each. All ranks must call this."""
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(holders.values()))}
+    return tuple(
+        TiedParameter(name, groups[ranks]) for name, ranks in sorted(holders.items()) if rank in ranks
+    )
+
+
+def is_used_by_any(parameter: TiedParameter, used_here: bool, device: torch.device) -> bool:
+    """Whether the parameter has a gradient on one of its holders."""
+    flag = torch.tensor([float(used_here)], device=device)
+    with translated(None):
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=parameter.group)
+    return bool(flag.item())
+
+
+def start_adding(parameter: TiedParameter, gradient: Tensor) -> dist.Work:
+    """Begin to replace the gradient by the sum over all holders."""
+    with translated(None):
+        work = dist.all_reduce(gradient, group=parameter.group, async_op=True)
+    assert isinstance(work, dist.Work)
+    return work
+
+
+def wait_for(work: dist.Work) -> None:
+    with translated(None):
+        work.wait()

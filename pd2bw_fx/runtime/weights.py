@@ -1,0 +1,288 @@
+"""The weights of one stage in one or two versions, and the update that makes the next one.
+
+    slot 0   W(0) . . W(2) . .        two copies of the stage's module ("shells"), each with its parameters in
+    slot 1   . W(1) . . W(3) .        its own flat buffer; version v lives in slot v % 2, buffers are shared
+
+An update copies the newest version to the other slot and steps the optimizer there. Microbatches in flight
+keep the version that they began with: their saved tensors are views of a slot that nobody writes until their
+backward is done. (Swapping data under one module instead gives silently wrong gradients with recomputation.)
+
+Where parameters are shared with other stages, an update is put off until its version is needed, so that the
+sum over the holders travels while this stage computes; a second gradient buffer takes what comes meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.runtime.ties import TiedParameter, is_used_by_any, start_adding, wait_for
+from pd2bw_fx.stage import StageProgram, build_module, held_buffers, held_parameters
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+# Kernels may choose by alignment, and with them the last bit of a sum; torch's own allocations have this one.
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter lies in the flat buffers of its type."""
+
+    name: str
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def view(self, flat: Mapping[torch.dtype, Tensor]) -> Tensor:
+        return flat[self.dtype].as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An update whose gradients are complete here, and on their way from the other holders."""
+
+    version: int
+    num_microbatches: int
+    gradients: dict[torch.dtype, Tensor]
+    under_way: list[dist.Work]
+
+
+class WeightStore:
+    """Versions W(v) of one stage's parameters, `num_versions` of them alive at a time."""
+
+    def __init__(
+        self,
+        program: StageProgram,
+        tensors: Mapping[str, Tensor],
+        *,
+        trainable: Iterable[str],
+        num_versions: int,
+        device: torch.device,
+        ties: Sequence[TiedParameter] = (),
+    ) -> None:
+        self.program = program
+        self.newest = 0
+        self._device = device
+        self.num_versions = num_versions
+        local = {name: tensors[name].to(device) for name in (*program.parameters, *program.buffers)}
+        self._shells = [build_module(program, local)]
+        self._shells += [build_module(program, local) for _ in range(num_versions - 1)]
+        wanted = set(trainable)
+        shell = self._shells[0]
+        self._places = _lay_out({n: p for n, p in held_parameters(program, shell).items() if n in wanted})
+        self._flat = [_flat_buffers(self._places, device) for _ in self._shells]
+        self._ties = tuple(tied for tied in ties if tied.name in self._places)
+        self._gradients = _flat_buffers(self._places, device)
+        self._spare_gradients = _flat_buffers(self._places, device) if self._ties else self._gradients
+        self._pending: _Pending | None = None
+        self._parameters = [
+            _move_into(shell, program, self._places, flat)
+            for shell, flat in zip(self._shells, self._flat, strict=True)
+        ]
+        for other in self._shells[1:]:
+            _share(other, self._shells[0], program, wanted)
+        # The optimizer's parameters: stepped in the slot that is being made.
+        self._aliases = {
+            name: nn.Parameter(place.view(self._flat[0]).detach()) for name, place in self._places.items()
+        }
+        self._users = [0] * num_versions
+        self._has_gradient: frozenset[str] | None = None
+        self._optimizer: Optimizer | None = None
+        self._scheduler: LRScheduler | None = None
+
+    def optimize_with(self, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None) -> None:
+        """Make the optimizer, over this stage's trainable parameters in the order of the graph.
+
+        A stage without any has none: torch's optimizers refuse an empty list.
+        """
+        if not self._aliases:
+            return
+        self._optimizer = optimizer(list(self._aliases.values()))
+        self._scheduler = None if scheduler is None else scheduler(self._optimizer)
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            raise InputError(
+                "ReduceLROnPlateau wants a metric at every step, which a pipeline's update does not have; "
+                "use a scheduler that steps by itself, such as CosineAnnealingLR"
+            )
+
+    def module(self, version: int) -> nn.Module:
+        """The stage's module with the weights of a living version."""
+        if self._pending is not None and version == self._pending.version:
+            self.finish_update()
+        assert self.newest - self.num_versions < version <= self.newest, f"W{version} is not alive"
+        return self._shells[version % self.num_versions]
+
+    def acquire(self, version: int, *, in_flight: bool) -> nn.Module:
+        """The module for a forward; `in_flight`: its backward is still to come, on the same version."""
+        module = self.module(version)
+        self._users[version % self.num_versions] += in_flight
+        return module
+
+    def release(self, version: int) -> None:
+        """After the backward of a microbatch that ran on this version."""
+        self._users[version % self.num_versions] -= 1
+        if self._has_gradient is None:
+            self._adopt_gradients(version)
+
+    def update(self, version: int, *, num_microbatches: int) -> None:
+        """Make W(version) of the one before with the mean of the microbatches' gradients, when needed."""
+        self.finish_update()
+        assert version == self.newest + 1, f"W{version} made after W{self.newest}"
+        if self._has_gradient is None:
+            self._has_gradient = frozenset()
+        if self.newest == 0:
+            self._agree_on_ties()
+        under_way = [
+            start_adding(tied, self._places[tied.name].view(self._gradients))
+            for tied in self._ties
+            if tied.name in self._has_gradient
+        ]
+        self._pending = _Pending(version, num_microbatches, self._gradients, under_way)
+        if not under_way:
+            self.finish_update()
+            return
+        self._gradients, self._spare_gradients = self._spare_gradients, self._gradients
+        self._bind_gradients()
+
+    def finish_update(self) -> None:
+        """Make the version that was put off, if one was."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        for work in pending.under_way:
+            wait_for(work)
+        source, target = self.newest % self.num_versions, pending.version % self.num_versions
+        assert self._users[target] == 0, f"W{pending.version} overwrites weights that a microbatch needs"
+        for dtype, flat in self._flat[target].items():
+            if source != target:
+                flat.copy_(self._flat[source][dtype])
+            pending.gradients[dtype].div_(pending.num_microbatches)
+        self._step(target, pending.gradients)
+        for flat in pending.gradients.values():
+            flat.zero_()
+        self.newest = pending.version
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters of the newest version, buffers and constants, by their names in the graph."""
+        self.finish_update()
+        shell = self._shells[self.newest % self.num_versions]
+        held = {**held_parameters(self.program, shell), **held_buffers(self.program, shell)}
+        return {name: tensor.detach() for name, tensor in held.items()}
+
+    def train(self, *, on: bool) -> None:
+        for shell in self._shells:
+            shell.train(on)
+
+    def _step(self, target: int, gradients: Mapping[torch.dtype, Tensor]) -> None:
+        if self._optimizer is None:
+            return
+        used = self._has_gradient or frozenset()
+        for name, alias in self._aliases.items():
+            alias.data = self._places[name].view(self._flat[target])
+            # A zero gradient is not no gradient: AdamW decays the weight for the one, and not for the other.
+            alias.grad = self._places[name].view(gradients) if name in used else None
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def _adopt_gradients(self, version: int) -> None:
+        """After the very first backward: which parameters get gradients at all, and from now on where.
+
+        The program is a fixed list of operations, so that one backward tells for all.
+        """
+        first = self._parameters[version % self.num_versions]
+        used = frozenset(name for name, parameter in first.items() if parameter.grad is not None)
+        for name in used:
+            gradient = first[name].grad
+            assert gradient is not None
+            view = self._places[name].view(self._gradients)
+            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        self._has_gradient = used
+        self._bind_gradients()
+
+    def _agree_on_ties(self) -> None:
+        """A tied parameter that another holder has a gradient of has one here, even if it is zero so far."""
+        assert self._has_gradient is not None
+        used = [t.name for t in self._ties if is_used_by_any(t, t.name in self._has_gradient, self._device)]
+        self._has_gradient |= frozenset(used)
+
+    def _bind_gradients(self) -> None:
+        """From now on backwards add to the current gradient buffer."""
+        for parameters in self._parameters:
+            for name in self._has_gradient or ():
+                parameters[name].grad = self._places[name].view(self._gradients)
+
+
+def _lay_out(parameters: Mapping[str, nn.Parameter]) -> dict[str, _Place]:
+    places, ends = dict[str, _Place](), dict[torch.dtype, int]()
+    for name, parameter in parameters.items():
+        step = _ALIGNMENT_BYTES // parameter.dtype.itemsize
+        offset = ends.get(parameter.dtype, 0)
+        dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+        stride = parameter.stride() if dense else parameter.contiguous().stride()
+        places[name] = _Place(name, parameter.dtype, offset, parameter.shape, stride)
+        ends[parameter.dtype] = offset + math.ceil(parameter.numel() / step) * step
+    return places
+
+
+def _flat_buffers(places: Mapping[str, _Place], device: torch.device) -> dict[torch.dtype, Tensor]:
+    sizes: dict[torch.dtype, int] = {}
+    for place in places.values():
+        step = _ALIGNMENT_BYTES // place.dtype.itemsize
+        sizes[place.dtype] = place.offset + math.ceil(place.shape.numel() / step) * step
+    return {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+
+
+def _move_into(
+    shell: nn.Module, program: StageProgram, places: Mapping[str, _Place], flat: Mapping[torch.dtype, Tensor]
+) -> dict[str, nn.Parameter]:
+    """Give the shell's trainable parameters their values in the flat buffer; the others are frozen."""
+    held = held_parameters(program, shell)
+    moved: dict[str, nn.Parameter] = {}
+    for name, place in places.items():
+        view = place.view(flat)
+        parameter = held[name]
+        view.copy_(parameter.detach())
+        parameter.data = view
+        moved[name] = parameter
+        parameter.requires_grad_(True)
+    for name, parameter in held.items():
+        if name not in moved:
+            parameter.requires_grad_(False)
+    _refresh_recurrent(shell)
+    return moved
+
+
+def _share(shell: nn.Module, first: nn.Module, program: StageProgram, own: set[str]) -> None:
+    """Buffers and frozen parameters exist once: the shell takes the first one's."""
+    parameters, buffers = held_parameters(program, first), held_buffers(program, first)
+    for name, _ in list(shell.named_parameters(remove_duplicate=False)):
+        canonical = program.ties.get(name, name)
+        if canonical not in own:
+            _owner(shell, name)._parameters[name.rpartition(".")[2]] = parameters[canonical]
+    for name, _ in list(shell.named_buffers(remove_duplicate=False)):
+        canonical = program.ties.get(name, name)
+        _owner(shell, name)._buffers[name.rpartition(".")[2]] = buffers[canonical]
+    _refresh_recurrent(shell)
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
+def _refresh_recurrent(shell: nn.Module) -> None:
+    """Recurrent modules keep a list of their weights beside the attributes."""
+    for module in shell.modules():
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()

@@ -1,0 +1,83 @@
+"""A local worker process: `python -m pd2bw_fx.runtime.worker FD`, started by train_local and by nothing else.
+
+FD is its end of a socket pair. Commands come as pickled tuples, answers go back the same way; when the other
+end is gone, so is the worker.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pd2bw_fx.errors import WorkerError
+from pd2bw_fx.runtime.engine import Engine
+from pd2bw_fx.runtime.messages import Done, Failed, Finish, Finished, Start, receive, send
+from pd2bw_fx.runtime.stage_runner import Microbatch
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    connection = Connection(int(sys.argv[1]))
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    try:
+        sys.path[:] = receive(connection)
+        start: Start = receive(connection)
+    except EOFError:
+        return
+    threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
+    try:
+        _work(start, connection, messages)
+    except Exception as error:
+        text = traceback.format_exc()
+        mine = not isinstance(error, WorkerError)
+        send(connection, Failed(text, type(error).__name__, not mine))
+        os._exit(1)  # at once: destructors of a torn process group may wait for peers
+
+
+def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
+    """Batches are taken in while the stage computes; an end of the connection is an end of the worker."""
+    while True:
+        try:
+            messages.put(receive(connection))
+        except (EOFError, OSError):
+            os._exit(1)
+
+
+def _work(start: Start, connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
+    job = start.job
+    torch.set_num_threads(start.num_threads)
+    torch.manual_seed(start.seed + job.rank)
+    on_gpu = job.device_name.startswith("cuda")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=Path(start.rendezvous).as_uri(),
+        rank=job.rank,
+        world_size=job.num_stages,
+    )
+    engine = Engine(
+        job, optimizer=start.optimizer, lr_scheduler=start.lr_scheduler, timeout_s=start.timeout_s
+    )
+    layout = job.layout.restricted(port.value for port in job.program.inputs if port.source is None)
+    while True:
+        message = messages.get()
+        if isinstance(message, Finish):
+            break
+        pieces = layout.cut(message.inputs, job.microbatches_per_update)
+        loss = engine.step_microbatches([Microbatch(piece, message.size) for piece in pieces])
+        send(connection, Done(float(loss) if job.stage == job.loss_stage else None))
+    send(connection, Finished({name: tensor.cpu() for name, tensor in engine.tensors().items()}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""split on models that people have: what comes out computes what went in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.models import MODELS, build
+
+
+class Perceptron(nn.Module):
+    def __init__(self, depth: int = 6, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+class KeywordsAndNests(nn.Module):
+    """Takes a nested tuple and a dict, returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 8)
+        self.right = nn.Linear(6, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, pair: tuple[Tensor, Tensor], *, extra: dict[str, Tensor]) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.left(pair[0]) + self.right(pair[1]))
+        logits = self.head(hidden * extra["scale"])
+        return {"loss": F.cross_entropy(logits, extra["labels"]), "logits": logits}
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_stages_of_every_model_compute_what_the_model_computes(name: str) -> None:
+    torch.manual_seed(0)
+
+    pipe = pd2bw_fx.split(build(name).double(), cluster=2, costs="analytic", check=False)
+
+    assert len(pipe.stages) == 2
+    assert pipe.verify().worst.relative <= 1e-12
+
+
+def test_a_loss_function_takes_what_the_model_returns_and_the_targets() -> None:
+    model = Perceptron().double()
+    x, y = torch.randn(4, 16, dtype=torch.float64), torch.randn(4, 16, dtype=torch.float64)
+
+    pipe = pd2bw_fx.split(model, (x,), loss_fn=F.mse_loss, example_targets=y, cluster=3, costs="analytic")
+
+    assert pipe.graph.loss == "loss"
+    assert pipe.verify().exact
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+
+
+def test_nested_and_keyword_arguments_go_to_the_stages_that_read_them() -> None:
+    extra = {"scale": torch.rand(5, 8), "labels": torch.tensor([0, 1, 2, 0, 1])}
+    kwargs = {"extra": extra}
+
+    pipe = pd2bw_fx.split(
+        KeywordsAndNests(), ((torch.randn(5, 4), torch.randn(5, 6)),), kwargs, cluster=2, costs="analytic"
+    )
+
+    assert {output.name for output in pipe.graph.outputs} == {"loss", "logits"}
+    assert pipe.verify().exact
+
+
+def test_a_model_alone_is_split_on_estimates_and_says_so() -> None:
+    pipe = pd2bw_fx.split(Perceptron(), cluster=2)
+
+    assert pipe.costs.origin == "parameters"
+    assert "example_args" in str(pipe)
+    assert len(pipe.stages) == 2
+
+
+def test_the_merged_state_dict_loads_into_the_original_model(tmp_path: Path) -> None:
+    model = build("gpt")
+    pipe = pd2bw_fx.split(model, cluster=2, costs="analytic")
+
+    pipe.save(tmp_path / "gpt")
+    loaded = pd2bw_fx.load(tmp_path / "gpt")
+    fresh = build("gpt")
+    fresh.load_state_dict(loaded.state_dict())
+
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor), name
+    assert loaded.plan == pipe.plan
+    assert [p.source for p in loaded.programs] == [p.source for p in pipe.programs]
+    assert str(loaded) == str(pipe)
+
+
+def test_a_loaded_pipeline_is_verified_against_the_model_it_is_given(tmp_path: Path) -> None:
+    model = build("mlp")
+    pd2bw_fx.split(model, cluster=2, costs="analytic").save(tmp_path / "mlp")
+    loaded = pd2bw_fx.load(tmp_path / "mlp")
+
+    with pytest.raises(pd2bw_fx.InputError, match="pass the original model"):
+        loaded.verify()
+
+    assert loaded.verify(build("mlp")).exact
+
+
+def test_the_same_input_gives_the_same_plan_and_the_same_bytes() -> None:
+    torch.manual_seed(0)
+    model = build("gpt")
+
+    first = pd2bw_fx.split(model, cluster=2, costs="analytic")
+    second = pd2bw_fx.split(model, cluster=2, costs="analytic")
+
+    assert first.plan.stage_of == second.plan.stage_of
+    assert [p.source for p in first.programs] == [p.source for p in second.programs]
+
+
+def test_the_printed_plan_names_devices_cuts_memory_and_proof() -> None:
+    text = str(pd2bw_fx.split(build("gpt"), cluster=2, costs="analytic"))
+
+    for word in ("stage", "device", "parameters", "forward", "-> stage 1", "bottleneck", "proven", "/ "):
+        assert word in text
+
+
+class TestBadInput:
+    def test_more_stages_than_operators(self) -> None:
+        with pytest.raises(pd2bw_fx.InputError, match="50"):
+            pd2bw_fx.split(Perceptron(2), (torch.randn(2, 16),), cluster=50, costs="analytic")
+
+    def test_fewer_microbatches_than_stages(self) -> None:
+        with pytest.raises(pd2bw_fx.InputError, match=r"2.*3|3.*2"):
+            pd2bw_fx.split(Perceptron(), (torch.randn(2, 16),), cluster=3, microbatches_per_update=2)
+
+    def test_a_memory_limit_below_the_smallest_operator(self) -> None:
+        cluster = pd2bw_fx.Cluster.uniform(2, memory_bytes=100)
+
+        with pytest.raises(pd2bw_fx.InfeasibleError, match=r"cpu:\d.*100 B"):
+            pd2bw_fx.split(Perceptron(), (torch.randn(2, 16),), cluster=cluster, costs="analytic")
+
+    def test_what_is_no_model(self) -> None:
+        with pytest.raises(pd2bw_fx.InputError, match=r"nn\.Module"):
+            pd2bw_fx.split("gpt")  # type: ignore[arg-type]
+
+    def test_inputs_that_the_model_rejects(self) -> None:
+        with pytest.raises(pd2bw_fx.InputError, match=r"shapes cannot be multiplied|size"):
+            pd2bw_fx.split(Perceptron(), (torch.randn(2, 3),), cluster=2)
+
+    def test_example_args_of_the_wrong_kind(self) -> None:
+        with pytest.raises(pd2bw_fx.InputError, match="tensor"):
+            pd2bw_fx.split(Perceptron(), (["not", "a", "tensor"],), cluster=2)
+
+    def test_a_model_whose_path_depends_on_data(self) -> None:
+        class Branching(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(4, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.layer(x)
+                return x if x.sum() > 0 else -x
+
+        with pytest.raises(pd2bw_fx.TraceError, match=r"test_split\.py"):
+            pd2bw_fx.split(Branching(), (torch.randn(2, 4),), cluster=2)
+
+    def test_a_plan_of_another_model(self, tmp_path: Path) -> None:
+        pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic").save(tmp_path / "mlp")
+        loaded = pd2bw_fx.load(tmp_path / "mlp")
+
+        with pytest.raises(pd2bw_fx.InputError, match="not the model that was split"):
+            loaded.verify(build("gpt"))
+
+    def test_a_folder_with_an_altered_stage(self, tmp_path: Path) -> None:
+        folder = tmp_path / "mlp"
+        pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic").save(folder)
+        source = (folder / "stage_0.py").read_text()
+        (folder / "stage_0.py").write_text(source + "\n# edited\n")
+
+        with pytest.raises(pd2bw_fx.PlanMismatchError, match=r"stage_0\.py"):
+            pd2bw_fx.load(folder)
+
+        assert pd2bw_fx.load(folder, edited=True).programs[0].source.endswith("# edited\n")
+
+    def test_a_folder_with_a_stage_that_does_more_than_compute(self, tmp_path: Path) -> None:
+        folder = tmp_path / "mlp"
+        pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic").save(folder)
+        source = (folder / "stage_0.py").read_text()
+        (folder / "stage_0.py").write_text(source.replace("import torch\n", "import torch\nimport os\n", 1))
+
+        with pytest.raises(pd2bw_fx.PlanMismatchError, match="os"):
+            _ = pd2bw_fx.load(folder, edited=True).stages[0].module
