@@ -32,8 +32,8 @@ class StageTree:
         self._rehome(self.root)
         self.chains: set[int] = set()  # calls of an nn.Sequential that is printed as one
         self.links: set[fx.Node] = set()  # what the members of a taken-apart nn.Sequential hand on
-        self._take_apart(self.root)
         self.layers: set[int] = set()
+        self._take_apart(self.root)
         self.layers = {id(scope) for scope in walk(self.root) if self._is_layer(scope)}
         self.owned: dict[str, set[str]] = defaultdict(set)  # class path -> local parameter names
         self._place_parameters()
