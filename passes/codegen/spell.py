@@ -413,7 +413,15 @@ def _pool(name: str) -> Special:
     return spelled
 
 
+def _each_by_itself(name: str) -> Special:
+    """Functions that take their tensors one by one, where the schema has a list."""
+    return lambda values, scene: _call(f"torch.{name}", scene, *values["tensors"])
+
+
 _SPECIAL: dict[str, Special] = {
+    "block_diag": _each_by_itself("block_diag"),
+    "broadcast_tensors": _each_by_itself("broadcast_tensors"),
+    "cartesian_prod": _each_by_itself("cartesian_prod"),
     "linear": _linear,
     "embedding": _embedding,
     "layer_norm": _layer_norm,
