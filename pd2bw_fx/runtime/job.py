@@ -66,15 +66,15 @@ def jobs(pipeline: Pipeline, *, method: str, microbatches_per_update: int) -> tu
     Raises InputError for a pipeline that has no loss or no batch layout.
     """
     graph, programs = pipeline.graph, pipeline.programs
-    if graph.loss is None:
-        raise InputError(
-            f"{graph.model_name} returns no loss; training needs one: split the model with loss_fn, or let "
-            "its forward return the loss"
-        )
     if pipeline.batch_layout is None:
         raise InputError(
             "the pipeline was split without example inputs and does not know how a batch becomes the "
             "model's inputs; split the model with example_args"
+        )
+    if graph.loss is None:
+        raise InputError(
+            f"{graph.model_name} returns no loss; training needs one: split the model with loss_fn, or let "
+            "its forward return the loss"
         )
     loss_stages = [p.stage for p in programs if any(port.model_output == graph.loss for port in p.outputs)]
     assert loss_stages, f"no stage returns the output {graph.loss!r}"

@@ -31,12 +31,12 @@ def join_ties(holders: Mapping[str, tuple[int, ...]], rank: int) -> tuple[TiedPa
     )
 
 
-def is_used_by_any(parameter: TiedParameter, used_here: bool, device: torch.device) -> bool:
-    """Whether the parameter has a gradient on one of its holders."""
+def start_asking(
+    parameter: TiedParameter, used_here: bool, device: torch.device
+) -> tuple[Tensor, dist.Work]:
+    """Begin to ask whether the parameter has a gradient on one of its holders; then the answer is not 0."""
     flag = torch.tensor([float(used_here)], device=device)
-    with translated(None):
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=parameter.group)
-    return bool(flag.item())
+    return flag, start_adding(parameter, flag)
 
 
 def start_adding(parameter: TiedParameter, gradient: Tensor) -> dist.Work:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.runtime.ties import TiedParameter, is_used_by_any, start_adding, wait_for
+from pd2bw_fx.runtime.ties import TiedParameter, start_adding, start_asking, wait_for
 from pd2bw_fx.stage import StageProgram, build_module, held_buffers, held_parameters
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -56,6 +56,7 @@ class _Pending:
     num_microbatches: int
     gradients: dict[torch.dtype, Tensor]
     under_way: list[dist.Work]
+    used_by_any: list[tuple[str, Tensor, dist.Work]]
 
 
 class WeightStore:
@@ -141,14 +142,12 @@ class WeightStore:
         assert version == self.newest + 1, f"W{version} made after W{self.newest}"
         if self._has_gradient is None:
             self._has_gradient = frozenset()
-        if self.newest == 0:
-            self._agree_on_ties()
-        under_way = [
-            start_adding(tied, self._places[tied.name].view(self._gradients))
-            for tied in self._ties
-            if tied.name in self._has_gradient
+        under_way = [start_adding(t, self._places[t.name].view(self._gradients)) for t in self._ties]
+        used = [
+            (tied.name, *start_asking(tied, tied.name in self._has_gradient, self._device))
+            for tied in (self._ties if self.newest == 0 else ())
         ]
-        self._pending = _Pending(version, num_microbatches, self._gradients, under_way)
+        self._pending = _Pending(version, num_microbatches, self._gradients, under_way, used)
         if not under_way:
             self.finish_update()
             return
@@ -162,6 +161,9 @@ class WeightStore:
             return
         for work in pending.under_way:
             wait_for(work)
+        for name, answer, work in pending.used_by_any:
+            wait_for(work)
+            self._settle_use(name, answer)
         source, target = self.newest % self.num_versions, pending.version % self.num_versions
         assert self._users[target] == 0, f"W{pending.version} overwrites weights that a microbatch needs"
         for dtype, flat in self._flat[target].items():
@@ -211,11 +213,12 @@ class WeightStore:
         self._has_gradient = used
         self._bind_gradients()
 
-    def _agree_on_ties(self) -> None:
-        """A tied parameter that another holder has a gradient of has one here, even if it is zero so far."""
+    def _settle_use(self, name: str, answer: Tensor) -> None:
+        """A tied parameter that another holder has a gradient of has one here, even if it was None so far."""
         assert self._has_gradient is not None
-        used = [t.name for t in self._ties if is_used_by_any(t, t.name in self._has_gradient, self._device)]
-        self._has_gradient |= frozenset(used)
+        if name not in self._has_gradient and bool(answer.item()):
+            self._has_gradient |= {name}
+            self._bind_gradients()
 
     def _bind_gradients(self) -> None:
         """From now on backwards add to the current gradient buffer."""

@@ -1,0 +1,106 @@
+"""Run by torchrun: trains models through engines and compares with the single-process reference of the rule.
+
+    torchrun --nproc-per-node N equals_reference.py RESULT.json
+
+Only rank 0 splits the models: the other ranks get their stages from it.
+"""
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.models import build
+from pd2bw_fx.runtime.reference import train_reference
+
+# A key's bias has no gradient in theory; eps is well above the rounding that is left of it.
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9),
+    "adam": functools.partial(torch.optim.Adam, lr=1e-3, eps=1e-6),
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-6, weight_decay=0.1),
+}
+UPDATES = 5
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = build(name).double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    return model
+
+
+def batches_of(model: nn.Module, batch_size: int) -> list[Any]:
+    drawn = model.example_inputs(batch_size=UPDATES * batch_size)  # type: ignore[operator]
+    return list(zip(*(tensor.split(batch_size) for tensor in drawn), strict=True))
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative difference of a tensor, in norm."""
+    assert found.keys() == expected.keys()
+    pairs = ((found[name].double(), tensor.double()) for name, tensor in expected.items())
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
+
+
+def runs(num_stages: int) -> Iterator[tuple[str, str, str, int]]:
+    for name in ("mlp", "gpt", "resnet"):
+        for optimizer in OPTIMIZERS:
+            yield name, optimizer, "2bw", num_stages
+    yield "mlp", "momentum", "2bw", num_stages + 3
+    yield "gpt", "adamw", "2bw", 2 * num_stages
+    yield "gpt", "adamw", "1f1b", num_stages
+    yield "resnet", "momentum", "gpipe", 3
+
+
+def main() -> None:
+    rank, num_stages = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    results = {}
+    pipes: dict[str, Any] = {}
+    for name, optimizer, method, m in runs(num_stages):
+        model = model_of(name)
+        if name not in pipes:
+            pipes[name] = None
+            if rank == 0:
+                pipes[name] = pd2bw_fx.split(model, cluster=num_stages, costs="analytic", check=False)
+        batches = batches_of(model, 2 * m)
+        engine = pd2bw_fx.Engine.from_pipeline(
+            pipes[name],
+            optimizer=OPTIMIZERS[optimizer],
+            lr_scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5),
+            microbatches_per_update=m,
+            method=method,
+        )
+        losses = [engine.step(batch) for batch in batches]
+        weights = engine.state_dict()
+        if rank == 0:
+            reference = train_reference(
+                model,
+                batches,
+                optimizer=OPTIMIZERS[optimizer],
+                lr_scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5),
+                microbatches_per_update=m,
+                method="2bw" if method == "2bw" else "synchronous",
+            )
+            loss = max(abs(float(a) - b) / abs(b) for a, b in zip(losses, reference.losses, strict=True))
+            key = f"{name} {optimizer} {method} m={m}"
+            results[key] = {"loss": loss, "weights": difference(weights, reference.state_dict)}
+    if rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The engine under torchrun: what it computes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import pd2bw_fx
+from pd2bw_fx.models import build
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def torchrun(num_processes: int, program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
+    command += [str(PROGRAMS / program), *map(str, arguments)]
+    path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_losses_and_weights_equal_those_of_the_update_rule_in_one_process(
+    num_stages: int, tmp_path: Path
+) -> None:
+    finished = torchrun(num_stages, "equals_reference.py", tmp_path / "result.json")
+
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result) == 16
+    for run, difference in result.items():
+        assert difference["loss"] <= 1e-12, run
+        assert difference["weights"] <= 1e-12, run
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_an_engine_evaluates_on_its_newest_weights_and_goes_on_training(
+    num_stages: int, tmp_path: Path
+) -> None:
+    finished = torchrun(num_stages, "engine_life.py", tmp_path / "result.json")
+
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["losses"] == pytest.approx(result["expected_losses"], rel=1e-12)
+    assert result["evaluated"] == pytest.approx(result["expected_evaluated"], rel=1e-12)
+    assert max(result["weights"]) <= 1e-14
+
+
+@pytest.mark.parametrize(
+    ("mistake", "expected"),
+    [
+        ("size", r"InputError: the pipeline has 3 stages and there are 2 processes"),
+        ("microbatches", r"InputError: 2bw with 1 microbatches an update on 2 stages"),
+        ("batches", r"InputError: rank 1 was given another batch than rank 0"),
+    ],
+)
+def test_a_mistake_is_the_same_error_on_every_rank(mistake: str, expected: str, tmp_path: Path) -> None:
+    finished = torchrun(2, "engine_errors.py", mistake, tmp_path)
+
+    assert finished.returncode != 0
+    for rank in ("0", "1"):
+        assert (tmp_path / rank).read_text().startswith(expected)
+
+
+def test_a_rank_that_raises_ends_the_others_with_its_reason(tmp_path: Path) -> None:
+    began = time.monotonic()
+
+    finished = torchrun(2, "engine_errors.py", "step", tmp_path)
+
+    assert finished.returncode != 0
+    assert time.monotonic() - began < 60
+    assert (tmp_path / "1").read_text() == "ArithmeticError: the third step went wrong"
+    other = (tmp_path / "0").read_text()
+    assert other.startswith("WorkerError: rank 1 (stage 1) failed in update")
+    assert "ArithmeticError: the third step went wrong" in other
+
+
+def test_without_torchrun_an_engine_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    pipe = pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False)
+
+    with pytest.raises(pd2bw_fx.InputError, match=r"torchrun.*train_local"):
+        pipe.engine(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))

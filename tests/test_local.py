@@ -1,0 +1,214 @@
+"""Training with local worker processes: the same result as in one process, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.models import build
+from pd2bw_fx.runtime.reference import train_reference
+
+ROWS, UPDATES = 4, 4
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.dropout(torch.tanh(layer(x)))
+        return x
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+class Exploding(torch.optim.SGD):
+    """Fails in its second step, on the stage that has the head."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 2 and any(p.shape[0] == 10 for p in self.param_groups[0]["params"]):
+            raise ArithmeticError("the second step went wrong")
+        super().step(closure)
+
+
+def mlp_batches(model: nn.Module) -> list[Any]:
+    drawn = model.example_inputs(batch_size=UPDATES * ROWS)  # type: ignore[operator]
+    return list(zip(*(tensor.split(ROWS) for tensor in drawn), strict=True))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return build("mlp").double()
+
+
+@pytest.fixture
+def pipe(model: nn.Module) -> pd2bw_fx.Pipeline:
+    return pd2bw_fx.split(model, cluster=2, microbatches_per_update=2, costs="analytic", check=False)
+
+
+def workers() -> list[str]:
+    listed = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True).stdout
+    return [
+        line
+        for line in listed.splitlines()
+        if "pd2bw_fx.runtime.worker" in line and line.split()[0] == str(os.getpid())
+    ]
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    assert workers() == []
+
+
+def test_local_training_equals_the_rule_and_leaves_the_weights_in_the_pipeline(
+    model: nn.Module, pipe: pd2bw_fx.Pipeline
+) -> None:
+    batches, heard = mlp_batches(model), []
+
+    result = pipe.train_local(
+        batches, optimizer=sgd, on_update=lambda update, loss: heard.append((update, loss))
+    )
+
+    reference = train_reference(model, batches, optimizer=sgd, microbatches_per_update=2)
+    assert result.losses == pytest.approx(reference.losses, rel=1e-12)
+    assert heard == list(enumerate(result.losses))
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    for name, tensor in pipe.state_dict().items():
+        torch.testing.assert_close(tensor, reference.state_dict[name], rtol=1e-12, atol=1e-14)
+
+
+def test_a_loaded_pipeline_trains_without_the_model_s_code(
+    pipe: pd2bw_fx.Pipeline, model: nn.Module, tmp_path: Path
+) -> None:
+    pipe.save(tmp_path / "mlp")
+    loaded = pd2bw_fx.load(tmp_path / "mlp")
+
+    result = loaded.train_local(mlp_batches(model), optimizer=sgd, method="1f1b")
+
+    reference = train_reference(
+        model, mlp_batches(model), optimizer=sgd, microbatches_per_update=2, method="synchronous"
+    )
+    assert result.losses == pytest.approx(reference.losses, rel=1e-12)
+
+
+def test_recomputed_stages_train_as_kept_ones_do() -> None:
+    torch.manual_seed(0)
+    model = build("resnet").double()
+    pipe = pd2bw_fx.split(
+        model, cluster=2, costs="analytic", check=False, recompute=True, microbatches_per_update=2
+    )
+    assert all(stage.recompute for stage in pipe.plan.stages)
+    drawn = model.example_inputs(batch_size=12)
+    batches = list(zip(*(tensor.split(4) for tensor in drawn), strict=True))
+
+    result = pipe.train_local(batches, optimizer=sgd)
+
+    reference = train_reference(model, batches, optimizer=sgd, microbatches_per_update=2)
+    assert result.losses == pytest.approx(reference.losses, rel=1e-12)
+    for name, tensor in pipe.state_dict().items():
+        torch.testing.assert_close(tensor, reference.state_dict[name], rtol=1e-10, atol=1e-12)
+
+
+def test_dropout_is_drawn_anew_for_every_microbatch_and_repeats_with_the_seed() -> None:
+    x, y = torch.randn(2, 8), torch.randn(2, 8)
+    batches = [(x.repeat(2, 1), y.repeat(2, 1))] * 3
+    still = pd2bw_fx.split(
+        Perceptron(), (x,), loss_fn=nn.functional.mse_loss, example_targets=y, cluster=2, costs="analytic"
+    )
+
+    def losses(seed: int) -> tuple[float, ...]:
+        result = still.train_local(
+            batches, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0), seed=seed
+        )
+        return result.losses
+
+    first = losses(1)
+    assert len(set(first)) == 3
+    assert losses(1) == first
+    assert losses(2) != first
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_dies_ends_the_run_with_its_name(
+    model: nn.Module, pipe: pd2bw_fx.Pipeline, end: signal.Signals
+) -> None:
+    def batches() -> Iterator[Any]:
+        for update, batch in enumerate(mlp_batches(model) * 20):
+            if update == 4:
+                victim = subprocess.run(
+                    ["pgrep", "-P", str(os.getpid()), "-f", "runtime.worker"],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                ).stdout.split()[1]
+                os.kill(int(victim), end)
+            yield batch
+
+    began = time.monotonic()
+    with pytest.raises(pd2bw_fx.WorkerError, match=rf"rank 1 \(stage 1 on cpu:1.*was ended by {end.name}"):
+        pipe.train_local(batches(), optimizer=sgd)
+
+    assert time.monotonic() - began < 30
+
+
+def test_a_worker_that_raises_gives_its_own_traceback(model: nn.Module, pipe: pd2bw_fx.Pipeline) -> None:
+    before = pipe.state_dict()
+
+    with pytest.raises(
+        pd2bw_fx.WorkerError, match=r"(?s)rank \d \(stage 1.*ArithmeticError: the second step"
+    ):
+        pipe.train_local(mlp_batches(model) * 5, optimizer=lambda parameters: Exploding(parameters, lr=0.1))
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
+
+
+def wrong_batches() -> dict[str, tuple[Callable[[Any], Any], str]]:
+    return {
+        "too few": (lambda b: tuple(t[:3] for t in b), "cannot be cut into 2"),
+        "a type": (lambda b: (b[0].float(), b[1]), "float32"),
+        "an argument": (lambda b: b[:1], "has no 'labels'"),
+    }
+
+
+@pytest.mark.parametrize("wrong", sorted(wrong_batches()))
+def test_a_batch_that_does_not_fit_is_refused(model: nn.Module, pipe: pd2bw_fx.Pipeline, wrong: str) -> None:
+    change, message = wrong_batches()[wrong]
+
+    with pytest.raises(pd2bw_fx.InputError, match=message):
+        pipe.train_local([change(mlp_batches(model)[0])], optimizer=sgd)
+
+
+def test_what_cannot_train_is_refused_before_a_worker_starts(pipe: pd2bw_fx.Pipeline) -> None:
+    with pytest.raises(pd2bw_fx.InputError, match="2bw with 1 microbatches an update on 2 stages"):
+        pipe.train_local([], optimizer=sgd, microbatches_per_update=1)
+
+    silent = pd2bw_fx.split(Perceptron(), (torch.randn(2, 8),), cluster=2, costs="analytic")
+    with pytest.raises(pd2bw_fx.InputError, match="returns no loss"):
+        silent.train_local([], optimizer=sgd)
+
+    shapeless = pd2bw_fx.split(Perceptron(), cluster=2)
+    with pytest.raises(pd2bw_fx.InputError, match="example"):
+        shapeless.train_local([], optimizer=sgd)
+
+    lock = threading.Lock()
+    with pytest.raises(pd2bw_fx.InputError, match="sent to the workers"):
+        pipe.train_local([], optimizer=lambda parameters: (lock, sgd(parameters))[1])
