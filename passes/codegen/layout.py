@@ -60,7 +60,7 @@ def _loop_at(statements: Sequence[Statement], length: int, attributes: Attribute
     if count < 2 or len(statements) < count * length:
         return None
     chunks = [statements[i * length : (i + 1) * length] for i in range(count)]
-    bodies = [_body(chunk, key, members) for chunk, key in zip(chunks, keys, strict=True)]
+    bodies = [_body(chunk, key, members, attributes) for chunk, key in zip(chunks, keys, strict=True)]
     first = None
     if bodies[0] != bodies[1] and length == 1 and bodies[0] is not None and bodies[1] is not None:
         first = _first_input(bodies[0][0], bodies[1][0])
@@ -100,17 +100,25 @@ def _container_of(path: str, attributes: Attributes) -> tuple[str, bool, Sequenc
 
 
 def _body(
-    chunk: Sequence[Statement], key: str, members: dict[str, tuple[Sequence[str], bool]]
+    chunk: Sequence[Statement],
+    key: str,
+    members: dict[str, tuple[Sequence[str], bool]],
+    attributes: Attributes,
 ) -> list[str] | None:
     """The chunk's texts with the members of this key marked; None if it refers to another key's."""
     texts = []
     for statement in chunk:
         text = statement.text
-        for holder in members:
-            text = text.replace(f"\ue000{holder}.{key}\ue001", f"\ue002{holder}\ue003")
-            text = text.replace(f"\ue000{holder}.{key}.", f"\ue002{holder}\ue004")
-            if f"\ue000{holder}." in text:
+        for path in dict.fromkeys(_REFERENCE.findall(text)):
+            holder = next((h for h in members if path.startswith(f"{h}.")), None)
+            if holder is None:
+                continue
+            member, whole = attributes.refer(f"{holder}.{key}"), attributes.refer(path)
+            if path != f"{holder}.{key}" and not path.startswith(f"{holder}.{key}."):
                 return None
+            if not whole.startswith(member):
+                return None
+            text = text.replace(f"\ue000{path}\ue001", f"\ue002{holder}\ue003{whole[len(member) :]}")
         texts.append(text)
     return texts
 
@@ -144,7 +152,6 @@ def _loop_names(
 def _named(text: str, names: dict[str, str]) -> str:
     for holder, name in names.items():
         text = text.replace(f"\ue002{holder}\ue003", name)
-        text = re.sub(f"\ue002{re.escape(holder)}\ue004([^\ue001]*)\ue001", rf"{name}.\1", text)
     return text
 
 
@@ -193,24 +200,29 @@ def _region_headers(region: Region) -> list[str]:
 
 
 def laid_out(text: str, indent: int, comment: str = "") -> Iterator[str]:
-    """One statement, on one line if it fits, else with its last brackets opened."""
+    """One statement or item, on one line if it fits, else with its last brackets opened."""
     pad = " " * indent
     if len(pad + text) <= WIDTH:
         remark = f"  # {comment}" if comment else ""
         yield pad + text + (remark if len(pad + text + remark) <= WIDTH else "")
         return
-    opening = _last_opening(text)
+    end = "," if text.endswith(",") else ""
+    opening = _last_opening(text.removesuffix(","))
     if opening is None:
         yield pad + text
         return
-    head, inside, tail = text[: opening + 1], text[opening + 1 : -1], text[-1]
+    bare = text.removesuffix(",")
+    head, inside, tail = bare[: opening + 1], bare[opening + 1 : -1], bare[-1] + end
     remark = f"  # {comment}" if comment and len(pad + head + comment) + 4 <= WIDTH else ""
     yield pad + head + remark
+    items = _top_level(inside)
     if len(pad + inside) + 4 <= WIDTH:
         yield f"{pad}    {inside}"
+    elif len(items) == 1:
+        yield from laid_out(inside, indent + 4)
     else:
-        for item in _top_level(inside):
-            yield from laid_out(f"{item},", indent + 4) if not _is_loop(inside) else [f"{pad}    {item}"]
+        for item in items:
+            yield from laid_out(f"{item},", indent + 4)
     yield pad + tail
 
 
@@ -226,10 +238,6 @@ def signature_lines(name: str, parameters: Sequence[str], returned: str, indent:
     else:
         yield from (f"{pad}    {parameter}," for parameter in parameters)
     yield pad + end
-
-
-def _is_loop(inside: str) -> bool:
-    return " for " in inside and len(_top_level(inside)) == 1
 
 
 def _last_opening(text: str) -> int | None:

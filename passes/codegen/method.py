@@ -127,7 +127,8 @@ class _Draft:
     def write(self) -> Method:
         arguments = self._bind_arguments()
         body = [s for i, item in enumerate(self.items) if (s := self._statement(i, item)) is not None]
-        body.append(self._return())
+        if self.writer.gives:
+            body.append(self._return())
         annotations = ["Tensor"] * len(self.writer.reads) + ["int"] * len(self.writer.symbols)
         return Method(tuple(arguments), tuple(annotations), tuple(body))
 

@@ -42,6 +42,8 @@ def find_memory_groups(draft: Draft, facts: Facts) -> Memory:
         _unite(groups, [node.name for node in nodes])
     for nodes in _on_unknown_sizes(draft).values():
         _unite(groups, [node.name for node in nodes])
+    for nodes in _beside_running_statistics(draft, buffers).values():
+        _unite(groups, [node.name for node in nodes])
     for layers in _layers_that_write(draft).values():
         _unite(groups, [node.name for node in layers])
         for node in layers:
@@ -59,6 +61,18 @@ def _on_unknown_sizes(draft: Draft) -> dict[Any, list[fx.Node]]:
         for symbol in free_unbacked_symbols(values):
             found.setdefault(symbol, []).append(node)
     return found
+
+
+def _beside_running_statistics(draft: Draft, written: Mapping[str, list[str]]) -> dict[str, list[fx.Node]]:
+    """By module: the operators that write its buffers, where one of them does more than that.
+
+    A layer's count of batches shares no memory with its running statistics, and stays with the layer.
+    """
+    found: dict[str, list[fx.Node]] = {}
+    for node in draft.graph.nodes:
+        for buffer in written.get(node.name, ()):
+            found.setdefault(buffer.rpartition(".")[0], []).append(node)
+    return {path: nodes for path, nodes in found.items() if any(node.users for node in nodes)}
 
 
 def _layers_that_write(draft: Draft) -> dict[str, list[fx.Node]]:
