@@ -22,6 +22,7 @@ from pd2bw_fx.passes.trace.inputs import flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
 from pd2bw_fx.passes.verify import Forward, Verification, verify
 from pd2bw_fx.plan import Plan
+from pd2bw_fx.report.notebook import pipeline_html
 from pd2bw_fx.report.table import plan_table
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.local import TrainResult, train_local
@@ -233,6 +234,10 @@ class Pipeline:
 
     def __str__(self) -> str:
         return plan_table(self.graph, self.costs, self.plan)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the plan, the timeline of the schedule, and each device's memory."""
+        return pipeline_html(self.graph, self.costs, self.plan, self.simulate())
 
     def __repr__(self) -> str:
         return f"<Pipeline of {self.graph.model_name}: {self.plan.num_stages} stages>"
