@@ -88,3 +88,14 @@ def test_without_torchrun_an_engine_says_what_to_do(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(pd2bw_fx.InputError, match=r"torchrun.*train_local"):
         pipe.engine(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+
+def test_the_example_script_trains_under_torchrun() -> None:
+    finished = torchrun(2, "../../examples/train_gpt.py", "--updates", "41")
+
+    assert finished.returncode == 0, finished.stderr
+    losses = [float(line.split()[-1]) for line in finished.stdout.splitlines() if "update" in line]
+    evaluated = {line.split()[-1] for line in finished.stdout.splitlines() if "validation" in line}
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] - 1.0
+    assert len(evaluated) == 1
