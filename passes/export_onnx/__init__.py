@@ -1,6 +1,13 @@
-"""Stages as ONNX files: written, checked, and run one after another."""
+"""Stages as ONNX files: written, checked, put together again, and run one after another.
 
-from .export import export_onnx
+What makes ONNX files and runs them is an optional extra; it is imported when first needed, and ExportError
+says what to install where it is missing.
+"""
+
+from .annotate import check_annotation
+from .export import Form, export_onnx
+from .merge import merge_onnx
+from .original import Original
 from .run import KIND, run_onnx
 
-__all__ = ["KIND", "export_onnx", "run_onnx"]
+__all__ = ["KIND", "Form", "Original", "check_annotation", "export_onnx", "merge_onnx", "run_onnx"]

@@ -1,36 +1,42 @@
-"""Write one ONNX file for each stage, and call none good before it has computed what the stage computes.
+"""Write one ONNX file for each stage, and call none good before it has computed what the model computes.
 
 folder/
   manifest.json        what connects to what, versions, hashes, measured differences
   stage_0.onnx         parameters under their original names; a value that crosses a cut
   stage_1.onnx         has the same name on both sides
   stage_1.onnx.data    where the parameters are too large for one file
+  model.onnx           the annotated form: all stages in one file, every node with its stage
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.files import whole_folder, write_manifest
 from pd2bw_fx.graph import dtype_name
-from pd2bw_fx.stage import Port, StageProgram
+from pd2bw_fx.stage import Port, StageProgram, held_buffers, held_parameters
 
+from .annotate import annotate, check_annotation
+from .check import compare, largest
+from .examples import any_axis_of_one, batch_size, example_batches, model_inputs
 from .graph import NEWEST_OPSET, OLDEST_OPSET, produced, stage_model
-from .run import KIND, SCHEMA, Array, evaluating, first_line, require, run_files, run_modules, to_array
+from .merge import EXTERNAL_ABOVE_BYTES, merged, save
+from .original import Original
+from .run import KIND, SCHEMA, in_mode, require, run_files, run_modules, run_whole, to_array
 
-# Relative to a tensor's largest entry; other kernels add up in another order.
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2}
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
-# One protobuf holds 2 GiB.
-_EXTERNAL_ABOVE_BYTES = 1_500_000_000
+Form = Literal["stages", "annotated", "both"]
+
+_ANNOTATED = "model.onnx"
 
 
 def export_onnx(
@@ -39,62 +45,152 @@ def export_onnx(
     example_inputs: Mapping[str, Tensor],
     folder: str | Path,
     *,
+    original: Original | None = None,
+    form: Form = "stages",
     opset: int = 20,
+    training: bool = False,
     tolerance: float | None = None,
-    external_above_bytes: int = _EXTERNAL_ABOVE_BYTES,
+    external_above_bytes: int = EXTERNAL_ABOVE_BYTES,
 ) -> dict[str, Any]:
-    """Export the stages in eval mode, check them, and return the manifest.
+    """Export the stages, check them, and return the manifest.
 
     `example_inputs` are the model's inputs by name. Where their first dimension is a symbol, the files take
-    any batch size, and are run at two: the example's and one more. `tolerance` is relative to a tensor's
-    largest entry; None takes what suits its type. Parameters of more than `external_above_bytes` in a stage
-    stand in a file beside it.
+    any batch size, and are run at two: the example's and one more. They are held against `original`, if it
+    has a live model, and against the stages in torch.
+    `form`: a file for each stage; one file with every node annotated with its stage (IR version 11; needs
+    `original`, for the devices); or both. `training=False` exports what the stages compute in evaluation,
+    True what they compute in training (batch statistics), for models that draw no random numbers.
+    `tolerance` is relative to a tensor's largest entry; None takes what suits its type. Parameters of more
+    than `external_above_bytes` in a file stand in another beside it.
 
     Raises ExportError, and leaves no files, if a stage cannot be translated, fails the ONNX checker, or
     computes something else in onnxruntime than in torch.
     """
+    _check_request(original, form, opset)
+    specs = {name: port.spec for name, port in model_inputs(programs).items()}
+    if original is not None and original.model is not None:
+        specs = dict(original.graph.inputs)  # the model takes those too that no stage reads
+    examples = example_batches(specs, example_inputs)
+    job = _Job(tuple(programs), tensor_names(programs), tolerance)
+    with in_mode(modules, training=training), whole_folder(folder) as fresh:
+        truths = _truths(job, modules, examples, original, training=training)
+        # A dimension of 1 would be taken for a constant.
+        ports = job.inputs.values()
+        traced = next((t.values for t in truths if not any_axis_of_one(ports, t.values)), truths[0].values)
+        models = {}
+        for program, module in zip(programs, modules, strict=True):
+            models[program.stage] = stage_model(
+                program,
+                module,
+                [traced[port.value] for port in program.inputs],
+                opset=opset,
+                names=job.names,
+                graph=None if original is None else original.graph,
+            )
+        facts = _facts(job, original, opset=opset, training=training)
+        facts["batch_sizes_checked"] = [batch_size(ports, example) for example in examples]
+        facts["stages"] = [_entry(job, program, models[program.stage]) for program in programs]
+        if form != "annotated":
+            facts |= _write_stages(fresh, facts["stages"], models, job, truths, external_above_bytes)
+        if form != "stages":
+            assert original is not None, "checked above"
+            facts["annotated"] = _write_annotated(
+                fresh, facts, models, job, truths, original, external_above_bytes
+            )
+        if form == "annotated":
+            facts["stages"] = []
+        write_manifest(fresh, facts)
+    return facts
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """The stages, their values' names in the files, and how far results may be off."""
+
+    programs: tuple[StageProgram, ...]
+    names: Mapping[str, str]
+    tolerance: float | None
+
+    @property
+    def inputs(self) -> dict[str, Port]:
+        return model_inputs(self.programs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Truth:
+    """What must come out for one batch: every value between stages as the stages make it in torch, and
+    the model's outputs by name as the model makes them (None without a live model).
+    """
+
+    values: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor] | None
+
+
+def _check_request(original: Original | None, form: str, opset: int) -> None:
+    if form not in ("stages", "annotated", "both"):
+        raise InputError(f"form is {form!r}; 'stages', 'annotated' or 'both' was expected")
+    if form != "stages" and original is None:
+        raise InputError(
+            f"form={form!r} names the devices of the stages; pass original, or take form='stages'"
+        )
     if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
         raise ExportError(f"opset {opset} cannot be written; give one from {OLDEST_OPSET} to {NEWEST_OPSET}")
     for needed in ("onnx", "onnxscript", "onnxruntime"):
         require(needed)
-    model_inputs = _model_inputs(programs)
-    missing = sorted(model_inputs.keys() - example_inputs.keys())
-    if missing:
-        raise InputError(f"there is no example of input {missing[0]!r}; give one for each input of the model")
-    examples = [
-        {name: example_inputs[name] for name in model_inputs},
-        *_another_batch(model_inputs, example_inputs),
-    ]
-    names = tensor_names(programs)
-    with evaluating(modules), whole_folder(folder) as fresh:
-        values = [run_modules(programs, modules, example) for example in examples]
-        # A dimension of 1 would be taken for a constant.
-        traced = next((v for v in values if not _any_axis_of_one(model_inputs, v)), values[0])
-        stages = []
-        for program, module in zip(programs, modules, strict=True):
-            inputs = [traced[port.value] for port in program.inputs]
-            model = stage_model(program, module, inputs, opset=opset, names=names)
-            stages.append(_write(model, program, fresh, names, external_above_bytes))
-        checks = [_compare(fresh, stages, programs, names, v, tolerance) for v in values]
-        facts = {
-            "kind": KIND,
-            "schema": SCHEMA,
-            "opset": opset,
-            "versions": {"torch": torch.__version__}
-            | {name: require(name).__version__ for name in ("onnx", "onnxscript", "onnxruntime")},
-            "inputs": [_tensor(port, names) | {"name": port.value} for port in model_inputs.values()],
-            "outputs": [
-                _tensor(port, names) | {"name": port.model_output, "stage": program.stage}
-                for program in programs
-                for port in program.outputs
-                if port.model_output is not None
-            ],
-            "stages": stages,
-            "batch_sizes_checked": [_batch_size(model_inputs, example) for example in examples],
-            "largest_differences": {name: max(c[name] for c in checks) for name in checks[0]},
-        }
-        write_manifest(fresh, facts)
-    return facts
+
+
+def _truths(
+    job: _Job,
+    modules: Sequence[nn.Module],
+    examples: Sequence[Mapping[str, Tensor]],
+    original: Original | None,
+    *,
+    training: bool,
+) -> list[_Truth]:
+    weights: dict[str, Tensor] = {}
+    for program, module in zip(job.programs, modules, strict=True):
+        weights |= held_parameters(program, module) if original is not None else {}
+        weights |= held_buffers(program, module) if original is not None else {}
+    truths = []
+    for example in examples:
+        # Before the stages run: in training they would write running statistics.
+        outputs = None if original is None else original.run(example, weights, training=training)
+        fed = {name: example[name] for name in job.inputs}
+        values = run_modules(job.programs, modules, fed)
+        if training:
+            _check_no_randomness(values, run_modules(job.programs, modules, fed))
+        truths.append(_Truth(values, outputs))
+    return truths
+
+
+def _check_no_randomness(first: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
+    for name, value in first.items():
+        if not torch.equal(value.nan_to_num(), again[name].nan_to_num()):
+            raise ExportError(
+                f"{name} is another one each time in training mode, so no file could be compared with it; "
+                "export with training=False, or set the model's dropout to 0"
+            )
+
+
+def _facts(job: _Job, original: Original | None, *, opset: int, training: bool) -> dict[str, Any]:
+    live = original is not None and original.model is not None
+    return {
+        "kind": KIND,
+        "schema": SCHEMA,
+        "model": "model" if original is None else original.graph.model_name,
+        "mode": "training" if training else "evaluation",
+        "opset": opset,
+        "versions": {"torch": torch.__version__}
+        | {name: require(name).__version__ for name in ("onnx", "onnxscript", "onnxruntime")},
+        "compared_with": "the original model" if live else "the stages in torch",
+        "inputs": [_tensor(port, job.names) | {"name": port.value} for port in job.inputs.values()],
+        "outputs": [
+            _tensor(port, job.names) | {"name": port.model_output, "stage": program.stage}
+            for program in job.programs
+            for port in program.outputs
+            if port.model_output is not None
+        ],
+    }
 
 
 def tensor_names(programs: Sequence[StageProgram]) -> dict[str, str]:
@@ -106,7 +202,7 @@ def tensor_names(programs: Sequence[StageProgram]) -> dict[str, str]:
     taken = {name for program in programs for name in (*program.parameters, *program.buffers)}
     ports = [port for program in programs for port in (*program.inputs, *program.outputs)]
     only_leaving = {p.value: p.model_output for p in ports if p.model_output is not None and not p.targets}
-    only_leaving = {v: name for v, name in only_leaving.items() if v not in _model_inputs(programs)}
+    only_leaving = {v: name for v, name in only_leaving.items() if v not in model_inputs(programs)}
     values = dict.fromkeys(port.value for port in ports)
     names: dict[str, str] = {}
     for value in sorted(values, key=lambda value: value in only_leaving):
@@ -120,76 +216,17 @@ def tensor_names(programs: Sequence[StageProgram]) -> dict[str, str]:
     return names
 
 
-def _model_inputs(programs: Iterable[StageProgram]) -> dict[str, Port]:
-    return {port.value: port for program in programs for port in program.inputs if port.source is None}
-
-
-def _another_batch(ports: Mapping[str, Port], example: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The example with one more sample (its first one again), if its first dimensions are dynamic."""
-    symbols = {port.spec.shape[0] for port in ports.values() if port.spec.shape}
-    sizes = {s: example[p.value].shape[0] for p in ports.values() if p.spec.shape for s in [p.spec.shape[0]]}
-    growing = {s: sizes[s] + 1 for s in symbols if isinstance(s, str) and s.isidentifier()}
-    if not growing:
-        return []
-
-    def grown(port: Port) -> Tensor:
-        tensor = example[port.value]
-        for axis, size in enumerate(port.spec.shape or ()):
-            if size in growing:
-                index = torch.arange(growing[size], device=tensor.device) % tensor.shape[axis]
-                tensor = tensor.index_select(axis, index)
-        return tensor
-
-    return [{name: grown(port) for name, port in ports.items()}]
-
-
-def _any_axis_of_one(ports: Mapping[str, Port], values: Mapping[str, Tensor]) -> bool:
-    return any(
-        values[port.value].shape[axis] == 1
-        for port in ports.values()
-        for axis, size in enumerate(port.spec.shape or ())
-        if isinstance(size, str)
-    )
-
-
-def _batch_size(ports: Mapping[str, Port], example: Mapping[str, Tensor]) -> int | None:
-    """The size of the first dimension of the first input that has a symbol there, or any first dimension."""
-    ranked = sorted(
-        (p for p in ports.values() if p.spec.shape),
-        key=lambda p: not isinstance((p.spec.shape or (0,))[0], str),
-    )
-    return example[ranked[0].value].shape[0] if ranked else None
-
-
-def _write(
-    model: Any, program: StageProgram, folder: Path, names: Mapping[str, str], external_above_bytes: int
-) -> dict[str, Any]:
-    """Save and check one stage; returns its entry in the manifest."""
-    require("onnx")
-    import onnx
-    import onnx_ir as ir
-
-    file = f"stage_{program.stage}.onnx"
-    num_bytes = sum(value.const_value.nbytes for value in model.graph.initializers.values())
-    external = f"{file}.data" if num_bytes > external_above_bytes else None
+def _entry(job: _Job, program: StageProgram, model: ir.Model) -> dict[str, Any]:
     held = {*program.parameters, *program.buffers, *program.ties}
-    initializers = set(model.graph.initializers)
-    ir.save(model, folder / file, external_data=external)
-    try:
-        onnx.checker.check_model(str(folder / file), full_check=True)
-    except Exception as error:  # the checker's and the shape inference's errors have no common class
-        raise ExportError(
-            f"stage {program.stage} fails the ONNX checker: {first_line(error)}; try another opset"
-        ) from error
     return {
         "stage": program.stage,
-        "file": file,
-        "inputs": [_tensor(port, names) | {"source": port.source} for port in program.inputs],
+        "file": f"stage_{program.stage}.onnx",
+        "inputs": [_tensor(port, job.names) | {"source": port.source} for port in program.inputs],
         "outputs": [
-            _tensor(port, names) | {"targets": list(port.targets), "model_output": port.model_output}
+            _tensor(port, job.names) | {"targets": list(port.targets), "model_output": port.model_output}
             for port in produced(program)
         ],
-        "parameters": sorted(held & initializers),
+        "parameters": sorted(held & set(model.graph.initializers)),
     }
 
 
@@ -202,52 +239,96 @@ def _tensor(port: Port, names: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Difference:
-    """The largest entry of |found - expected|, and it over the largest entry expected."""
-
-    absolute: float
-    relative: float
-
-
-def _compare(
+def _write_stages(
     folder: Path,
-    stages: Sequence[Mapping[str, Any]],
-    programs: Sequence[StageProgram],
-    names: Mapping[str, str],
-    values: Mapping[str, Tensor],
-    tolerance: float | None,
+    entries: Sequence[Mapping[str, Any]],
+    models: Mapping[int, ir.Model],
+    job: _Job,
+    truths: Sequence[_Truth],
+    external_above_bytes: int,
+) -> dict[str, Any]:
+    """Save and check a file for each stage; returns the measured differences for the manifest."""
+    for entry in entries:
+        save(models[entry["stage"]], folder / entry["file"], external_above_bytes=external_above_bytes)
+    found = [run_files(folder, entries, _fed(job, truth)) for truth in truths]
+    between, leaving = [], []
+    for tensors, truth in zip(found, truths, strict=True):
+        expected = {
+            job.names[port.value]: truth.values[port.value]
+            for program in job.programs
+            for port in program.outputs
+        }
+        what = {
+            job.names[
+                port.value
+            ]: f"{job.names[port.value]}, an output of stage {program.stage}, differs from torch"
+            for program in job.programs
+            for port in program.outputs
+        }
+        between.append(compare(tensors, expected, what=what, tolerance=job.tolerance))
+        if truth.outputs is not None:
+            leaving.append(_compare_outputs(tensors, truth.outputs, job))
+    differences: dict[str, Any] = {"largest_differences": largest(between)}
+    return differences | ({"largest_differences_from_model": largest(leaving)} if leaving else {})
+
+
+def _write_annotated(
+    folder: Path,
+    facts: Mapping[str, Any],
+    models: Mapping[int, ir.Model],
+    job: _Job,
+    truths: Sequence[_Truth],
+    original: Original,
+    external_above_bytes: int,
+) -> dict[str, Any]:
+    """Save and check the one file of all stages; returns its entry in the manifest."""
+    model = merged(facts, models)
+    devices = [stage.device_name for stage in original.plan.stages]
+    annotate(model, devices)
+    save(model, folder / _ANNOTATED, external_above_bytes=external_above_bytes)
+    num_stages = check_annotation(folder / _ANNOTATED)
+    names = {
+        entry["name"]: value.name or ""
+        for entry, value in zip(facts["outputs"], model.graph.outputs, strict=True)
+    }
+    checks = []
+    for truth in truths:
+        found = run_whole(folder / _ANNOTATED, _fed(job, truth), names)
+        tensors = {entry["tensor"]: found[entry["name"]] for entry in facts["outputs"]}
+        outputs = truth.outputs
+        if outputs is None:
+            outputs = {p.model_output: truth.values[p.value] for _, p in _leaving(job) if p.model_output}
+        checks.append(_compare_outputs(tensors, outputs, job))
+    return {
+        "file": _ANNOTATED,
+        "ir_version": model.ir_version,
+        "num_stages": num_stages,
+        "devices": devices,
+        "outputs": names,
+        "largest_differences": largest(checks),
+    }
+
+
+def _leaving(job: _Job) -> list[tuple[StageProgram, Port]]:
+    return [(s, port) for s in job.programs for port in s.outputs if port.model_output is not None]
+
+
+def _compare_outputs(
+    tensors: Mapping[str, Any], outputs: Mapping[str, Tensor], job: _Job
 ) -> dict[str, float]:
-    """Run the files one after another, and return for each output of a stage the largest difference,
-    relative to its largest entry. Raises ExportError at the first that is out of tolerance.
-    """
-    fed = {names[name]: to_array(name, values[name]) for name in _model_inputs(programs)}
-    found = run_files(folder, stages, fed)
-    differences = {}
-    for program in programs:
-        for port in program.outputs:
-            name, expected = names[port.value], values[port.value]
-            difference = _difference(found[name], to_array(name, expected))
-            allowed = _TOLERANCES.get(expected.dtype, 0.0) if tolerance is None else tolerance
-            if not difference.relative <= allowed:
-                raise ExportError(
-                    f"{name}, an output of stage {program.stage}, differs from torch by "
-                    f"{difference.absolute:.3g} ({difference.relative:.3g} of its largest entry) where "
-                    f"{allowed:.3g} is allowed; try another opset, or a larger tolerance if it is rounding"
-                )
-            differences[name] = difference.relative
-    return differences
+    """The model's outputs by name against the model's own."""
+    found, what = {}, {}
+    for program, port in _leaving(job):
+        name = port.model_output or ""
+        if name not in outputs:
+            raise ExportError(
+                f"the stages return {name!r}, and the model does not in this mode; export with the other "
+                "training=, or split the model without that output"
+            )
+        found[name] = tensors[job.names[port.value]]
+        what[name] = f"{name}, which stage {program.stage} returns, differs from the original model's"
+    return compare(found, {name: outputs[name] for name in found}, what=what, tolerance=job.tolerance)
 
 
-def _difference(found: Array, expected: Array) -> _Difference:
-    """Infinite for another shape or type, or where only one is finite."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return _Difference(float("inf"), float("inf"))
-    wide = np.float64 if expected.dtype.kind in "fiub" else expected.dtype
-    a, b = found.astype(wide), expected.astype(wide)
-    finite = np.isfinite(b)
-    if not np.array_equal(a[~finite], b[~finite], equal_nan=True) or not np.isfinite(a[finite]).all():
-        return _Difference(float("inf"), float("inf"))
-    absolute = float(np.abs(a[finite] - b[finite]).max(initial=0.0))
-    largest = float(np.abs(b[finite]).max(initial=0.0))
-    return _Difference(absolute, absolute / largest if largest > 0 else absolute)
+def _fed(job: _Job, truth: _Truth) -> dict[str, Any]:
+    return {job.names[name]: to_array(name, truth.values[name]) for name in job.inputs}

@@ -16,8 +16,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from pd2bw_fx.errors import ExportError
+from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.stage import Port, StageProgram
 
+from .origin import describe_nodes
 from .run import first_line, require
 
 if TYPE_CHECKING:
@@ -36,10 +38,12 @@ def stage_model(
     *,
     opset: int,
     names: Mapping[str, str],
+    graph: OperatorGraph | None = None,
 ) -> ir.Model:
     """The stage in the mode that the module is in, dynamic where its ports have a symbol for a size.
 
-    Inputs and outputs are called `names[value]`, parameters and buffers as in the state_dict.
+    Inputs and outputs are called `names[value]`, parameters and buffers as in the state_dict. Nodes know
+    where they come from, the better with the operator graph at hand.
     """
     shapes = tuple(_dynamic_axes(program.stage, port) for port in program.inputs)
     try:
@@ -57,6 +61,7 @@ def stage_model(
             model: ir.Model = exported.model
             held = {value.name for value in model.graph.initializers.values()}
             _tidy(model, held)
+            describe_nodes(model, program, graph)
     except Exception as error:  # the exporter raises whatever the operator's translation raised
         raise ExportError(
             f"stage {program.stage} cannot be translated to ONNX opset {opset}: {first_line(error)}; look "
@@ -112,9 +117,6 @@ def _tidy(model: ir.Model, held: set[str | None]) -> None:
         common.OutputFixPass(),
         common.NameFixPass(),
     )(model)
-    for node in model.graph.all_nodes():
-        # The paths of the machine that exported are nobody's business.
-        node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
 
 
 def _name(model: ir.Model, program: StageProgram, names: Mapping[str, str]) -> None:

@@ -38,9 +38,11 @@ def run_onnx(folder: str | Path, inputs: Mapping[str, Tensor | Array]) -> dict[s
     if unlike:
         what = "is missing" if unlike[0] in expected else "is no input of the model"
         raise InputError(f"input {unlike[0]!r} {what}; {folder} takes {', '.join(expected) or 'none'}")
-    tensors = run_files(
-        folder, manifest["stages"], {expected[name]: to_array(name, value) for name, value in inputs.items()}
-    )
+    fed = {expected[name]: to_array(name, value) for name, value in inputs.items()}
+    if not manifest["stages"]:
+        annotated = manifest["annotated"]
+        return run_whole(folder / annotated["file"], fed, annotated["outputs"])
+    tensors = run_files(folder, manifest["stages"], fed)
     return {entry["name"]: tensors[entry["tensor"]] for entry in manifest["outputs"]}
 
 
@@ -50,7 +52,7 @@ def run_files(
     """Every tensor that enters or leaves a stage, by its name in the files. `stages` as in the manifest."""
     tensors = dict(inputs)
     for stage in stages:
-        session = open_session(folder / stage["file"], stage["stage"])
+        session = open_session(folder / stage["file"], f"stage {stage['stage']}")
         names = [entry["tensor"] for entry in stage["outputs"]]
         fed = {entry["tensor"]: tensors[entry["tensor"]] for entry in stage["inputs"]}
         try:
@@ -61,7 +63,13 @@ def run_files(
     return tensors
 
 
-def open_session(path: Path, stage: int) -> InferenceSession:
+def run_whole(path: Path, inputs: Mapping[str, Array], outputs: Mapping[str, str]) -> dict[str, Array]:
+    """The outputs of one file that holds the whole model; `outputs`: the names in the file by the model's."""
+    session = open_session(path, path.name)
+    return dict(zip(outputs, session.run(list(outputs.values()), dict(inputs)), strict=True))
+
+
+def open_session(path: Path, what: str) -> InferenceSession:
     """Raises ExportError if onnxruntime cannot load the file, in its own words."""
     runtime = require("onnxruntime")
     options = runtime.SessionOptions()
@@ -71,7 +79,7 @@ def open_session(path: Path, stage: int) -> InferenceSession:
         return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's own classes derive from Exception directly
         raise ExportError(
-            f"onnxruntime cannot run stage {stage}: {first_line(error)}; if it lacks an operator for this "
+            f"onnxruntime cannot run {what}: {first_line(error)}; if it lacks an operator for this "
             "type, convert the model first (model.float())"
         ) from error
 
@@ -100,14 +108,18 @@ def run_modules(
 
 
 @contextmanager
-def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """All in eval mode, and afterwards each part in the mode it was in."""
+def in_mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
+    """All in this mode, and afterwards each part in the mode it was in, with the buffers it had."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
+    buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
     try:
         for module in modules:
-            module.eval()
+            module.train(training)
         yield
     finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
         for part, mode in modes:
             part.training = mode
 

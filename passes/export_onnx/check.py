@@ -1,0 +1,68 @@
+"""Found against expected: how far two arrays are apart, and how far they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pd2bw_fx.errors import ExportError
+
+from .run import Array, to_array
+
+# Relative to a tensor's largest entry; other kernels add up in another order.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """The largest entry of |found - expected|, and it over the largest entry expected."""
+
+    absolute: float
+    relative: float
+
+
+def compare(
+    found: Mapping[str, Array],
+    expected: Mapping[str, Tensor],
+    *,
+    what: Mapping[str, str],
+    tolerance: float | None,
+) -> dict[str, float]:
+    """For each name of `expected` the largest difference, relative to the tensor's largest entry.
+
+    Raises ExportError at the first that is out of tolerance; `what` says for each name what it is.
+    """
+    differences = {}
+    for name, tensor in expected.items():
+        difference = _difference(found[name], to_array(name, tensor))
+        allowed = _TOLERANCES.get(tensor.dtype, 0.0) if tolerance is None else tolerance
+        if not difference.relative <= allowed:
+            raise ExportError(
+                f"{what[name]} by {difference.absolute:.3g} ({difference.relative:.3g} of its largest entry) "
+                f"where {allowed:.3g} is allowed; try another opset, or a larger tolerance if it is rounding"
+            )
+        differences[name] = difference.relative
+    return differences
+
+
+def largest(checks: list[dict[str, float]]) -> dict[str, float]:
+    """Of several runs, the largest difference of each tensor."""
+    return {name: max(check[name] for check in checks) for name in (checks[0] if checks else ())}
+
+
+def _difference(found: Array, expected: Array) -> _Difference:
+    """Infinite for another shape or type, or where only one is finite."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return _Difference(float("inf"), float("inf"))
+    wide = np.float64 if expected.dtype.kind in "fiub" else expected.dtype
+    a, b = found.astype(wide), expected.astype(wide)
+    finite = np.isfinite(b)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True) or not np.isfinite(a[finite]).all():
+        return _Difference(float("inf"), float("inf"))
+    absolute = float(np.abs(a[finite] - b[finite]).max(initial=0.0))
+    largest_entry = float(np.abs(b[finite]).max(initial=0.0))
+    return _Difference(absolute, absolute / largest_entry if largest_entry > 0 else absolute)

@@ -1,0 +1,239 @@
+"""The stages put back into one model.
+
+stage 0:  x -> [A] -> hidden        merged:  x -> [A][B] -> logits
+stage 1:       hidden -> [B] -> logits
+
+A value that crosses a cut has the same name on both sides, so that the stages are joined by names. What
+several stages hold (a tied parameter, a mask) is there once; what merely has the same name gets another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pd2bw_fx.errors import ExportError
+from pd2bw_fx.files import read_manifest
+
+from .origin import STAGE
+from .run import KIND, first_line, require
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir as ir
+
+# One protobuf holds 2 GiB.
+EXTERNAL_ABOVE_BYTES = 1_500_000_000
+
+
+def merge_onnx(folder: str | Path, path: str | Path | None = None) -> onnx.ModelProto:
+    """One model that computes what the stages of an exported folder compute one after another.
+
+    With `path` it is written there too, parameters of more than 1.5 GB in `path + ".data"` beside it.
+    Raises PlanMismatchError for a folder that is not whole, ExportError if the result is no valid model.
+    """
+    for needed in ("onnx", "onnx_ir", "onnxruntime"):
+        require(needed)
+    import onnx_ir as ir
+
+    folder = Path(folder)
+    manifest = read_manifest(folder, kind=KIND)
+    if not manifest["stages"]:
+        raise ExportError(f"{folder} holds no stages, only one annotated model; export with form='stages'")
+    model = merged(manifest, {e["stage"]: ir.load(folder / e["file"]) for e in manifest["stages"]})
+    if path is not None:
+        save(model, Path(path), external_above_bytes=EXTERNAL_ABOVE_BYTES)
+    return ir.to_proto(model)
+
+
+def merged(manifest: Mapping[str, Any], stages: Mapping[int, ir.Model]) -> ir.Model:
+    """Takes the stages' models apart: their nodes are in the result. Every node knows its stage (STAGE)."""
+    import onnx_ir as ir
+
+    values: dict[str, ir.Value] = {}  # by their names in the files: what crosses, comes in and goes out
+    held = _Initializers()
+    promised = {entry["tensor"] for entry in _ports(manifest)}
+    taken = {*promised}
+    nodes: list[ir.Node] = []
+    for entry in manifest["stages"]:
+        graph = stages[entry["stage"]].graph
+        _receive(graph, values)
+        for value in list(graph.initializers.values()):
+            held.add(value, entry["stage"], taken)
+        own = {id(value) for value in graph.outputs}
+        values |= {value.name or "": value for value in graph.outputs}
+        moved = list(graph)
+        graph.outputs.clear()
+        graph.initializers.clear()
+        graph.remove(moved)
+        for node in moved:
+            _rename(node, entry["stage"], own, taken)
+            node.metadata_props[STAGE] = str(entry["stage"])
+        nodes += moved
+    inputs = [values[entry["tensor"]] for entry in manifest["inputs"]]
+    outputs = _outputs(manifest, values, inputs, nodes)
+    first = next(iter(stages.values()))
+    graph = ir.Graph(
+        inputs,
+        outputs,
+        nodes=nodes,
+        initializers=held.values(),
+        opset_imports=_opsets(stages.values()),
+        name=str(manifest.get("model", "model")),
+    )
+    functions = {key: function for model in stages.values() for key, function in model.functions.items()}
+    return ir.Model(
+        graph, ir_version=first.ir_version, producer_name="pd2bw_fx", functions=list(functions.values())
+    )
+
+
+def save(model: ir.Model, path: Path, *, external_above_bytes: int) -> str | None:
+    """Write and check; returns the name of the file beside it that has the parameters, if there is one."""
+    import onnx
+    import onnx_ir as ir
+
+    num_bytes = sum(
+        v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None
+    )
+    external = f"{path.name}.data" if num_bytes > external_above_bytes else None
+    ir.save(model, path, external_data=external)
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except Exception as error:  # the checker's and the shape inference's errors have no common class
+        raise ExportError(
+            f"{path.name} fails the ONNX checker: {first_line(error)}; try another opset"
+        ) from error
+    return external
+
+
+class _Initializers:
+    """What the stages hold: one of a kind for each name and content."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, ir.Value] = {}
+
+    def values(self) -> list[ir.Value]:
+        return list(self._kept.values())
+
+    def add(self, value: ir.Value, stage: int, taken: set[str]) -> None:
+        import onnx_ir as ir
+
+        name = value.name or ""
+        twin = self._kept.get(name)
+        if twin is not None and _is_equal(twin, value):
+            ir.convenience.replace_all_uses_with(value, twin)
+            return
+        if name in taken:
+            value.name = _unused(f"{name}_stage_{stage}", taken)
+        taken.add(value.name or "")
+        self._kept[value.name or ""] = value
+
+
+def _is_equal(a: ir.Value, b: ir.Value) -> bool:
+    x, y = a.const_value, b.const_value
+    assert x is not None, f"{a.name} is an initialiser without a value"
+    assert y is not None, f"{b.name} is an initialiser without a value"
+    return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+
+
+def _receive(graph: ir.Graph, values: dict[str, ir.Value]) -> None:
+    """What an earlier stage made or took in is that value; what is new is an input of the model."""
+    import onnx_ir as ir
+
+    received = list(graph.inputs)
+    graph.inputs.clear()
+    for value in received:
+        name = value.name or ""
+        if name in values:
+            ir.convenience.replace_all_uses_with(value, values[name])
+        else:
+            values[name] = value
+
+
+def _rename(node: ir.Node, stage: int, own: set[int], taken: set[str]) -> None:
+    """Names of nodes, and of values inside a stage, are unique in the whole; subgraphs are left alone but
+    for values that would hide one of the whole.
+    """
+    node.name = f"stage_{stage}/{node.name}"
+    for value in node.outputs:
+        if id(value) in own or not value.name:
+            continue
+        if value.name in taken:
+            value.name = _unused(f"{value.name}_stage_{stage}", taken)
+        taken.add(value.name or "")
+    for inner in subgraphs(node):
+        for value in inner.inputs:
+            if value.name in taken:
+                value.name = _unused(f"{value.name}_stage_{stage}", taken)
+            taken.add(value.name or "")
+        for child in inner:
+            _rename(child, stage, own, taken)
+
+
+def subgraphs(node: ir.Node) -> list[ir.Graph]:
+    """The branches and bodies of an If, Loop or Scan."""
+    import onnx_ir as ir
+
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            found.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            found.extend(attribute.as_graphs())
+    return found
+
+
+def _outputs(
+    manifest: Mapping[str, Any],
+    values: Mapping[str, ir.Value],
+    inputs: Sequence[ir.Value],
+    nodes: list[ir.Node],
+) -> list[ir.Value]:
+    """One value for each output of the model, under the output's own name where it has none yet.
+
+    An input that is returned as it is, or a value that is returned twice, goes through an Identity.
+    """
+    import onnx_ir as ir
+
+    outputs: list[ir.Value] = []
+    for entry in manifest["outputs"]:
+        value = values[entry["tensor"]]
+        if any(value is other for other in (*outputs, *inputs)):
+            copy = ir.Node("", "Identity", [value], name=f"stage_{entry['stage']}/return_{entry['name']}")
+            copy.metadata_props[STAGE] = str(entry["stage"])
+            made = copy.outputs[0]
+            made.name, made.shape, made.type = (
+                f"{value.name}_returned_{len(outputs)}",
+                value.shape,
+                value.type,
+            )
+            nodes.append(copy)
+            value = made
+        outputs.append(value)
+    return outputs
+
+
+def _opsets(models: Any) -> dict[str, int]:
+    versions: dict[str, int] = {}
+    for model in models:
+        for domain, version in model.graph.opset_imports.items():
+            if versions.setdefault(domain, version) != version:
+                raise ExportError(
+                    f"one stage uses version {versions[domain]} of the operators {domain or 'ai.onnx'!r}, "
+                    f"another {version}; export all stages with one opset"
+                )
+    return versions
+
+
+def _ports(manifest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    inner = [port for entry in manifest["stages"] for port in (*entry["inputs"], *entry["outputs"])]
+    return [*manifest["inputs"], *manifest["outputs"], *inner]
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    number, candidate = 1, name
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate

@@ -1,0 +1,81 @@
+"""Where each node comes from, as metadata that Netron shows.
+
+pd2bw_fx.module      the module's path in the original model: "transformer.h.0.attn"
+pd2bw_fx.source      the line of the model's own code, where it is known: "modeling_gpt2.py:196"
+pd2bw_fx.generated   the line of the generated stage: "stage_0.py:31"
+pd2bw_fx.stage       in a file that holds several stages, the node's
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.stage import StageProgram
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+MODULE, SOURCE, GENERATED, STAGE = (f"pd2bw_fx.{key}" for key in ("module", "source", "generated", "stage"))
+
+_TORCH = "pkg.torch.onnx."
+_LOCATION = re.compile(r"#.*?(\S+\.py:\d+)")
+
+
+def describe_nodes(model: ir.Model, program: StageProgram, graph: OperatorGraph | None) -> None:
+    """Replace what the exporter notes about a node (paths of this machine among it) by what a reader wants.
+
+    A node whose generated line names no source line has the one that all operators of its kind in its
+    module share in the operator graph, if there is one.
+    """
+    frame = re.compile(rf'File "<stage_{program.stage}\.py [0-9a-f]+>", line (\d+)')
+    source_of_line = _source_lines(program.source)
+    source_of_kind = _lines_by_kind(graph)
+    for node in model.graph.all_nodes():
+        notes = node.metadata_props
+        scopes = _listed(notes.get(_TORCH + "name_scopes"))
+        kinds = _listed(notes.get(_TORCH + "class_hierarchy"))
+        lines = [int(line) for line in frame.findall(notes.get(_TORCH + "stack_trace", ""))]
+        for key in [key for key in notes if key.startswith(_TORCH) or key == "namespace"]:
+            del notes[key]
+        module = scopes[-2] if len(scopes) > 1 else None
+        source = source_of_line.get(lines[-1]) if lines else None
+        if source is None and module is not None and kinds:
+            source = source_of_kind.get((module, kinds[-1]))
+        generated = f"stage_{program.stage}.py:{lines[-1]}" if lines else None
+        for key, value in ((MODULE, module), (SOURCE, source), (GENERATED, generated)):
+            if value is not None:
+                notes[key] = value
+
+
+def _listed(text: str | None) -> list[str]:
+    """The exporter writes lists as Python's repr."""
+    try:
+        value = ast.literal_eval(text) if text else []
+    except (ValueError, SyntaxError):
+        return []
+    return [str(entry) for entry in value] if isinstance(value, list) else []
+
+
+def _source_lines(source: str) -> dict[int, str]:
+    """For each line of generated code the original's line that its statement's comment names."""
+    found: dict[int, str] = {}
+    written = source.splitlines()
+    for statement in ast.walk(ast.parse(source)):
+        if not isinstance(statement, ast.Assign | ast.AugAssign | ast.Return | ast.Expr):
+            continue
+        lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+        named = [match[1] for line in lines if (match := _LOCATION.search(written[line - 1]))]
+        if named:
+            found |= dict.fromkeys(lines, named[0])
+    return found
+
+
+def _lines_by_kind(graph: OperatorGraph | None) -> dict[tuple[str, str], str]:
+    lines: dict[tuple[str, str], set[str | None]] = defaultdict(set)
+    for operator in () if graph is None else graph.operators.values():
+        lines[operator.module_path, operator.target].add(operator.source_line)
+    return {kind: line for kind, (line, *others) in lines.items() if line is not None and not others}

@@ -1,0 +1,69 @@
+"""The model that the stages were cut from: the truth that the files are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx.errors import ExportError
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.plan import Plan
+
+from .run import first_line
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """`forward` runs `model` on flat inputs and names its flat outputs.
+
+    Without a model (a pipeline that was loaded from a folder) the files are held against the stages alone.
+    """
+
+    graph: OperatorGraph
+    plan: Plan
+    model: nn.Module | None = None
+    forward: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+
+    def run(
+        self, inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, training: bool
+    ) -> dict[str, Tensor] | None:
+        """The model's outputs by name, with these weights (by their names in the graph); None without a
+        model. It has its own weights and modes back afterwards.
+
+        Raises ExportError if the model does not take these inputs in this mode.
+        """
+        if self.model is None or self.forward is None:
+            return None
+        with _borrowed(self.model, weights, training=training), torch.no_grad():
+            try:
+                outputs = self.forward(inputs)
+            except Exception as error:  # whatever the model's own code raises
+                mode = "training" if training else "evaluation"
+                raise ExportError(
+                    f"{self.graph.model_name} fails in {mode} mode on the inputs that its stages are to be "
+                    f"compared on: {first_line(error)}"
+                ) from error
+            return {name: value.detach().clone() for name, value in outputs.items()}
+
+
+@contextmanager
+def _borrowed(model: nn.Module, weights: Mapping[str, Tensor], *, training: bool) -> Iterator[None]:
+    live: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    before = {name: tensor.detach().clone() for name, tensor in live.items()}
+    modes = [(part, part.training) for part in model.modules()]
+    try:
+        model.train(training)
+        with torch.no_grad():
+            for name in live.keys() & weights.keys():
+                live[name].copy_(weights[name])
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(before[name])
+        for part, mode in modes:
+            part.training = mode
