@@ -152,14 +152,14 @@ class TorchStage(nn.Module):
     def forward(self, *arguments: Tensor, **targets: Tensor) -> Tensor:
         received = iter(arguments)
         given: Tensor = self.stage(*(targets[n] if n in targets else next(received) for n in self.names))
-        return given
+        return given if given.dim() else given.reshape(1)  # outputs are concatenated
 
 
 def torch_pipeline(job: Job, batch: tuple[Tensor, ...], m: int, kind: Any) -> Update:
     module = TorchStage(job)
     optimizer = OPTIMIZER(module.parameters())
     stage = PipelineStage(module, job.stage, job.num_stages, torch.device("cpu"))
-    schedule = kind(stage, m, loss_fn=lambda output, target: output)
+    schedule = kind(stage, m, loss_fn=lambda output, target: output.sum())
     tokens, targets = batch
 
     def update() -> None:

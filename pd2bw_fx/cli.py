@@ -127,7 +127,7 @@ def _show(options: argparse.Namespace) -> int:
         )
     source = pipe.programs[options.stage].source
     if sys.stdout.isatty():
-        Console().print(Syntax(source, "python", line_numbers=True))
+        Console().print(Syntax(source, "python").highlight(source), soft_wrap=True)
     else:
         print(source, end="")
     return 0

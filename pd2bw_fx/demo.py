@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.syntax import Syntax
 from torch import Tensor
 
+from pd2bw_fx.errors import ExportError
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.models.text import byte_batches
 from pd2bw_fx.passes.export_onnx import run_onnx
@@ -53,7 +53,7 @@ def run_demo(output: Path, *, num_updates: int, console: Console) -> None:
 
     console.rule("2. read a stage")
     source = pipe.stages[1].source
-    console.print(Panel(Syntax(source, "python", background_color="default"), title="stage_1.py"))
+    console.print(Syntax(source, "python").highlight(source), soft_wrap=True)
 
     console.rule("3. train on real text")
     curves = _train_three_ways(pipe, model, num_updates, console)
@@ -75,7 +75,9 @@ def run_demo(output: Path, *, num_updates: int, console: Console) -> None:
 def _train_three_ways(
     pipe: Pipeline, model: GPT, num_updates: int, console: Console
 ) -> dict[str, Sequence[float]]:
-    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)
+    optimizer = functools.partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.01)
+    # A gradient that is one update late asks for a gentle beginning.
+    warm_up = functools.partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.02, total_iters=50)
     batches = functools.partial(
         byte_batches,
         batch_size=_MICROBATCHES * _MICROBATCH_SIZE,
@@ -87,7 +89,7 @@ def _train_three_ways(
     with _bars(console) as bar:
         advance = bar(f"2BW, {_STAGES} processes", num_updates)
         curves[f"2BW on {_STAGES} processes"] = pipe.train_local(
-            batches(), optimizer=optimizer, on_update=advance
+            batches(), optimizer=optimizer, lr_scheduler=warm_up, on_update=advance
         ).losses
         for label, method in (("one process, synchronous", "synchronous"), ("one process, 2BW rule", "2bw")):
             advance = bar(label, num_updates)
@@ -95,6 +97,7 @@ def _train_three_ways(
                 model,
                 batches(),
                 optimizer=optimizer,
+                lr_scheduler=warm_up,
                 microbatches_per_update=_MICROBATCHES,
                 method=method,
                 on_update=advance,
@@ -140,22 +143,15 @@ def _bars(console: Console) -> Iterator[Callable[[str, int], Callable[[int, floa
 
 def _check_onnx(pipe: Pipeline, model: GPT, folder: Path, console: Console) -> None:
     """The files in onnxruntime, one after another, against the eager model with the trained weights."""
-    assert pipe.example is not None
-    tokens, targets = byte_batch = next(
-        iter(
-            byte_batches(
-                batch_size=3,
-                sequence_length=_CONFIG.sequence_length,
-                seed=1,
-                num_batches=1,
-                split="validation",
-            )
-        )
+    batch = next(
+        byte_batches(batch_size=3, sequence_length=_CONFIG.sequence_length, seed=1, split="validation")
     )
     model.load_state_dict(pipe.state_dict())
     model.eval()
     with torch.no_grad():
-        eager = float(model(tokens, targets))
-    found = run_onnx(folder, dict(zip(pipe.graph.inputs, byte_batch, strict=True)))
+        eager = float(model(*batch))
+    found = run_onnx(folder, dict(zip(pipe.graph.inputs, batch, strict=True)))
     loss = float(next(iter(found.values())))
+    if abs(loss - eager) > 1e-4 * abs(eager):
+        raise ExportError(f"onnxruntime's loss is {loss:.6f}, and the model's {eager:.6f}; please report it")
     console.print(f"validation loss {eager:.6f} in PyTorch, {loss:.6f} in onnxruntime")
