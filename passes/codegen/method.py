@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,14 +67,17 @@ class MethodWriter:
         self.symbols = tree.symbols(scope)
         self.gives = tree.gives(scope)
         self.kept: set[fx.Node] = set()  # results that a longer line may not take in
+        self.size_readers: dict[fx.Node, set[int]] = {}  # arguments kept for their sizes: where these are read
 
     def write(self) -> Method:
         """Fold as much as reads well: write, and unfold what made a line too long, until none is."""
         while True:
             draft = _Draft(self)
             method = draft.write()
-            if not draft.too_long:
+            if not draft.too_long and not draft.lost_sizes:
                 return method
+            for node, index in draft.lost_sizes:
+                self.size_readers.setdefault(node, set()).add(index)
             self.kept |= draft.too_long
 
     def _is_inlined(self, item: fx.Node | Scope) -> bool:
@@ -103,11 +106,13 @@ class MethodWriter:
             item = next(item.nodes)
         return (item.meta.get("no_grad"), item.meta.get("autocast"))
 
-    def is_effectful(self, item: fx.Node | Scope) -> bool:
-        """Draws random numbers or writes a buffer: it keeps its place among others that do."""
+    def is_ordered(self, item: fx.Node | Scope) -> bool:
+        """Whether it matters when it is computed: for its gradient, its random numbers, what it writes."""
         nodes = list(item.nodes) if isinstance(item, Scope) else [item]
         found = (self.tree.graph.operators[node.name] for node in nodes)
-        return any(o.is_random or o.writes_buffers or o.memory_group is not None for o in found)
+        return any(
+            o.requires_grad or o.is_random or o.writes_buffers or o.memory_group is not None for o in found
+        )
 
 
 class _Draft:
@@ -123,10 +128,16 @@ class _Draft:
         self.bound: dict[fx.Node, str] = {}
         self.sources: dict[fx.Node, Source] = {}
         self.too_long: set[fx.Node] = set()
+        self.lost_sizes: set[tuple[fx.Node, int]] = set()
+        self.position = 0  # of the item being written
 
     def write(self) -> Method:
         arguments = self._bind_arguments()
-        body = [s for i, item in enumerate(self.items) if (s := self._statement(i, item)) is not None]
+        body: list[Statement] = []
+        for self.position, item in enumerate(self.items):
+            statement = self._statement(self.position, item)
+            body += [] if statement is None else [statement]
+        self.position = self.end
         if self.writer.gives:
             body.append(self._return())
         annotations = ["Tensor"] * len(self.writer.reads) + ["int"] * len(self.writer.symbols)
@@ -142,25 +153,52 @@ class _Draft:
                 users.setdefault(operand, []).extend([index] * max(times, 1))
         for node in self.writer.gives:
             users.setdefault(node, []).append(self.end)
+        for node, readers in self.writer.size_readers.items():
+            users.setdefault(node, []).extend(readers)
         return users
 
     def _folded(self) -> set[fx.Node]:
+        """What is written inside its reader's expression, as long as everything is computed in its order.
+
+        Autograd adds up gradients in the reverse order of the computations, and random numbers come in
+        theirs: another order would be right, and not bit for bit the same.
+        """
         folded: set[fx.Node] = set()
-        taken: set[int] = set()  # readers that already hold something effectful
         for index, item in enumerate(self.items):
             results = self.writer.results(item)
-            if len(results) != 1 or not self._may_fold(index, item, results[0]):
-                continue
-            if results[0] in self.writer.tree.links:
-                continue  # a line for each member, so that equal ones roll up
-            reader = self.users[results[0]][0]
-            if self.writer.is_effectful(item):
-                between = self.items[index + 1 : reader]
-                if reader in taken or any(self.writer.is_effectful(other) for other in between):
-                    continue
-                taken.add(reader)
-            folded.add(results[0])
+            # What links the members of a chain has lines of its own, so that equal ones roll up.
+            if len(results) == 1 and results[0] not in self.writer.tree.links:
+                folded |= {results[0]} if self._may_fold(index, item, results[0]) else set()
+        while (delayed := self._first_delayed(folded)) is not None:
+            folded.remove(delayed)
         return folded
+
+    def _first_delayed(self, folded: set[fx.Node]) -> fx.Node | None:
+        """The first result that folding lets be computed after one that it comes before."""
+        latest = -1
+        for index in self._evaluated(folded):
+            if not self.writer.is_ordered(self.items[index]):
+                continue
+            if index < latest:
+                return self.writer.results(self.items[index])[0]
+            latest = index
+        return None
+
+    def _evaluated(self, folded: set[fx.Node]) -> Iterator[int]:
+        """The items in the order in which Python evaluates the statements."""
+        for index, item in enumerate(self.items):
+            results = self.writer.results(item)
+            if len(results) != 1 or results[0] not in folded:
+                yield from self._evaluated_within(index, folded)
+
+    def _evaluated_within(self, index: int, folded: set[fx.Node]) -> Iterator[int]:
+        item = self.items[index]
+        inner = [node for node in self.writer.item_operands(item) if node in folded]
+        if not isinstance(item, Scope) and operator_name(item) == "rsub":
+            inner.reverse()  # written as other - self
+        for node in inner:
+            yield from self._evaluated_within(self.maker[node], folded)
+        yield index
 
     def _may_fold(self, index: int, item: fx.Node | Scope, result: fx.Node) -> bool:
         users = self.users.get(result, [])
@@ -336,11 +374,15 @@ class _Draft:
             return Source(str(symbol))
         if symbol in self.writer.symbols:
             return Source(identifier(symbol))
-        for node, name in self.bound.items():
-            shape = self.writer.tree.shape(node)
-            if node in self.writer.reads and symbol in shape and self.sources[node].text == name:
-                return Source(f"{name}.shape[{shape.index(symbol)}]")
-        raise AssertionError(f"no tensor of {self.writer.scope.path!r} has the size {symbol}")
+        bearers = [node for node in self.bound if symbol in self.writer.tree.shape(node)]
+        emitted = self._emitted_at(self.position)
+        standing = [node for node in bearers if self._last_use(node) >= emitted]
+        if not standing:  # its name may be another's by then: write again, and keep it
+            standing = [node for node in bearers if node in self.writer.reads]
+            assert standing, f"no tensor of {self.writer.scope.path!r} has the size {symbol}"
+            self.lost_sizes.add((standing[0], self.position))
+        shape = self.writer.tree.shape(standing[0])
+        return Source(f"{self.bound[standing[0]]}.shape[{shape.index(symbol)}]")
 
     def _device(self) -> str:
         if self.writer.reads:

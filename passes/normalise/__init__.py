@@ -12,7 +12,7 @@ from pd2bw_fx.program import ProgramModule, tensors, training_context
 from pd2bw_fx.traced import Traced
 
 from .assume import assume
-from .clean import remove_dead_code, remove_guards, remove_identities
+from .clean import remove_dead_code, remove_empty_parts, remove_guards, remove_identities
 from .describe import Describer, parameter_specs
 from .facts import Facts, observe
 from .functional import make_functional
@@ -31,6 +31,7 @@ def normalise(traced: Traced) -> OperatorGraph:
 def _normal_form(traced: Traced) -> OperatorGraph:
     draft = lift(traced)
     remove_guards(draft)
+    remove_empty_parts(draft)
     draft, facts = _observed(draft, traced)
     remove_identities(draft, facts)
     remove_dead_code(draft, facts)

@@ -7,7 +7,7 @@ from torch import fx
 
 from .facts import Facts
 from .lift import Draft
-from .nodes import operator_name
+from .nodes import is_random, operator_name
 
 _GUARDS = {
     "_assert_tensor_metadata",
@@ -48,6 +48,9 @@ def _is_identity(node: fx.Node, facts: Facts, written: set[int]) -> bool:
         return False
     if name == "alias":
         return True
+    if name == "contiguous":
+        value = facts.values[operand.name]
+        return len(node.args) == 1 and not node.kwargs and bool(value.is_contiguous())
     if name == "detach":
         return not facts.requires_grad(operand.name)
     if name == "lift_fresh_copy":
@@ -57,9 +60,36 @@ def _is_identity(node: fx.Node, facts: Facts, written: set[int]) -> bool:
         return False
     if name in {"to", "type_as"} and not node.kwargs.get("copy") and node.kwargs.get("memory_format") is None:
         return (before.dtype, before.device, before.layout) == (after.dtype, after.device, after.layout)
-    if name in {"slice", "view", "reshape", "expand"}:
-        return before.dtype == after.dtype and _sizes(before) == _sizes(after)
-    return False
+    if before.dtype != after.dtype or _sizes(before) != _sizes(after):
+        return False
+    if name == "add":
+        return node.args[1:] == (0,) and not node.kwargs and not before.is_floating_point()
+    if name in {"mul", "div"}:
+        return node.args[1:] == (1,) and not node.kwargs
+    return name in {"slice", "view", "reshape", "expand"}
+
+
+def remove_empty_parts(draft: Draft) -> None:
+    """`torch.cat` of one tensor and the empty one that a cache begins with is a copy of that tensor."""
+    for node in draft.graph.nodes:
+        if node.op != "call_function" or operator_name(node) != "cat":
+            continue
+        full = _full(node)
+        if len(full) == 1 and _sizes_and_type(full[0]) == _sizes_and_type(node):
+            node.target = torch.ops.aten.contiguous.default
+            node.args, node.kwargs = (full[0],), {}
+
+
+def _full(node: fx.Node) -> list[fx.Node]:
+    parts = node.args[0]
+    assert isinstance(parts, list | tuple)
+    nodes = [part for part in parts if isinstance(part, fx.Node)]
+    return [part for part in nodes if getattr(part.meta.get("val"), "shape", None) != (0,)]
+
+
+def _sizes_and_type(node: fx.Node) -> tuple[list[str], torch.dtype] | None:
+    value = node.meta.get("val")
+    return (_sizes(value), value.dtype) if isinstance(value, torch.Tensor) else None
 
 
 def _sizes(tensor: torch.Tensor) -> list[str]:
@@ -69,9 +99,11 @@ def _sizes(tensor: torch.Tensor) -> list[str]:
 def remove_dead_code(draft: Draft, facts: Facts) -> None:
     """Nodes whose value nobody reads; what writes in place stays, for its effect is on another value.
 
-    So does a module that was not traced into, which may write its buffers.
+    So does a module that was not traced into, which may write its buffers, and what draws random numbers:
+    later draws would be others without it.
     """
     for node in reversed(list(draft.graph.nodes)):
         is_needed = node.op in {"placeholder", "output", "call_module"} or node.users
+        is_needed = is_needed or (node.op == "call_function" and is_random(node, None))
         if not is_needed and not facts.written.get(node.name):
             draft.graph.erase_node(node)

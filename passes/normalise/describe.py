@@ -214,8 +214,9 @@ def parameter_specs(
         name: ParameterSpec(name, _state_spec(value), False, name in persistent, tuple(ties[name]))
         for name, value in traced.model.named_buffers()
     }
+    read = {node.target for node in draft.graph.find_nodes(op="get_attr")}
     for name, value in draft.values.items():
-        if isinstance(value, torch.Tensor) and name not in parameters and name not in buffers:
+        if isinstance(value, torch.Tensor) and name in read and name not in parameters | buffers:
             buffers[name] = ParameterSpec(name, _state_spec(value), False, False)
     return parameters, buffers
 
