@@ -19,7 +19,7 @@ from pd2bw_fx.errors import SolverError
 from pd2bw_fx.passes.solver import Status
 
 from .instance import Instance, Integers, evaluate, respects_edges
-from .intervals import best_cut
+from .intervals import best_cut, rough_cut
 from .program import FeasibilityProgram
 from .windows import Reach, windows_for
 
@@ -28,6 +28,7 @@ _TOLERANCE = 1e-6
 _COARSE_GAP = 0.01
 _SMALL = 2000  # nodes times stages: what is proven finely at once
 _CACHED_INSTANCES = 64
+_FEW_CHOICES = 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,12 +124,23 @@ class _State:
             self.floor_s = min(self.floor_s, _lower_bound_s(instance))
             if choice > 0 and self.deadline.left_s < enough_s:
                 continue
+            # Of many device orders few are worth a close look: a rough one tells which.
             for order in self.orders:
-                stage_of = best_cut(instance, order)
+                stage_of = (rough_cut if len(self.choices) > _FEW_CHOICES else best_cut)(instance, order)
                 if stage_of is not None and respects_edges(instance, stage_of):
                     self._offer(choice, stage_of)
                 if self.seen_s[choice] <= _lower_bound_s(instance) * (1 + _TOLERANCE):
                     break
+        if len(self.choices) > _FEW_CHOICES:
+            self._look_closely(self.most_promising_first()[:_FEW_CHOICES])
+
+    def _look_closely(self, choices: list[int]) -> None:
+        for choice in choices:
+            instance = self.choices[choice]
+            for order in self.orders:
+                stage_of = best_cut(instance, order)
+                if stage_of is not None and respects_edges(instance, stage_of):
+                    self._offer(choice, stage_of)
 
     def _offer(self, choice: int, stage_of: Integers) -> None:
         loads = evaluate(self.choices[choice], stage_of)

@@ -2,10 +2,12 @@
 
 A node's ancestors are on its own stage or earlier ones, so the stages up to its own must have the time (and
 the memory) for all of them; the same from the other end for its descendants. The time that a stage has for
-work is T less the transfers that it cannot escape (`_inescapable_s`).
+work is T less the transfers that it cannot escape (`_inescapable`).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,23 +39,41 @@ class Reach:
         return amount + amount @ self._before
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lost:
+    """Transfer time, by stage, that no assignment escapes: as a sum over any run of neighbouring stages.
+
+    Of the run's first stage only `first_s` is certain, and of its last only `last_s`: they may deal with
+    others than their neighbours.
+    """
+
+    run_s: Floats
+    first_s: Floats
+    last_s: Floats
+
+    @classmethod
+    def nothing(cls, num_stages: int) -> Lost:
+        zero = np.zeros(num_stages)
+        return cls(zero, zero, zero)
+
+
 def windows_for(instance: Instance, target_s: float, reach: Reach) -> Windows | None:
     """Windows that every assignment within `target_s` keeps, or None where that leaves none."""
     windows = _closed(instance, target_s, reach, _timeless_windows(instance, reach))
     if not np.isfinite(target_s):
         return windows
-    lost_s = np.zeros(instance.num_stages)
+    lost = Lost.nothing(instance.num_stages)
     for _ in range(_ROUNDS):
         if windows is None:
             return None
-        windows = _time_windows(instance, target_s - lost_s, reach, windows)
+        windows = _time_windows(instance, target_s, lost, reach, windows)
         windows = _closed(instance, target_s, reach, windows)
         if windows is None or instance.overlap:
             return windows
-        more_s = _inescapable_s(instance, target_s, reach, windows)
-        if (more_s <= lost_s).all():
+        more = _inescapable(instance, target_s, reach, windows)
+        if more.run_s.sum() <= lost.run_s.sum():
             break
-        lost_s = np.maximum(lost_s, more_s)
+        lost = more
     return windows
 
 
@@ -71,22 +91,53 @@ def _timeless_windows(instance: Instance, reach: Reach) -> Windows:
     return _narrowed(everywhere, instance.static_bytes, instance.limit_bytes, reach)
 
 
-def _time_windows(instance: Instance, available_s: Floats, reach: Reach, windows: Windows) -> Windows:
+def _time_windows(instance: Instance, target_s: float, lost: Lost, reach: Reach, windows: Windows) -> Windows:
+    unit, ratio = _in_seconds_of_the_first(instance)
+    bounded = np.isfinite(ratio)
+    rate = np.where(bounded, ratio, 1.0)
+
+    def capacity(lost_s: Floats) -> Floats:
+        room: Floats = np.where(bounded, np.maximum(0.0, target_s - lost_s) * rate, np.inf)
+        return room
+
+    run = capacity(lost.run_s)
+    before = np.concatenate(([0.0], run.cumsum()[:-1]))
+    after = np.concatenate(([0.0], run[::-1].cumsum()[:-1]))
+    return _narrowed_to(
+        windows,
+        unit,
+        up_to=before + capacity(lost.last_s),
+        from_on=after + capacity(lost.first_s)[::-1],
+        reach=reach,
+    )
+
+
+def _in_seconds_of_the_first(instance: Instance) -> tuple[Floats, Floats]:
+    """Work in seconds of stage 0, and for each stage the most of them that it does in one of its own."""
     work_s = instance.work_s + (instance.again_s if instance.recompute is True else 0.0)
     unit = work_s[0]
     some = unit > 0
-    capacity = np.full(instance.num_stages, np.inf)
+    ratio = np.full(instance.num_stages, np.inf)
     for stage in range(instance.num_stages):
-        # In seconds of stage 0: no node is better off there than the one with the largest ratio.
         if some.any() and (work_s[stage][some] > 0).all():
-            capacity[stage] = max(0.0, available_s[stage]) * (unit[some] / work_s[stage][some]).max()
-    return _narrowed(windows, unit, capacity, reach)
+            ratio[stage] = (unit[some] / work_s[stage][some]).max()
+    return unit, ratio
 
 
 def _narrowed(windows: Windows, amount: Floats, capacity: Floats, reach: Reach) -> Windows:
-    k = len(capacity)
-    first = np.searchsorted(capacity.cumsum() * _SLACK, reach.up_to(amount))
-    last = k - 1 - np.searchsorted(capacity[::-1].cumsum() * _SLACK, reach.from_on(amount))
+    return _narrowed_to(
+        windows, amount, up_to=capacity.cumsum(), from_on=capacity[::-1].cumsum(), reach=reach
+    )
+
+
+def _narrowed_to(
+    windows: Windows, amount: Floats, *, up_to: Floats, from_on: Floats, reach: Reach
+) -> Windows:
+    """`up_to` is what stages 0..s have room for together, `from_on` the same counted from the last stage."""
+    k = len(up_to)
+    # Both grow with the stages counted, but for what a run loses at its end.
+    first = np.searchsorted(np.maximum.accumulate(up_to) * _SLACK, reach.up_to(amount))
+    last = k - 1 - np.searchsorted(np.maximum.accumulate(from_on) * _SLACK, reach.from_on(amount))
     return Windows(np.maximum(windows.first, first), np.minimum(windows.last, last))
 
 
@@ -115,8 +166,8 @@ def _fits_alone(instance: Instance, target_s: float) -> Flags:
     return fits
 
 
-def _inescapable_s(instance: Instance, target_s: float, reach: Reach, windows: Windows) -> Floats:
-    """Transfer time that each stage may be taken to have, by one path through the graph, the spine.
+def _inescapable(instance: Instance, target_s: float, reach: Reach, windows: Windows) -> Lost:
+    """What the transfers of one path through the graph, the spine, take from the stages.
 
     A stage between the spine's ends that has a node of it receives and sends at least the spine's cheapest
     tensors. A stage that has none is jumped by an edge of the spine, or lies before its start or behind its
@@ -124,7 +175,7 @@ def _inescapable_s(instance: Instance, target_s: float, reach: Reach, windows: W
     all of that is little enough to fit in what the transfers leave, such a stage has room for them too.
     """
     k = instance.num_stages
-    none = np.zeros(k)
+    nothing = Lost.nothing(k)
     slowest = instance.work_s.max(axis=0) + (instance.again_s.max(axis=0) if instance.recompute else 0.0)
     upto, onwards, total_s = reach.up_to(slowest), reach.from_on(slowest), float(slowest.sum())
     spine = _widest_path(
@@ -133,19 +184,52 @@ def _inescapable_s(instance: Instance, target_s: float, reach: Reach, windows: W
         ends=_extreme(-windows.first, total_s - upto <= target_s / 2),
     )
     if k == 1 or not spine or len({net for net, _, _ in spine}) < len(spine):
-        return none  # No path, or one tensor that would count twice.
+        return nothing  # No path, or one tensor that would count twice.
     start, end = spine[0][1], spine[-1][2]
-    lost_s = np.zeros(k)
+    costs = instance.cost_s[[net for net, _, _ in spine]].min(axis=0)
+    before_s, after_s = np.zeros(k), np.zeros(k)
     for stage in range(k):
-        costs = instance.cost_s[[net for net, _, _ in spine], stage]
         # The stage of the start itself may receive nothing, that of the end may send nothing.
         if stage > windows.last[start]:
-            lost_s[stage] += costs[:, :stage].min()
+            before_s[stage] = costs[stage, :stage].min()
         if stage < windows.first[end]:
-            lost_s[stage] += costs[:, stage + 1 :].min()
+            after_s[stage] = costs[stage, stage + 1 :].min()
+    lost_s = before_s + after_s
     parallel_s = max(total_s - upto[u] - onwards[v] for _, u, v in spine)
     outside_s = max(parallel_s, total_s - onwards[start], total_s - upto[end])
-    return lost_s if outside_s <= target_s - float(lost_s.max()) else none
+    if outside_s > target_s - float(lost_s.max()):
+        return nothing
+    if instance.may_be_empty:
+        return Lost(lost_s, lost_s, lost_s)
+    unit, _ = _in_seconds_of_the_first(instance)
+    upto, onwards = reach.up_to(unit), reach.from_on(unit)
+    parallel = max(float(unit.sum() - upto[u] - onwards[v]) for _, u, v in spine)
+    outside = max(parallel, float(unit.sum() - onwards[start]), float(unit.sum() - upto[end]))
+    return _from_neighbours(instance, target_s, costs, before_s, after_s, outside)
+
+
+def _from_neighbours(
+    instance: Instance, target_s: float, costs: Floats, before_s: Floats, after_s: Floats, outside: float
+) -> Lost:
+    """Where every stage has a node of the spine, each receives from the stage before and sends to the next.
+
+    A stage without one does at most `outside` of the work (in seconds of stage 0). Where that is less than
+    what it could do otherwise by more than its two neighbours gain by dealing with others, the sum over a
+    run of stages is largest with no such stage.
+    """
+    lost_s = before_s + after_s
+    stages = np.arange(instance.num_stages - 1)
+    previous_s, next_s = before_s.copy(), after_s.copy()
+    previous_s[1:] = costs[stages + 1, stages]
+    next_s[:-1] = costs[stages, stages + 1]
+    run_s = previous_s + next_s
+    _, ratio = _in_seconds_of_the_first(instance)
+    if np.isfinite(ratio).all():
+        gained = ratio * (run_s - lost_s)
+        of_neighbours = np.concatenate(([0.0], gained[:-1])) + np.concatenate((gained[1:], [0.0]))
+        if (ratio * (target_s - run_s) - outside >= of_neighbours).all():
+            return Lost(run_s, before_s + next_s, previous_s + after_s)
+    return Lost(lost_s, lost_s, lost_s)
 
 
 def _extreme(key: Integers, allowed: Flags) -> Flags:
