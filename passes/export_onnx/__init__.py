@@ -5,9 +5,19 @@ says what to install where it is missing.
 """
 
 from .annotate import check_annotation
+from .chain import run_onnx_processes
 from .export import Form, export_onnx
 from .merge import merge_onnx
 from .original import Original
 from .run import KIND, run_onnx
 
-__all__ = ["KIND", "Form", "Original", "check_annotation", "export_onnx", "merge_onnx", "run_onnx"]
+__all__ = [
+    "KIND",
+    "Form",
+    "Original",
+    "check_annotation",
+    "export_onnx",
+    "merge_onnx",
+    "run_onnx",
+    "run_onnx_processes",
+]

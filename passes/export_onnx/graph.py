@@ -189,7 +189,8 @@ class _TranslatableSpelling(TorchFunctionMode):
     """While the exporter records a stage: the same computation in a form that it can translate.
 
     It knows attention of four dimensions only, and lays its result out in memory otherwise than the kernel
-    does, so that a `view` of it may not be possible any more.
+    does, so that a `view` of it may not be possible any more. Batch normalisation it translates as in
+    evaluation, whatever it is told.
     """
 
     def __torch_function__(
@@ -202,6 +203,8 @@ class _TranslatableSpelling(TorchFunctionMode):
                 named["attn_mask"], others = others[0], others[1:]
             named |= dict(zip(("dropout_p", "is_causal"), others, strict=False))
             return _attention(func, query, key, value, **named)
+        if func is functional.batch_norm and _named(_BATCH_NORM, args, named).get("training"):
+            return _normalised_by_batch(**_named(_BATCH_NORM, args, named))
         if func in _VIEW and not any(isinstance(argument, torch.dtype) for argument in args):
             return Tensor.reshape(*args, **named)
         return func(*args, **named)
@@ -213,6 +216,30 @@ _ATTENTION = {
     torch.ops.aten.scaled_dot_product_attention.default,
 }
 _VIEW = {Tensor.view, torch.ops.aten.view, torch.ops.aten.view.default}
+
+
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+
+
+def _named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _normalised_by_batch(
+    input: Tensor,  # noqa: A002 - as torch calls it
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    **_: Any,
+) -> Tensor:
+    """input: (batch, channels, ...), normalised over all but the channels by its own mean and variance."""
+    others = [axis for axis in range(input.dim()) if axis != 1]
+    channels = [1, -1] + [1] * (input.dim() - 2)
+    variance, mean = torch.var_mean(input, dim=others, correction=0, keepdim=True)
+    result = (input - mean) * torch.rsqrt(variance + eps)
+    if weight is not None:
+        result = result * weight.view(channels)
+    return result if bias is None else result + bias.view(channels)
 
 
 def _attention(

@@ -36,11 +36,18 @@ def describe_nodes(model: ir.Model, program: StageProgram, graph: OperatorGraph 
     source_of_kind = _lines_by_kind(graph)
     for node in model.graph.all_nodes():
         notes = node.metadata_props
-        scopes = _listed(notes.get(_TORCH + "name_scopes"))
+        # What the exporter adds by itself, the sizes of inputs, it puts into a scope of that name.
+        scopes = [
+            "" if scope.startswith("_empty_nn_module") else scope
+            for scope in _listed(notes.get(_TORCH + "name_scopes"))
+        ]
         kinds = _listed(notes.get(_TORCH + "class_hierarchy"))
         lines = [int(line) for line in frame.findall(notes.get(_TORCH + "stack_trace", ""))]
         for key in [key for key in notes if key.startswith(_TORCH) or key == "namespace"]:
             del notes[key]
+        if not scopes:
+            _inherit(node)
+            continue
         module = scopes[-2] if len(scopes) > 1 else None
         source = source_of_line.get(lines[-1]) if lines else None
         if source is None and module is not None and kinds:
@@ -49,6 +56,15 @@ def describe_nodes(model: ir.Model, program: StageProgram, graph: OperatorGraph 
         for key, value in ((MODULE, module), (SOURCE, source), (GENERATED, generated)):
             if value is not None:
                 notes[key] = value
+
+
+def _inherit(node: ir.Node) -> None:
+    """What the tidying made stands where its operand was made."""
+    makers = [value.producer() for value in node.inputs if value is not None]
+    for maker in makers:
+        if maker is not None and MODULE in maker.metadata_props:
+            node.metadata_props.update(maker.metadata_props)
+            return
 
 
 def _listed(text: str | None) -> list[str]:

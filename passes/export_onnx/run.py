@@ -33,17 +33,24 @@ def run_onnx(folder: str | Path, inputs: Mapping[str, Tensor | Array]) -> dict[s
     """
     folder = Path(folder)
     manifest = read_manifest(folder, kind=KIND)
-    expected = {entry["name"]: entry["tensor"] for entry in manifest["inputs"]}
-    unlike = sorted(expected.keys() ^ inputs.keys())
-    if unlike:
-        what = "is missing" if unlike[0] in expected else "is no input of the model"
-        raise InputError(f"input {unlike[0]!r} {what}; {folder} takes {', '.join(expected) or 'none'}")
-    fed = {expected[name]: to_array(name, value) for name, value in inputs.items()}
+    fed = named_inputs(folder, manifest, inputs)
     if not manifest["stages"]:
         annotated = manifest["annotated"]
         return run_whole(folder / annotated["file"], fed, annotated["outputs"])
     tensors = run_files(folder, manifest["stages"], fed)
     return {entry["name"]: tensors[entry["tensor"]] for entry in manifest["outputs"]}
+
+
+def named_inputs(
+    folder: Path, manifest: Mapping[str, Any], inputs: Mapping[str, Tensor | Array]
+) -> dict[str, Array]:
+    """The model's inputs by their tensors' names in the files; InputError for one missing or unknown."""
+    expected = {entry["name"]: entry["tensor"] for entry in manifest["inputs"]}
+    unlike = sorted(expected.keys() ^ inputs.keys())
+    if unlike:
+        what = "is missing" if unlike[0] in expected else "is no input of the model"
+        raise InputError(f"input {unlike[0]!r} {what}; {folder} takes {', '.join(expected) or 'none'}")
+    return {expected[name]: to_array(name, value) for name, value in inputs.items()}
 
 
 def run_files(

@@ -1,0 +1,178 @@
+"""The stages of an exported folder, each in a process of its own, microbatches following one another.
+
+process 0   F0 F1 F2 F3            every process has one inbox; a stage that has all values of a
+process 1      F0 F1 F2 F3         microbatch runs, and puts what it made into the inboxes of the stages
+process 2         F0 F1 F2 F3      that read it
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from pd2bw_fx.errors import ExportError, InputError
+from pd2bw_fx.files import read_manifest
+
+from .run import KIND, Array, first_line, named_inputs, open_session
+
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A tensor of one microbatch on its way into a stage, or out of the model."""
+
+    microbatch: int
+    tensor: str
+    array: Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What stopped a stage, in its own words."""
+
+    stage: int
+    reason: str
+
+
+def run_onnx_processes(
+    folder: str | Path, inputs: Mapping[str, Tensor | Array], *, num_microbatches: int = 1
+) -> dict[str, Array]:
+    """The model's outputs by name, from one process a stage.
+
+    With several microbatches the batch is cut along its first axis and the stages work at the same time; an
+    output without that axis (a mean loss) cannot be put together again and is refused. Raises what
+    `run_onnx` raises; no process outlives the call.
+
+    A script that calls this needs the guard `if __name__ == "__main__":`, as with any spawned process.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder, kind=KIND)
+    if not manifest["stages"]:
+        raise InputError(f"{folder} holds one annotated model and no stages; export with form='stages'")
+    fed = named_inputs(folder, manifest, inputs)
+    microbatches = _cut(manifest, fed, num_microbatches)
+    context = multiprocessing.get_context("spawn")
+    leaving = frozenset(entry["tensor"] for entry in manifest["outputs"])
+    inboxes = {entry["stage"]: context.Queue() for entry in manifest["stages"]}
+    results = context.Queue()
+    workers = {
+        entry["stage"]: context.Process(
+            target=_work, args=(folder, entry, leaving, inboxes, results, len(microbatches)), daemon=True
+        )
+        for entry in manifest["stages"]
+    }
+    try:
+        for worker in workers.values():
+            worker.start()
+        for microbatch, tensors in enumerate(microbatches):
+            for entry in manifest["stages"]:
+                for port in entry["inputs"]:
+                    if port["source"] is None:
+                        value = _Value(microbatch, port["tensor"], tensors[port["tensor"]])
+                        inboxes[entry["stage"]].put(value)
+        return _collect(manifest, microbatches, results, workers)
+    finally:
+        for worker in workers.values():
+            worker.terminate()
+            worker.join()
+        for box in (*inboxes.values(), results):
+            box.cancel_join_thread()
+            box.close()
+
+
+def _cut(
+    manifest: Mapping[str, Any], fed: Mapping[str, Array], num_microbatches: int
+) -> list[dict[str, Array]]:
+    """The inputs of each microbatch; an input without the batch's axis is the same for all."""
+    if num_microbatches < 1:
+        raise InputError(f"num_microbatches is {num_microbatches}; at least one was expected")
+    if num_microbatches == 1:
+        return [dict(fed)]
+    axis = _batch_axis(manifest)
+    whole = [entry["name"] for entry in manifest["outputs"] if entry["shape"][:1] != [axis]]
+    if axis is None or whole:
+        what = f"output {whole[0]!r} has no batch axis" if axis else "the files take one batch size only"
+        raise InputError(f"{what}, so microbatches cannot be put together; run with num_microbatches=1")
+    batched = {entry["tensor"] for entry in manifest["inputs"] if entry["shape"][:1] == [axis]}
+    sizes = {fed[name].shape[0] for name in batched}
+    if min(sizes) < num_microbatches:
+        raise InputError(f"{min(sizes)} samples cannot be cut into {num_microbatches} microbatches")
+    pieces = {name: np.array_split(fed[name], num_microbatches) for name in batched}
+    return [{name: pieces[name][m] if name in batched else array for name, array in fed.items()}
+            for m in range(num_microbatches)]  # fmt: skip
+
+
+def _batch_axis(manifest: Mapping[str, Any]) -> str | None:
+    firsts = [entry["shape"][0] for entry in manifest["inputs"] if entry["shape"]]
+    return next((size for size in firsts if isinstance(size, str)), None)
+
+
+def _collect(
+    manifest: Mapping[str, Any],
+    microbatches: Sequence[Mapping[str, Array]],
+    results: Any,
+    workers: Mapping[int, Any],
+) -> dict[str, Array]:
+    made = {port["tensor"] for entry in manifest["stages"] for port in entry["outputs"]}
+    wanted = {entry["tensor"] for entry in manifest["outputs"]}
+    arrived: list[dict[str, Array]] = [
+        {name: tensors[name] for name in wanted - made} for tensors in microbatches
+    ]
+    while any(len(tensors) < len(wanted) for tensors in arrived):
+        try:
+            message = results.get(timeout=_POLL_S)
+        except queue.Empty:
+            lost = [stage for stage, worker in workers.items() if worker.exitcode not in (None, 0)]
+            if lost:
+                code = workers[lost[0]].exitcode
+                raise ExportError(
+                    f"the process of stage {lost[0]} ended with code {code} before its work was done; "
+                    "look for a lack of memory, or a script without `if __name__ == '__main__':`"
+                ) from None
+            continue
+        if isinstance(message, _Failure):
+            raise ExportError(f"stage {message.stage} failed in its process: {message.reason}")
+        arrived[message.microbatch][message.tensor] = message.array
+    return {
+        entry["name"]: arrived[0][entry["tensor"]]
+        if len(arrived) == 1
+        else np.concatenate([tensors[entry["tensor"]] for tensors in arrived])
+        for entry in manifest["outputs"]
+    }
+
+
+def _work(
+    folder: Path,
+    entry: Mapping[str, Any],
+    leaving: frozenset[str],
+    inboxes: Mapping[int, Any],
+    results: Any,
+    num_microbatches: int,
+) -> None:
+    """What the process of one stage does: its microbatches in their order. `leaving`: the model's outputs."""
+    try:
+        session = open_session(folder / entry["file"], f"stage {entry['stage']}")
+        outputs = {port["tensor"]: port for port in entry["outputs"]}
+        needed = {port["tensor"] for port in entry["inputs"]}
+        waiting: dict[int, dict[str, Array]] = defaultdict(dict)
+        for microbatch in range(num_microbatches):
+            while waiting[microbatch].keys() != needed:
+                value = inboxes[entry["stage"]].get()
+                waiting[value.microbatch][value.tensor] = value.array
+            made = session.run(list(outputs), waiting.pop(microbatch))
+            for (name, port), array in zip(outputs.items(), made, strict=True):
+                for target in port["targets"]:
+                    inboxes[target].put(_Value(microbatch, name, array))
+                if name in leaving:
+                    results.put(_Value(microbatch, name, array))
+    except Exception as error:  # told to the process that waits, which raises it
+        results.put(_Failure(entry["stage"], first_line(error)))

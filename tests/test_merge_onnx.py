@@ -1,0 +1,356 @@
+"""ONNX folders of whole models: merged, annotated, run in processes; held against the original model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.errors import ExportError, InputError, PlanMismatchError
+from pd2bw_fx.models import MODELS, build
+from pd2bw_fx.passes.coarsen import coarsen
+from pd2bw_fx.passes.codegen import generate
+from pd2bw_fx.passes.export_onnx import (
+    Original,
+    check_annotation,
+    export_onnx,
+    merge_onnx,
+    run_onnx,
+    run_onnx_processes,
+)
+from pd2bw_fx.passes.normalise import normalise
+from pd2bw_fx.passes.partition import partition
+from pd2bw_fx.passes.profile import profile
+from pd2bw_fx.passes.trace import trace
+from pd2bw_fx.program import tensors
+from pd2bw_fx.stage import StageProgram, build_module
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model and the stages that it was cut into."""
+
+    model: nn.Module
+    original: Original
+    programs: tuple[StageProgram, ...]
+    modules: list[nn.Module]
+    example: dict[str, Tensor]
+
+    def export(self, folder: Path, **options: Any) -> dict[str, Any]:
+        return export_onnx(
+            self.programs, self.modules, self.example, folder, original=self.original, **options
+        )
+
+    def eager(self, inputs: dict[str, Tensor], *, training: bool = False) -> dict[str, np.ndarray]:
+        """What the original model, as its author wrote it, returns."""
+        assert self.original.forward is not None
+        before = self.model.training
+        self.model.train(training)
+        with torch.no_grad():
+            outputs = {name: value.numpy() for name, value in self.original.forward(inputs).items()}
+        self.model.train(before)
+        return outputs
+
+    def batch(self, size: int) -> dict[str, Tensor]:
+        """The example's samples over and over, in another order."""
+        index = torch.arange(size, 0, -1)
+        return {name: value[index % value.shape[0]] for name, value in self.example.items()}
+
+
+def cut(model: nn.Module, args: Any, kwargs: Any, num_stages: int) -> Cut:
+    cluster = Cluster.uniform(num_stages, memory_bytes="4 GiB")
+    traced = trace(model, args, kwargs)
+    graph = normalise(traced)
+    costs = profile(graph, traced.examples, device=cluster.devices[0], method="analytic", whole=traced.call)
+    plan = partition(coarsen(graph, costs, cluster), cluster, num_stages=num_stages)
+    stages = tuple(generate(graph, plan))
+    modules = [build_module(program, tensors(graph)) for program in stages]
+    return Cut(model, Original(graph, plan, model, traced.call), stages, modules, dict(traced.examples))
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Cut:
+    torch.manual_seed(0)
+    model = build("gpt")
+    return cut(model, model.example_inputs(), {}, 3)  # type: ignore[operator]
+
+
+@pytest.fixture(scope="module")
+def folder(gpt: Cut, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("onnx") / "gpt"
+    gpt.export(path, form="both")
+    return path
+
+
+def run(
+    model: onnx.ModelProto | Path, inputs: dict[str, Tensor], outputs: list[str]
+) -> dict[str, np.ndarray]:
+    file = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    fed = {name: value.numpy() for name, value in inputs.items()}
+    return dict(zip(outputs, session.run(outputs, fed), strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 6])
+def test_the_merged_model_gives_the_original_models_loss(gpt: Cut, folder: Path, size: int) -> None:
+    model = merge_onnx(folder)
+
+    onnx.checker.check_model(model, full_check=True)
+    found = run(model, gpt.batch(size), ["loss"])
+    np.testing.assert_allclose(found["loss"], gpt.eager(gpt.batch(size))["loss"], rtol=1e-5)
+
+
+def test_the_merged_model_has_each_parameter_once_and_takes_the_models_inputs(
+    gpt: Cut, folder: Path, tmp_path: Path
+) -> None:
+    merge_onnx(folder, tmp_path / "whole.onnx")
+
+    model = onnx.load(tmp_path / "whole.onnx")
+    held = [tensor.name for tensor in model.graph.initializer]
+    parameters = dict(gpt.model.named_parameters())
+    assert len(held) == len(set(held))
+    assert sorted(name for name in held if name in parameters) == sorted(parameters)
+    assert {value.name for value in model.graph.input} == gpt.example.keys()
+
+
+def test_the_annotated_model_runs_and_puts_each_node_on_a_stage(gpt: Cut, folder: Path) -> None:
+    model = onnx.load(folder / "model.onnx")
+    stages = [node.device_configurations[0].pipeline_stage for node in model.graph.node]
+
+    assert model.ir_version == 11
+    assert list(model.configuration[0].device) == ["cpu:0", "cpu:1", "cpu:2"]
+    assert stages == sorted(stages)
+    assert set(stages) == {0, 1, 2}
+    assert check_annotation(folder / "model.onnx") == 3
+    found = run(folder / "model.onnx", gpt.batch(5), ["loss"])
+    np.testing.assert_allclose(found["loss"], gpt.eager(gpt.batch(5))["loss"], rtol=1e-5)
+
+
+def test_nodes_know_the_module_and_the_line_that_they_come_from(gpt: Cut, folder: Path) -> None:
+    nodes = [
+        {entry.key: entry.value for entry in node.metadata_props}
+        for stage in range(3)
+        for node in onnx.load(folder / f"stage_{stage}.onnx").graph.node
+    ]
+
+    modules = dict(gpt.model.named_modules())
+    assert all(notes["pd2bw_fx.module"] in modules for notes in nodes)
+    lines = [notes["pd2bw_fx.source"] for notes in nodes if "pd2bw_fx.source" in notes]
+    assert len(lines) > 0.9 * len(nodes)
+    assert {line.split(":")[0] for line in lines} <= {"gpt.py", "text.py"}
+    assert not any("stack_trace" in key for notes in nodes for key in notes)
+
+
+def dangling(model: onnx.ModelProto) -> None:
+    model.graph.node[4].device_configurations[0].configuration_id = "elsewhere"
+
+
+def negative(model: onnx.ModelProto) -> None:
+    model.graph.node[4].device_configurations[0].pipeline_stage = -1
+
+
+def too_large(model: onnx.ModelProto) -> None:
+    model.graph.node[-1].device_configurations[0].pipeline_stage = 3
+
+
+def missing(model: onnx.ModelProto) -> None:
+    del model.graph.node[4].device_configurations[:]
+
+
+def backwards(model: onnx.ModelProto) -> None:
+    model.graph.node[0].device_configurations[0].pipeline_stage = 2
+
+
+def unconfigured(model: onnx.ModelProto) -> None:
+    del model.configuration[:]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (dangling, "names the configuration 'elsewhere', which the model does not have"),
+        (negative, "is in stage -1, and the configuration has stages 0 to 2"),
+        (too_large, "is in stage 3, and the configuration has stages 0 to 2"),
+        (missing, "has no stage; every node has exactly one"),
+        (backwards, "which stage 2 makes; values flow to later stages only"),
+        (unconfigured, "has no device configuration"),
+    ],
+)
+def test_an_annotation_that_onnx_accepts_and_that_makes_no_sense_is_refused(
+    folder: Path, tmp_path: Path, spoil: Any, said: str
+) -> None:
+    model = onnx.load(folder / "model.onnx")
+    spoil(model)
+    onnx.checker.check_model(model)  # sees nothing wrong
+    onnx.save(model, tmp_path / "spoilt.onnx")
+
+    with pytest.raises(ExportError, match=said):
+        check_annotation(tmp_path / "spoilt.onnx")
+
+
+def test_one_process_a_stage_puts_microbatches_together_where_outputs_have_a_batch_axis(
+    tmp_path: Path, folder: Path
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    two = cut(net, (torch.randn(4, 4),), {}, 2)
+    two.export(tmp_path / "onnx")
+    x = torch.randn(7, 4)
+
+    found = run_onnx_processes(tmp_path / "onnx", {"input": x}, num_microbatches=3)
+
+    np.testing.assert_allclose(found["output"], net(x).detach().numpy(), rtol=1e-4, atol=1e-6)
+    with pytest.raises(InputError, match="output 'loss' has no batch axis"):
+        run_onnx_processes(folder, {"tokens": x, "targets": x}, num_microbatches=2)
+
+
+def test_an_annotated_folder_runs_and_says_that_it_has_no_stages(gpt: Cut, tmp_path: Path) -> None:
+    manifest = gpt.export(tmp_path / "onnx", form="annotated")
+
+    assert manifest["stages"] == []
+    assert manifest["annotated"]["largest_differences"]["loss"] < 1e-5
+    assert sorted(path.name for path in (tmp_path / "onnx").iterdir()) == ["manifest.json", "model.onnx"]
+    found = run_onnx(tmp_path / "onnx", gpt.batch(2))
+    np.testing.assert_allclose(found["loss"], gpt.eager(gpt.batch(2))["loss"], rtol=1e-5)
+    with pytest.raises(ExportError, match="holds no stages"):
+        merge_onnx(tmp_path / "onnx")
+
+
+def test_a_folder_with_an_altered_stage_is_not_merged(folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "stage_1.onnx").write_bytes(b"")
+
+    with pytest.raises(PlanMismatchError, match=r"stage_1\.onnx"):
+        merge_onnx(tmp_path)
+
+
+class Moody(nn.Module):
+    """Computes another thing in evaluation than what its stages, traced in training, know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1.0 if self.training else 2.0
+        return self.second(self.first(x) * scale)
+
+
+def test_stages_that_agree_with_their_files_but_not_with_the_model_are_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    moody = cut(Moody(), (torch.randn(3, 4),), {}, 2)
+
+    with pytest.raises(
+        ExportError, match=r"output, which stage 1 returns, differs from the original model's"
+    ):
+        moody.export(tmp_path / "onnx")
+
+    assert list(tmp_path.iterdir()) == []
+    assert moody.export(tmp_path / "onnx", training=True)["largest_differences_from_model"]["output"] < 1e-5
+
+
+def test_weights_that_were_trained_since_are_what_is_exported(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    two = cut(net, (torch.randn(4, 4),), {}, 2)
+    with torch.no_grad():
+        two.modules[0].get_parameter("0.weight").mul_(3)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+
+    two.export(tmp_path / "onnx")
+
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    with torch.no_grad():
+        net[0].weight.mul_(3)
+    x = two.batch(3)
+    np.testing.assert_allclose(
+        run_onnx(tmp_path / "onnx", x)["output"], two.eager(x)["output"], rtol=1e-4, atol=1e-6
+    )
+
+
+def test_training_form_normalises_by_the_batch_and_leaves_running_statistics(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    two = cut(net, (torch.randn(3, 2, 8, 8),), {}, 2)
+
+    manifest = two.export(tmp_path / "onnx", training=True)
+
+    x = {"input": torch.randn(5, 2, 8, 8)}
+    found = run_onnx(tmp_path / "onnx", x)
+    assert manifest["mode"] == "training"
+    assert int(two.modules[0].get_buffer("1.num_batches_tracked")) == 0
+    np.testing.assert_allclose(found["output"], two.eager(x, training=True)["output"], rtol=1e-4, atol=1e-5)
+
+
+def test_what_draws_random_numbers_has_no_training_form(gpt: Cut, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="is another one each time in training mode"):
+        gpt.export(tmp_path / "onnx", training=True)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_form_that_is_unknown_or_lacks_the_plan_is_refused(gpt: Cut, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="form is 'one'"):
+        gpt.export(tmp_path / "onnx", form="one")
+    with pytest.raises(InputError, match="form='annotated' names the devices"):
+        export_onnx(gpt.programs, gpt.modules, gpt.example, tmp_path / "onnx", form="annotated")
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"gpt"}))
+def test_each_of_our_models_is_exported_as_the_original_computes(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = build(name)
+    two = cut(model, model.example_inputs(), {}, 2)  # type: ignore[operator]
+
+    manifest = two.export(tmp_path / "onnx")
+
+    assert manifest["compared_with"] == "the original model"
+    assert len(set(manifest["batch_sizes_checked"])) == 2
+    inputs = {entry["name"]: two.example[entry["name"]] for entry in manifest["inputs"]}
+    found, expected = run_onnx(tmp_path / "onnx", inputs), two.eager(two.example)
+    assert found.keys() == expected.keys()
+    for output, value in expected.items():
+        np.testing.assert_allclose(found[output], value, rtol=1e-4, atol=1e-5)
+
+
+def hugging_face(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    ids = torch.randint(0, 50, (3, 6))
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        )
+        return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+    config = transformers.T5Config(
+        vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_hugging_face_models_are_exported_and_merged_as_the_original_computes(
+    name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, kwargs = hugging_face(name)
+    two = cut(model, (), kwargs, 2)
+
+    manifest = two.export(tmp_path / "onnx")
+
+    merged = merge_onnx(tmp_path / "onnx")
+    names = [entry["tensor"] for entry in manifest["outputs"]]
+    model.eval()
+    with torch.no_grad():
+        expected = model(**kwargs)
+    given = {entry["name"]: two.example[entry["name"]] for entry in manifest["inputs"]}
+    found = run(merged, given, names)
+    np.testing.assert_allclose(found["loss"], expected.loss.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(found["logits"], expected.logits.numpy(), rtol=1e-4, atol=1e-5)
