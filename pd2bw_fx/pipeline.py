@@ -32,7 +32,6 @@ from pd2bw_fx.traced import TraceReport
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
 
 
 class Pipeline:
@@ -185,8 +184,7 @@ class Pipeline:
     def engine(
         self,
         *,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-        lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        optimizer: Callable[[Any], Optimizer],
         microbatches_per_update: int | None = None,
         method: str | None = None,
         **options: Any,
@@ -195,11 +193,12 @@ class Pipeline:
 
         `engine.step(batch) -> loss` trains one update, `engine.eval(batch)` evaluates the newest weights,
         `engine.flush()` brings the last microbatches home. The pipeline of rank 0 is the one that is trained.
+        `options` are those of `Engine.from_pipeline`: `lr_scheduler`, `parameter_options`,
+        `max_gradient_norm`, `slack`, `device`, `timeout_s`.
         """
         return Engine.from_pipeline(
             self,
             optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
             microbatches_per_update=microbatches_per_update or self.plan.microbatches_per_update,
             method=method or self.plan.method,
             **options,
@@ -209,8 +208,7 @@ class Pipeline:
         self,
         batches: Iterable[Any],
         *,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-        lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        optimizer: Callable[[Any], Optimizer],
         microbatches_per_update: int | None = None,
         method: str | None = None,
         **options: Any,
@@ -218,13 +216,14 @@ class Pipeline:
         """Train on this machine, one local process a stage, one update for each batch; ends with a flush.
 
         Works from a plain script or a notebook. The pipeline has the trained weights afterwards. Raises
-        WorkerError with the failing rank's own error; no process outlives the call.
+        WorkerError with the failing rank's own error; no process outlives the call. `options` are those of
+        `Engine.from_pipeline` (`lr_scheduler`, `max_gradient_norm`, ..) and of `train_local` (`on_update`,
+        `seed`, `threads_per_worker`).
         """
         result = train_local(
             self,
             batches,
             optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
             microbatches_per_update=microbatches_per_update or self.plan.microbatches_per_update,
             method=method or self.plan.method,
             **options,

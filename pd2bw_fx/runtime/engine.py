@@ -32,7 +32,8 @@ from pd2bw_fx.runtime.job import Job, jobs, merged_tensors
 from pd2bw_fx.runtime.loss import Loss
 from pd2bw_fx.runtime.stage_runner import Microbatch, StageRunner
 from pd2bw_fx.runtime.ties import join_ties
-from pd2bw_fx.runtime.weights import OptimizerFactory, SchedulerFactory, WeightStore
+from pd2bw_fx.runtime.update import Clipping
+from pd2bw_fx.runtime.weights import OptimizerFactory, ParameterOptions, SchedulerFactory, WeightStore
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -54,15 +55,22 @@ class Engine:
         *,
         optimizer: OptimizerFactory,
         lr_scheduler: SchedulerFactory | None = None,
+        parameter_options: ParameterOptions | None = None,
+        max_gradient_norm: float | None = None,
+        slack: float = 0.0,
         device: torch.device | str | None = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
-        """`torch.distributed` must be initialised; all ranks make their engines at the same time."""
+        """`torch.distributed` must be initialised; all ranks make their engines at the same time.
+
+        The options are those of `from_pipeline`.
+        """
         self.job = job
         self.updates = 0
         self.device = torch.device(device) if device is not None else local_device(job.device_name)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self._slack = slack
         self._owns_world = False
         self._empty_before = 0
         self._is_broken = False
@@ -71,7 +79,9 @@ class Engine:
         self._under_way: deque[Loss] = deque()
         limit = datetime.timedelta(seconds=timeout_s)
         everyone = list(range(job.num_stages))
-        activations, gradients, self._control = (dist.new_group(everyone, timeout=limit) for _ in range(3))
+        activations, gradients, norms, self._control = (
+            dist.new_group(everyone, timeout=limit) for _ in range(4)
+        )
         trainable = {spec.name for spec in job.parameters if spec.trainable}
         holders = {
             name: tuple(sorted(job.ranks[stage] for stage in stages))
@@ -85,8 +95,11 @@ class Engine:
             num_versions=num_versions(job.method),
             device=self.device,
             ties=join_ties(holders, job.rank),
+            clipping=None
+            if max_gradient_norm is None
+            else Clipping(max_gradient_norm, norms, {name: len(ranks) for name, ranks in holders.items()}),
         )
-        self._weights.optimize_with(optimizer, lr_scheduler)
+        self._weights.optimize_with(optimizer, lr_scheduler, parameter_options)
         self._runner = StageRunner(
             job,
             self._weights,
@@ -102,21 +115,31 @@ class Engine:
         pipeline: Pipeline | None,
         *,
         optimizer: OptimizerFactory,
-        lr_scheduler: SchedulerFactory | None = None,
         microbatches_per_update: int | None = None,
         method: str | None = None,
-        device: torch.device | str | None = None,
-        timeout_s: float = _TIMEOUT_S,
+        **options: Any,
     ) -> Self:
         """This rank's engine for rank 0's pipeline; other ranks may have split it too, or pass None.
+
+        `optimizer` makes a torch optimizer of this stage's parameters, `lr_scheduler` a scheduler of the
+        optimizer, stepped once an update. `parameter_options(name, parameter)` gives the options of a
+        parameter's group, such as `{"weight_decay": 0.0}`, by its name in the model. `max_gradient_norm`
+        clips the norm of the whole model's gradient of an update. `slack` (2bw) lengthens the warm-up to
+        (d - 1 - s)(1 + slack) forwards: more microbatches in flight against links that are late.
+        `device` and `timeout_s` (a rank that does not answer) complete the options.
 
         Joins the process group that torchrun describes, if none is there: gloo for CPU, nccl for GPU.
         Raises InputError on every rank where there are not as many processes as stages, where fewer
         microbatches than stages make an update of 2BW, or where the pipeline cannot be trained.
         """
-        joined = _join_world(timeout_s)
-        job = _job_of_this_rank(pipeline, method=method, microbatches_per_update=microbatches_per_update)
-        engine = cls(job, optimizer=optimizer, lr_scheduler=lr_scheduler, device=device, timeout_s=timeout_s)
+        joined = _join_world(options.get("timeout_s", _TIMEOUT_S))
+        job = _job_of_this_rank(
+            pipeline,
+            method=method,
+            microbatches_per_update=microbatches_per_update,
+            slack=options.get("slack", 0.0),
+        )
+        engine = cls(job, optimizer=optimizer, **options)
         engine._owns_world = joined
         return engine
 
@@ -244,6 +267,7 @@ class Engine:
             updates=range(first, beyond),
             drain=drain,
             empty_before=self._empty_before,
+            slack=self._slack,
         )
 
     def _on_device(self, microbatch: Microbatch) -> Microbatch:
@@ -336,14 +360,14 @@ def _join_world(timeout_s: float) -> bool:
 
 
 def _job_of_this_rank(
-    pipeline: Pipeline | None, *, method: str | None, microbatches_per_update: int | None
+    pipeline: Pipeline | None, *, method: str | None, microbatches_per_update: int | None, slack: float
 ) -> Job:
     """Rank 0 sends every rank its job, or the error that all of them raise."""
     world_size = dist.get_world_size()
     answers: list[Any] | None = None
     if dist.get_rank() == 0:
         try:
-            answers = list(_checked_jobs(pipeline, world_size, method, microbatches_per_update))
+            answers = list(_checked_jobs(pipeline, world_size, method, microbatches_per_update, slack))
         except Pd2bwError as error:
             answers = [error] * world_size
     received: list[Any] = [None]
@@ -356,7 +380,11 @@ def _job_of_this_rank(
 
 
 def _checked_jobs(
-    pipeline: Pipeline | None, world_size: int, method: str | None, microbatches_per_update: int | None
+    pipeline: Pipeline | None,
+    world_size: int,
+    method: str | None,
+    microbatches_per_update: int | None,
+    slack: float,
 ) -> tuple[Job, ...]:
     if pipeline is None:
         raise InputError("rank 0 must have the pipeline; the other ranks may pass None")
@@ -368,11 +396,11 @@ def _checked_jobs(
         )
     method = method or plan.method
     m = microbatches_per_update or plan.microbatches_per_update
-    check_method(method, plan.num_stages, m)
+    check_method(method, plan.num_stages, m, slack)
     return jobs(pipeline, method=method, microbatches_per_update=m)
 
 
-def check_method(method: str, num_stages: int, microbatches_per_update: int) -> None:
+def check_method(method: str, num_stages: int, microbatches_per_update: int, slack: float = 0.0) -> None:
     """Raises InputError for a method that cannot train so many stages with so many microbatches."""
     if method == "inference":
         raise InputError("method 'inference' does not train; expected 2bw, 1f1b or gpipe")
@@ -383,6 +411,7 @@ def check_method(method: str, num_stages: int, microbatches_per_update: int) -> 
         microbatches_per_update=microbatches_per_update,
         updates=range(1),
         drain=True,
+        slack=slack,
     )
 
 

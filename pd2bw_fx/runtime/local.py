@@ -28,14 +28,13 @@ from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.runtime.engine import check_method
 from pd2bw_fx.runtime.job import Job, jobs
 from pd2bw_fx.runtime.messages import Batch, Done, Failed, Finish, Finished, Start, receive, send
-from pd2bw_fx.runtime.weights import OptimizerFactory, SchedulerFactory
+from pd2bw_fx.runtime.weights import OptimizerFactory
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
 _AHEAD = 2  # batches sent to a worker beyond the ones that it has done
 _REASONS_S = 3.0  # after a first failure, how long to wait for a better reason
-_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +50,23 @@ def train_local(
     batches: Iterable[Any],
     *,
     optimizer: OptimizerFactory,
-    lr_scheduler: SchedulerFactory | None = None,
     microbatches_per_update: int,
     method: str = "2bw",
     on_update: Callable[[int, float], None] | None = None,
     threads_per_worker: int | None = None,
     seed: int | None = None,
-    timeout_s: float = _TIMEOUT_S,
+    **options: Any,
 ) -> TrainResult:
     """Train with local worker processes, one update for each batch, and a flush at the end.
 
     `on_update(update, loss)` is called here as losses come back. Workers draw random numbers from
     `seed + rank` (None: torch's seed in this process). `threads_per_worker` divides the cores by default.
+    `options` are the engine's (`Engine.from_pipeline`).
 
     Raises InputError for a batch that does not fit, WorkerError with the failing worker's own traceback. Both
     leave no process behind.
     """
-    check_method(method, pipeline.plan.num_stages, microbatches_per_update)
+    check_method(method, pipeline.plan.num_stages, microbatches_per_update, options.get("slack", 0.0))
     prepared = jobs(pipeline, method=method, microbatches_per_update=microbatches_per_update)
     threads = threads_per_worker or max(1, len(os.sched_getaffinity(0)) // len(prepared))
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
@@ -75,9 +74,8 @@ def train_local(
             Start(
                 job=job,
                 optimizer=optimizer,
-                lr_scheduler=lr_scheduler,
+                options=options,
                 rendezvous=str(Path(folder) / "rendezvous"),
-                timeout_s=timeout_s,
                 seed=torch.initial_seed() % 2**32 if seed is None else seed,
                 num_threads=threads,
             )
@@ -265,7 +263,7 @@ def _pickled(start: Start) -> bytes:
         pickled: bytes = cloudpickle.dumps(start)
     except Exception as error:
         raise InputError(
-            f"optimizer and lr_scheduler are sent to the workers, and one of them cannot be ({error}); use "
+            f"optimizer and options are sent to the workers, and one of them cannot be ({error}); use "
             "functions or lambdas that hold no open file, lock or process"
         ) from error
     return pickled

@@ -19,9 +19,8 @@ class Start:
 
     job: Job
     optimizer: Any
-    lr_scheduler: Any
+    options: Mapping[str, Any]  # the engine's
     rendezvous: str
-    timeout_s: float
     seed: int
     num_threads: int
 

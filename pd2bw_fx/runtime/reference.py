@@ -35,10 +35,12 @@ def train_reference(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    optimizer: Callable[[Any], Optimizer],
     microbatches_per_update: int,
     method: str = "2bw",
     lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    parameter_options: Callable[[str, nn.Parameter], Mapping[str, Any]] | None = None,
+    max_gradient_norm: float | None = None,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     on_update: Callable[[int, float], None] | None = None,
 ) -> ReferenceResult:
@@ -51,8 +53,9 @@ def train_reference(
         raise InputError(f"method is {method!r}; the reference knows '2bw' and 'synchronous'")
     newest = copy.deepcopy(model)  # W(t): what the optimizer steps
     differentiated = copy.deepcopy(model)  # W(max(t-1, 0)), or W(t): what gradients are taken of
-    trained = [parameter for parameter in newest.parameters() if parameter.requires_grad]
-    stepped = optimizer(trained)
+    trained = {name: parameter for name, parameter in newest.named_parameters() if parameter.requires_grad}
+    options = parameter_options or (lambda name, parameter: {})
+    stepped = optimizer([{"params": [p], **options(name, p)} for name, p in trained.items()])
     scheduler = None if lr_scheduler is None else lr_scheduler(stepped)
     pairs = list(zip(newest.parameters(), differentiated.parameters(), strict=True))
     losses: list[float] = []
@@ -66,6 +69,8 @@ def train_reference(
         before = [parameter.detach().clone() for parameter in newest.parameters()]
         for parameter, source in pairs:
             parameter.grad = source.grad
+        if max_gradient_norm is not None:
+            nn.utils.clip_grad_norm_(trained.values(), max_gradient_norm)
         stepped.step()
         if scheduler is not None:
             scheduler.step()

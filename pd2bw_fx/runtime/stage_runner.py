@@ -127,6 +127,7 @@ class StageRunner:
         for action in actions:
             self.current = action
             self._perform[action.kind](action)
+            self.weights.progress()
             if action.kind is Kind.RECEIVE_ACTIVATION:
                 activations = self._post(self._activations_in, activations)
             elif action.kind is Kind.RECEIVE_GRADIENT:
@@ -152,6 +153,8 @@ class StageRunner:
         return left
 
     def _receive_activation(self, action: Action) -> None:
+        # What other ranks wait for in an update goes out before this one waits for them.
+        self.weights.progress(needed=action.version)
         kept = self._in_flight[action.microbatch]
         for inbox in self._activations_in:
             for value, tensor in zip(inbox.values, inbox.take(action.microbatch), strict=True):

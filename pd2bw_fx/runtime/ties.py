@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,18 +32,21 @@ def join_ties(holders: Mapping[str, tuple[int, ...]], rank: int) -> tuple[TiedPa
     )
 
 
-def start_asking(
-    parameter: TiedParameter, used_here: bool, device: torch.device
-) -> tuple[Tensor, dist.Work]:
+class HasGroup(Protocol):
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+
+def start_asking(parameter: TiedParameter, used_here: bool, device: torch.device) -> tuple[Tensor, dist.Work]:
     """Begin to ask whether the parameter has a gradient on one of its holders; then the answer is not 0."""
     flag = torch.tensor([float(used_here)], device=device)
     return flag, start_adding(parameter, flag)
 
 
-def start_adding(parameter: TiedParameter, gradient: Tensor) -> dist.Work:
-    """Begin to replace the gradient by the sum over all holders."""
+def start_adding(among: HasGroup, tensor: Tensor) -> dist.Work:
+    """Begin to replace a tensor by its sum over the group."""
     with translated(None):
-        work = dist.all_reduce(gradient, group=parameter.group, async_op=True)
+        work = dist.all_reduce(tensor, group=among.group, async_op=True)
     assert isinstance(work, dist.Work)
     return work
 

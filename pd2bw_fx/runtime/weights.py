@@ -7,28 +7,31 @@ An update copies the newest version to the other slot and steps the optimizer th
 keep the version that they began with: their saved tensors are views of a slot that nobody writes until their
 backward is done. (Swapping data under one module instead gives silently wrong gradients with recomputation.)
 
-Where parameters are shared with other stages, an update is put off until its version is needed, so that the
-sum over the holders travels while this stage computes; a second gradient buffer takes what comes meanwhile.
+Where other stages add to an update (tied parameters, the norm of the whole gradient), it is put off until its
+version is needed; a second gradient buffer takes what comes meanwhile.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.runtime.ties import TiedParameter, start_adding, start_asking, wait_for
+from pd2bw_fx.runtime.ties import TiedParameter
+from pd2bw_fx.runtime.update import Clipping, PendingUpdate
 from pd2bw_fx.stage import StageProgram, build_module, held_buffers, held_parameters
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+OptimizerFactory = Callable[[Any], Optimizer]  # takes what torch's optimizers take: parameters, or groups
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
+ParameterOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
 # Kernels may choose by alignment, and with them the last bit of a sum; torch's own allocations have this one.
 _ALIGNMENT_BYTES = 64
@@ -48,17 +51,6 @@ class _Place:
         return flat[self.dtype].as_strided(self.shape, self.stride, self.offset)
 
 
-@dataclass(slots=True)
-class _Pending:
-    """An update whose gradients are complete here, and on their way from the other holders."""
-
-    version: int
-    num_microbatches: int
-    gradients: dict[torch.dtype, Tensor]
-    under_way: list[dist.Work]
-    used_by_any: list[tuple[str, Tensor, dist.Work]]
-
-
 class WeightStore:
     """Versions W(v) of one stage's parameters, `num_versions` of them alive at a time."""
 
@@ -71,6 +63,7 @@ class WeightStore:
         num_versions: int,
         device: torch.device,
         ties: Sequence[TiedParameter] = (),
+        clipping: Clipping | None = None,
     ) -> None:
         self.program = program
         self.newest = 0
@@ -85,8 +78,10 @@ class WeightStore:
         self._flat = [_flat_buffers(self._places, device) for _ in self._shells]
         self._ties = tuple(tied for tied in ties if tied.name in self._places)
         self._gradients = _flat_buffers(self._places, device)
-        self._spare_gradients = _flat_buffers(self._places, device) if self._ties else self._gradients
-        self._pending: _Pending | None = None
+        self._clipping = clipping
+        put_off = bool(self._ties) or clipping is not None
+        self._spare_gradients = _flat_buffers(self._places, device) if put_off else self._gradients
+        self._pending: PendingUpdate | None = None
         self._parameters = [
             _move_into(shell, program, self._places, flat)
             for shell, flat in zip(self._shells, self._flat, strict=True)
@@ -102,14 +97,19 @@ class WeightStore:
         self._optimizer: Optimizer | None = None
         self._scheduler: LRScheduler | None = None
 
-    def optimize_with(self, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None) -> None:
+    def optimize_with(
+        self,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None,
+        parameter_options: ParameterOptions | None = None,
+    ) -> None:
         """Make the optimizer, over this stage's trainable parameters in the order of the graph.
 
         A stage without any has none: torch's optimizers refuse an empty list.
         """
         if not self._aliases:
             return
-        self._optimizer = optimizer(list(self._aliases.values()))
+        self._optimizer = optimizer(grouped(self._aliases, parameter_options))
         self._scheduler = None if scheduler is None else scheduler(self._optimizer)
         if isinstance(self._scheduler, ReduceLROnPlateau):
             raise InputError(
@@ -142,34 +142,38 @@ class WeightStore:
         assert version == self.newest + 1, f"W{version} made after W{self.newest}"
         if self._has_gradient is None:
             self._has_gradient = frozenset()
-        under_way = [start_adding(t, self._places[t.name].view(self._gradients)) for t in self._ties]
-        used = [
-            (tied.name, *start_asking(tied, tied.name in self._has_gradient, self._device))
-            for tied in (self._ties if self.newest == 0 else ())
-        ]
-        self._pending = _Pending(version, num_microbatches, self._gradients, under_way, used)
-        if not under_way:
+        self._pending = PendingUpdate(
+            version,
+            num_microbatches,
+            self._gradients,
+            view=functools.partial(self._gradient_of, self._gradients),
+            ties=self._ties,
+            clipping=self._clipping,
+            device=self._device,
+        )
+        self._pending.start(self._has_gradient, ask=self.newest == 0)
+        if not self._pending.can_wait:
             self.finish_update()
             return
         self._gradients, self._spare_gradients = self._spare_gradients, self._gradients
         self._bind_gradients()
+
+    def progress(self, *, needed: int | None = None) -> None:
+        """Let a pending update go on; without further waiting unless it makes the version `needed`."""
+        if self._pending is not None:
+            self._pending.progress(must=needed == self._pending.version)
 
     def finish_update(self) -> None:
         """Make the version that was put off, if one was."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        for work in pending.under_way:
-            wait_for(work)
-        for name, answer, work in pending.used_by_any:
-            wait_for(work)
-            self._settle_use(name, answer)
+        self._use(pending.finish())
         source, target = self.newest % self.num_versions, pending.version % self.num_versions
         assert self._users[target] == 0, f"W{pending.version} overwrites weights that a microbatch needs"
         for dtype, flat in self._flat[target].items():
             if source != target:
                 flat.copy_(self._flat[source][dtype])
-            pending.gradients[dtype].div_(pending.num_microbatches)
         self._step(target, pending.gradients)
         for flat in pending.gradients.values():
             flat.zero_()
@@ -213,18 +217,36 @@ class WeightStore:
         self._has_gradient = used
         self._bind_gradients()
 
-    def _settle_use(self, name: str, answer: Tensor) -> None:
+    def _use(self, names: frozenset[str]) -> None:
         """A tied parameter that another holder has a gradient of has one here, even if it was None so far."""
         assert self._has_gradient is not None
-        if name not in self._has_gradient and bool(answer.item()):
-            self._has_gradient |= {name}
+        if names - self._has_gradient:
+            self._has_gradient |= names
             self._bind_gradients()
+
+    def _gradient_of(self, gradients: Mapping[torch.dtype, Tensor], name: str) -> Tensor:
+        return self._places[name].view(gradients)
 
     def _bind_gradients(self) -> None:
         """From now on backwards add to the current gradient buffer."""
         for parameters in self._parameters:
             for name in self._has_gradient or ():
                 parameters[name].grad = self._places[name].view(self._gradients)
+
+
+def grouped(parameters: Mapping[str, nn.Parameter], options: ParameterOptions | None) -> list[Any]:
+    """What an optimizer is made from: the parameters, or one group for each distinct set of options."""
+    if options is None:
+        return list(parameters.values())
+    groups: list[dict[str, Any]] = []
+    for name, parameter in parameters.items():
+        chosen = dict(options(name, parameter))
+        known = next((g for g in groups if {k: v for k, v in g.items() if k != "params"} == chosen), None)
+        if known is None:
+            groups.append({"params": [parameter], **chosen})
+        else:
+            known["params"].append(parameter)
+    return groups
 
 
 def _lay_out(parameters: Mapping[str, nn.Parameter]) -> dict[str, _Place]:

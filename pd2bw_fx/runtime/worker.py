@@ -64,9 +64,7 @@ def _work(start: Start, connection: Connection, messages: queue.SimpleQueue[Any]
         rank=job.rank,
         world_size=job.num_stages,
     )
-    engine = Engine(
-        job, optimizer=start.optimizer, lr_scheduler=start.lr_scheduler, timeout_s=start.timeout_s
-    )
+    engine = Engine(job, optimizer=start.optimizer, **start.options)
     layout = job.layout.restricted(port.value for port in job.program.inputs if port.source is None)
     while True:
         message = messages.get()

@@ -53,14 +53,27 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
 
 
-def runs(num_stages: int) -> Iterator[tuple[str, str, str, int]]:
+def no_decay_of_vectors(name: str, parameter: nn.Parameter) -> dict[str, float]:
+    return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
+
+
+# What every run has, and what some have besides; an engine and the reference take both.
+SCHEDULE = {"lr_scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)}
+CLIPPED = SCHEDULE | {"max_gradient_norm": 0.5, "parameter_options": no_decay_of_vectors}
+
+
+def runs(num_stages: int) -> Iterator[tuple[str, str, str, int, dict[str, Any], float]]:
+    """Model, optimizer, method, microbatches an update, options, slack."""
     for name in ("mlp", "gpt", "resnet"):
         for optimizer in OPTIMIZERS:
-            yield name, optimizer, "2bw", num_stages
-    yield "mlp", "momentum", "2bw", num_stages + 3
-    yield "gpt", "adamw", "2bw", 2 * num_stages
-    yield "gpt", "adamw", "1f1b", num_stages
-    yield "resnet", "momentum", "gpipe", 3
+            yield name, optimizer, "2bw", num_stages, SCHEDULE, 0.0
+    yield "mlp", "momentum", "2bw", num_stages + 3, SCHEDULE, 0.0
+    yield "gpt", "adamw", "2bw", 2 * num_stages, SCHEDULE, 1.0
+    yield "gpt", "adamw", "1f1b", num_stages, SCHEDULE, 0.0
+    yield "resnet", "momentum", "gpipe", 3, SCHEDULE, 0.0
+    yield "gpt", "adamw", "2bw", num_stages, CLIPPED, 0.0
+    yield "gpt", "sgd", "1f1b", num_stages, CLIPPED, 0.0
+    yield "mlp", "adamw", "2bw", num_stages, CLIPPED, 0.0
 
 
 def main() -> None:
@@ -69,7 +82,7 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     results = {}
     pipes: dict[str, Any] = {}
-    for name, optimizer, method, m in runs(num_stages):
+    for name, optimizer, method, m, options, slack in runs(num_stages):
         model = model_of(name)
         if name not in pipes:
             pipes[name] = None
@@ -79,9 +92,10 @@ def main() -> None:
         engine = pd2bw_fx.Engine.from_pipeline(
             pipes[name],
             optimizer=OPTIMIZERS[optimizer],
-            lr_scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5),
             microbatches_per_update=m,
             method=method,
+            slack=slack,
+            **options,
         )
         losses = [engine.step(batch) for batch in batches]
         weights = engine.state_dict()
@@ -90,12 +104,12 @@ def main() -> None:
                 model,
                 batches,
                 optimizer=OPTIMIZERS[optimizer],
-                lr_scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5),
                 microbatches_per_update=m,
                 method="2bw" if method == "2bw" else "synchronous",
+                **options,
             )
             loss = max(abs(float(a) - b) / abs(b) for a, b in zip(losses, reference.losses, strict=True))
-            key = f"{name} {optimizer} {method} m={m}"
+            key = f"{name} {optimizer} {method} m={m} {' '.join(options)} slack={slack}"
             results[key] = {"loss": loss, "weights": difference(weights, reference.state_dict)}
     if rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
