@@ -43,6 +43,7 @@ def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
         values=tuple(_values(placed, block_of, graph)),
         parameters=_parameter_sizes(graph),
         fingerprint=graph.fingerprint(),
+        module_of={operator.name: operator.module_path for operator in placed},
     )
 
 

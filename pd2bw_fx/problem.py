@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,13 @@ class ParameterSize:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Blocks in a topological order, the values between them, and the sizes of the parameters they name."""
+    """Blocks in a topological order, the values between them, and the sizes of the parameters they name.
+
+    `module_of` has the module path of each operator, by which a user's constraints may name it.
+    """
 
     blocks: tuple[Block, ...]
     values: tuple[Value, ...]
     parameters: Mapping[str, ParameterSize]
     fingerprint: str = ""
+    module_of: Mapping[str, str] = field(default_factory=dict)

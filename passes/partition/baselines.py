@@ -7,7 +7,7 @@ Each cuts the program order into intervals and puts stage s on device s; what a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -49,7 +49,8 @@ def baselines(
     """The four rules on one problem; arguments as for `partition`.
 
     - equal: as many layers on every stage, as the 2BW paper does (arXiv 2006.09503, section 3.3); a layer is
-      one of `layers` (block names, in order), or one block where they are not given;
+      one of `layers` (block names, in order), or one block where they are not given; with recompute="auto"
+      all stages recompute if one has to, which is the paper's one flag;
     - parameters: the largest share of parameter bytes is smallest;
     - time: the largest share of forward and backward time is smallest, as torchgpipe does (arXiv 2004.09910);
     - pipedream: the dynamic program of PipeDream without replicas (arXiv 1806.03377, section 3.2): the
@@ -82,6 +83,8 @@ def baselines(
     found = []
     for rule in RULES:
         loads = evaluate(instance, cuts[rule])
+        if rule == "equal" and any(loads.recompute):
+            loads = evaluate(replace(instance, recompute=True), cuts[rule])
         stage_of = dict(zip(names, cuts[rule].tolist(), strict=True))
         found.append(Baseline(rule, stage_of, loads.bottleneck_s, loads.fits))
     return tuple(found)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.problem import Problem
 
 
-def device_orders(problem: Problem, cluster: Cluster, num_stages: int) -> Iterator[tuple[int, ...]]:
-    """Device indices by stage, one order out of each set that swaps of interchangeable devices make equal."""
-    classes = _interchangeable(problem, cluster)
+def device_orders(
+    problem: Problem, cluster: Cluster, num_stages: int, *, pinned: Collection[int] = ()
+) -> Iterator[tuple[int, ...]]:
+    """Device indices by stage, one order out of each set that swaps of interchangeable devices make equal.
+
+    Devices that the user names (`pinned`) are like no other.
+    """
+    classes = _interchangeable(problem, cluster, pinned)
     yield from _extend((), range(len(cluster)), classes, num_stages)
 
 
@@ -29,11 +34,12 @@ def _extend(
         yield from _extend((*taken, device), devices, classes, num_stages)
 
 
-def _interchangeable(problem: Problem, cluster: Cluster) -> list[int]:
+def _interchangeable(problem: Problem, cluster: Cluster, pinned: Collection[int]) -> list[int]:
     """A class for each device: swapping two devices of one class changes no cost, memory or link."""
     classes: list[int] = []
     for device in range(len(cluster)):
-        same = [other for other in range(device) if _swappable(problem, cluster, device, other)]
+        free = [] if device in pinned else [other for other in range(device) if other not in pinned]
+        same = [other for other in free if _swappable(problem, cluster, device, other)]
         classes.append(classes[same[0]] if same else device)
     return classes
 

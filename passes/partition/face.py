@@ -7,12 +7,14 @@ import time
 from typing import Literal
 
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.solver import check_solver
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 
+from .constrain import constrain
 from .devices import device_orders
 from .infeasible import infeasible_error
 from .inflight import METHODS, microbatches_in_flight
@@ -34,6 +36,7 @@ def partition(
     time_limit_s: float = 60.0,
     overlap: bool = False,
     recompute: bool | Literal["auto"] = False,
+    constraints: Constraints | None = None,
 ) -> Plan:
     """The plan whose slowest stage is fastest, among those that fit in every device's memory.
 
@@ -43,6 +46,7 @@ def partition(
     `overlap=False`: a stage's time is its work plus what it sends and receives; `True`: links run beside the
     work, and the stage takes as long as the longer of the two.
     `recompute`: `True` for every stage, `False` for none, `"auto"` where a stage does not fit without.
+    `constraints`: what is pinned, kept whole or capped; the plan is the best of those that keep to them.
     `max_gap`: the plan is proven to be within this share of the optimum (a millionth at best, which is what
     solvers keep to), unless `time_limit_s` ends the search before that; then the plan is the best so far and
     `plan.gap` says what is proven.
@@ -58,7 +62,10 @@ def partition(
     check_solver(solver)
     deadline = Deadline(time_limit_s)
     in_flight = microbatches_in_flight(method, k, m)
-    orders = list(device_orders(problem, cluster, k))
+    constrained = constrain(problem, cluster, constraints or Constraints(), num_stages=k)
+    problem, cluster = constrained.problem, constrained.cluster
+    pinned = {pin.device for pin in constrained.pins if pin.device is not None}
+    orders = list(device_orders(problem, cluster, k, pinned=pinned))
     reader = Reader(
         problem,
         cluster,
@@ -66,6 +73,7 @@ def partition(
         in_flight=in_flight,
         overlap=overlap,
         recompute=recompute,
+        pins=constrained.pins,
     )
     choices = Choices(len(orders), lambda choice: reader.instance(orders[choice]))
     found = search(choices, solver=solver, max_gap=max_gap, deadline=deadline)

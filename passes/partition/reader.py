@@ -14,7 +14,8 @@ from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.problem import Block, Problem, Value
 
-from .instance import Floats, Instance, Net, SharedBytes
+from .constrain import Pin
+from .instance import Flags, Floats, Instance, Net, SharedBytes
 
 
 def check_problem(problem: Problem, cluster: Cluster) -> None:
@@ -110,6 +111,7 @@ class Reader:
         in_flight: Sequence[int],
         overlap: bool,
         recompute: bool | Literal["auto"],
+        pins: Sequence[Pin] = (),
     ) -> None:
         blocks = [problem.blocks[at] for at in topological_order(problem)]
         node = {block.name: at for at, block in enumerate(blocks)}
@@ -127,6 +129,8 @@ class Reader:
         self.in_flight = np.array(in_flight, dtype=np.int64)
         self.overlap = overlap
         self.recompute = recompute
+        self.pins = tuple(pins)
+        self.node = node
 
     def instance(self, order: Sequence[int]) -> Instance:
         devices = list(order)
@@ -147,7 +151,16 @@ class Reader:
             saved_bytes=self.saved,
             workspace_bytes=self.workspace,
             shared=self.shared,
+            forbidden=self._forbidden(order),
         )
+
+    def _forbidden(self, order: Sequence[int]) -> Flags | None:
+        if not self.pins:
+            return None
+        forbidden = np.zeros((len(order), len(self.node)), dtype=bool)
+        for pin in self.pins:
+            forbidden[:, self.node[pin.block]] |= [not pin.allows(s, d) for s, d in enumerate(order)]
+        return forbidden
 
 
 def _net(value: Value, node: Mapping[str, int]) -> Net:

@@ -204,8 +204,13 @@ def _topological_orders(instance: Instance) -> list[Sequence[int]]:
     graph.add_nodes_from(given)
     deep = _depth_first(graph)
     late = _depth_first(graph.reverse(copy=False))[::-1]
-    orders: list[Sequence[int]] = [given]
-    return orders + [order for order in (deep, late) if order != given]
+    orders: list[Sequence[int]] = [given, *(order for order in (deep, late) if order != given)]
+    if instance.forbidden is not None and instance.forbidden.any():
+        # What is pinned to an early stage first, or no way to cut the order keeps to the pins.
+        windows = windows_for(instance, np.inf, Reach(instance.num_nodes, instance.edges))
+        if windows is not None:
+            orders.insert(0, sorted(given, key=lambda node: (windows.first[node], windows.last[node], node)))
+    return orders
 
 
 def _depth_first(graph: nx.DiGraph) -> list[int]:

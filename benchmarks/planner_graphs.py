@@ -1,0 +1,297 @@
+"""Plan large operator graphs: a GPT traced on the meta device, and branchy graphs with drawn costs.
+
+    python benchmarks/planner_graphs.py                   # GPT of 24 layers, and the branchy graphs
+    python benchmarks/planner_graphs.py gpt24 gpt96       # by name
+    python benchmarks/planner_graphs.py 2bw               # recompute per stage, unlike devices and links
+
+`others` is the best of the rules in `partition/baselines.py` that fits; `equal` is equal blocks with one
+recompute flag, as in the 2BW paper. Seconds are of planning alone, tracing and profiling not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.costs import Costs
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.models.gpt import GPT, GPTConfig
+from pd2bw_fx.passes.coarsen import coarsen
+from pd2bw_fx.passes.normalise import normalise
+from pd2bw_fx.passes.partition import baselines, partition
+from pd2bw_fx.passes.profile import profile
+from pd2bw_fx.passes.trace import trace
+from pd2bw_fx.problem import Block, Problem, Value
+
+GIB = 2**30
+GPU = Device("cuda:0", memory_bytes=80 * GIB, kind="cuda", flops_per_s=60e12, memory_bytes_per_s=800e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A problem, and what is asked of the plan: proven to `max_gap` in at most `seconds`."""
+
+    name: str
+    problem: Problem
+    cluster: Cluster
+    max_gap: float
+    seconds: float
+    recompute: bool | Literal["auto"] = False
+    layers: tuple[tuple[str, ...], ...] | None = None
+
+
+def uniform(num_devices: int, memory_gib: int = 80) -> Cluster:
+    return Cluster.uniform(
+        num_devices, memory_bytes=memory_gib * GIB, bytes_per_s=12e9, latency_s=10e-6, kind="cuda"
+    )
+
+
+def unlike(num_devices: int) -> Cluster:
+    """Two hosts: fast devices with 24 GiB, slow ones with 16 GiB, and half the bandwidth between."""
+    half = num_devices // 2
+    devices = tuple(
+        replace(device, speed=1.0 if at < half else 0.6, memory_bytes=(24 if at < half else 16) * GIB)
+        for at, device in enumerate(uniform(num_devices).devices)
+    )
+    rates = tuple(
+        tuple(0.0 if a == b else (12e9 if (a < half) == (b < half) else 6e9) for b in range(num_devices))
+        for a in range(num_devices)
+    )
+    return replace(uniform(num_devices), devices=devices, bytes_per_s=rates)
+
+
+def gpt(num_layers: int, microbatch_size: int = 4) -> tuple[OperatorGraph, Costs]:
+    """The GPT of the 2BW paper's width, without its weights."""
+    config = replace(GPTConfig.paper(), num_layers=num_layers)
+    with torch.device("meta"):
+        model = GPT(config)
+        tokens = torch.zeros((microbatch_size, config.sequence_length), dtype=torch.long)
+    traced = trace(model, (tokens, tokens), {})
+    graph = normalise(traced)
+    return graph, profile(graph, traced.examples, device=GPU, method="analytic")
+
+
+def layers_of(graph: OperatorGraph, problem: Problem) -> tuple[tuple[str, ...], ...]:
+    layers: dict[str, list[str]] = {}
+    for block in problem.blocks:
+        kind, _, rest = graph.operators[block.operators[0]].module_path.partition(".")
+        if kind == "blocks":
+            layers.setdefault(rest.partition(".")[0], []).append(block.name)
+    return tuple(tuple(names) for names in layers.values())
+
+
+def gpt_cases(num_layers: int) -> Iterator[Case]:
+    graph, costs = gpt(num_layers)
+    for num_devices in (4, 8) if num_layers < 96 else (8, 16):
+        problem = coarsen(graph, costs, uniform(num_devices, 160))
+        yield Case(
+            f"gpt, {num_layers} layers, {len(graph.operators)} operators, {num_devices} devices",
+            problem,
+            uniform(num_devices, 160),
+            max_gap=0.01,
+            seconds=5 if num_devices < 16 else 30,
+            layers=layers_of(graph, problem),
+        )
+
+
+def two_bw_cases() -> Iterator[Case]:
+    """The settings of a published comparison: 16 GiB devices, and unlike ones."""
+    graph, costs = gpt(24)
+    settings = [("16 GiB", uniform(4, 16)), ("16 GiB", uniform(8, 16))]
+    settings += [("unlike devices and links", unlike(4)), ("unlike devices and links", unlike(8))]
+    for name, cluster in settings:
+        problem = coarsen(graph, costs, cluster)
+        yield Case(
+            f"2bw, gpt 24 layers, {len(cluster)} devices, {name}",
+            problem,
+            cluster,
+            max_gap=0.01,
+            seconds=5,
+            recompute="auto",
+            layers=layers_of(graph, problem),
+        )
+    graph, costs = gpt(96)
+    problem = coarsen(graph, costs, uniform(16, 32))
+    layers = layers_of(graph, problem)
+    yield Case("2bw, gpt 96 layers, 16 devices, 32 GiB", problem, uniform(16, 32), 0.01, 30, "auto", layers)
+
+
+class Drawn:
+    """A graph under construction; times in milliseconds and sizes in megabytes are drawn, seed fixed."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.blocks: list[Block] = []
+        self.readers: dict[str, list[str]] = {}
+        self.bytes: dict[str, int] = {}
+
+    def add(self, *reads: str, ms: float = 1.0, mb: float = 4.0) -> str:
+        name = f"op{len(self.blocks)}"
+        forward_s = ms * 1e-3 * self.draw.uniform(0.3, 1.7)
+        self.blocks.append(Block(name, (name,), (forward_s,) * 16, (2 * forward_s,) * 16))
+        self.bytes[name] = int(mb * 1e6 * self.draw.uniform(0.5, 1.5))
+        self.readers[name] = []
+        for read in dict.fromkeys(reads):
+            self.readers[read].append(name)
+        return name
+
+    def chain(self, read: str, length: int, *, ms: float = 1.0, mb: float = 4.0) -> str:
+        for _ in range(length):
+            read = self.add(read, ms=ms, mb=mb)
+        return read
+
+    def problem(self, num_devices: int) -> Problem:
+        blocks = tuple(
+            replace(b, forward_s=b.forward_s[:num_devices], backward_s=b.backward_s[:num_devices])
+            for b in self.blocks
+        )
+        values = tuple(
+            Value(name, name, tuple(readers), self.bytes[name], self.bytes[name])
+            for name, readers in self.readers.items()
+            if readers
+        )
+        return Problem(blocks, values, {})
+
+
+def two_towers(seed: int = 0) -> Drawn:
+    drawn = Drawn(seed)
+    start = drawn.add()
+    towers = []
+    for length, ms in ((60, 1.0), (80, 0.6)):
+        hidden = start
+        for _ in range(length):
+            inner = drawn.chain(hidden, 3, ms=ms)
+            hidden = drawn.add(hidden, inner, ms=0.1)
+        towers.append(hidden)
+    drawn.chain(drawn.add(*towers), 20)
+    return drawn
+
+
+def cells(seed: int = 1) -> Drawn:
+    """Search cells: five nodes with two drawn inputs each; two cells feed the next."""
+    drawn = Drawn(seed)
+    before, last = drawn.add(), drawn.add()
+    for _ in range(24):
+        nodes = [before, last]
+        for _ in range(5):
+            sides = [drawn.chain(read, 1) for read in drawn.draw.sample(nodes, 2)]
+            nodes.append(drawn.add(*sides, ms=0.1))
+        before, last = last, drawn.add(*nodes[2:], ms=0.3, mb=8)
+    return drawn
+
+
+def u_net(seed: int = 2) -> Drawn:
+    drawn = Drawn(seed)
+    hidden, skips = drawn.add(), []
+    for level in range(5):
+        hidden = drawn.chain(hidden, 24, mb=16 / 2**level)
+        skips.append(hidden)
+    hidden = drawn.chain(hidden, 20, mb=0.5)
+    for level in reversed(range(5)):
+        hidden = drawn.chain(drawn.add(hidden, skips[level], mb=16 / 2**level), 24, mb=16 / 2**level)
+    return drawn
+
+
+def encoder_decoder(seed: int = 3) -> Drawn:
+    drawn = Drawn(seed)
+    source, target = drawn.add(), drawn.add()
+
+    def layer(hidden: str, *memory: str) -> str:
+        for reads in ((), memory) if memory else ((),):
+            parts = [drawn.chain(read, 2, ms=0.7) for read in (hidden, *(reads or (hidden,)))]
+            hidden = drawn.add(hidden, drawn.chain(drawn.add(*parts), 3), ms=0.1)
+        return drawn.add(hidden, drawn.chain(hidden, 5, ms=1.5, mb=12), ms=0.1)
+
+    for _ in range(24):
+        source = layer(source)
+    for _ in range(24):
+        target = layer(target, source)
+    drawn.chain(target, 3)
+    return drawn
+
+
+def branchy_cases() -> Iterator[Case]:
+    graphs = {"two towers": two_towers, "cells": cells, "u-net": u_net, "encoder-decoder": encoder_decoder}
+    for name, make in graphs.items():
+        drawn = make()
+        for num_devices in (4, 8):
+            yield Case(
+                f"{name}, {len(drawn.blocks)} operators, {num_devices} devices",
+                drawn.problem(num_devices),
+                uniform(num_devices),
+                max_gap=0.03,
+                seconds=90,
+            )
+
+
+SUITES = {
+    "gpt24": lambda: gpt_cases(24),
+    "gpt96": lambda: gpt_cases(96),
+    "2bw": two_bw_cases,
+    "branchy": branchy_cases,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}")
+    parser.add_argument("--solver", default="highs")
+    options = parser.parse_args()
+    unknown = [name for name in options.suites if name not in SUITES]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is unknown; known are {', '.join(SUITES)}")
+    table = Table("case", "bottleneck", "gap", "seconds", "allowed", "equal", "others", "")
+    failed = 0
+    for suite in options.suites or ("gpt24", "branchy"):
+        for case in SUITES[suite]():
+            row, good = measure(case, options.solver)
+            table.add_row(*row)
+            failed += not good
+    Console(width=130).print(table)
+    return int(failed > 0)
+
+
+def measure(case: Case, solver: str) -> tuple[list[str], bool]:
+    plan = partition(
+        case.problem,
+        case.cluster,
+        recompute=case.recompute,
+        max_gap=case.max_gap,
+        time_limit_s=case.seconds,
+        solver=solver,
+    )
+    others = baselines(case.problem, case.cluster, recompute=case.recompute, layers=case.layers)
+    fitting = [other.bottleneck_s for other in others if other.fits]
+    good = plan.gap <= case.max_gap * 1.001 and plan.planning_s <= case.seconds
+    good &= plan.bottleneck_s <= min(fitting, default=float("inf")) * (1 + case.max_gap)
+
+    def compared(seconds: float) -> str:
+        return f"{seconds * 1e3:.1f} ({seconds / plan.bottleneck_s - 1:+.0%})"
+
+    equal = next(other for other in others if other.rule == "equal")
+    row = [
+        case.name,
+        f"{plan.bottleneck_s * 1e3:.2f} ms",
+        f"{plan.gap:.2%}",
+        f"{plan.planning_s:.2f}",
+        f"{case.seconds:g}",
+        compared(equal.bottleneck_s) if equal.fits else "does not fit",
+        compared(min(fitting)) if fitting else "none fits",
+        "ok" if good else "FAILED",
+    ]
+    return row, good
+
+
+if __name__ == "__main__":
+    sys.exit(main())

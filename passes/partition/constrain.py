@@ -1,0 +1,211 @@
+"""A user's constraints as changes of the problem: blocks joined, blocks pinned, memory capped.
+
+What contradicts itself, or the order of the graph, is named here; what only the limits of memory forbid is
+left to the search.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import networkx as nx
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.problem import Block, Problem, Value
+from pd2bw_fx.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A block that may be on one stage only, or on one device's; `name` is what the user called it."""
+
+    block: str
+    name: str
+    stage: int | None = None
+    device: int | None = None
+
+    def allows(self, stage: int, device: int) -> bool:
+        return (self.stage is None or self.stage == stage) and (self.device is None or self.device == device)
+
+
+@dataclass(frozen=True, slots=True)
+class Constrained:
+    """The problem and the cluster as the constraints leave them, and the blocks that are pinned."""
+
+    problem: Problem
+    cluster: Cluster
+    pins: tuple[Pin, ...]
+
+
+def constrain(
+    problem: Problem, cluster: Cluster, constraints: Constraints, *, num_stages: int
+) -> Constrained:
+    """Raises InputError for a name that nothing has, and for wishes that cannot be granted together."""
+    capped = _capped(cluster, constraints.memory_bytes)
+    if not (constraints.stage_of or constraints.device_of or constraints.together or constraints.whole):
+        return Constrained(problem, capped, ())
+    names = _Names(problem)
+    groups = [names.blocks(entry) for entry in constraints.together]
+    groups += [group for pattern in constraints.whole for group in names.modules(pattern)]
+    joined, joined_name = _joined(problem, groups)
+    pins = []
+    for name, stage in constraints.stage_of.items():
+        if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < num_stages:
+            raise InputError(f"{name!r} is pinned to stage {stage!r}; the stages are 0 to {num_stages - 1}")
+        pins += [Pin(block, name, stage=stage) for block in _renamed(names.blocks((name,)), joined_name)]
+    for name, given in constraints.device_of.items():
+        device = _device(cluster, given)
+        pins += [Pin(block, name, device=device) for block in _renamed(names.blocks((name,)), joined_name)]
+    _check_pins(joined, capped, pins)
+    if len(joined.blocks) < num_stages:
+        raise InputError(
+            f"with what is to stay together {len(joined.blocks)} blocks are left for {num_stages} stages; "
+            f"keep less together, or use num_stages={len(joined.blocks)}"
+        )
+    return Constrained(joined, capped, tuple(pins))
+
+
+class _Names:
+    """What a name means: an operator, or a module's path."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.block_of = {name: block.name for block in problem.blocks for name in block.operators}
+        self.module_of = problem.module_of
+        self.paths: dict[str, list[str]] = {}
+        for operator, path in problem.module_of.items():
+            parts = path.split(".") if path else []
+            for end in range(1, len(parts) + 1):
+                self.paths.setdefault(".".join(parts[:end]), []).append(operator)
+
+    def blocks(self, names: Sequence[str]) -> list[str]:
+        """The blocks of all operators that any of the names means."""
+        if isinstance(names, str):
+            raise InputError(f"together has {names!r}, one name; give tuples of names, or use whole")
+        found = []
+        for name in names:
+            operators = [name] if name in self.block_of else self._of_modules(name)
+            found += [self.block_of[operator] for operator in operators if operator in self.block_of]
+        return list(dict.fromkeys(found))
+
+    def modules(self, pattern: str) -> Iterable[list[str]]:
+        """The blocks of each module that the pattern matches."""
+        for path in self._matching(pattern):
+            yield list(dict.fromkeys(self.block_of[o] for o in self.paths[path] if o in self.block_of))
+
+    def _of_modules(self, pattern: str) -> list[str]:
+        return [operator for path in self._matching(pattern) for operator in self.paths[path]]
+
+    def _matching(self, pattern: str) -> list[str]:
+        expression = re.compile(r"[^.]*".join(re.escape(part) for part in pattern.split("*")))
+        matching = [path for path in self.paths if expression.fullmatch(path)]
+        if matching:
+            return matching
+        close = difflib.get_close_matches(pattern, [*self.paths, *self.block_of], n=3)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see OperatorGraph.operators"
+        raise InputError(f"no operator and no module with operators is called {pattern!r}; {hint}")
+
+
+def _renamed(blocks: Iterable[str], joined_name: Mapping[str, str]) -> list[str]:
+    return list(dict.fromkeys(joined_name[block] for block in blocks))
+
+
+def _device(cluster: Cluster, given: str | int) -> int:
+    names = [device.name for device in cluster.devices]
+    if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(names):
+        return given
+    if given in names:
+        return names.index(str(given))
+    raise InputError(f"the cluster has no device {given!r}; it has {', '.join(names)}")
+
+
+def _capped(cluster: Cluster, memory_bytes: Mapping[str | int, int | str]) -> Cluster:
+    devices = list(cluster.devices)
+    for given, cap in memory_bytes.items():
+        at = _device(cluster, given)
+        try:
+            num_bytes = parse_bytes(cap)
+        except ValueError as error:
+            raise InputError(f"memory_bytes of {given!r}: {error}") from None
+        if num_bytes <= 0:
+            raise InputError(f"memory_bytes of {given!r} is {cap!r}; a positive amount was expected")
+        devices[at] = replace(devices[at], memory_bytes=min(devices[at].memory_bytes, num_bytes))
+    return replace(cluster, devices=tuple(devices))
+
+
+def _joined(problem: Problem, groups: Iterable[Sequence[str]]) -> tuple[Problem, dict[str, str]]:
+    """Each group, and whatever lies between two of its blocks, as one block; and what each block became."""
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_nodes_from(block.name for block in problem.blocks)
+    graph.add_edges_from((v.producer, reader) for v in problem.values for reader in v.consumers)
+    for group in groups:
+        graph.add_edges_from((group[0], other) for other in group[1:])
+        graph.add_edges_from((other, group[0]) for other in group[1:])
+    members: dict[str, list[Block]] = {}
+    name_of: dict[str, str] = {}
+    component = nx.condensation(graph).graph["mapping"]
+    first: dict[int, str] = {}
+    for block in problem.blocks:
+        name_of[block.name] = first.setdefault(component[block.name], block.name)
+        members.setdefault(name_of[block.name], []).append(block)
+    blocks = tuple(_one_block(together) for together in members.values())
+    values = (_between(value, name_of) for value in problem.values)
+    kept = tuple(value for value in values if value is not None)
+    return replace(problem, blocks=blocks, values=kept), name_of
+
+
+def _one_block(blocks: Sequence[Block]) -> Block:
+    if len(blocks) == 1:
+        return blocks[0]
+    return Block(
+        name=blocks[0].name,
+        operators=tuple(operator for block in blocks for operator in block.operators),
+        forward_s=tuple(map(sum, zip(*(block.forward_s for block in blocks), strict=True))),
+        backward_s=tuple(map(sum, zip(*(block.backward_s for block in blocks), strict=True))),
+        parameters=tuple(dict.fromkeys(name for block in blocks for name in block.parameters)),
+        saved_bytes=sum(block.saved_bytes for block in blocks),
+        workspace_bytes=max(block.workspace_bytes for block in blocks),
+    )
+
+
+def _between(value: Value, name_of: Mapping[str, str]) -> Value | None:
+    producer = name_of[value.producer]
+    consumers = tuple(dict.fromkeys(name_of[name] for name in value.consumers))
+    left = tuple(name for name in consumers if name != producer)
+    return replace(value, producer=producer, consumers=left) if left else None
+
+
+def _check_pins(problem: Problem, cluster: Cluster, pins: Sequence[Pin]) -> None:
+    """No block on two stages or devices, no reader before what it reads."""
+    of_block: dict[str, list[Pin]] = {}
+    for pin in pins:
+        for other in of_block.setdefault(pin.block, []):
+            _check_pair(cluster, pin, other)
+        of_block[pin.block].append(pin)
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_edges_from((v.producer, reader) for v in problem.values for reader in v.consumers)
+    staged = {pin.block: pin for pin in pins if pin.stage is not None}
+    for block, pin in staged.items():
+        for later in nx.descendants(graph, block) & staged.keys() if block in graph else ():
+            other = staged[later]
+            if (other.stage or 0) < (pin.stage or 0):
+                raise InputError(
+                    f"{other.name!r} is pinned to stage {other.stage} but its {later!r} reads what "
+                    f"{pin.name!r}, pinned to stage {pin.stage}, computes in {block!r}; "
+                    "nothing runs to an earlier stage"
+                )
+
+
+def _check_pair(cluster: Cluster, pin: Pin, other: Pin) -> None:
+    if None not in (pin.stage, other.stage) and pin.stage != other.stage:
+        what = f"stage {other.stage} as {other.name!r} and to stage {pin.stage} as {pin.name!r}"
+    elif pin.device is not None and other.device is not None and pin.device != other.device:
+        names = [cluster.devices[d].name for d in (other.device, pin.device)]
+        what = f"{names[0]} as {other.name!r} and to {names[1]} as {pin.name!r}"
+    else:
+        return
+    raise InputError(f"{pin.block!r} is pinned to {what}, or kept together with something that is")

@@ -1,0 +1,129 @@
+"""What the user fixes holds in the plan, and costs no more than it must."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
+from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.passes.partition import partition
+from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
+
+
+def chain(num_blocks: int, num_devices: int) -> Problem:
+    """Blocks of 1 s forward and 2 s backward in a row, two to a layer: layers.0.in, layers.0.out, ..."""
+    blocks = tuple(
+        Block(f"op{at}", (f"op{at}",), (1.0,) * num_devices, (2.0,) * num_devices, (f"w{at}",))
+        for at in range(num_blocks)
+    )
+    values = tuple(Value(f"op{at}", f"op{at}", (f"op{at + 1}",), 10, 10) for at in range(num_blocks - 1))
+    modules = {f"op{at}": f"layers.{at // 2}.{'out' if at % 2 else 'in'}" for at in range(num_blocks)}
+    return Problem(blocks, values, {f"w{at}": ParameterSize(100) for at in range(num_blocks)}, "", modules)
+
+
+def roomy(num_devices: int) -> Cluster:
+    return Cluster.uniform(num_devices, memory_bytes=10**9, bytes_per_s=1e3, latency_s=0.0)
+
+
+def sizes(num_blocks: int, num_devices: int, **wishes: Any) -> list[int]:
+    plan = partition(chain(num_blocks, num_devices), roomy(num_devices), constraints=Constraints(**wishes))
+    return [len(stage.operators) for stage in plan.stages]
+
+
+def test_pinned_operator_is_on_its_stage_and_the_rest_is_best_for_that() -> None:
+    plan = partition(chain(6, 3), roomy(3), constraints=Constraints(stage_of={"op3": 0}))
+    assert plan.stage_of["op3"] == 0
+    assert plan.bottleneck_s == pytest.approx(4 * 3.0 + 0.02)
+    assert plan.gap <= 1.01e-4
+
+
+def test_every_operator_of_a_pinned_module_is_on_its_stage() -> None:
+    plan = partition(chain(6, 3), roomy(3), constraints=Constraints(stage_of={"layers.1": 2}))
+    assert {plan.stage_of[name] for name in ("op2", "op3")} == {2}
+
+
+def test_module_pinned_to_a_device_is_on_the_stage_which_that_device_takes() -> None:
+    plan = partition(chain(6, 3), roomy(3), constraints=Constraints(device_of={"layers.0.in": "cpu:2"}))
+    assert plan.stages[0].device_name == "cpu:2"
+    assert plan.stage_of["op0"] == 0
+    assert plan.bottleneck_s == pytest.approx(6.04)
+
+
+def test_module_kept_whole_is_not_cut_and_the_star_means_each_by_itself() -> None:
+    assert sizes(6, 2) == [3, 3]
+    assert sizes(6, 2, whole=("layers.1",)) in ([2, 4], [4, 2])
+    assert sizes(12, 4, whole=("layers.*",)) in ([2, 4, 4, 2], [4, 2, 2, 4], [4, 4, 2, 2], [2, 2, 4, 4])
+
+
+def test_what_lies_between_two_that_stay_together_stays_with_them() -> None:
+    plan = partition(chain(8, 2), roomy(2), constraints=Constraints(together=(("op1", "layers.2.in"),)))
+    assert len({plan.stage_of[f"op{at}"] for at in range(1, 5)}) == 1
+
+
+def test_capped_device_holds_no_more_than_its_cap() -> None:
+    capped = Constraints(memory_bytes={"cpu:0": 1100})
+    plan = partition(chain(6, 2), roomy(2), constraints=capped)
+    small = next(stage for stage in plan.stages if stage.device_name == "cpu:0")
+    assert small.memory.total_bytes <= small.memory_limit_bytes == 1100
+    assert len(small.operators) == 2
+
+
+def test_pins_on_a_branchy_graph_agree_with_an_exhaustive_search() -> None:
+    blocks = tuple(Block(f"b{at}", (f"b{at}",), (float(at % 4 + 1),) * 2, (2.0,) * 2) for at in range(7))
+    reads = [(0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 5), (2, 6)]
+    values = tuple(Value(f"v{u}{v}", f"b{u}", (f"b{v}",), 3, 3) for u, v in reads)
+    problem = Problem(blocks, values, {})
+    cluster = Cluster.uniform(2, memory_bytes=10**9, bytes_per_s=5.0, latency_s=0.25)
+    for first, last in itertools.permutations(range(7), 2):
+        best = min(
+            (
+                _bottleneck(blocks, reads, stages)
+                for stages in itertools.product(range(2), repeat=7)
+                if stages[first] == 0 and stages[last] == 1 and all(stages[u] <= stages[v] for u, v in reads)
+            ),
+            default=None,
+        )
+        pins = Constraints(stage_of={f"b{first}": 0, f"b{last}": 1})
+        if best is None:
+            with pytest.raises((InputError, InfeasibleError), match=f"b{first}"):
+                partition(problem, cluster, constraints=pins)
+        else:
+            assert partition(problem, cluster, constraints=pins).bottleneck_s == pytest.approx(best, rel=1e-4)
+
+
+def _bottleneck(blocks: Any, reads: Any, stages: Any) -> float:
+    load = [0.0, 0.0]
+    for block, stage in zip(blocks, stages, strict=True):
+        load[stage] += block.forward_s[0] + block.backward_s[0]
+    crossing = sum(stages[u] != stages[v] for u, v in reads) * 2 * (0.25 + 3 / 5)
+    return max(load) + crossing
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"stage_of": {"layers.7": 0}}, "called 'layers.7'; did you mean 'layers"),
+        ({"stage_of": {"op1": 3}}, "'op1' is pinned to stage 3; the stages are 0 to 2"),
+        ({"device_of": {"op1": "cpu:9"}}, "no device 'cpu:9'; it has cpu:0, cpu:1, cpu:2"),
+        ({"stage_of": {"layers.1": 0, "op3": 1}}, "'op3' is pinned to stage 0 as 'layers.1' and to stage 1"),
+        ({"stage_of": {"op1": 2, "op4": 1}}, "'op4' is pinned to stage 1 .* 'op1', pinned to stage 2"),
+        ({"stage_of": {"op1": 0, "op2": 1}, "together": (("op1", "op2"),)}, "kept together"),
+        ({"device_of": {"layers.0": 0, "op1": 1}}, "pinned to cpu:0 as 'layers.0' and to cpu:1 as 'op1'"),
+        ({"together": (("op0", "op5"),)}, "1 blocks are left for 3 stages"),
+        ({"together": ("op0", "op5")}, "give tuples of names"),
+        ({"memory_bytes": {"cpu:0": "lots"}}, "'lots' is no number of bytes"),
+    ],
+)
+def test_wish_that_cannot_be_granted_is_named(wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        partition(chain(6, 3), roomy(3), constraints=Constraints(**wishes))
+
+
+def test_no_constraints_change_nothing() -> None:
+    plans = [partition(chain(7, 3), roomy(3), constraints=given) for given in (None, Constraints())]
+    assert dataclasses.replace(plans[0], planning_s=0) == dataclasses.replace(plans[1], planning_s=0)
