@@ -1,8 +1,9 @@
 """generate: one readable, standalone module for each stage.
 
 `cut.py` says what a stage consists of, `scopes.py` and `stage_tree.py` lift it back to the model's own
-modules, `method.py` writes a forward with `spell.py`'s words for the operators, `attributes.py` an
-`__init__`, `write.py` the classes (each distinct one once), `layout.py` the lines, `document.py` the file.
+modules. `method.py` writes a forward: `body.py` says what is folded into what, `naming.py` what things are
+called, `spell.py`, `words.py` and `expression.py` how operators read. `attributes.py` and `layers.py` write
+an `__init__`, `write.py` the classes (each distinct one once), `layout.py` the lines, `document.py` the file.
 Everything that comes from the model passes through `literals.py`.
 """
 
@@ -18,7 +19,8 @@ from pd2bw_fx.stage import Port, StageProgram
 from .cut import Cut, cut
 from .document import document
 from .literals import identifier
-from .method import Method, argument_name
+from .method import Method
+from .naming import argument_name
 from .stage_tree import StageTree
 from .write import StageWriter
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from pd2bw_fx.graph import OperatorGraph, TensorSpec, dtype_name
@@ -9,7 +10,7 @@ from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import Port
 from pd2bw_fx.units import format_bytes, format_seconds
 
-from .layout import laid_out
+from .layout import WIDTH, laid_out
 from .literals import plain
 from .write import ClassText, StageWriter, docstring
 
@@ -46,13 +47,26 @@ def _head(
     yield f"Stage {stage} of {plan.num_stages} of {place}."
     yield ""
     yield "Takes"
-    yield from (f"    {_given(port)}" for port in inputs)
+    for port in inputs:
+        yield from _entry(_given(port))
     yield "Gives"
-    yield from (f"    {_returned(port)}" for port in outputs)
+    for port in outputs:
+        yield from _entry(_returned(port))
     yield from _holds(graph, plan, stage, writer, parameters)
     times = f"{format_seconds(planned.forward_s)} forward, {format_seconds(planned.backward_s)} backward"
     memory = f"{format_bytes(planned.memory.total_bytes)} of {format_bytes(planned.memory_limit_bytes)}"
     yield f"Predicted for a microbatch: {times}; memory {memory}."
+
+
+def _entry(text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent="    ",
+        subsequent_indent="        ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _given(port: Port) -> str:
@@ -81,7 +95,7 @@ def _holds(
             if other.stage != stage and canonical in other.parameters
         ]
         elsewhere = f", held by stage {' and '.join(others)} too" if others else ""
-        yield f"    {plain(name)} is tied to {plain(canonical)}{elsewhere}."
+        yield from _entry(f"{plain(name)} is tied to {plain(canonical)}{elsewhere}.")
 
 
 def _imports(body: str) -> str:
@@ -100,7 +114,7 @@ def _classes(writer: StageWriter) -> list[str]:
 def _class(text: ClassText) -> Iterator[str]:
     yield f"class {text.name}(nn.Module):"
     if text.paths != [""]:
-        yield f"    {docstring(text)}"
+        yield from docstring(text)
         yield ""
     yield from text.lines
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .attributes import Attributes
-from .method import Region, Statement
+from .body import Region
+from .method import Statement
 
 WIDTH = 110
 _REFERENCE = re.compile("\ue000([^\ue001]*)\ue001")

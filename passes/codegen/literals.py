@@ -28,7 +28,8 @@ def literal(value: Any) -> str:
     if kind is int:
         return int.__repr__(value)
     if kind is float:
-        return float.__repr__(value) if math.isfinite(value) else f'float("{float.__repr__(value)}")'
+        text = float.__repr__(value).replace("e+", "e")
+        return text if math.isfinite(value) else f'float("{text}")'
     if kind is complex:
         return f"complex({literal(value.real)}, {literal(value.imag)})"
     if kind is str:

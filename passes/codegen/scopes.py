@@ -160,19 +160,16 @@ def _separate_preambles(graph: OperatorGraph, scope: Scope) -> None:
             _separate_preambles(graph, item)
     items: list[fx.Node | Scope] = []
     run: list[fx.Node] = []
-    for item in [*scope.items, None]:
-        here = None if item is None else _preamble_line(graph, item, scope.depth)
-        there = _preamble_line(graph, run[0], scope.depth) if run else None
-        if isinstance(item, fx.Node) and here is not None and (not run or here == there):
-            run.append(item)
-            continue
-        items += _as_function(graph, run, scope)
-        run = []
-        if isinstance(item, fx.Node) and here is not None:
-            run = [item]
-        elif item is not None:
+    for item in scope.items:
+        here = _preamble_line(graph, item, scope.depth)
+        if run and here != _preamble_line(graph, run[0], scope.depth):
+            items += _as_function(graph, run, scope)
+            run = []
+        if isinstance(item, Scope) or here is None:
             items.append(item)
-    scope.items = items
+        else:
+            run.append(item)
+    scope.items = items + _as_function(graph, run, scope)
 
 
 def _preamble_line(graph: OperatorGraph, item: fx.Node | Scope, depth: int) -> Line | None:

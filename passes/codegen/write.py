@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ from pd2bw_fx.graph import ParameterSpec, dtype_name
 
 from .attributes import Attributes, shape_text
 from .layers import constructor
-from .layout import laid_out, rolled, signature_lines, written
+from .layout import WIDTH, laid_out, rolled, signature_lines, written
 from .literals import identifier, plain, quoted
-from .method import Method, MethodWriter, reference
+from .method import Method, reference, write_method
 from .scopes import Scope, line_at
 from .stage_tree import StageTree, walk
 
@@ -63,7 +64,7 @@ class StageWriter:
                 attributes.add(relative, *self._tensor(name))
         methods: list[tuple[str, Method]] = []
         for scope in scopes:
-            method = MethodWriter(self.tree, scope, self._call_text).write()
+            method = write_method(self.tree, scope, self._call_text)
             same = next((name for name, other in methods if other == method), None)
             name = same or ("forward" if not methods else f"forward_{len(methods) + 1}")
             if same is None:
@@ -99,7 +100,7 @@ class StageWriter:
         return f"nn.Sequential({', '.join(called.get(path, 'nn.Identity()') for path in members)})"
 
     def _write_function(self, scope: Scope) -> None:
-        method = MethodWriter(self.tree, scope, self._call_text).write()
+        method = write_method(self.tree, scope, self._call_text)
         attributes = Attributes(scope.path, self._module_at)
         body = tuple(written(list(method.body), attributes, 4))
         base, count = f"make_{scope.function}", 1
@@ -250,10 +251,18 @@ def _returned(scope: Scope, tree: StageTree) -> str:
     return "Tensor" if gives == 1 else f"tuple[{', '.join(['Tensor'] * gives)}]"
 
 
-def docstring(text: ClassText) -> str:
+def docstring(text: ClassText) -> list[str]:
     """What a class is in the original model."""
     paths = [plain(path) for path in text.paths]
-    named = ", ".join(paths) if len(paths) <= 3 else f"{paths[0]} to {paths[-1]} ({len(paths)} of them)"
+    from_to = f"{paths[0]} to {paths[-1]} ({len(paths)} of them)"
     part = "" if text.whole else "This stage's part of "
     origin = f", from {text.origin}" if text.origin else ""
-    return f'"""{part}{named}{origin}."""'
+    line = f'    """{part}{", ".join(paths)}{origin}."""'
+    if len(paths) > 3 or (len(line) > WIDTH and len(paths) > 1):
+        line = f'    """{part}{from_to}{origin}."""'
+    if len(line) <= WIDTH:
+        return [line]
+    wrapped = textwrap.wrap(
+        line.strip().strip('"'), WIDTH - 7, break_long_words=False, break_on_hyphens=False
+    )
+    return [f'    """{wrapped[0]}', *(f"    {rest}" for rest in wrapped[1:]), '    """']

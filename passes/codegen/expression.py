@@ -1,0 +1,96 @@
+"""Expressions with how tightly they bind, and the scene that operands are spelled in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .literals import in_tuple, literal
+
+# Binding strength, as in Python's grammar; larger binds looser.
+ATOM, POWER, UNARY, TIMES, PLUS, AND, XOR, OR, COMPARE = range(9)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An expression and how tightly it binds."""
+
+    text: str
+    strength: int = ATOM
+
+    def within(self, strength: int) -> str:
+        """The text, in parentheses if it binds more loosely than its place allows."""
+        return self.text if self.strength <= strength else f"({self.text})"
+
+
+class Scene:
+    """What spelling needs of its surroundings."""
+
+    def __init__(self, expression: Callable[[fx.Node], Source], device: Callable[[], str]) -> None:
+        self.expression = expression
+        self.device = device  # source for the device of a tensor at hand
+
+    def text(self, value: Any) -> str:
+        """An operand or constant as an argument."""
+        if isinstance(value, fx.Node):
+            return self.expression(value).text
+        if isinstance(value, list | tuple) and _holds_nodes(value):
+            items = [self.text(item) for item in value]
+            return in_tuple(items) if isinstance(value, tuple) else f"[{', '.join(items)}]"
+        if isinstance(value, slice) and _holds_nodes((value.start, value.stop, value.step)):
+            return f"slice({self.text(value.start)}, {self.text(value.stop)}, {self.text(value.step)})"
+        if isinstance(value, torch.device):
+            return self.device()
+        return literal(value)
+
+    def source(self, value: Any) -> Source:
+        if isinstance(value, fx.Node):
+            return self.expression(value)
+        text = self.text(value)
+        return Source(text, UNARY if text.startswith("-") else ATOM)
+
+    def receiver(self, value: Any) -> str:
+        """As what stands before a dot or a bracket."""
+        return self.source(value).within(ATOM)
+
+
+def _holds_nodes(items: Sequence[Any]) -> bool:
+    return any(
+        isinstance(item, fx.Node) or (isinstance(item, list | tuple) and _holds_nodes(item)) for item in items
+    )
+
+
+INFIX: dict[str, tuple[str, int]] = {
+    "add": ("+", PLUS), "sub": ("-", PLUS), "mul": ("*", TIMES), "div": ("/", TIMES),
+    "matmul": ("@", TIMES), "mm": ("@", TIMES), "floordiv": ("//", TIMES), "mod": ("%", TIMES),
+    "__and__": ("&", AND), "__or__": ("|", OR), "__xor__": ("^", XOR), "truediv": ("/", TIMES),
+    "bitwise_and": ("&", AND), "bitwise_or": ("|", OR), "bitwise_xor": ("^", XOR), "remainder": ("%", TIMES),
+    "eq": ("==", COMPARE), "ne": ("!=", COMPARE), "lt": ("<", COMPARE), "le": ("<=", COMPARE),
+    "gt": (">", COMPARE), "ge": (">=", COMPARE),
+}  # fmt: skip
+
+
+def infix(name: str, left: Any, right: Any, scene: Scene) -> Source:
+    sign, strength = INFIX[name]
+    a, b = scene.source(left), scene.source(right)
+    # Comparisons do not chain, and the right operand of a left-associative sign keeps its own grouping.
+    left_limit = strength - 1 if strength == COMPARE else strength
+    return Source(f"{a.within(left_limit)} {sign} {b.within(strength - 1)}", strength)
+
+
+def arguments(args: Sequence[Any], kwargs: Mapping[str, Any], scene: Scene) -> str:
+    texts = [scene.text(value) for value in args]
+    texts += [f"{name}={scene.text(value)}" for name, value in kwargs.items()]
+    return ", ".join(texts)
+
+
+def subscript(item: Any, scene: Scene) -> str:
+    if not isinstance(item, slice):
+        return scene.text(item)
+    bounds = [("" if bound is None else scene.text(bound)) for bound in (item.start, item.stop)]
+    step = "" if item.step is None else f":{scene.text(item.step)}"
+    return f"{bounds[0]}:{bounds[1]}{step}"

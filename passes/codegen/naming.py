@@ -1,0 +1,83 @@
+"""What values are called: as the author called them where the trace knows it, else by what made them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import fx
+
+from .literals import identifier
+from .scopes import Scope, assigned_names, is_outermost, line_at, module_calls
+from .stage_tree import StageTree
+
+# What a value is called that its author gave no name.
+_RESULT_NAMES = {
+    "add": "total", "sub": "difference", "mul": "product", "div": "ratio", "matmul": "product",
+    "addmm": "projected", "linear": "projected", "layer_norm": "normed", "batch_norm": "normed",
+    "dropout": "dropped", "view": "viewed", "reshape": "viewed", "transpose": "turned", "permute": "turned",
+    "embedding": "embedded", "scaled_dot_product_attention": "attended", "cross_entropy_loss": "loss",
+    "to": "cast", "mean": "mean", "cat": "joined", "unsqueeze": "widened", "expand": "expanded",
+    "slice": "part", "select": "part", "index": "picked", "split": "parts", "chunk": "parts",
+}  # fmt: skip
+
+
+def is_final(tree: StageTree, node: fx.Node, depth: int) -> bool:
+    """Whether a value is what its author's statement is for, not an inner part of it.
+
+    In a loop the next round reads it on the same line; then it is the statement's own if the statement
+    reads what it assigns and the value is of its outermost operation.
+    """
+    line, calls = line_at(node, depth), module_calls(node)[:depth]
+    beside = [u for u in node.users if line_at(u, depth) == line and module_calls(u)[:depth] == calls]
+    if not beside or line is None:
+        return True
+    return is_outermost(line.code, operator_name(node), is_call=len(module_calls(node)) > depth)
+
+
+def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
+    """The author's name for a value in the outermost body at this depth or below that has one."""
+    for inner in range(depth, len(module_calls(node)) + 1):
+        line = line_at(node, inner)
+        names = assigned_names(line.code) if line is not None else ()
+        if len(names) == 1 and names[0] != "_" and is_final(tree, node, inner):
+            return names[0]
+    return None
+
+
+def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
+    """What a body calls a value that it is given."""
+    if node.op == "placeholder" and not scope.path:
+        return identifier(node.name)
+    inside = any((key, path) == (scope.key, scope.path) for key, path, _ in module_calls(node))
+    if not inside and scope.path and scope.function is None and len(tree.reads(scope)) == 1:
+        first = next(iter(inspect.signature(tree.modules[scope.path].forward).parameters.values()), None)
+        if first is not None and first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            return identifier(first.name)
+    if node.op == "placeholder":
+        return identifier(node.name)
+    depth = scope.depth if inside or scope.function is not None else max(scope.depth - 1, 0)
+    line = line_at(node, depth)
+    names = assigned_names(line.code) if line is not None else ()
+    own = name_within(tree, node, depth)
+    if own is not None:
+        return own
+    if len(names) > 1 and getattr(node.target, "__name__", "") == "getitem":
+        place: Any = node.args[1]
+        if isinstance(place, int) and place < len(names) and names[place] != "_":
+            return names[place]
+    return result_name(node, node)
+
+
+def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
+    if isinstance(item, Scope):
+        last = item.path.rpartition(".")[2]
+        return identifier(last if not last.isdigit() else item.type_name.lower())
+    if result.op == "get_attr":
+        return identifier(str(result.target).rpartition(".")[2])
+    name = operator_name(result)
+    return identifier(_RESULT_NAMES.get(name, name))
+
+
+def operator_name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target)).split(".")[0]
