@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,16 +11,7 @@ import torch
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-
-PROGRAMS = Path(__file__).parent / "programs"
-
-
-def torchrun(num_processes: int, program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
-    command += [str(PROGRAMS / program), *map(str, arguments)]
-    path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+from tests.torchrun import torchrun
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])

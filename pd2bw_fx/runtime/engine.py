@@ -17,6 +17,7 @@ import os
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,8 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pd2bw_fx.actions import Action
-from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
+from pd2bw_fx.errors import InputError, Pd2bwError, PlanMismatchError, WorkerError
 from pd2bw_fx.passes.schedule import num_versions, stage_actions
+from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.failure import shared_fate, translated
 from pd2bw_fx.runtime.job import Job, jobs, merged_tensors
 from pd2bw_fx.runtime.loss import Loss
@@ -236,6 +238,44 @@ class Engine:
             dist.all_gather_object(gathered, {name: t.cpu() for name, t in own.items()}, group=self._control)
         return merged_tensors(self.job, gathered)
 
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Write everything that training goes on from, for all stages; all ranks call it. Flushes first.
+
+        `folder` is on a file system that all ranks share, and keeps the last two checkpoints. A kill at any
+        moment leaves the last whole one. Raises InputError for an optimizer or scheduler whose options are
+        no plain numbers and texts.
+        """
+        self.flush()
+        with self._shared_fate("writing a checkpoint"), translated(None):
+            header = Header(self.updates, self.job.method, self.job.num_stages, self.job.fingerprint)
+            save(folder, header, self.stage, self._weights.state(), barrier=self._barrier)
+
+    def load_checkpoint(self, folder: str | Path) -> int:
+        """Go on from the newest checkpoint in `folder`; returns the updates made so far.
+
+        The run that follows equals the uninterrupted one bit for bit if it gets the batches from that update
+        on. With another number of stages it does so up to the random numbers of dropout.
+
+        Raises InputError where there is no checkpoint or it is of another method, PlanMismatchError where it
+        is of another model or incomplete.
+        """
+        self.flush()
+        with self._shared_fate("reading a checkpoint"):
+            checkpoint = Checkpoint(folder)
+            header = checkpoint.header
+            if header.fingerprint != self.job.fingerprint:
+                raise PlanMismatchError(f"{checkpoint.path} is a checkpoint of another model")
+            if num_versions(header.method) < num_versions(self.job.method):
+                raise InputError(
+                    f"{checkpoint.path} was written by {header.method}, which has one weight version; "
+                    f"{self.job.method} needs two: begin it from the weights alone"
+                )
+            self._weights.load(checkpoint)
+            if header.num_stages == self.job.num_stages:
+                restore_random_state(checkpoint.random(self.stage), self.device)
+            self.updates = self._empty_before = header.updates
+            return header.updates
+
     def tensors(self) -> dict[str, Tensor]:
         """This stage's newest weights and buffers, by name in the operator graph. Flushes first."""
         self.flush()
@@ -257,6 +297,9 @@ class Engine:
         if error is None:
             self.flush()
         self.close()
+
+    def _barrier(self) -> None:
+        dist.barrier(group=self._control)
 
     def _actions(self, first: int, beyond: int, *, drain: bool) -> tuple[Action, ...]:
         return stage_actions(

@@ -40,6 +40,7 @@ class Job:
     holders: Mapping[str, tuple[int, ...]]
     method: str
     microbatches_per_update: int
+    fingerprint: str  # of the operator graph
 
     @property
     def stage(self) -> int:
@@ -95,6 +96,7 @@ def jobs(pipeline: Pipeline, *, method: str, microbatches_per_update: int) -> tu
             holders=_holders(programs),
             method=method,
             microbatches_per_update=microbatches_per_update,
+            fingerprint=pipeline.plan.fingerprint,
         )
         for program, stage in zip(programs, pipeline.plan.stages, strict=True)
     ]

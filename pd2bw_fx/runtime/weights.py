@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, PlanMismatchError
+from pd2bw_fx.runtime.checkpoint import Checkpoint, StageState, random_state
 from pd2bw_fx.runtime.ties import TiedParameter
 from pd2bw_fx.runtime.update import Clipping, PendingUpdate
 from pd2bw_fx.stage import StageProgram, build_module, held_buffers, held_parameters
@@ -94,6 +95,7 @@ class WeightStore:
         }
         self._users = [0] * num_versions
         self._has_gradient: frozenset[str] | None = None
+        self._has_asked = False  # which tied parameters have a gradient on any of their holders
         self._optimizer: Optimizer | None = None
         self._scheduler: LRScheduler | None = None
 
@@ -151,7 +153,8 @@ class WeightStore:
             clipping=self._clipping,
             device=self._device,
         )
-        self._pending.start(self._has_gradient, ask=self.newest == 0)
+        self._pending.start(self._has_gradient, ask=not self._has_asked)
+        self._has_asked = True
         if not self._pending.can_wait:
             self.finish_update()
             return
@@ -185,6 +188,70 @@ class WeightStore:
         shell = self._shells[self.newest % self.num_versions]
         held = {**held_parameters(self.program, shell), **held_buffers(self.program, shell)}
         return {name: tensor.detach() for name, tensor in held.items()}
+
+    def state(self) -> StageState:
+        """Everything that training goes on from. No update may be pending, no microbatch in flight."""
+        self.finish_update()
+        assert not any(self._users), "microbatches are in flight"
+        tensors: dict[str, Tensor] = {}
+        for kind, version in (("newest", self.newest), ("older", self.newest - 1)):
+            shell = self._shells[version % self.num_versions]
+            for name, parameter in held_parameters(self.program, shell).items():
+                tensors[f"{kind}/{name}"] = parameter
+        for name, buffer in held_buffers(self.program, self._shells[0]).items():
+            tensors[f"buffer/{name}"] = buffer
+        options: dict[str, dict[str, Any]] = {}
+        for name, alias in self._aliases.items():
+            assert self._optimizer is not None
+            for key, value in self._optimizer.state.get(alias, {}).items():
+                if value is not None:
+                    tensors[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
+            group = next(g for g in self._optimizer.param_groups if any(p is alias for p in g["params"]))
+            options[name] = {key: value for key, value in group.items() if key != "params"}
+        scheduler = None if self._scheduler is None else _plain_state(self._scheduler)
+        return StageState(tensors, options, scheduler, random_state(self._device))
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Take over what `state` gave, of this stage or of the stages that held its parameters then."""
+        updates = checkpoint.header.updates
+        parameters = [f"{kind}/{name}" for kind in ("newest", "older") for name in self.program.parameters]
+        buffers = [f"buffer/{name}" for name in self.program.buffers]
+        found = checkpoint.tensors([*parameters, *buffers, *(f"optimizer/{name}" for name in self._aliases)])
+        missing = [key for key in (*parameters, *buffers) if key not in found]
+        if missing:
+            raise PlanMismatchError(
+                f"{checkpoint.path} has no {missing[0]!r}; it is a checkpoint of another model"
+            )
+        with torch.no_grad():
+            for kind, version in (("older", updates - 1), ("newest", updates)):
+                shell = self._shells[version % self.num_versions]
+                for name, parameter in held_parameters(self.program, shell).items():
+                    parameter.copy_(found[f"{kind}/{name}"])
+            for name, buffer in held_buffers(self.program, self._shells[0]).items():
+                buffer.copy_(found[f"buffer/{name}"])
+        self.newest = updates
+        self._load_optimizer(checkpoint, found)
+
+    def _load_optimizer(self, checkpoint: Checkpoint, found: Mapping[str, Tensor]) -> None:
+        if self._optimizer is None:
+            return
+        names = {id(alias): name for name, alias in self._aliases.items()}
+        state = self._optimizer.state_dict()
+        ordered = [names[id(p)] for group in self._optimizer.param_groups for p in group["params"]]
+        state["state"] = {
+            index: kept
+            for index, name in enumerate(ordered)
+            if (
+                kept := {
+                    k.rpartition("/")[2]: v for k, v in found.items() if k.startswith(f"optimizer/{name}/")
+                }
+            )
+        }
+        for group in state["param_groups"]:
+            group |= checkpoint.options[ordered[group["params"][0]]]
+        self._optimizer.load_state_dict(state)
+        if self._scheduler is not None and checkpoint.scheduler is not None:
+            self._scheduler.load_state_dict(dict(checkpoint.scheduler))
 
     def train(self, *, on: bool) -> None:
         for shell in self._shells:
@@ -232,6 +299,12 @@ class WeightStore:
         for parameters in self._parameters:
             for name in self._has_gradient or ():
                 parameters[name].grad = self._places[name].view(self._gradients)
+
+
+def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:
+    """Its state without the functions in it, which the next run brings itself."""
+    plain = (int, float, str, bool, list, tuple, dict, type(None))
+    return {k: v for k, v in scheduler.state_dict().items() if isinstance(v, plain) and k != "lr_lambdas"}
 
 
 def grouped(parameters: Mapping[str, nn.Parameter], options: ParameterOptions | None) -> list[Any]:

@@ -1,0 +1,181 @@
+"""Checkpoints of a training run: what every stage needs to go on as if nothing had happened.
+
+    folder/
+      latest                       the name of the newest whole checkpoint
+      update_000120/
+        checkpoint.json            what this is: updates so far, method, stages
+        stage_0.safetensors        both weight versions, buffers, optimizer state, by the model's own names
+        stage_0.json               learning rates and the like, and the scheduler
+
+A checkpoint is written beside the last one and named in `latest` when it is whole, so that a run killed at
+any moment finds a good one. Tensors have the model's names: a checkpoint of four stages can be read on two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pd2bw_fx.errors import InputError, PlanMismatchError
+
+_LATEST = "latest"
+_KEPT = 2
+_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """One stage's part. `tensors` are named kind/name, `optimizer/NAME/KEY` for optimizer state.
+
+    `options[name]` are the options of a parameter's group, `random` the state of this rank's generators.
+    """
+
+    tensors: Mapping[str, Tensor]
+    options: Mapping[str, Mapping[str, Any]]
+    scheduler: Mapping[str, Any] | None
+    random: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What all stages share."""
+
+    updates: int
+    method: str
+    num_stages: int
+    fingerprint: str
+
+
+def save(
+    folder: str | Path, header: Header, stage: int, state: StageState, *, barrier: Callable[[], None]
+) -> None:
+    """Write this stage's part; all stages do, on a file system that they share. Stage 0 makes it official.
+
+    Raises InputError for a scheduler or optimizer whose options are no plain numbers and texts.
+    """
+    folder = Path(folder)
+    name = f"update_{header.updates:06d}"
+    partial = folder / f".{name}.partial"
+    if stage == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    barrier()
+    tensors = dict(state.tensors) | {f"random/{kind}": value for kind, value in state.random.items()}
+    whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    save_file(whole, partial / f"stage_{stage}.safetensors")
+    details = {"options": state.options, "scheduler": state.scheduler}
+    (partial / f"stage_{stage}.json").write_text(_plain(details))
+    barrier()
+    if stage == 0:
+        described = {"schema": _SCHEMA, "updates": header.updates, "method": header.method}
+        described |= {"num_stages": header.num_stages, "fingerprint": header.fingerprint}
+        (partial / "checkpoint.json").write_text(json.dumps(described, indent=1))
+        _publish(folder, partial, name)
+    barrier()
+
+
+def _publish(folder: Path, partial: Path, name: str) -> None:
+    shutil.rmtree(folder / name, ignore_errors=True)
+    partial.rename(folder / name)
+    pointer = folder / f".{_LATEST}"
+    with pointer.open("w") as file:
+        file.write(name)
+        file.flush()
+        os.fsync(file.fileno())
+    pointer.replace(folder / _LATEST)
+    whole = sorted(path for path in folder.glob("update_*") if (path / "checkpoint.json").exists())
+    for old in whole[:-_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _plain(details: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(details, indent=1)
+    except TypeError as error:
+        raise InputError(
+            f"the optimizer or scheduler has options that cannot be written as JSON ({error}); use one whose "
+            "state is made of numbers, texts and tensors"
+        ) from error
+
+
+class Checkpoint:
+    """The newest whole checkpoint in a folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises InputError where there is none, PlanMismatchError where a file of it is missing."""
+        pointer = Path(folder) / _LATEST
+        if not pointer.exists():
+            raise InputError(f"{folder} holds no checkpoint; expected the file {_LATEST!r} in it")
+        self.path = Path(folder) / pointer.read_text()
+        described = self._json("checkpoint.json")
+        if described.get("schema") != _SCHEMA:
+            raise PlanMismatchError(f"{self.path} has schema {described.get('schema')}, expected {_SCHEMA}")
+        self.header = Header(
+            described["updates"], described["method"], described["num_stages"], described["fingerprint"]
+        )
+        self._places: dict[str, Path] = {}
+        self.options: dict[str, Mapping[str, Any]] = {}
+        self.scheduler: Mapping[str, Any] | None = None
+        for stage in range(self.header.num_stages):
+            details = self._json(f"stage_{stage}.json")
+            self.options |= details["options"]
+            self.scheduler = self.scheduler or details["scheduler"]
+            with self._open(stage) as file:
+                keys = [key for key in file.keys() if not key.startswith("random/")]  # noqa: SIM118
+            self._places |= dict.fromkeys(keys, self._file(stage))
+
+    def tensors(self, prefixes: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors whose name, or its beginning up to a slash, is one of these."""
+        wanted = set(prefixes)
+        found: dict[str, Tensor] = {}
+        for key, path in self._places.items():
+            if key in wanted or key.rpartition("/")[0] in wanted:
+                with safe_open(path, framework="pt") as file:
+                    found[key] = file.get_tensor(key)
+        return found
+
+    def random(self, stage: int) -> dict[str, Tensor]:
+        """The generators of a stage as they were, by kind."""
+        with self._open(stage) as file:
+            keys = [key for key in file.keys() if key.startswith("random/")]  # noqa: SIM118
+            return {key.partition("/")[2]: file.get_tensor(key) for key in keys}
+
+    def _file(self, stage: int) -> Path:
+        return self.path / f"stage_{stage}.safetensors"
+
+    def _open(self, stage: int) -> Any:
+        try:
+            return safe_open(self._file(stage), framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise PlanMismatchError(f"{self._file(stage)} cannot be read: {error}") from error
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            read: dict[str, Any] = json.loads((self.path / name).read_text())
+        except (OSError, ValueError) as error:
+            raise PlanMismatchError(f"{self.path / name} cannot be read: {error}") from error
+        return read
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """This process's generators, by kind."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_state(states: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
