@@ -9,6 +9,7 @@ from .chain import run_onnx_processes
 from .export import Form, export_onnx
 from .merge import merge_onnx
 from .original import Original
+from .parts import export_parts
 from .run import KIND, run_onnx
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Original",
     "check_annotation",
     "export_onnx",
+    "export_parts",
     "merge_onnx",
     "run_onnx",
     "run_onnx_processes",

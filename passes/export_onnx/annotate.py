@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd2bw_fx.errors import ExportError
+from pd2bw_fx.onnx_session import require
 
 from .merge import subgraphs
 from .origin import STAGE
-from .run import require
 
 if TYPE_CHECKING:
     import onnx

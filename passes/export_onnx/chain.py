@@ -20,8 +20,9 @@ from torch import Tensor
 
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.files import read_manifest
+from pd2bw_fx.onnx_session import Array, first_line, open_session
 
-from .run import KIND, Array, first_line, named_inputs, open_session
+from .run import KIND, named_inputs
 
 _POLL_S = 0.5
 

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pd2bw_fx.errors import ExportError
-
-from .run import Array, to_array
+from pd2bw_fx.onnx_session import Array, to_array
 
 # Relative to a tensor's largest entry; other kernels add up in another order.
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2}
+_TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +30,26 @@ def compare(
     what: Mapping[str, str],
     tolerance: float | None,
 ) -> dict[str, float]:
+    """`compare_arrays` with what torch computed."""
+    arrays = {name: to_array(name, tensor) for name, tensor in expected.items()}
+    return compare_arrays(found, arrays, what=what, tolerance=tolerance)
+
+
+def compare_arrays(
+    found: Mapping[str, Array],
+    expected: Mapping[str, Array],
+    *,
+    what: Mapping[str, str],
+    tolerance: float | None,
+) -> dict[str, float]:
     """For each name of `expected` the largest difference, relative to the tensor's largest entry.
 
     Raises ExportError at the first that is out of tolerance; `what` says for each name what it is.
     """
     differences = {}
-    for name, tensor in expected.items():
-        difference = _difference(found[name], to_array(name, tensor))
-        allowed = _TOLERANCES.get(tensor.dtype, 0.0) if tolerance is None else tolerance
+    for name, array in expected.items():
+        difference = _difference(found[name], array)
+        allowed = _TOLERANCES.get(array.dtype.name, 0.0) if tolerance is None else tolerance
         if not difference.relative <= allowed:
             raise ExportError(
                 f"{what[name]} by {difference.absolute:.3g} ({difference.relative:.3g} of its largest entry) "

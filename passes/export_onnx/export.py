@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.files import whole_folder, write_manifest
 from pd2bw_fx.graph import dtype_name
+from pd2bw_fx.onnx_session import require, to_array
 from pd2bw_fx.stage import Port, StageProgram, held_buffers, held_parameters
 
 from .annotate import annotate, check_annotation
@@ -29,7 +30,7 @@ from .examples import any_axis_of_one, batch_size, example_batches, model_inputs
 from .graph import NEWEST_OPSET, OLDEST_OPSET, produced, stage_model
 from .merge import EXTERNAL_ABOVE_BYTES, merged, save
 from .original import Original
-from .run import KIND, SCHEMA, in_mode, require, run_files, run_modules, run_whole, to_array
+from .run import KIND, SCHEMA, in_mode, run_files, run_modules, run_whole
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.onnx_session import first_line, require
 from pd2bw_fx.stage import Port, StageProgram
 
 from .origin import describe_nodes
-from .run import first_line, require
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.files import read_manifest
+from pd2bw_fx.onnx_session import first_line, require
 
 from .origin import STAGE
-from .run import KIND, first_line, require
+from .run import KIND
 
 if TYPE_CHECKING:
     import onnx
@@ -97,6 +98,8 @@ def save(model: ir.Model, path: Path, *, external_above_bytes: int) -> str | Non
         v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None
     )
     external = f"{path.name}.data" if num_bytes > external_above_bytes else None
+    if external is None:
+        ir.external_data.load_to_model(model)  # weights that stand in a file beside the one it came from
     ir.save(model, path, external_data=external)
     try:
         onnx.checker.check_model(str(path), full_check=True)

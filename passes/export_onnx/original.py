@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.onnx_session import first_line
 from pd2bw_fx.plan import Plan
-
-from .run import first_line
 
 
 @dataclass(frozen=True, slots=True)

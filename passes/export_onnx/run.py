@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.files import read_manifest
+from pd2bw_fx.onnx_session import Array, first_line, open_session, to_array
 from pd2bw_fx.stage import StageProgram
-
-if TYPE_CHECKING:
-    from onnxruntime import InferenceSession
 
 KIND = "pd2bw_fx onnx"
 SCHEMA = 1
-
-Array = npt.NDArray[Any]
 
 
 def run_onnx(folder: str | Path, inputs: Mapping[str, Tensor | Array]) -> dict[str, Array]:
@@ -76,21 +70,6 @@ def run_whole(path: Path, inputs: Mapping[str, Array], outputs: Mapping[str, str
     return dict(zip(outputs, session.run(list(outputs.values()), dict(inputs)), strict=True))
 
 
-def open_session(path: Path, what: str) -> InferenceSession:
-    """Raises ExportError if onnxruntime cannot load the file, in its own words."""
-    runtime = require("onnxruntime")
-    options = runtime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = torch.get_num_threads()
-    try:
-        return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's own classes derive from Exception directly
-        raise ExportError(
-            f"onnxruntime cannot run {what}: {first_line(error)}; if it lacks an operator for this "
-            "type, convert the model first (model.float())"
-        ) from error
-
-
 def run_modules(
     programs: Sequence[StageProgram], modules: Sequence[nn.Module], inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
@@ -129,31 +108,3 @@ def in_mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
                 buffer.copy_(before)
         for part, mode in modes:
             part.training = mode
-
-
-def to_array(name: str, value: Tensor | Array) -> Array:
-    if not isinstance(value, Tensor):
-        return np.asarray(value)
-    if value.dtype is torch.bfloat16:
-        raise ExportError(
-            f"{name} is bfloat16, which cannot be given to onnxruntime as an array; convert the model first "
-            "(model.float() or model.half())"
-        )
-    array: Array = value.detach().cpu().numpy()
-    return array
-
-
-def require(name: str) -> Any:
-    """A module of the optional extra."""
-    try:
-        return __import__(name)
-    except ImportError as error:
-        raise ExportError(f"{name} is not installed; try: pip install pd2bw-fx[onnx]") from error
-
-
-def first_line(error: BaseException) -> str:
-    """The root cause in one line: exporters wrap an error in pages of advice."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

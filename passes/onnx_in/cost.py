@@ -1,0 +1,134 @@
+"""What each node costs: arithmetic and bytes over the device's rates, or onnxruntime's own clock."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+
+from pd2bw_fx.cluster import Device
+from pd2bw_fx.costs import Costs, OperatorCost
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.onnx_model import OnnxModel
+from pd2bw_fx.onnx_session import open_session
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_LAUNCH_S = 5e-6  # what calling any operator costs
+_RUNS = 5  # timed, after one that is not
+
+
+def onnx_costs(
+    model: OnnxModel, *, device: Device, method: Literal["analytic", "measured"] = "analytic"
+) -> Costs:
+    """The seconds of each operator's forward on the first example; there is no backward.
+
+    "measured": the median of five runs of onnxruntime's profiler on this machine, its graph not optimised.
+    """
+    if method not in ("analytic", "measured"):
+        raise InputError(f"costs are {method!r}; 'analytic' or 'measured' was expected")
+    seconds = _measured_s(model) if method == "measured" else _estimated_s(model, device)
+    operators = {}
+    for name, operator in model.graph.operators.items():
+        output_bytes = sum(spec.num_bytes for spec in operator.outputs)
+        # An element is memory that its node has made.
+        working_bytes = 0 if operator.target == "operator.getitem" else output_bytes
+        operators[name] = OperatorCost(
+            seconds.get(model.node_of.get(name, ""), 0.0), 0.0, output_bytes, 0, working_bytes
+        )
+    shapes = [spec.example_shape for spec in model.graph.inputs.values() if spec.example_shape]
+    return Costs(
+        operators=operators,
+        device="this machine, onnxruntime" if method == "measured" else device.name,
+        microbatch_size=shapes[0][0] if shapes else None,
+        origin=method,
+        note="inference: there is no backward",
+    )
+
+
+def _estimated_s(model: OnnxModel, device: Device) -> dict[str, float]:
+    graph = model.graph
+    nodes = {node.name or "": node for node in model.ir.graph}
+    seconds = {}
+    for name, node_name in model.node_of.items():
+        operator = graph.operators[name]
+        num_bytes = sum(spec.num_bytes for spec in operator.outputs)
+        num_bytes += sum(_value_bytes(graph, value) for value in operator.reads)
+        # Looking up rows leaves the rest of the table unread.
+        if not operator.target.endswith(".Gather"):
+            num_bytes += sum(graph.parameters[value].spec.num_bytes for value in operator.parameters)
+        flops = _flops(nodes[node_name], model)
+        seconds[node_name] = _LAUNCH_S + max(
+            flops / device.flops_per_s, num_bytes / device.memory_bytes_per_s
+        )
+    return seconds
+
+
+def _value_bytes(graph: OperatorGraph, value: str) -> int:
+    if value in graph.inputs:
+        return graph.inputs[value].num_bytes
+    return sum(spec.num_bytes for spec in graph.operators[value].outputs)
+
+
+def _flops(node: ir.Node, model: OnnxModel) -> int:
+    """Two for each multiplication and addition of matrix products and convolutions; the rest is traffic."""
+    operands = [None if value is None else _shape(value.name or "", model.graph) for value in node.inputs]
+    made = _shape(node.outputs[0].name or "", model.graph)
+    if made is None or any(shape is None for shape in operands[:2]):
+        return 0
+    first, second = operands[0] or (), (operands[1] if len(operands) > 1 else None) or ()
+    kind = node.op_type
+    if kind in ("MatMul", "MatMulInteger", "QLinearMatMul") and first:
+        return 2 * math.prod(made) * first[-1]
+    if kind == "Gemm" and len(first) == 2:
+        transposed = node.attributes.get_int("transA", 0)
+        return 2 * math.prod(made) * first[0 if transposed else 1]
+    if kind in ("Conv", "ConvInteger"):
+        return 2 * math.prod(made) * math.prod(second[1:])
+    if kind == "ConvTranspose":
+        return 2 * math.prod(first) * math.prod(second[1:])
+    if kind in ("LSTM", "GRU", "RNN") and len(first) == 3 and len(operands) > 2:
+        return 2 * first[0] * first[1] * (math.prod(second) + math.prod(operands[2] or ()))
+    if kind == "Attention" and len(first) == 4 and len(second) == 4:
+        return 2 * math.prod(first[:-1]) * second[-2] * (first[-1] + made[-1])
+    return 0
+
+
+def _shape(value: str, graph: OperatorGraph) -> tuple[int, ...] | None:
+    for specs in (
+        graph.inputs,
+        {name: held.spec for name, held in graph.parameters.items() if name == value},
+    ):
+        if value in specs:
+            return specs[value].example_shape
+    operator = graph.operators.get(value)
+    return operator.outputs[0].example_shape if operator is not None and operator.outputs else None
+
+
+def _measured_s(model: OnnxModel) -> dict[str, float]:
+    import onnx_ir as ir
+
+    inputs = dict(model.examples[0])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "whole.onnx"
+        ir.save(model.ir.clone(), path, external_data="whole.onnx.data")
+        session = open_session(path, "the model", optimise=False, profile=Path(folder) / "profile")
+        for _ in range(1 + _RUNS):
+            session.run(None, inputs)
+        events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text())
+    spent_us: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        # "name_kernel_time" is the node's own work; a subgraph's nodes are within the node that holds it.
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            spent_us[event["name"].removesuffix("_kernel_time")].append(float(event["dur"]))
+    return {
+        node.name or "": median(spent_us[node.name or ""][1:]) * 1e-6
+        for node in model.ir.graph
+        if len(spent_us[node.name or ""]) > 1
+    }

@@ -1,0 +1,89 @@
+"""The file as a graph that can be cut: functions inlined, constants as initialisers, everything named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.onnx_session import first_line, require
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def load_onnx(path: Path) -> ir.Model:
+    """The model with its weights left in their files until they are needed.
+
+    Raises InputError for a file that is not there or no ONNX model.
+    """
+    for needed in ("onnx", "onnx_ir", "onnxruntime"):
+        require(needed)
+    import onnx_ir as ir
+    from onnx_ir import passes
+    from onnx_ir.passes import common
+
+    if not path.is_file():
+        raise InputError(f"{path} is no file; give the path of an ONNX model")
+    try:
+        model = ir.load(path)
+    except Exception as error:  # protobuf's and the reader's errors have no common class
+        raise InputError(f"{path} is no ONNX model that can be read: {first_line(error)}") from error
+    passes.Sequential(
+        common.InlinePass(),
+        common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
+        common.RemoveInitializersFromInputsPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.RemoveUnusedNodesPass(),
+        common.NameFixPass(),
+    )(model)
+    _name_nodes(model)
+    return model
+
+
+def _name_nodes(model: ir.Model) -> None:
+    """No two nodes of one name, and none named like a value: operators are found by either."""
+    taken = {value.name for node in model.graph for value in node.outputs}
+    taken |= {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    for number, node in enumerate(model.graph):
+        wanted = name = node.name or f"{node.op_type}_{number}"
+        count = 1
+        while name in taken:
+            count += 1
+            name = f"{wanted}_{count}"
+        node.name = name
+        taken.add(name)
+
+
+def subgraphs(node: ir.Node) -> list[ir.Graph]:
+    """The branches and bodies of an If, Loop or Scan."""
+    import onnx_ir as ir
+
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            found.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            found.extend(attribute.as_graphs())
+    return found
+
+
+def reads(node: ir.Node) -> list[ir.Value]:
+    """What a node takes from around it: its operands, and what its subgraphs use of the graph outside."""
+    inside: set[int] = set()
+    found: dict[int, ir.Value] = {}
+    for value in _used(node, inside):
+        if id(value) not in inside:
+            found[id(value)] = value
+    return list(found.values())
+
+
+def _used(node: ir.Node, inside: set[int]) -> Iterator[ir.Value]:
+    yield from (value for value in node.inputs if value is not None)
+    for graph in subgraphs(node):
+        inside |= {id(value) for value in (*graph.inputs, *graph.initializers.values())}
+        for child in graph:
+            inside |= {id(value) for value in child.outputs}
+            yield from _used(child, inside)
+        yield from graph.outputs

@@ -1,0 +1,74 @@
+"""onnxruntime as we use it: sessions that keep quiet, arrays from tensors, and what to say if it is missing.
+
+It is an optional extra, imported when it is first needed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pd2bw_fx.errors import ExportError
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
+
+Array = npt.NDArray[Any]
+
+
+def open_session(
+    path: Path, what: str, *, optimise: bool = True, profile: Path | None = None
+) -> InferenceSession:
+    """A session on the CPU with torch's number of threads. `optimise=False` runs the graph node by node as
+    it stands; `profile` is how the name of the file begins that `end_profiling` writes.
+
+    Raises ExportError if onnxruntime cannot load the file, in its own words.
+    """
+    runtime = require("onnxruntime")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = torch.get_num_threads()
+    if not optimise:
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
+    try:
+        return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's own classes derive from Exception directly
+        raise ExportError(
+            f"onnxruntime cannot run {what}: {first_line(error)}; if it lacks an operator for this "
+            "type, convert the model first (model.float())"
+        ) from error
+
+
+def to_array(name: str, value: Tensor | Array) -> Array:
+    if not isinstance(value, Tensor):
+        return np.asarray(value)
+    if value.dtype is torch.bfloat16:
+        raise ExportError(
+            f"{name} is bfloat16, which cannot be given to onnxruntime as an array; convert the model first "
+            "(model.float() or model.half())"
+        )
+    array: Array = value.detach().cpu().numpy()
+    return array
+
+
+def require(name: str) -> Any:
+    """A module of the optional extra."""
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise ExportError(f"{name} is not installed; try: pip install pd2bw-fx[onnx]") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The root cause in one line: exporters wrap an error in pages of advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
