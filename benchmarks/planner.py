@@ -3,8 +3,9 @@
     python benchmarks/planner.py            # eight workloads, accelerators only and with the CPU
     python benchmarks/planner.py --solver cbc
 
-Exits with 1 where an optimum is missed, not proven to 1e-5, or took more than a second. Reference seconds are
-those of the paper's dynamic program on a 2-core machine.
+Exits with 1 where an optimum is missed, not proven to 1e-5, or took more than a second (a twentieth of the
+reference where that is over a second). Reference seconds are those of the paper's dynamic program on a 2-core
+machine.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pd2bw_fx.workload import read_workload
 FOLDER = Path(__file__).parent / "workloads"
 MAX_GAP = 1e-5
 MAX_SECONDS = 1.0
+SHARE_OF_REFERENCE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class Reference:
     with_cpu: float
     accelerators_only: float
     seconds: float
+
+    @property
+    def allowed_s(self) -> float:
+        return SHARE_OF_REFERENCE * self.seconds if self.seconds > MAX_SECONDS else MAX_SECONDS
 
 
 REFERENCES = (
@@ -64,9 +70,11 @@ def main() -> int:
         workload = read_workload(FOLDER / f"{reference.name}.json")
         for only in (True, False):
             published = reference.accelerators_only if only else reference.with_cpu
-            found = plan_workload(workload, accelerators_only=only, max_gap=MAX_GAP, solver=options.solver)
-            right = agrees(found.objective, published) and found.gap <= MAX_GAP * 1.001
-            good = right and found.planning_s <= MAX_SECONDS
+            found = plan_workload(
+                workload, accelerators_only=only, max_gap=MAX_GAP / 2, solver=options.solver
+            )
+            right = agrees(found.objective, published) and found.gap <= MAX_GAP
+            good = right and found.planning_s <= reference.allowed_s
             missed += not good
             table.add_row(
                 reference.name,

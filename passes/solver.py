@@ -6,7 +6,10 @@ is read from the solver's own status where it can be (HiGHS), else from PuLP's `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,6 +22,7 @@ from pd2bw_fx.errors import SolverError
 
 Variable = Any
 _TOLERANCE = 1e-6
+_WAIT_S = 1.0
 # Two to nine times faster on programs without a solution: no heuristics, no restarts.
 _REFUTING = {
     "mip_heuristic_effort": 0.0,
@@ -78,11 +82,17 @@ class IntegerProgram:
         self._objective = list(terms)
 
     def solve(
-        self, *, solver: str = "highs", time_limit_s: float | None = None, refuting: bool = False
+        self,
+        *,
+        solver: str = "highs",
+        time_limit_s: float | None = None,
+        refuting: bool = False,
+        on_wait: Callable[[], None] | None = None,
     ) -> Outcome:
         """Run a solver on one thread, so that the same program gives the same answer.
 
         `refuting`: there is most likely no solution, so do not spend time on looking for one by guesses.
+        `on_wait` is called every second while HiGHS runs. A KeyboardInterrupt stops HiGHS and is raised on.
         Raises SolverError where PuLP does not know the solver, it is not installed, or it fails.
         """
         self._problem.setObjective(pulp.LpAffineExpression(self._objective))
@@ -92,6 +102,7 @@ class IntegerProgram:
         if not isinstance(engine, _Highs):
             return _pulp_outcome(self._problem, self._run(engine))
         engine.rows = self._rows
+        engine.on_wait = on_wait
         if refuting:
             engine.optionsDict.update(_REFUTING)
         values = self._run(engine)
@@ -137,6 +148,37 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
     """HiGHS with the whole program passed at once: row by row costs more than solving most of ours."""
 
     rows: Sequence[Any] = ()
+    on_wait: Callable[[], None] | None = None
+
+    def callSolver(self, lp: Any) -> None:
+        """Run, and listen: HiGHS calls back between its steps, where Python would hear of nothing."""
+        model = lp.solverModel
+        is_stopped, told_s = False, time.perf_counter()
+
+        def stop(*_: Any) -> None:
+            nonlocal is_stopped
+            is_stopped = True
+
+        def listen(event: Any) -> None:
+            nonlocal told_s
+            if is_stopped:
+                event.interrupt()
+            elif self.on_wait is not None and time.perf_counter() - told_s > _WAIT_S:
+                told_s = time.perf_counter()
+                self.on_wait()
+
+        model.cbMipInterrupt += listen
+        model.cbSimplexInterrupt += listen
+        # An exception must not cross HiGHS; only the main thread gets signals, and may change what they do.
+        listens = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, stop) if listens else None
+        try:
+            model.run()
+        finally:
+            if listens:
+                signal.signal(signal.SIGINT, before)
+        if is_stopped:
+            raise KeyboardInterrupt
 
     def buildSolverModel(self, lp: Any) -> None:
         variables = lp.variables()

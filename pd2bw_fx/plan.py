@@ -9,8 +9,26 @@ from typing import Any, Self
 
 from pd2bw_fx.costs import StageMemory
 from pd2bw_fx.errors import PlanMismatchError
+from pd2bw_fx.units import format_seconds
 
 SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a search stands: its best plan so far, and what is proven about all others."""
+
+    incumbent_s: float
+    bound_s: float
+    elapsed_s: float
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1.0 - self.bound_s / self.incumbent_s) if self.incumbent_s > 0 else 0.0
+
+    def __str__(self) -> str:
+        found, bound = format_seconds(self.incumbent_s), format_seconds(self.bound_s)
+        return f"{self.elapsed_s:.1f} s: bottleneck {found}, bound {bound}, gap {self.gap:.2%}"
 
 
 @dataclass(frozen=True, slots=True)

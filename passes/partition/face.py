@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Literal
 
 from pd2bw_fx.cluster import Cluster
@@ -11,7 +12,7 @@ from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.solver import check_solver
-from pd2bw_fx.plan import Plan
+from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 
 from .constrain import constrain
@@ -37,6 +38,7 @@ def partition(
     overlap: bool = False,
     recompute: bool | Literal["auto"] = False,
     constraints: Constraints | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """The plan whose slowest stage is fastest, among those that fit in every device's memory.
 
@@ -49,7 +51,7 @@ def partition(
     `constraints`: what is pinned, kept whole or capped; the plan is the best of those that keep to them.
     `max_gap`: the plan is proven to be within this share of the optimum (a millionth at best, which is what
     solvers keep to), unless `time_limit_s` ends the search before that; then the plan is the best so far and
-    `plan.gap` says what is proven.
+    `plan.gap` says what is proven. Ctrl-C ends it in the same way. `progress` is told of every step.
 
     Raises InputError for a problem or an argument that makes no sense, InfeasibleError where no assignment
     fits in memory, SolverError where the solver is missing or time ran out before the first plan.
@@ -76,7 +78,7 @@ def partition(
         pins=constrained.pins,
     )
     choices = Choices(len(orders), lambda choice: reader.instance(orders[choice]))
-    found = search(choices, solver=solver, max_gap=max_gap, deadline=deadline)
+    found = search(choices, solver=solver, max_gap=max_gap, deadline=deadline, report=progress)
     if found is None:
         raise infeasible_error(problem, cluster, choices, orders, solver=solver)
     return plan_of(

@@ -7,13 +7,16 @@ is its nodes' time alone. Contiguity is asked of the forward graph, and nodes of
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 import numpy as np
 
 from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.plan import Progress
 from pd2bw_fx.workload import Workload
 
 from .instance import Instance, Net
@@ -37,17 +40,35 @@ class Placement:
     def gap(self) -> float:
         return max(0.0, 1.0 - self.bound / self.objective) if self.objective > 0 else 0.0
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "objective": self.objective,
+            "bound": self.bound,
+            "gap": self.gap,
+            "assignment": {str(node): device for node, device in sorted(self.assignment.items())},
+            "planning_s": self.planning_s,
+            "solver": self.solver,
+        }
+
+    def __str__(self) -> str:
+        sizes = Counter(self.assignment.values())
+        lines = [f"objective {self.objective:.6f}, bound {self.bound:.6f}, gap {self.gap:.1e}"]
+        lines += [f"  {device}: {count} nodes" for device, count in sorted(sizes.items())]
+        return "\n".join(lines)
+
 
 def plan_workload(
     workload: Workload,
     *,
     accelerators_only: bool = False,
     solver: str = "highs",
-    max_gap: float = 1e-5,
+    max_gap: float = 5e-6,
     time_limit_s: float = 60.0,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Placement:
     """The contiguous placement with the least largest load, proven to within `max_gap`.
 
+    `progress` is told of every step, in the workload's own unit. Ctrl-C returns the best so far.
     Raises InputError where there is no device, InfeasibleError where the nodes do not fit on the
     accelerators, SolverError where time ran out before the first placement.
     """
@@ -58,7 +79,7 @@ def plan_workload(
     groups = _groups(workload)
     orders = list(_device_orders(workload.num_accelerators, num_cpus))
     choices = Choices(len(orders), lambda choice: _instance(workload, groups, orders[choice]))
-    found = search(choices, solver=solver, max_gap=max_gap, deadline=Deadline(time_limit_s))
+    found = search(choices, solver=solver, max_gap=max_gap, deadline=Deadline(time_limit_s), report=progress)
     if found is None:
         raise InfeasibleError(
             f"the {sum(node.num_bytes for node in workload.nodes):.0f} bytes of {len(workload.nodes)} nodes "

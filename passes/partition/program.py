@@ -10,6 +10,7 @@ falls along edges. Everything else is continuous and follows from y:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,14 +76,21 @@ class FeasibilityProgram:
         self._limits()
 
     def solve(
-        self, *, solver: str, time_limit_s: float | None, refuting: bool = False
+        self,
+        *,
+        solver: str,
+        time_limit_s: float | None,
+        refuting: bool = False,
+        on_wait: Callable[[], None] | None = None,
     ) -> tuple[Status, Integers | None]:
         """The solver's status, and the stage of every node where it found an assignment."""
         if self._contradicts_itself:
             return Status.INFEASIBLE, None
         if not self._early and self._excess is None:
             return self._only_choice()
-        outcome = self.program.solve(solver=solver, time_limit_s=time_limit_s, refuting=refuting)
+        outcome = self.program.solve(
+            solver=solver, time_limit_s=time_limit_s, refuting=refuting, on_wait=on_wait
+        )
         return outcome.status, self._assignment(outcome) if outcome.has_solution else None
 
     def _only_choice(self) -> tuple[Status, Integers | None]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from pd2bw_fx.errors import SolverError
 from pd2bw_fx.passes.solver import Status
+from pd2bw_fx.plan import Progress
 
 from .instance import Instance, Integers, evaluate, respects_edges
 from .intervals import best_cut, rough_cut
@@ -72,19 +73,32 @@ class Choices:
         return instance
 
 
-def search(choices: Choices, *, solver: str, max_gap: float, deadline: Deadline) -> Found | None:
+def search(
+    choices: Choices,
+    *,
+    solver: str,
+    max_gap: float,
+    deadline: Deadline,
+    report: Callable[[Progress], None] | None = None,
+) -> Found | None:
     """The fastest assignment over all choices, proven to `max_gap` unless the time runs out.
+
+    `report` hears of every step, and every second of a long one. Ctrl-C ends the search as the deadline does.
 
     None where it is proven that no assignment of any choice fits in memory. Raises SolverError where the time
     ran out before the first assignment was found.
     """
-    state = _State(choices, solver=solver, deadline=deadline)
-    state.first_assignments()
-    finest = max(max_gap, _TOLERANCE)
-    is_small = choices[0].num_nodes * choices[0].num_stages <= _SMALL
-    for gap in (finest,) if is_small or finest >= _COARSE_GAP else (_COARSE_GAP, finest):
-        for choice in state.most_promising_first():
-            state.refute_or_improve(choice, gap)
+    state = _State(choices, solver=solver, deadline=deadline, report=report)
+    try:
+        state.first_assignments()
+        finest = max(max_gap, _TOLERANCE)
+        is_small = choices[0].num_nodes * choices[0].num_stages <= _SMALL
+        for gap in (finest,) if is_small or finest >= _COARSE_GAP else (_COARSE_GAP, finest):
+            for choice in state.most_promising_first():
+                state.refute_or_improve(choice, gap)
+    except KeyboardInterrupt:
+        if state.stage_of is None:
+            raise
     if state.stage_of is None:
         if state.bound_s() < np.inf:
             raise SolverError("the time limit passed before any plan was found; raise time_limit_s")
@@ -95,8 +109,17 @@ def search(choices: Choices, *, solver: str, max_gap: float, deadline: Deadline)
 class _State:
     """The incumbent, and for each choice the largest target that is known to be out of its reach."""
 
-    def __init__(self, choices: Choices, *, solver: str, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        choices: Choices,
+        *,
+        solver: str,
+        deadline: Deadline,
+        report: Callable[[Progress], None] | None,
+    ) -> None:
         self.choices = choices
+        self.report = report
+        self.started_s = time.perf_counter()
         self.solver = solver
         self.deadline = deadline
         self.reach = Reach(choices[0].num_nodes, choices[0].edges)
@@ -112,6 +135,11 @@ class _State:
         """No assignment of any choice is faster."""
         bound_s = max(float(self.refuted_s.min()), self.floor_s)
         return min(bound_s, float(self.bottleneck_s))
+
+    def tell(self) -> None:
+        if self.report is not None and self.stage_of is not None:
+            elapsed_s = time.perf_counter() - self.started_s
+            self.report(Progress(float(self.bottleneck_s), max(0.0, self.bound_s()), elapsed_s))
 
     def most_promising_first(self) -> list[int]:
         return [int(choice) for choice in np.argsort(self.seen_s, kind="stable")]
@@ -149,6 +177,7 @@ class _State:
         self.seen_s[choice] = min(self.seen_s[choice], loads.bottleneck_s)
         if loads.bottleneck_s < self.bottleneck_s:
             self.bottleneck_s, self.choice, self.stage_of = loads.bottleneck_s, choice, stage_of
+            self.tell()
 
     def refute_or_improve(self, choice: int, gap: float) -> None:
         """Until this choice has nothing that is faster than the incumbent by `gap`, or the time is up."""
@@ -159,6 +188,7 @@ class _State:
             status, stage_of = self._ask(self.choices[choice], target_s)
             if status is Status.INFEASIBLE:
                 self.refuted_s[choice] = target_s
+                self.tell()
                 return
             if stage_of is None:
                 return
@@ -176,6 +206,7 @@ class _State:
                 solver=self.solver,
                 time_limit_s=self.deadline.left_s,
                 refuting=self.stage_of is not None,
+                on_wait=self.tell,
             )
             if stage_of is None:
                 return status, None
