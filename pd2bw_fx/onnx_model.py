@@ -31,3 +31,14 @@ class OnnxModel:
     results: tuple[Mapping[str, Array], ...]
     node_of: Mapping[str, str]
     ir: ir.Model = field(compare=False, repr=False)
+
+
+def subgraphs(node: ir.Node) -> list[ir.Graph]:
+    """The branches and bodies of an If, Loop or Scan."""
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type.name == "GRAPH":
+            found.append(attribute.as_graph())
+        elif attribute.type.name == "GRAPHS":
+            found.extend(attribute.as_graphs())
+    return found

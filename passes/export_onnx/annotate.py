@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd2bw_fx.errors import ExportError
+from pd2bw_fx.onnx_model import subgraphs
 from pd2bw_fx.onnx_session import require
 
-from .merge import subgraphs
 from .origin import STAGE
 
 if TYPE_CHECKING:

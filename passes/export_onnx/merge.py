@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.files import read_manifest
+from pd2bw_fx.onnx_model import subgraphs
 from pd2bw_fx.onnx_session import first_line, require
 
 from .origin import STAGE
@@ -172,19 +173,6 @@ def _rename(node: ir.Node, stage: int, own: set[int], taken: set[str]) -> None:
             taken.add(value.name or "")
         for child in inner:
             _rename(child, stage, own, taken)
-
-
-def subgraphs(node: ir.Node) -> list[ir.Graph]:
-    """The branches and bodies of an If, Loop or Scan."""
-    import onnx_ir as ir
-
-    found: list[ir.Graph] = []
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            found.append(attribute.as_graph())
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            found.extend(attribute.as_graphs())
-    return found
 
 
 def _outputs(

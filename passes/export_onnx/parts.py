@@ -11,12 +11,12 @@ import numpy as np
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.files import whole_folder, write_manifest
 from pd2bw_fx.graph import TensorSpec, dtype_name
-from pd2bw_fx.onnx_model import OnnxModel
+from pd2bw_fx.onnx_model import OnnxModel, subgraphs
 from pd2bw_fx.onnx_session import Array, require
 from pd2bw_fx.plan import Plan
 
 from .check import compare_arrays, largest
-from .merge import EXTERNAL_ABOVE_BYTES, save, subgraphs
+from .merge import EXTERNAL_ABOVE_BYTES, save
 from .run import KIND, SCHEMA, run_files
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.onnx_model import subgraphs
 from pd2bw_fx.onnx_session import first_line, require
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ def load_onnx(path: Path) -> ir.Model:
     try:
         model = ir.load(path)
     except Exception as error:  # protobuf's and the reader's errors have no common class
-        raise InputError(f"{path} is no ONNX model that can be read: {first_line(error)}") from error
+        raise InputError(f"{path} is no valid ONNX model: {first_line(error)}") from error
+    _check_reads(model, path)
     passes.Sequential(
         common.InlinePass(),
         common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
@@ -40,6 +42,17 @@ def load_onnx(path: Path) -> ir.Model:
     )(model)
     _name_nodes(model)
     return model
+
+
+def _check_reads(model: ir.Model, path: Path) -> None:
+    known = {id(value) for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    for node in model.graph:
+        for value in reads(node):
+            if id(value) not in known and value.producer() is None:
+                raise InputError(
+                    f"{path} is no valid ONNX model: a {node.op_type} reads {value.name!r}, which is "
+                    "no input, no initialiser, and made by no node"
+                )
 
 
 def _name_nodes(model: ir.Model) -> None:
@@ -54,19 +67,6 @@ def _name_nodes(model: ir.Model) -> None:
             name = f"{wanted}_{count}"
         node.name = name
         taken.add(name)
-
-
-def subgraphs(node: ir.Node) -> list[ir.Graph]:
-    """The branches and bodies of an If, Loop or Scan."""
-    import onnx_ir as ir
-
-    found: list[ir.Graph] = []
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            found.append(attribute.as_graph())
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            found.extend(attribute.as_graphs())
-    return found
 
 
 def reads(node: ir.Node) -> list[ir.Value]:

@@ -10,10 +10,10 @@ import torch
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ModelOutput, Operator, OperatorGraph, ParameterSpec, TensorSpec
-from pd2bw_fx.onnx_model import OnnxModel
+from pd2bw_fx.onnx_model import OnnxModel, subgraphs
 from pd2bw_fx.onnx_session import Array
 
-from .load import load_onnx, reads, subgraphs
+from .load import load_onnx, reads
 from .trial import made_up_examples, run_every_node, specs_of
 
 if TYPE_CHECKING:

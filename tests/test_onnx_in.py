@@ -1,0 +1,275 @@
+"""ONNX files split into ONNX stages: what comes out is what onnxruntime says of the whole file."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import parser
+
+from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.errors import ExportError, InputError
+from pd2bw_fx.onnx_pipeline import OnnxPipeline
+from pd2bw_fx.passes.export_onnx import merge_onnx
+from pd2bw_fx.passes.onnx_in import onnx_costs, read_onnx
+from pd2bw_fx.passes.split_onnx import split_onnx
+
+# Sending costs next to nothing, so that small graphs are cut evenly.
+FAST = {"bytes_per_s": 1e12, "latency_s": 1e-9, "memory_bytes": "1 GiB"}
+
+HEADER = '<ir_version: 10, opset_import: ["" : 20]>\n'
+
+CHAIN = (
+    HEADER
+    + """chain (float[batch, 4] x) => (float[batch, 4] y, float[batch, 2] z)
+<float[4, 4] w, float[4, 4] v> {
+    a = MatMul(x, w)
+    b = Relu(a)
+    c = MatMul(b, w)
+    left, right = Split<axis = 1, num_outputs = 2>(c)
+    z = Neg(left)
+    joined = Concat<axis = 1>(right, left)
+    d = MatMul(joined, v)
+    y = MatMul(d, w)
+}"""
+)
+
+BRANCHES = (
+    HEADER
+    + """branches (float[batch, 4] x, bool flag, int64 times) => (float[batch, 4] y)
+<float[4, 4] w, float[4, 4] v> {
+    a = MatMul(x, w)
+    b = Tanh(a)
+    chosen = If (flag) <
+        then_branch = yes () => (float[batch, 4] t) { p = MatMul(a, v)  t = Add(p, b) },
+        else_branch = no () => (float[batch, 4] e) { q = MatMul(b, w)  e = Sub(q, a) }
+    >
+    d = MatMul(chosen, w)
+    always = Constant <value = bool {1}> ()
+    y = Loop (times, always, d) <
+        body = body (int64 i, bool on, float[batch, 4] state) => (bool still, float[batch, 4] next) {
+            still = Identity(on)
+            r = MatMul(state, v)
+            s = Add(r, b)
+            next = Tanh(s)
+        }
+    >
+}"""
+)
+
+
+def written(text: str, path: Path, *, external: bool = False) -> Path:
+    """The text as a file, with weights drawn for its initialisers."""
+    model = parser.parse_model(text)
+    draw = np.random.default_rng(0)
+    for value in model.graph.value_info:  # what stands in <> without a value
+        shape = [size.dim_value for size in value.type.tensor_type.shape.dim]
+        array = draw.standard_normal(shape).astype(np.float32) * 0.5
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
+    del model.graph.value_info[:]
+    onnx.save(model, path, save_as_external_data=external, size_threshold=0, location=f"{path.stem}.weights")
+    return path
+
+
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def whole(path: Path, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, inputs), strict=True))
+
+
+def assert_same(pipe: OnnxPipeline, path: Path, inputs: dict[str, np.ndarray]) -> None:
+    expected, found = whole(path, inputs), pipe.run(inputs)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    return written(CHAIN, tmp_path / "chain.onnx")
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_the_stages_give_what_the_whole_file_gives_at_sizes_not_seen_before(
+    chain: Path, tmp_path: Path, num_stages: int
+) -> None:
+    pipe = split_onnx(chain, tmp_path / "out", cluster=Cluster.uniform(num_stages, **FAST))
+
+    assert len(pipe.manifest["stages"]) == num_stages
+    assert pipe.manifest["batch_sizes_checked"] == [2, 3]
+    for size in (1, 7):
+        assert_same(pipe, chain, {"x": draw(size, 4)})
+    onnx.checker.check_model(pipe.merge(), full_check=True)
+
+
+def test_an_initialiser_that_two_stages_read_is_in_both_and_once_in_the_merged_model(
+    chain: Path, tmp_path: Path
+) -> None:
+    pipe = split_onnx(chain, tmp_path / "out", cluster=Cluster.uniform(2, **FAST))
+
+    first, second = pipe.manifest["stages"]
+    assert first["parameters"] == ["w"]
+    assert second["parameters"] == ["v", "w"]
+    assert [stage.memory.weight_bytes for stage in pipe.plan.stages] == [64, 128]
+    assert sorted(t.name for t in merge_onnx(tmp_path / "out").graph.initializer) == ["v", "w"]
+
+
+def test_of_a_node_with_several_outputs_only_those_that_are_read_are_sent(chain: Path) -> None:
+    model = read_onnx(chain)
+
+    assert model.graph.operators["left"].target == "operator.getitem"
+    assert model.graph.operators["left"].outputs[0].shape == ("batch", 2)
+    assert model.graph.operators["joined"].reads == ("right", "left")
+
+
+def test_control_flow_receives_what_its_branches_read_of_the_graph_around(tmp_path: Path) -> None:
+    path = written(BRANCHES, tmp_path / "branches.onnx")
+    examples = [{"x": draw(size, 4), "flag": np.array(size == 2), "times": np.array(3)} for size in (2, 3)]
+
+    pipe = split_onnx(path, tmp_path / "out", examples=examples, cluster=Cluster.uniform(4, **FAST))
+
+    operators = pipe.graph.operators
+    assert set(operators["chosen"].reads) == {"flag", "a", "b"}
+    assert set(operators["chosen"].parameters) == {"v", "w"}
+    assert set(operators["y"].reads) == {"times", "d", "b"}
+    assert any(entry["source"] is not None for stage in pipe.manifest["stages"] for entry in stage["inputs"])
+    for flag in (True, False):
+        for times in (0, 4):
+            assert_same(pipe, path, {"x": draw(5, 4), "flag": np.array(flag), "times": np.array(times)})
+    merged = pipe.merge(tmp_path / "merged.onnx")
+    onnx.checker.check_model(merged, full_check=True)
+    inputs = {"x": draw(5, 4), "flag": np.array(True), "times": np.array(2)}
+    np.testing.assert_allclose(
+        whole(tmp_path / "merged.onnx", inputs)["y"], whole(path, inputs)["y"], rtol=1e-5
+    )
+
+
+def test_weights_in_a_file_of_their_own_reach_their_stages(tmp_path: Path) -> None:
+    path = written(CHAIN, tmp_path / "chain.onnx", external=True)
+    assert (tmp_path / "chain.weights").stat().st_size == 128
+
+    pipe = split_onnx(path, tmp_path / "out", cluster=Cluster.uniform(3, **FAST))
+
+    expected = whole(path, {"x": draw(3, 4)})
+    (tmp_path / "chain.weights").unlink()  # the stages do not need it any more
+    np.testing.assert_allclose(pipe.run({"x": draw(3, 4)})["y"], expected["y"], rtol=1e-5)
+
+
+def test_what_reads_inputs_and_sizes_alone_is_made_where_it_is_read(tmp_path: Path) -> None:
+    text = (
+        HEADER
+        + """masked (float[batch, 4] x, int64[batch, 4] mask) => (float[batch, 4] y)
+    <float[4, 4] w, float[4, 4] v> {
+        m = Cast<to = 1>(mask)
+        a = MatMul(x, w)
+        b = Mul(a, m)
+        c = MatMul(b, v)
+        y = Mul(c, m)
+    }"""
+    )
+    path = written(text, tmp_path / "masked.onnx")
+
+    pipe = split_onnx(path, tmp_path / "out", cluster=Cluster.uniform(2, **FAST))
+
+    assert pipe.graph.operators["m"].is_replicable
+    assert "m" not in pipe.plan.stage_of
+    sources = [[entry["source"] for entry in stage["inputs"]] for stage in pipe.manifest["stages"]]
+    assert sources[1].count(0) == 1
+    assert_same(pipe, path, {"x": draw(3, 4), "mask": np.eye(3, 4, dtype=np.int64)})
+
+
+def test_sequences_never_cross_a_cut(tmp_path: Path) -> None:
+    text = (
+        HEADER
+        + """sequence (float[2, 4] x) => (float[2, 4] y)
+    <float[4, 4] w> {
+        a = MatMul(x, w)
+        b = MatMul(a, w)
+        pair = SequenceConstruct(a, b)
+        joined = ConcatFromSequence<axis = 0, new_axis = 1>(pair)
+        c = ReduceSum<keepdims = 0>(joined, axes)
+        y = MatMul(c, w)
+    }""".replace("<float[4, 4] w>", "<float[4, 4] w, int64[1] axes = {0}>")
+    )
+    path = written(text, tmp_path / "sequence.onnx")
+
+    pipe = split_onnx(path, tmp_path / "out", cluster=Cluster.uniform(4, **FAST))
+
+    assert pipe.plan.stage_of["pair"] == pipe.plan.stage_of["joined"]
+    assert_same(pipe, path, {"x": draw(2, 4)})
+
+
+def test_analytic_costs_count_two_operations_for_each_multiplication(tmp_path: Path) -> None:
+    text = (
+        HEADER
+        + """products (float[2, 64] x, float[1, 8, 10, 10] image) => (float[2, 32] y, float[1, 4, 8, 8] z)
+    <float[64, 32] w, float[4, 8, 3, 3] kernel> {
+        y = MatMul(x, w)
+        z = Conv(image, kernel)
+    }"""
+    )
+    model = read_onnx(written(text, tmp_path / "products.onnx"))
+    slow = Device("slow", 2**30, flops_per_s=1e6, memory_bytes_per_s=1e15)
+
+    costs = onnx_costs(model, device=slow)
+
+    assert costs.operators["y"].forward_s == pytest.approx(2 * 2 * 64 * 32 / 1e6, rel=1e-2)
+    assert costs.operators["z"].forward_s == pytest.approx(2 * 4 * 8 * 8 * 8 * 9 / 1e6, rel=1e-2)
+    assert costs.backward_s == 0
+
+
+def test_measured_costs_are_onnxruntimes_own_clock(tmp_path: Path) -> None:
+    text = (
+        HEADER
+        + """uneven (float[256, 512] x) => (float[256, 512] y)
+    <float[512, 512] w> { a = Neg(x)  b = MatMul(a, w)  y = Neg(b) }"""
+    )
+    model = read_onnx(written(text, tmp_path / "uneven.onnx"))
+
+    costs = onnx_costs(model, device=Device("cpu", 2**30), method="measured")
+
+    assert costs.origin == "measured"
+    assert all(cost.forward_s > 0 for cost in costs.operators.values())
+    assert costs.operators["b"].forward_s > 3 * costs.operators["a"].forward_s
+
+
+def test_a_file_of_one_size_is_split_at_that_size(tmp_path: Path) -> None:
+    path = written(CHAIN.replace("batch", "5"), tmp_path / "fixed.onnx")
+
+    pipe = split_onnx(path, tmp_path / "out", cluster=Cluster.uniform(2, **FAST))
+
+    assert pipe.manifest["batch_sizes_checked"] == [5]
+    assert pipe.manifest["inputs"][0]["shape"] == [5, 4]
+    assert_same(pipe, path, {"x": draw(5, 4)})
+
+
+def test_what_cannot_be_split_is_an_error_that_says_why_and_leaves_nothing(
+    chain: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text.onnx").write_text("no model")
+    narrow = written(
+        CHAIN.replace("a = MatMul(x, w)", "g = Add(x, v)\n    a = MatMul(g, w)"), tmp_path / "n.onnx"
+    )
+    lost = tmp_path / "lost.onnx"
+    onnx.save(parser.parse_model(CHAIN), lost)  # without its weights
+    out = tmp_path / "out"
+
+    with pytest.raises(InputError, match="a MatMul reads 'w', which is no input, no initialiser"):
+        split_onnx(lost, out, cluster=2)
+    with pytest.raises(InputError, match="is no file"):
+        split_onnx(tmp_path / "missing.onnx", out, cluster=2)
+    with pytest.raises(InputError, match="is no valid ONNX model"):
+        split_onnx(tmp_path / "text.onnx", out, cluster=2)
+    with pytest.raises(InputError, match="input 'tokens' is no input of the model; it takes x"):
+        split_onnx(chain, out, cluster=2, examples=[{"x": draw(2, 4), "tokens": draw(2, 4)}])
+    with pytest.raises(ExportError, match=r"fails in onnxruntime on inputs x \(2, 4\).*pass examples"):
+        split_onnx(narrow, out, cluster=2)  # takes a batch of 4 only, and does not say so
+    with pytest.raises(InputError, match="at most num_stages="):
+        split_onnx(chain, out, cluster=16)
+
+    assert not out.exists()
