@@ -65,12 +65,17 @@ def pipe(model: nn.Module) -> pd2bw_fx.Pipeline:
 
 
 def workers() -> list[str]:
-    listed = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-eo", "ppid,pid,args"], capture_output=True, text=True, check=True).stdout
     return [
         line
         for line in listed.splitlines()
         if "pd2bw_fx.runtime.worker" in line and line.split()[0] == str(os.getpid())
     ]
+
+
+def worker_processes() -> list[int]:
+    """In the order of ranks, which is the order in which they are started."""
+    return sorted(int(line.split()[1]) for line in workers())
 
 
 @pytest.fixture(autouse=True)
@@ -154,13 +159,7 @@ def test_a_worker_that_dies_ends_the_run_with_its_name(
     def batches() -> Iterator[Any]:
         for update, batch in enumerate(mlp_batches(model) * 20):
             if update == 4:
-                victim = subprocess.run(
-                    ["pgrep", "-P", str(os.getpid()), "-f", "runtime.worker"],
-                    capture_output=True,
-                    text=True,
-                    check=True,
-                ).stdout.split()[1]
-                os.kill(int(victim), end)
+                os.kill(worker_processes()[1], end)
             yield batch
 
     began = time.monotonic()
@@ -168,6 +167,20 @@ def test_a_worker_that_dies_ends_the_run_with_its_name(
         pipe.train_local(batches(), optimizer=sgd)
 
     assert time.monotonic() - began < 30
+
+
+def test_a_worker_that_is_stopped_is_noticed_in_seconds(model: nn.Module, pipe: pd2bw_fx.Pipeline) -> None:
+    began: list[float] = []
+
+    def stop_the_second(update: int, loss: float) -> None:
+        if update == 1:
+            os.kill(worker_processes()[1], signal.SIGSTOP)
+            began.append(time.monotonic())
+
+    with pytest.raises(pd2bw_fx.WorkerError, match=r"rank 1 \(stage 1.*no sign of life"):
+        pipe.train_local(mlp_batches(model) * 20, optimizer=sgd, on_update=stop_the_second)
+
+    assert time.monotonic() - began[0] < 15
 
 
 def test_a_worker_that_raises_gives_its_own_traceback(model: nn.Module, pipe: pd2bw_fx.Pipeline) -> None:

@@ -6,11 +6,14 @@ this process --(socket pair)-- worker 0        batches go out as they are asked 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,10 +28,22 @@ import torch
 from torch import Tensor
 
 from pd2bw_fx.errors import InputError, WorkerError
-from pd2bw_fx.runtime.engine import check_method
 from pd2bw_fx.runtime.job import Job, jobs
-from pd2bw_fx.runtime.messages import Batch, Done, Failed, Finish, Finished, Start, receive, send
+from pd2bw_fx.runtime.messages import (
+    BEAT_S,
+    SILENCE_S,
+    Alive,
+    Batch,
+    Done,
+    Failed,
+    Finish,
+    Finished,
+    Start,
+    encoded,
+    receive,
+)
 from pd2bw_fx.runtime.weights import OptimizerFactory
+from pd2bw_fx.runtime.world import check_method
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -102,14 +117,15 @@ class _Workers:
         self._finished: dict[int, Finished] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
+        self._outboxes: list[queue.SimpleQueue[bytes | None]] = []
+        self._last_heard: dict[int, float] = {}  # of those that have begun to work
         try:
             pickled = [_pickled(start) for start in starts]
             for start in starts:
                 self._start_process(start.num_threads)
             for rank, message in enumerate(pickled):
-                with self._watched(rank):
-                    send(self._connections[rank], sys.path)
-                    self._connections[rank].send_bytes(message)
+                self._send(rank, encoded(sys.path))
+                self._send(rank, message)
         except BaseException:
             self.end()
             raise
@@ -122,16 +138,14 @@ class _Workers:
         size = tuple((name, tuple(tensor.shape)) for name, tensor in pieces[0].items())
         for rank, job in enumerate(self.jobs):
             own = {p.value: flat[p.value].detach() for p in job.program.inputs if p.source is None}
-            with self._watched(rank):
-                send(self._connections[rank], Batch(own, size))
+            self._send(rank, encoded(Batch(own, size)))
         self._sent += 1
         while self._sent - min(self._done) >= _AHEAD:
             self._hear()
 
     def finish(self) -> TrainResult:
-        for rank, connection in enumerate(self._connections):
-            with self._watched(rank):
-                send(connection, Finish())
+        for rank in range(len(self.jobs)):
+            self._send(rank, encoded(Finish()))
         while len(self._finished) < len(self.jobs):
             self._hear()
         tensors = {
@@ -151,7 +165,8 @@ class _Workers:
                 process.kill()
         for process in self._processes:
             process.wait()
-        for connection in self._connections:
+        for outbox, connection in zip(self._outboxes, self._connections, strict=True):
+            outbox.put(None)
             connection.close()
 
     def _start_process(self, num_threads: int) -> None:
@@ -170,17 +185,41 @@ class _Workers:
                 )
             )
         self._connections.append(Connection(ours.detach()))
+        self._outboxes.append(queue.SimpleQueue())
+        arguments = (self._connections[-1], self._outboxes[-1])
+        threading.Thread(target=_write, args=arguments, daemon=True).start()
+
+    def _send(self, rank: int, message: bytes) -> None:
+        """Without waiting: a worker that stands still must not stop us from noticing."""
+        self._outboxes[rank].put(message)
 
     def _hear(self) -> None:
         """Take in at least one message; a worker's failure or death is raised."""
         waiting = [c for rank, c in enumerate(self._connections) if rank not in self._finished]
-        for connection in mp.wait(waiting):
+        heard = mp.wait(waiting, timeout=BEAT_S)
+        self._check_silence()
+        for connection in heard:
             assert isinstance(connection, Connection)
             rank = self._connections.index(connection)
-            with self._watched(rank):
-                self._take(rank, receive(connection))
+            try:
+                message = receive(connection)
+            except (EOFError, OSError):
+                raise self._reason({rank: None}) from None
+            self._last_heard[rank] = time.monotonic()
+            self._take(rank, message)
 
-    def _take(self, rank: int, message: Done | Finished | Failed) -> None:
+    def _check_silence(self) -> None:
+        for rank, heard in self._last_heard.items():
+            silence_s = time.monotonic() - heard
+            if rank not in self._finished and silence_s > SILENCE_S:
+                raise WorkerError(
+                    f"{self._who(rank)} has given no sign of life for {silence_s:.0f} s: it was stopped, or "
+                    "the machine has no memory or time for it"
+                )
+
+    def _take(self, rank: int, message: Alive | Done | Finished | Failed) -> None:
+        if isinstance(message, Alive):
+            return
         if isinstance(message, Failed):
             raise self._reason({rank: message})
         if isinstance(message, Finished):
@@ -191,12 +230,6 @@ class _Workers:
             self.losses.append(message.loss)
             if self._on_update is not None:
                 self._on_update(len(self.losses) - 1, message.loss)
-
-    def _watched(self, rank: int) -> _LostWorker:
-        return _LostWorker(self, rank)
-
-    def lost(self, rank: int) -> WorkerError:
-        return self._reason({rank: None})
 
     def _reason(self, failures: dict[int, Failed | None]) -> WorkerError:
         """The first cause. A worker whose peer died fails too, so wait a moment for what the others say."""
@@ -243,19 +276,11 @@ class _Workers:
         return f"was ended by {name}{hint}"
 
 
-class _LostWorker:
-    """A connection that ends is a worker that has died."""
-
-    def __init__(self, workers: _Workers, rank: int) -> None:
-        self._workers = workers
-        self._rank = rank
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, EOFError | BrokenPipeError | ConnectionResetError):
-            raise self._workers.lost(self._rank) from error
+def _write(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None:
+    """Hands messages to a worker until None comes, or the worker is gone, which the reader notices."""
+    with contextlib.suppress(OSError, ValueError):
+        while (message := outbox.get()) is not None:
+            connection.send_bytes(message)
 
 
 def _pickled(start: Start) -> bytes:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from pd2bw_fx.runtime.job import Job
 
+BEAT_S = 1.0
+SILENCE_S = 8.0  # of a worker that has begun to work: it hangs
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -39,6 +42,11 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """Sent every `BEAT_S`, whatever the worker is doing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """A step has been made. `loss` on the rank of the loss."""
 
@@ -63,7 +71,11 @@ class Failed:
 
 def send(connection: Connection, message: Any) -> None:
     """Plain pickle: a Connection's own `send` would hand tensors over as file descriptors."""
-    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    connection.send_bytes(encoded(message))
+
+
+def encoded(message: Any) -> bytes:
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def receive(connection: Connection) -> Any:

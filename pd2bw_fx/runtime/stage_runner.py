@@ -251,11 +251,8 @@ class StageRunner:
         """The forward that was run without keeping anything. Statistics have counted it already."""
         assert kept.random_state is not None
         module = self.weights.module(version)
-        before = [buffer.clone() for buffer in module.buffers()]
-        with kept.random_state.restored(), torch.enable_grad():
+        with kept.random_state.restored(), _other_buffers(module), torch.enable_grad():
             produced = self._run(module, kept)
-        for buffer, value in zip(module.buffers(), before, strict=True):
-            buffer.copy_(value)
         self._keep_roots(kept, produced)
 
     def _send_gradient(self, action: Action) -> None:
@@ -290,6 +287,20 @@ class _RandomState:
             if self.cuda is not None:
                 torch.cuda.set_rng_state(self.cuda, self.device)
             yield
+
+
+@contextlib.contextmanager
+def _other_buffers(module: nn.Module) -> Iterator[None]:
+    """The module with copies of its buffers, which it may write and autograd may keep."""
+    held = [(owner, dict(owner._buffers)) for owner in module.modules()]
+    copies = {id(b): b.clone() for _, buffers in held for b in buffers.values() if b is not None}
+    for owner, buffers in held:
+        owner._buffers.update({n: None if b is None else copies[id(b)] for n, b in buffers.items()})
+    try:
+        yield
+    finally:
+        for owner, buffers in held:
+            owner._buffers.update(buffers)
 
 
 def _grouped(ends: Iterable[tuple[int, Port]]) -> list[tuple[int, list[Port]]]:

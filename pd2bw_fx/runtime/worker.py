@@ -11,6 +11,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from pd2bw_fx.errors import WorkerError
 from pd2bw_fx.runtime.engine import Engine
-from pd2bw_fx.runtime.messages import Done, Failed, Finish, Finished, Start, receive, send
+from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finished, Start, receive, send
 from pd2bw_fx.runtime.stage_runner import Microbatch
 
 
@@ -34,14 +35,36 @@ def main() -> None:
         start: Start = receive(connection)
     except EOFError:
         return
+    parent = _Parent(connection)
     threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
+    threading.Thread(target=parent.keep_beating, daemon=True).start()
     try:
-        _work(start, connection, messages)
+        _work(start, parent, messages)
     except Exception as error:
         text = traceback.format_exc()
         mine = not isinstance(error, WorkerError)
-        send(connection, Failed(text, type(error).__name__, not mine))
+        parent.tell(Failed(text, type(error).__name__, not mine))
         os._exit(1)  # at once: destructors of a torn process group may wait for peers
+
+
+class _Parent:
+    """Two threads speak to it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def tell(self, message: Any) -> None:
+        with self._lock:
+            send(self._connection, message)
+
+    def keep_beating(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            try:
+                self.tell(Alive())
+            except OSError:
+                os._exit(1)
 
 
 def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
@@ -53,7 +76,7 @@ def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
             os._exit(1)
 
 
-def _work(start: Start, connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
+def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> None:
     job = start.job
     torch.set_num_threads(start.num_threads)
     torch.manual_seed(start.seed + job.rank)
@@ -72,8 +95,8 @@ def _work(start: Start, connection: Connection, messages: queue.SimpleQueue[Any]
             break
         pieces = layout.cut(message.inputs, job.microbatches_per_update)
         loss = engine.step_microbatches([Microbatch(piece, message.size) for piece in pieces])
-        send(connection, Done(float(loss) if job.stage == job.loss_stage else None))
-    send(connection, Finished({name: tensor.cpu() for name, tensor in engine.tensors().items()}))
+        parent.tell(Done(float(loss) if job.stage == job.loss_stage else None))
+    parent.tell(Finished({name: tensor.cpu() for name, tensor in engine.tensors().items()}))
     dist.destroy_process_group()
 
 

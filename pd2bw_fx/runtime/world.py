@@ -1,0 +1,100 @@
+"""Joining the processes that train together: the process group, the device, and who gets which stage."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from pd2bw_fx.errors import InputError, Pd2bwError
+from pd2bw_fx.passes.schedule import stage_actions
+from pd2bw_fx.runtime.failure import translated
+from pd2bw_fx.runtime.job import Job, jobs
+
+if TYPE_CHECKING:
+    from pd2bw_fx.pipeline import Pipeline
+
+
+def local_device(name: str) -> torch.device:
+    """The device of this rank: the plan's, or torchrun's local rank on a machine with GPUs."""
+    if not name.startswith("cuda"):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError(f"the plan puts this stage on {name}, and this process sees no GPU")
+    local_rank = os.environ.get("LOCAL_RANK")
+    return torch.device(name) if local_rank is None else torch.device("cuda", int(local_rank))
+
+
+def join_world(timeout_s: float) -> bool:
+    """Whether this call initialised torch.distributed."""
+    if dist.is_initialized():
+        return False
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise InputError(
+            "an engine needs one process for each stage: start the script with torchrun --nproc-per-node N, "
+            "or train with pipe.train_local(...), which starts local processes itself"
+        )
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    return True
+
+
+def job_of_this_rank(
+    pipeline: Pipeline | None, *, method: str | None, microbatches_per_update: int | None, slack: float
+) -> Job:
+    """Rank 0 sends every rank its job, or the error that all of them raise."""
+    world_size = dist.get_world_size()
+    answers: list[Any] | None = None
+    if dist.get_rank() == 0:
+        try:
+            answers = list(_checked_jobs(pipeline, world_size, method, microbatches_per_update, slack))
+        except Pd2bwError as error:
+            answers = [error] * world_size
+    received: list[Any] = [None]
+    with translated(0):
+        dist.scatter_object_list(received, answers, src=0)
+    if isinstance(received[0], Pd2bwError):
+        raise received[0]
+    job: Job = received[0]
+    return job
+
+
+def _checked_jobs(
+    pipeline: Pipeline | None,
+    world_size: int,
+    method: str | None,
+    microbatches_per_update: int | None,
+    slack: float,
+) -> tuple[Job, ...]:
+    if pipeline is None:
+        raise InputError("rank 0 must have the pipeline; the other ranks may pass None")
+    plan = pipeline.plan
+    if world_size != plan.num_stages:
+        raise InputError(
+            f"the pipeline has {plan.num_stages} stages and there are {world_size} processes; start "
+            f"{plan.num_stages} (torchrun --nproc-per-node {plan.num_stages}), or split for {world_size}"
+        )
+    method = method or plan.method
+    m = microbatches_per_update or plan.microbatches_per_update
+    check_method(method, plan.num_stages, m, slack)
+    return jobs(pipeline, method=method, microbatches_per_update=m)
+
+
+def check_method(method: str, num_stages: int, microbatches_per_update: int, slack: float = 0.0) -> None:
+    """Raises InputError for a method that cannot train so many stages with so many microbatches."""
+    if method == "inference":
+        raise InputError("method 'inference' does not train; expected 2bw, 1f1b or gpipe")
+    stage_actions(
+        method,
+        num_stages,
+        0,
+        microbatches_per_update=microbatches_per_update,
+        updates=range(1),
+        drain=True,
+        slack=slack,
+    )
