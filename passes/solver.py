@@ -23,6 +23,7 @@ from pd2bw_fx.errors import SolverError
 Variable = Any
 _TOLERANCE = 1e-6
 _WAIT_S = 1.0
+_FEW_ROWS = 1500
 # Two to nine times faster on programs without a solution: no heuristics, no restarts.
 _REFUTING = {
     "mip_heuristic_effort": 0.0,
@@ -57,11 +58,18 @@ class Outcome:
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
 
 
+class _Problem(pulp.LpProblem):  # type: ignore[misc]
+    """Variables in the order of their making; PuLP would collect and sort them from all rows at each look."""
+
+    def variables(self) -> list[Any]:
+        return list(self._variables)
+
+
 class IntegerProgram:
     """A program under construction: minimise a sum of terms under `at_most` rows."""
 
     def __init__(self, name: str) -> None:
-        self._problem = pulp.LpProblem(name, pulp.LpMinimize)
+        self._problem = _Problem(name, pulp.LpMinimize)
         self._rows: list[Any] = []
         self._objective: list[tuple[Variable, float]] = []
 
@@ -105,6 +113,8 @@ class IntegerProgram:
         engine.on_wait = on_wait
         if refuting:
             engine.optionsDict.update(_REFUTING)
+            if len(self._rows) < _FEW_ROWS:
+                engine.optionsDict["presolve"] = "off"  # which takes longer than the refutation itself
         values = self._run(engine)
         if _is_broken(self._problem.solverModel):
             # HiGHS can call a solution optimal that is not whole; without its presolve it does not.
