@@ -17,6 +17,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.folder import read_pipeline, save_pipeline
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.passes.export_onnx import export_onnx
+from pd2bw_fx.passes.schedule import build_schedule
 from pd2bw_fx.passes.simulate import simulate
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
@@ -176,10 +177,35 @@ class Pipeline:
         modules = [stage.module for stage in self.stages]
         return export_onnx(self.programs, modules, self.example, folder, opset=opset)
 
-    def simulate(self, *, cluster: Cluster | int | str | Path | None = None, **options: Any) -> Timeline:
-        """The pipeline's schedule on a model of time; options are those of `passes.simulate.simulate`."""
+    def simulate(
+        self,
+        *,
+        method: str | None = None,
+        microbatches_per_update: int | None = None,
+        num_updates: int | None = None,
+        slack: float = 0.0,
+        cluster: Cluster | int | str | Path | None = None,
+        **options: Any,
+    ) -> Timeline:
+        """The plan's stages on a model of time: the pipeline's own schedule, or another one.
+
+        `cluster` may have other links than the one that was planned for. `options` are those of
+        `passes.simulate.simulate` (`links`, `jitter`, `seed`, `update_s`).
+
+        Raises InputError for a schedule that cannot be, such as fewer microbatches than stages for 2bw.
+        """
+        schedule = self.schedule
+        if (method, microbatches_per_update, num_updates, slack) != (None, None, None, 0.0):
+            schedule = build_schedule(
+                method or self.plan.method,
+                self.plan.num_stages,
+                microbatches_per_update=microbatches_per_update or self.plan.microbatches_per_update,
+                updates=range(num_updates or len(self.schedule.updates)),
+                drain=True,
+                slack=slack,
+            )
         chosen = self.cluster if cluster is None else Cluster.of(cluster)
-        return simulate(self.schedule, self.plan, chosen, **options)
+        return simulate(schedule, self.plan, chosen, **options)
 
     def engine(
         self,

@@ -125,6 +125,18 @@ def test_the_printed_plan_names_devices_cuts_memory_and_proof() -> None:
         assert word in text
 
 
+def test_other_schedules_are_simulated_on_the_same_plan() -> None:
+    pipe = pd2bw_fx.split(build("gpt"), cluster=4, costs="analytic", check=False)
+
+    own = pipe.simulate(num_updates=8)
+    flushed = pipe.simulate(method="1f1b", num_updates=8)
+
+    assert own.span_s < flushed.span_s
+    assert {event.version for event in flushed.events} == set(range(9))
+    with pytest.raises(pd2bw_fx.InputError, match="microbatches"):
+        pipe.simulate(microbatches_per_update=2)
+
+
 class TestBadInput:
     def test_more_stages_than_operators(self) -> None:
         with pytest.raises(pd2bw_fx.InputError, match="50"):
@@ -182,6 +194,14 @@ class TestBadInput:
             pd2bw_fx.load(folder)
 
         assert pd2bw_fx.load(folder, edited=True).programs[0].source.endswith("# edited\n")
+
+    def test_a_folder_with_a_file_missing(self, tmp_path: Path) -> None:
+        folder = tmp_path / "mlp"
+        pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic").save(folder)
+        (folder / "stage_1.safetensors").unlink()
+
+        with pytest.raises(pd2bw_fx.PlanMismatchError, match=r"stage_1\.safetensors is missing"):
+            pd2bw_fx.load(folder)
 
     def test_a_folder_with_a_stage_that_does_more_than_compute(self, tmp_path: Path) -> None:
         folder = tmp_path / "mlp"
