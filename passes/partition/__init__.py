@@ -7,8 +7,9 @@
 """
 
 from .baselines import Baseline, baselines
+from .explain import explain
 from .face import partition
 from .instance import evaluate
 from .placement import Placement, plan_workload
 
-__all__ = ["Baseline", "Placement", "baselines", "evaluate", "partition", "plan_workload"]
+__all__ = ["Baseline", "Placement", "baselines", "evaluate", "explain", "partition", "plan_workload"]

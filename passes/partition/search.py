@@ -153,7 +153,7 @@ class _State:
             if choice > 0 and self.deadline.left_s < enough_s:
                 continue
             # Of many device orders few are worth a close look: a rough one tells which.
-            for order in self.orders:
+            for order in (*_pinned_order(instance, self.reach), *self.orders):
                 stage_of = (rough_cut if len(self.choices) > _FEW_CHOICES else best_cut)(instance, order)
                 if stage_of is not None and respects_edges(instance, stage_of):
                     self._offer(choice, stage_of)
@@ -165,7 +165,7 @@ class _State:
     def _look_closely(self, choices: list[int]) -> None:
         for choice in choices:
             instance = self.choices[choice]
-            for order in self.orders:
+            for order in (*_pinned_order(instance, self.reach), *self.orders):
                 stage_of = best_cut(instance, order)
                 if stage_of is not None and respects_edges(instance, stage_of):
                     self._offer(choice, stage_of)
@@ -235,13 +235,18 @@ def _topological_orders(instance: Instance) -> list[Sequence[int]]:
     graph.add_nodes_from(given)
     deep = _depth_first(graph)
     late = _depth_first(graph.reverse(copy=False))[::-1]
-    orders: list[Sequence[int]] = [given, *(order for order in (deep, late) if order != given)]
-    if instance.forbidden is not None and instance.forbidden.any():
-        # What is pinned to an early stage first, or no way to cut the order keeps to the pins.
-        windows = windows_for(instance, np.inf, Reach(instance.num_nodes, instance.edges))
-        if windows is not None:
-            orders.insert(0, sorted(given, key=lambda node: (windows.first[node], windows.last[node], node)))
-    return orders
+    return [given, *(order for order in (deep, late) if order != given)]
+
+
+def _pinned_order(instance: Instance, reach: Reach) -> list[Sequence[int]]:
+    """What is pinned to an early stage first, or no way to cut the order may keep to the pins."""
+    if instance.forbidden is None or not instance.forbidden.any():
+        return []
+    windows = windows_for(instance, np.inf, reach)
+    if windows is None:
+        return []
+    nodes = range(instance.num_nodes)
+    return [sorted(nodes, key=lambda node: (windows.first[node], windows.last[node], node))]
 
 
 def _depth_first(graph: nx.DiGraph) -> list[int]:

@@ -1,0 +1,301 @@
+"""Why a plan is as it is, by solving again with one thing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
+from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.errors import InfeasibleError, PlanMismatchError, SolverError
+from pd2bw_fx.explanation import Change, Cut, Explanation, Slack
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.problem import Problem
+from pd2bw_fx.units import format_bytes, format_seconds
+
+from .constrain import constrain
+from .face import partition
+from .instance import Flags, Instance, Integers, evaluate
+from .reader import Reader, check_problem, topological_order
+from .search import Choices, Deadline, search
+
+GIB = 2**30
+_LINKS_TRIED = 3
+_LEAST_GAIN = 2e-3
+
+
+def explain(
+    plan: Plan,
+    problem: Problem,
+    cluster: Cluster,
+    *,
+    memory_model: MemoryModel = MemoryModel(),  # noqa: B008 - frozen
+    overlap: bool = False,
+    recompute: bool | Literal["auto"] = False,
+    constraints: Constraints | None = None,
+    solver: str = "highs",
+    max_gap: float = 1e-3,
+    time_limit_s: float = 60.0,
+) -> Explanation:
+    """The cuts of a plan with their next best, what is used up, and what more of it would give.
+
+    Problem, cluster and the other arguments are those the plan was made with. Half of the time is for the
+    cuts, half for the changes; each next best and each change is a plan of its own, solved to `max_gap`.
+
+    Raises PlanMismatchError where the plan was made for another problem.
+    """
+    check_problem(problem, cluster)
+    wishes = constraints or Constraints()
+    constrained = constrain(problem, cluster, wishes, num_stages=plan.num_stages)
+    reader = Reader(
+        constrained.problem,
+        constrained.cluster,
+        memory_model=memory_model,
+        in_flight=[stage.microbatches_in_flight for stage in plan.stages],
+        overlap=overlap,
+        recompute=recompute,
+        pins=constrained.pins,
+    )
+    instance = reader.instance([stage.device for stage in plan.stages])
+    blocks = [constrained.problem.blocks[at] for at in topological_order(constrained.problem)]
+    stage_of = _assignment(plan, [block.operators for block in blocks])
+    names = [block.name for block in blocks]
+    cuts = _Cuts(instance, stage_of, names, plan, solver=solver, max_gap=max_gap)
+    per_cut_s = time_limit_s / 2 / max(1, plan.num_stages - 1)
+    setting = {
+        "num_stages": plan.num_stages,
+        "microbatches_per_update": plan.microbatches_per_update,
+        "memory_model": memory_model,
+        "method": plan.method,
+        "solver": solver,
+        "max_gap": max_gap,
+        "overlap": overlap,
+        "recompute": recompute,
+        "constraints": wishes,
+    }
+    what_ifs = list(_what_ifs(plan, problem, cluster, setting))
+    per_change_s = time_limit_s / 2 / max(1, len(what_ifs))
+    changes = [_tried(what_if, per_change_s) for what_if in what_ifs]
+    helpful = [c for c in changes if c and c.bottleneck_s < plan.bottleneck_s * (1 - _LEAST_GAIN)]
+    return Explanation(
+        bottleneck_s=plan.bottleneck_s,
+        bound_s=plan.bound_s,
+        cuts=tuple(cuts.explained(stage, per_cut_s) for stage in range(plan.num_stages - 1)),
+        slacks=tuple(_slacks(plan, instance, stage_of)),
+        changes=tuple(sorted(helpful, key=lambda change: change.bottleneck_s)),
+    )
+
+
+def _assignment(plan: Plan, operators: Sequence[Sequence[str]]) -> Integers:
+    planned = plan.stage_of
+    stages = []
+    for names in operators:
+        missing = [name for name in names if name not in planned]
+        if missing:
+            raise PlanMismatchError(
+                f"the plan does not place operator {missing[0]!r}; plan this problem again"
+            )
+        stages.append(planned[names[0]])
+    return np.array(stages, dtype=np.int64)
+
+
+class _Cuts:
+    """Looks for the best plan that is cut elsewhere at one boundary, all devices where they are."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        stage_of: Integers,
+        names: Sequence[str],
+        plan: Plan,
+        *,
+        solver: str,
+        max_gap: float,
+    ) -> None:
+        self.instance = instance
+        self.stage_of = stage_of
+        self.names = names
+        self.plan = plan
+        self.solver = solver
+        self.max_gap = max_gap
+
+    def explained(self, stage: int, time_limit_s: float) -> Cut:
+        crossing = tuple(t for t in self.plan.transfers if t.source <= stage < t.target)
+        moves = list(self._moves(stage))
+        choices = Choices(len(moves), lambda choice: self._with(*moves[choice]))
+        try:
+            found = search(choices, solver=self.solver, max_gap=self.max_gap, deadline=Deadline(time_limit_s))
+        except SolverError:
+            found = None  # No other cut in the time there was, which is what None says.
+        if found is None:
+            return Cut(stage, crossing, None)
+        later = (self.stage_of <= stage) & (found.stage_of > stage)
+        earlier = (self.stage_of > stage) & (found.stage_of <= stage)
+        return Cut(
+            stage,
+            crossing,
+            found.bottleneck_s,
+            moved_later=tuple(self.names[v] for v in np.flatnonzero(later).tolist()),
+            moved_earlier=tuple(self.names[v] for v in np.flatnonzero(earlier).tolist()),
+        )
+
+    def _moves(self, stage: int) -> Iterator[tuple[int, Flags]]:
+        """(node, stages closed to it). Another cut has a last node of this side beyond the boundary, or a
+        first node of the other side before it: one of these moves is part of every other cut."""
+        early = self.stage_of <= stage
+        followed = {u for u, v in self.instance.edges if early[u] and early[v]}
+        preceded = {v for u, v in self.instance.edges if not early[u] and not early[v]}
+        stages = np.arange(self.instance.num_stages)
+        for node in range(self.instance.num_nodes):
+            if early[node] and node not in followed:
+                yield node, stages <= stage
+            elif not early[node] and node not in preceded:
+                yield node, stages > stage
+
+    def _with(self, node: int, closed: Flags) -> Instance:
+        before = self.instance.forbidden
+        shape = (self.instance.num_stages, self.instance.num_nodes)
+        forbidden = np.zeros(shape, dtype=bool) if before is None else before.copy()
+        forbidden[closed, node] = True
+        return replace(self.instance, forbidden=forbidden)
+
+
+def _slacks(plan: Plan, instance: Instance, stage_of: Integers) -> Iterator[Slack]:
+    loads = evaluate(instance, stage_of)
+    for stage in plan.stages:
+        at = stage.stage
+        work_s = float(loads.work_s[at] + loads.again_s[at])
+        links_s = float(loads.send_s[at] + loads.receive_s[at])
+        parts = f"work {format_seconds(work_s)}, links {format_seconds(links_s)}"
+        what = f"time of stage {at} on {stage.device_name} ({parts})"
+        yield Slack(what, float(loads.load_s[at]), plan.bottleneck_s, "s")
+        limit = float(instance.limit_bytes[at])
+        yield Slack(f"memory of {stage.device_name}", float(loads.memory_bytes[at]), limit, "bytes")
+        if instance.recompute == "auto" and stage.recompute:
+            kept = loads.memory_bytes[at] + loads.saved_bytes[at] * (instance.in_flight[at] - 1)
+            yield Slack(
+                f"memory of {stage.device_name} if nothing is recomputed", float(kept), limit, "bytes"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _WhatIf:
+    """A changed setting, to be planned."""
+
+    what: str
+    problem: Problem
+    cluster: Cluster
+    setting: dict[str, Any]
+
+
+def _tried(what_if: _WhatIf, time_limit_s: float) -> Change | None:
+    try:
+        plan = partition(what_if.problem, what_if.cluster, time_limit_s=time_limit_s, **what_if.setting)
+    except (InfeasibleError, SolverError):
+        return None  # Such a change cannot help, or not in the time there is to find out.
+    return Change(what_if.what, plan.bottleneck_s, plan.bound_s)
+
+
+def _what_ifs(plan: Plan, problem: Problem, cluster: Cluster, setting: dict[str, Any]) -> Iterator[_WhatIf]:
+    if setting["recompute"] is False:
+        yield _WhatIf('recompute="auto"', problem, cluster, setting | {"recompute": "auto"})
+    if setting["recompute"] is True:
+        yield _WhatIf('recompute="auto" in place of True', problem, cluster, setting | {"recompute": "auto"})
+    for stage in plan.stages:
+        cap = setting["constraints"].memory_bytes
+        if stage.device in cap or stage.device_name in cap:
+            continue  # The user's own cap would hide it.
+        more = _with_memory(cluster, stage.device, GIB)
+        name = f"{format_bytes(GIB)} more on {stage.device_name}"
+        yield _WhatIf(name, problem, more, setting)
+    yield from _faster_links(plan, problem, cluster, setting)
+    if len(plan.stages) < len(cluster):
+        more_stages = setting | {"num_stages": plan.num_stages + 1} | _microbatches(plan)
+        yield _WhatIf("one stage more, on a device that is free", problem, cluster, more_stages)
+    else:
+        copied = plan.stages[-1].device
+        more_stages = setting | {"num_stages": plan.num_stages + 1} | _microbatches(plan)
+        what = f"one stage more, on another {plan.stages[-1].device_name}"
+        yield _WhatIf(what, _one_device_more(problem, copied), _and_another(cluster, copied), more_stages)
+    if plan.num_stages > 1:
+        fewer = setting | {"num_stages": plan.num_stages - 1}
+        yield _WhatIf("one stage less", problem, cluster, fewer)
+    largest = max(problem.blocks, key=lambda block: block.forward_s[0] + block.backward_s[0])
+    halved = replace(
+        largest,
+        forward_s=tuple(seconds / 2 for seconds in largest.forward_s),
+        backward_s=tuple(seconds / 2 for seconds in largest.backward_s),
+    )
+    blocks = tuple(halved if block is largest else block for block in problem.blocks)
+    what = f"{largest.name} twice as fast"
+    yield _WhatIf(what, replace(problem, blocks=blocks), cluster, setting)
+
+
+def _microbatches(plan: Plan) -> dict[str, int]:
+    """2BW needs as many microbatches as stages."""
+    return {"microbatches_per_update": max(plan.microbatches_per_update, plan.num_stages + 1)}
+
+
+def _faster_links(
+    plan: Plan, problem: Problem, cluster: Cluster, setting: dict[str, Any]
+) -> Iterator[_WhatIf]:
+    """Those that carry most in this plan."""
+    seconds: dict[tuple[int, int], float] = {}
+    for transfer in plan.transfers:
+        pair = plan.stages[transfer.source].device, plan.stages[transfer.target].device
+        seconds[pair] = seconds.get(pair, 0.0) + transfer.seconds
+    for a, b in sorted(seconds, key=lambda pair: -seconds[pair])[:_LINKS_TRIED]:
+        rates = [list(row) for row in cluster.bytes_per_s]
+        delays = [list(row) for row in cluster.latency_s]
+        for source, target in ((a, b), (b, a)):
+            rates[source][target] *= 2
+            delays[source][target] /= 2
+        faster = replace(cluster, bytes_per_s=tuple(map(tuple, rates)), latency_s=tuple(map(tuple, delays)))
+        what = f"the link of {cluster.devices[a].name} and {cluster.devices[b].name} twice as fast"
+        yield _WhatIf(what, problem, faster, setting)
+
+
+def _with_memory(cluster: Cluster, device: int, more_bytes: int) -> Cluster:
+    devices = list(cluster.devices)
+    devices[device] = replace(devices[device], memory_bytes=devices[device].memory_bytes + more_bytes)
+    return replace(cluster, devices=tuple(devices))
+
+
+def _one_device_more(problem: Problem, copied: int) -> Problem:
+    blocks = tuple(
+        replace(
+            block,
+            forward_s=(*block.forward_s, block.forward_s[copied]),
+            backward_s=(*block.backward_s, block.backward_s[copied]),
+        )
+        for block in problem.blocks
+    )
+    return replace(problem, blocks=blocks)
+
+
+def _and_another(cluster: Cluster, copied: int) -> Cluster:
+    """One more device like this one, linked to it as the fastest link there is, to others as it is."""
+    device = replace(cluster.devices[copied], name=f"another {cluster.devices[copied].name}")
+    return Cluster(
+        (*cluster.devices, device),
+        _grown(cluster.bytes_per_s, copied, max, default=1e9),
+        _grown(cluster.latency_s, copied, min, default=0.0),
+    )
+
+
+def _grown(
+    matrix: tuple[tuple[float, ...], ...],
+    copied: int,
+    best: Callable[[Sequence[float]], float],
+    *,
+    default: float,
+) -> tuple[tuple[float, ...], ...]:
+    others = [entry for at, entry in enumerate(matrix[copied]) if at != copied]
+    inside = best(others) if others else default
+    rows = [(*row, inside if at == copied else row[copied]) for at, row in enumerate(matrix)]
+    last = tuple(inside if at == copied else entry for at, entry in enumerate(matrix[copied]))
+    return (*rows, (*last, 0.0))
