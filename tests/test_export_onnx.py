@@ -16,8 +16,8 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import ExportError, InputError, PlanMismatchError
 from pd2bw_fx.graph import TensorSpec
 from pd2bw_fx.models.gpt import GPT, GPTConfig
-from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.passes.coarsen import coarsen
+from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.passes.export_onnx import export_onnx, run_onnx
 from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.partition import partition
