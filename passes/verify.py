@@ -24,12 +24,17 @@ from pd2bw_fx.stage import Port, StageProgram, build_module, held_buffers, held_
 # Relative to a tensor's largest entry: rounding of sums in another order, no more.
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
+# A gradient may be nothing but rounding (softmax takes no notice of a key's bias): its scale is at least this
+# share of the largest gradient.
+_FAINTEST = 1e-3
+
 Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest absolute difference of one tensor, beside the tensor's largest entry."""
+    """The largest absolute difference of one tensor, beside the tensor's largest entry (for a gradient that is
+    next to nothing: a thousandth of the largest of all gradients)."""
 
     name: str
     largest: float
@@ -251,6 +256,8 @@ def _summed_gradients(
 
 
 def _compared(eager: _Run, staged: _Run, tolerance: float | None) -> Iterator[Difference]:
+    largest = max((_largest(g) for g in eager.gradients.values() if g is not None), default=0.0)
+    faintest = {"output": 0.0, "gradient of": _FAINTEST * largest, "buffer": 0.0}
     for kind, expected, found in (
         ("output", eager.outputs, staged.outputs),
         ("gradient of", eager.gradients, staged.gradients),
@@ -259,7 +266,7 @@ def _compared(eager: _Run, staged: _Run, tolerance: float | None) -> Iterator[Di
         for name in expected:
             if name not in found:
                 raise VerificationError(f"{kind} {name!r} is the model's, but no stage gives it")
-            difference = _difference(f"{kind} {name}", expected[name], found[name])
+            difference = _difference(f"{kind} {name}", expected[name], found[name], faintest[kind])
             like = expected[name] if expected[name] is not None else found[name]
             allowed = tolerance if tolerance is not None else _tolerance(like)
             if not difference.relative <= allowed:
@@ -274,14 +281,18 @@ def _tolerance(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else _TOLERANCES.get(tensor.dtype, 0.0)
 
 
-def _difference(name: str, expected: Tensor | None, found: Tensor | None) -> Difference:
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().max().nan_to_num()) if tensor.numel() else 0.0
+
+
+def _difference(name: str, expected: Tensor | None, found: Tensor | None, faintest: float) -> Difference:
     if expected is None and found is None:
         return Difference(name, 0.0, 0.0)
     if expected is None or found is None:
         # An unread parameter has no gradient in one and zeros in the other: the same thing.
         other = expected if expected is not None else found
         assert other is not None
-        return Difference(name, float(other.abs().max()) if other.numel() else 0.0, 0.0)
+        return Difference(name, _largest(other), faintest)
     if expected.shape != found.shape or expected.dtype != found.dtype:
         raise VerificationError(
             f"{name} is {found.dtype} {tuple(found.shape)} in the stages, "
@@ -293,7 +304,7 @@ def _difference(name: str, expected: Tensor | None, found: Tensor | None) -> Dif
     a, b = expected.to(wide), found.to(wide)
     same = (a == b) | (a.isnan() & b.isnan())
     apart = torch.where(same, 0.0, (a - b).abs()).max()
-    return Difference(name, float(apart.nan_to_num(nan=float("inf"))), float(a.abs().max().nan_to_num()))
+    return Difference(name, float(apart.nan_to_num(nan=float("inf"))), max(_largest(a), faintest))
 
 
 class _WithoutDropout(TorchFunctionMode):

@@ -190,11 +190,11 @@ class Folding:
             return False
         if self.body.elements(item) is not None:
             return False
-        if self.body.is_element(item):
+        if self.body.is_element(item) or self.body.is_recurrent(item):
             return False
         reader = users[0]
         if reader == self.end:
             return len(self.body.gives) == 1 and index == self.end - 1
-        if isinstance(item, Scope) and (item.function is not None or self.body.is_recurrent(item)):
+        if isinstance(item, Scope) and item.function is not None:
             return False
         return self.body.region(item) == self.body.region(self.items[reader])

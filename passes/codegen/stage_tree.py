@@ -59,13 +59,16 @@ class StageTree:
                 for value in self._tensors_of(operand):
                     if value not in inside and not self._is_own(scope, value):
                         found.setdefault(value)
+        if scope is self.root:
+            found |= dict.fromkeys(self.stage.inputs)  # some for their sizes alone, or to be handed back
         return list(found)
 
     def gives(self, scope: Scope) -> list[fx.Node]:
         """The values of a call that are read outside it."""
         inside = set(scope.nodes)
         returned = set(self.stage.outputs)
-        return [
+        handed_back = [n for n in self.stage.outputs if n.op == "placeholder"] if scope is self.root else []
+        return handed_back + [
             node
             for node in scope.nodes
             if node in returned or any(reader not in inside for reader in self._readers[node])
