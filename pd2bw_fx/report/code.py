@@ -5,18 +5,25 @@ from __future__ import annotations
 import io
 import keyword
 import tokenize
+from collections.abc import Iterable
 from html import escape
 
 _KINDS = {tokenize.COMMENT: "comment", tokenize.STRING: "string", tokenize.NUMBER: "number"}
 
 
-def code_html(source: str) -> str:
+def code_html(source: str, *, anchor: str | None = None) -> str:
     """A `<pre>` with numbered lines and spans of the classes pd-keyword, -comment, -string, -number, -name
     (what is being defined). Source that is no valid Python is shown without colours.
+
+    With an anchor, line 12 is a `pd-row` with the id `{anchor}-12`.
     """
     lines = _coloured_lines(source)
     numbered = (f'<span class="pd-line">{number:>4}  </span>{line}' for number, line in enumerate(lines, 1))
-    return '<pre class="pd-code">' + "\n".join(numbered) + "</pre>"
+    rows: Iterable[str] = numbered
+    if anchor is not None:
+        name = escape(anchor)
+        rows = (f'<span class="pd-row" id="{name}-{n}">{line}</span>' for n, line in enumerate(numbered, 1))
+    return '<pre class="pd-code">' + "\n".join(rows) + "</pre>"
 
 
 def _coloured_lines(source: str) -> list[str]:

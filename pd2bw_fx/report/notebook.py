@@ -18,7 +18,9 @@ def pipeline_html(graph: OperatorGraph, costs: Costs, plan: Plan, timeline: Time
     """A piece of HTML to stand in somebody's page: for `_repr_html_` and for reports."""
     pictures = [memory_svg(plan)] if timeline is None else [timeline_svg(timeline), memory_svg(plan)]
     shown = "".join(f'<div class="pd-part">{picture}</div>' for picture in pictures)
-    return f'<div class="pd-pipeline">{_style()}{plan_html(graph, costs, plan)}{shown}</div>'
+    return (
+        f'<div class="pd-pipeline"><style>{plan_style()}</style>{plan_html(graph, costs, plan)}{shown}</div>'
+    )
 
 
 def plan_html(graph: OperatorGraph, costs: Costs, plan: Plan) -> str:
@@ -42,7 +44,9 @@ def _row(cell: str, texts: tuple[str, ...]) -> str:
     return "<tr>" + "".join(f"<{cell}>{escape(text)}</{cell}>" for text in texts) + "</tr>"
 
 
-def _style() -> str:
+def plan_style() -> str:
+    """What `plan_html` and `pipeline_html` need of a style element, once in a page."""
+
     def colours(scheme: int) -> str:
         return (
             f".pd-pipeline{{background:{svg.SURFACE[scheme]};color:{svg.INK[scheme]}}}"
@@ -51,7 +55,6 @@ def _style() -> str:
         )
 
     return (
-        "<style>"
         f".pd-pipeline{{font:13px/1.45 {svg.FONT};padding:14px 16px;border-radius:8px;max-width:1132px}}"
         ".pd-pipeline .pd-head{font-size:15px;font-weight:600;margin:0 0 10px}"
         ".pd-pipeline .pd-scroll{overflow-x:auto}"
@@ -64,5 +67,5 @@ def _style() -> str:
         ".pd-pipeline .pd-plan .pd-cut td{border-top:0;padding-top:0;font-size:12px;white-space:normal}"
         ".pd-pipeline .pd-verdict{margin:10px 0 14px}"
         ".pd-pipeline .pd-part{margin:8px -16px 0}"
-        f"{colours(0)}@media (prefers-color-scheme:dark){{{colours(1)}}}</style>"
+        f"{colours(0)}@media (prefers-color-scheme:dark){{{colours(1)}}}"
     )

@@ -1,8 +1,8 @@
-"""One self-contained page about a pipeline: the plan, its time, its memory, and the code of every stage."""
+"""One self-contained page about a pipeline: the plan, its graph, its time, its memory, and its code."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from pd2bw_fx.costs import Costs
@@ -10,7 +10,12 @@ from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.report import svg
 from pd2bw_fx.report.code import code_html
-from pd2bw_fx.report.notebook import pipeline_html
+from pd2bw_fx.report.graph import graph_html, graph_style
+from pd2bw_fx.report.loads import loads_svg
+from pd2bw_fx.report.losses import losses_svg
+from pd2bw_fx.report.memory import memory_svg
+from pd2bw_fx.report.notebook import plan_html, plan_style
+from pd2bw_fx.report.timeline import timeline_svg
 from pd2bw_fx.stage import Port, StageProgram
 from pd2bw_fx.timeline import Timeline
 
@@ -31,21 +36,49 @@ def page_html(
     plan: Plan,
     programs: Sequence[StageProgram],
     timeline: Timeline | None = None,
+    *,
+    measured: Timeline | None = None,
+    losses: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
-    """A whole HTML document without scripts, fonts or links to anywhere else."""
+    """A whole HTML document without fonts, scripts or links to anywhere else.
+
+    `timeline` is the simulated one, `measured` that of a real run, shown below it. `losses`: curves by name.
+    """
     title = f"{graph.model_name} in {plan.num_stages} {'stage' if plan.num_stages == 1 else 'stages'}"
-    stages = "".join(_stage_html(graph, program) for program in programs)
+    parts = [
+        _part("plan", "The plan", f'<div class="pd-pipeline">{plan_html(graph, costs, plan)}</div>'),
+        _part("graph", "The graph", graph_html(graph, costs, plan, programs)),
+        _part("time", "Time", _pictures([loads_svg(plan), *_timelines(timeline, measured)])),
+        _part("memory", "Memory", _pictures([memory_svg(plan)])),
+    ]
+    if losses:
+        parts.append(_part("loss", "Loss", _pictures([losses_svg(losses)])))
+    if programs:
+        stages = "".join(_stage_html(graph, program) for program in programs)
+        parts.append(_part("code", "The code of each stage", stages))
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
-        f"<style>{_style()}</style></head><body><main><h1>{escape(title)}</h1>"
-        f"{pipeline_html(graph, costs, plan, timeline)}"
-        f"<h2>The code of each stage</h2>{stages}</main></body></html>\n"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"/>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f'<link rel="icon" href="data:,"/><title>{escape(title)}</title>'
+        f"<style>{plan_style()}{graph_style()}{_style()}</style></head><body><main><h1>{escape(title)}</h1>"
+        f"{''.join(parts)}</main></body></html>\n"
     )
 
 
+def _part(name: str, head: str, content: str) -> str:
+    return f'<section id="{name}"><h2>{escape(head)}</h2>{content}</section>'
+
+
+def _pictures(pictures: Sequence[str]) -> str:
+    return "".join(f'<div class="pd-picture-box">{picture}</div>' for picture in pictures)
+
+
+def _timelines(timeline: Timeline | None, measured: Timeline | None) -> list[str]:
+    return [timeline_svg(shown) for shown in (timeline, measured) if shown is not None]
+
+
 def _stage_html(graph: OperatorGraph, program: StageProgram) -> str:
-    opened = " open" if program.stage == 0 else ""
+    opened = ' open="open"' if program.stage == 0 else ""
     incoming = "".join(_port_html(graph, port) for port in program.inputs)
     outgoing = "".join(_port_html(graph, port) for port in program.outputs)
     lines = len(program.source.splitlines())
@@ -54,7 +87,7 @@ def _stage_html(graph: OperatorGraph, program: StageProgram) -> str:
         f"<summary>Stage {program.stage}: {escape(program.class_name)}, {lines} lines</summary>"
         f'<div class="pd-ports"><div><h3>in</h3><ul>{incoming}</ul></div>'
         f"<div><h3>out</h3><ul>{outgoing}</ul></div></div>"
-        f"{code_html(program.source)}</details>"
+        f"{code_html(program.source, anchor=f'code-{program.stage}')}</details>"
     )
 
 
@@ -82,6 +115,7 @@ def _style() -> str:
             f"body{{background:{page};color:{svg.INK[scheme]}}}"
             f".pd-stage{{background:{svg.SURFACE[scheme]}}}"
             f".pd-stage summary,.pd-code{{border-color:{svg.RULE[scheme]}}}"
+            f".pd-row.pd-shown{{background:{('#fff1b8', '#4a3f12')[scheme]}}}"
             f".pd-ports{{color:{svg.MUTED[scheme]}}}.pd-ports code{{color:{svg.INK[scheme]}}}{code}"
         )
 
@@ -89,6 +123,8 @@ def _style() -> str:
         f"body{{margin:0;font:14px/1.5 {svg.FONT}}}"
         "main{max-width:1132px;margin:0 auto;padding:24px 16px 64px}"
         "h1{font-size:24px;margin:0 0 16px}h2{font-size:18px;margin:32px 0 12px}h3{font-size:13px;margin:0}"
+        ".pd-picture-box{margin:0 0 12px;overflow-x:auto}.pd-picture-box svg{display:block}"
+        ".pd-row.pd-shown{display:inline-block;min-width:100%}"
         ".pd-stage{border-radius:8px;margin:0 0 12px;padding:0 16px}"
         ".pd-stage summary{cursor:pointer;font-weight:600;padding:12px 0}"
         ".pd-ports{display:flex;flex-wrap:wrap;gap:8px 48px;padding:0 0 12px}"

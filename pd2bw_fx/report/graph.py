@@ -1,0 +1,169 @@
+"""The operator graph as a picture to walk about in: its data, and the script that draws it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from pd2bw_fx.costs import Costs
+from pd2bw_fx.graph import Operator, OperatorGraph, TensorSpec
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.report import svg
+from pd2bw_fx.report.layout import BOX_HEIGHT, BOX_WIDTH, EVERYWHERE, layout
+from pd2bw_fx.report.links import code_lines
+from pd2bw_fx.stage import StageProgram
+
+
+def graph_html(graph: OperatorGraph, costs: Costs, plan: Plan, programs: Sequence[StageProgram]) -> str:
+    """A canvas with zoom, search and a panel that tells about the operator that was clicked.
+
+    The page needs `graph_style()` once. Everything is in the piece itself: data as JSON, and one script.
+    """
+    data = graph_data(graph, costs, plan, programs)
+    return (
+        '<section class="pd-graph" id="pd-graph">'
+        '<div class="pd-tools">'
+        '<input id="pd-search" type="search" placeholder="Search operators, modules, source lines" '
+        'aria-label="Search operators"/><span id="pd-found" aria-live="polite"></span>'
+        '<label>colour by <select id="pd-colour"><option value="stage">stage</option>'
+        '<option value="time">time</option><option value="memory">memory</option></select></label>'
+        '<button id="pd-out" type="button" aria-label="Zoom out">&#8722;</button>'
+        '<button id="pd-in" type="button" aria-label="Zoom in">+</button>'
+        '<button id="pd-fit" type="button">whole graph</button></div>'
+        '<div class="pd-view"><canvas id="pd-canvas" tabindex="0" role="img" '
+        'aria-label="The operator graph, a region for each stage. Arrow keys move, plus and minus zoom.">'
+        "</canvas>"
+        '<aside id="pd-panel" aria-live="polite"></aside></div>'
+        f'<script type="application/json" id="pd-data">{_embedded(data)}</script>'
+        f"<script>{_file('graph.js')}</script></section>"
+    )
+
+
+def graph_data(
+    graph: OperatorGraph, costs: Costs, plan: Plan, programs: Sequence[StageProgram]
+) -> dict[str, Any]:
+    """What the script draws. Seconds and bytes are as in the costs; boxes in the layout's own units."""
+    made = layout(graph, plan)
+    lines = code_lines(graph, plan, programs)
+    index = {name: number for number, name in enumerate((*graph.inputs, *graph.operators))}
+    stage_of = plan.stage_of
+    nodes = [_input(name, spec, made.places[name]) for name, spec in graph.inputs.items()]
+    for name, operator in graph.operators.items():
+        stage = stage_of.get(name, EVERYWHERE)
+        cost = costs.operators.get(name)
+        nodes.append({
+            "name": name,
+            "label": _label(operator),
+            "at": made.places[name],
+            "stage": stage,
+            "target": operator.target,
+            "module": operator.module_path,
+            "kind": operator.module_type,
+            "source": operator.source_line or "",
+            "shapes": [str(spec) for spec in operator.outputs],
+            "parameters": [*operator.parameters, *operator.buffers],
+            "forward_s": cost.forward_s if cost else 0.0,
+            "backward_s": cost.backward_s if cost else 0.0,
+            "output_bytes": cost.output_bytes if cost else 0,
+            "saved_bytes": cost.saved_bytes if cost else 0,
+            "line": lines.get(name),
+            "why": _why(operator, graph, plan, stage),
+        })  # fmt: skip
+    edges = [
+        [index[read], index[name]]
+        for name, operator in graph.operators.items()
+        for read in operator.reads
+        if read in index
+    ]
+    return {
+        "box": [BOX_WIDTH, BOX_HEIGHT],
+        "size": [made.width, made.height],
+        "regions": [
+            {"stage": r.stage, "at": [r.x, r.y, r.width, r.height], "title": _title(r.stage, plan)}
+            for r in made.regions
+        ],
+        "nodes": nodes,
+        "edges": edges,
+        "hues": svg.HUES,
+        "colours": {
+            name: getattr(svg, name.upper()) for name in ("surface", "ink", "muted", "track", "rule", "alarm")
+        },
+    }
+
+
+def _input(name: str, spec: TensorSpec, place: tuple[float, float]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "label": name,
+        "at": place,
+        "stage": EVERYWHERE,
+        "target": "input of the model",
+        "module": "",
+        "kind": "",
+        "source": "",
+        "shapes": [str(spec)],
+        "parameters": [],
+        "forward_s": 0.0,
+        "backward_s": 0.0,
+        "output_bytes": spec.num_bytes,
+        "saved_bytes": 0,
+        "line": None,
+        "why": "Every stage that reads an input of the model loads it by itself.",
+    }
+
+
+def _title(stage: int, plan: Plan) -> str:
+    return "in each stage" if stage == EVERYWHERE else f"stage {stage} · {plan.stages[stage].device_name}"
+
+
+def _label(operator: Operator) -> str:
+    """aten.linear.default -> linear"""
+    parts = operator.target.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def _why(operator: Operator, graph: OperatorGraph, plan: Plan, stage: int) -> str:
+    """Why the operator is where it is, in a sentence or two."""
+    if stage == EVERYWHERE:
+        return "Depends on inputs and sizes alone: each stage that reads it computes it by itself."
+    told = []
+    if operator.is_view or operator.target.endswith("getitem"):
+        told.append("Shares memory with its operand, so it stays in that operand's stage.")
+    if operator.memory_group is not None:
+        told.append("Writes memory that its whole group reads, so the group stays in one stage.")
+    slowest = max(plan.stages, key=lambda own: own.load_s)
+    if stage == slowest.stage:
+        told.append("Its stage is the slowest: the plan makes this one as fast as it can be.")
+    else:
+        told.append(f"Its stage is done before stage {slowest.stage}, which limits the pipeline.")
+    crossing = [t for t in plan.transfers if t.value == operator.name]
+    if crossing:
+        told.append(f"Its value is sent to stage {', '.join(str(t.target) for t in crossing)}.")
+    return " ".join(told)
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    """JSON that no name in it can end the script element of."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def graph_style() -> str:
+    def colours(scheme: int) -> str:
+        surface, ink, muted, rule, track = (
+            pair[scheme] for pair in (svg.SURFACE, svg.INK, svg.MUTED, svg.RULE, svg.TRACK)
+        )
+        return (
+            f".pd-graph{{background:{surface};color:{ink}}}.pd-view,.pd-graph aside{{border-color:{rule}}}"
+            f".pd-tools,.pd-graph dt,.pd-graph aside p{{color:{muted}}}"
+            f".pd-tools input,.pd-tools select,.pd-tools button{{background:{track};color:{ink}}}"
+            f".pd-graph a{{color:{('#1f5fb0', '#7db7ff')[scheme]}}}"
+        )
+
+    return f"{_file('graph.css')}{colours(0)}@media (prefers-color-scheme:dark){{{colours(1)}}}"
+
+
+def _file(name: str) -> str:
+    return files("pd2bw_fx.report").joinpath(name).read_text(encoding="utf-8")
