@@ -16,7 +16,7 @@ from pd2bw_fx.costs import Costs
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.folder import read_pipeline, save_pipeline
 from pd2bw_fx.graph import OperatorGraph
-from pd2bw_fx.passes.export_onnx import export_onnx
+from pd2bw_fx.passes.export_onnx import Form, Original, export_onnx
 from pd2bw_fx.passes.schedule import build_schedule
 from pd2bw_fx.passes.simulate import simulate
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
@@ -166,16 +166,31 @@ class Pipeline:
         """
         save_pipeline(self, folder)
 
-    def export_onnx(self, folder: str | Path, *, opset: int = 20) -> dict[str, Any]:
-        """One checked ONNX file a stage, and `manifest.json` saying what connects to what; returns it.
+    def export_onnx(
+        self, folder: str | Path, *, form: Form = "stages", opset: int = 20, training: bool = False
+    ) -> dict[str, Any]:
+        """Write ONNX files and `manifest.json`, which says what connects to what; returns the manifest.
 
-        The files run one after another in onnxruntime and are compared with the stages before the folder
-        appears. Raises ExportError, and leaves nothing, if they differ or cannot be written.
+        `form`: "stages", one file a stage; "annotated", the whole model in one file with every node's stage
+        in the standard's multi-device annotation (IR version 11); "both". `training` keeps dropout and batch
+        statistics as in training.
+
+        The files run in onnxruntime, one after another and at two batch sizes, and are compared with the
+        original model (where it is at hand) and the stages before the folder appears. Raises ExportError,
+        and leaves nothing, if they differ or cannot be written.
         """
         if self.example is None:
             raise InputError("exporting needs shapes: split the model with example_args")
-        modules = [stage.module for stage in self.stages]
-        return export_onnx(self.programs, modules, self.example, folder, opset=opset)
+        return export_onnx(
+            self.programs,
+            [stage.module for stage in self.stages],
+            self.example,
+            folder,
+            original=Original(self.graph, self.plan, self.graph.root, self._reference),
+            form=form,
+            opset=opset,
+            training=training,
+        )
 
     def simulate(
         self,
