@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.syntax import Syntax
 from torch import nn
@@ -21,8 +22,12 @@ from torch import nn
 from pd2bw_fx.demo import run_demo
 from pd2bw_fx.errors import InputError, Pd2bwError
 from pd2bw_fx.models import MODELS, build
+from pd2bw_fx.passes.export_onnx import merge_onnx, run_onnx_processes
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline, load
+from pd2bw_fx.report.page import page_html
+from pd2bw_fx.report.timeline import timeline_svg
+from pd2bw_fx.units import format_seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +84,57 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     export.add_argument("--opset", type=int, default=20, help="ONNX operator set (default 20)")
+    export.add_argument(
+        "--form",
+        choices=["stages", "annotated", "both"],
+        default="stages",
+        help="one file a stage, or the whole model in one file that names each node's stage",
+    )
     export.set_defaults(run=_export)
+
+    merge = _command(
+        commands,
+        "merge",
+        "put exported stages back into one ONNX file",
+        "pd2bw-fx merge gpt_2_onnx -o gpt.onnx",
+    )
+    merge.add_argument("folder", metavar="FOLDER", help="written by export")
+    merge.add_argument("-o", "--output", type=Path, required=True, help="file to write")
+    merge.set_defaults(run=_merge)
+
+    run = _command(
+        commands,
+        "run-onnx",
+        "run exported stages, one process each",
+        "pd2bw-fx run-onnx gpt_2_onnx --input x.npz -o y.npz",
+    )
+    run.add_argument("folder", metavar="FOLDER", help="written by export")
+    run.add_argument("--input", type=Path, required=True, help="an .npz file with the model's inputs by name")
+    run.add_argument("-o", "--output", type=Path, help="an .npz file for the outputs (default: print shapes)")
+    run.add_argument("--microbatches", type=int, default=1, help="parts of the batch in the pipeline at once")
+    run.set_defaults(run=_run_onnx)
+
+    simulate = _model_command(
+        commands,
+        "simulate",
+        "what a schedule would take on the plan's times",
+        "pd2bw-fx simulate gpt --cluster 4 --method 1f1b -o timeline.svg",
+    )
+    simulate.add_argument("--method", help="2bw, 1f1b or gpipe (default: the plan's)")
+    simulate.add_argument("--microbatches", type=int, help="microbatches an update (default: the plan's)")
+    simulate.add_argument("--updates", type=int, default=8, help="updates to simulate (default 8)")
+    simulate.add_argument("--jitter", type=float, default=0.0, help="relative spread of compute times")
+    simulate.add_argument(
+        "-o", "--output", type=Path, help="the timeline: .svg, or .json for Perfetto and chrome://tracing"
+    )
+    simulate.add_argument("--json", action="store_true", help="the figures as JSON, for machines")
+    simulate.set_defaults(run=_simulate)
+
+    report = _model_command(
+        commands, "report", "one HTML page about a pipeline", "pd2bw-fx report gpt_2 -o report.html"
+    )
+    report.add_argument("-o", "--output", type=Path, required=True, help="the page to write")
+    report.set_defaults(run=_report)
 
     verify = _model_command(
         commands, "verify", "compare the stages with the model", "pd2bw-fx verify gpt --cluster 3"
@@ -142,8 +197,73 @@ def _split(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    manifest = _pipeline(options).export_onnx(options.output, opset=options.opset)
-    print(f"{len(manifest['stages'])} stages exported to {options.output}")
+    _pipeline(options).export_onnx(options.output, form=options.form, opset=options.opset)
+    files = sorted(path.name for path in options.output.glob("*.onnx"))
+    print(f"{', '.join(files)} written to {options.output}")
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    merge_onnx(options.folder, options.output)
+    print(f"{options.output} written")
+    return 0
+
+
+def _run_onnx(options: argparse.Namespace) -> int:
+    if not options.input.is_file():
+        raise InputError(f"{options.input} is no file; give an .npz with the model's inputs by name")
+    with np.load(options.input) as file:
+        inputs = dict(file)
+    outputs = run_onnx_processes(options.folder, inputs, num_microbatches=options.microbatches)
+    if options.output is not None:
+        np.savez(options.output, allow_pickle=False, **outputs)
+    for name, value in outputs.items():
+        shown = f" {value}" if value.ndim == 0 else ""
+        print(f"{name}: {value.dtype} {value.shape}{shown}")
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    timeline = _pipeline(options).simulate(
+        method=options.method,
+        microbatches_per_update=options.microbatches,
+        num_updates=options.updates,
+        jitter=options.jitter,
+    )
+    figures = {
+        "method": timeline.method,
+        "microbatches_per_update": timeline.microbatches_per_update,
+        "microbatches_per_s": timeline.throughput,
+        "bubble": timeline.bubble,
+        "span_s": timeline.span_s,
+        "in_flight_peak": list(timeline.in_flight_peak),
+        "idle_by_cause_s": [dict(causes) for causes in timeline.idle_by_cause_s],
+    }
+    if options.output is not None:
+        text = timeline_svg(timeline)
+        if options.output.suffix == ".json":
+            text = json.dumps(timeline.to_chrome_trace())
+        options.output.write_text(text)
+    if options.json:
+        print(json.dumps(figures))
+        return 0
+    print(
+        f"{timeline.method}, {timeline.microbatches_per_update} microbatches an update: "
+        f"{timeline.throughput:.4g} microbatches/s, idle {timeline.bubble:.1%} (filling and draining too)"
+    )
+    for rank, causes in enumerate(timeline.idle_by_cause_s):
+        waits = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in causes.items())
+        print(
+            f"  rank {rank}: idle for {waits}; at most {timeline.in_flight_peak[rank]} microbatches in flight"
+        )
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    pipe = _pipeline(options)
+    page = page_html(pipe.graph, pipe.costs, pipe.plan, pipe.programs, pipe.simulate())
+    options.output.write_text(page)
+    print(f"{options.output} written")
     return 0
 
 
@@ -175,7 +295,12 @@ def _model(name: str) -> nn.Module:
         factory = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise InputError(f"{name!r} cannot be imported: {error}") from error
-    model = factory() if not isinstance(factory, nn.Module) else factory
+    if isinstance(factory, nn.Module):
+        return factory
+    try:
+        model = factory()
+    except TypeError as error:
+        raise InputError(f"{name!r} cannot be called without arguments: {error}") from error
     if not isinstance(model, nn.Module):
         raise InputError(f"{name!r} gives a {type(model).__name__}; an nn.Module was expected")
     return model

@@ -1,0 +1,137 @@
+"""The command line: what it prints, what it writes, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import pd2bw_fx
+from pd2bw_fx.cli import main
+from pd2bw_fx.models import build
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    saved = tmp_path_factory.mktemp("cli") / "mlp"
+    pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False).save(saved)
+    return saved
+
+
+def test_split_saves_a_folder_that_the_other_commands_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["split", "mlp", "--cluster", "2", "-o", str(tmp_path / "mlp")]) == 0
+    assert "bottleneck" in capsys.readouterr().out
+
+    assert main(["plan", str(tmp_path / "mlp"), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+
+    assert len(plan["stages"]) == 2
+    assert plan["gap"] <= 1e-4
+
+
+def test_show_prints_the_code_of_a_stage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(folder), "--stage", "1"]) == 0
+
+    assert capsys.readouterr().out == (folder / "stage_1.py").read_text()
+
+
+def test_verify_compares_with_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "mlp", "--cluster", "2"]) == 0
+
+    assert "bit for bit" in capsys.readouterr().out
+
+
+def test_exported_stages_run_in_processes_and_merge_into_one_file(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    features, labels = build("mlp").example_inputs(batch_size=4)
+    np.savez(tmp_path / "x.npz", features=features.numpy(), labels=labels.numpy())
+    with torch.no_grad():
+        expected = float(model_of(folder)(features, labels))
+
+    assert main(["export", str(folder), "-o", str(tmp_path / "onnx")]) == 0
+    arguments = ["run-onnx", str(tmp_path / "onnx"), "--input", str(tmp_path / "x.npz")]
+    assert main([*arguments, "-o", str(tmp_path / "y.npz")]) == 0
+    assert main(["merge", str(tmp_path / "onnx"), "-o", str(tmp_path / "mlp.onnx")]) == 0
+
+    assert "stage_0.onnx, stage_1.onnx" in capsys.readouterr().out
+    assert float(np.load(tmp_path / "y.npz")["loss"]) == pytest.approx(expected, rel=1e-5)
+    onnx.checker.check_model(onnx.load(tmp_path / "mlp.onnx"), full_check=True)
+
+
+def model_of(folder: Path) -> nn.Module:
+    model = build("mlp").eval()
+    model.load_state_dict(pd2bw_fx.load(folder).state_dict())
+    return model
+
+
+def test_simulate_gives_figures_and_a_timeline(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", str(folder), "--json", "-o", str(tmp_path / "trace.json")]) == 0
+    own = json.loads(capsys.readouterr().out)
+    assert main(["simulate", str(folder), "--json", "--method", "1f1b"]) == 0
+    flushed = json.loads(capsys.readouterr().out)
+
+    assert own["microbatches_per_s"] > flushed["microbatches_per_s"]
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert main(["simulate", str(folder)]) == 0
+    assert "microbatches/s" in capsys.readouterr().out
+
+
+def test_report_writes_one_page(folder: Path, tmp_path: Path) -> None:
+    assert main(["report", str(folder), "-o", str(tmp_path / "report.html")]) == 0
+
+    page = (tmp_path / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "MLPStage1" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "nothing"], "no model of ours"),
+        (["plan", "json:nothing"], "cannot be imported"),
+        (["plan", "json:dumps", "--cluster", "2"], "cannot be called without arguments"),
+        (["show", "mlp", "--cluster", "2", "--stage", "7"], "stages 0 to 1"),
+        (["simulate", "mlp", "--cluster", "2", "--microbatches", "1"], "microbatches"),
+        (["demo", "--updates", "0"], "at least one"),
+        (["run-onnx", "nowhere", "--input", "nothing.npz"], "nothing.npz is no file"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_1(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+
+    error = capsys.readouterr().err
+    assert "Error: " in error
+    assert "Traceback" not in error
+    assert message in error
+
+
+def test_wrong_use_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["nothing"])
+
+    assert ended.value.code == 2
+    assert "invalid choice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["demo", "plan", "show", "split", "export", "merge", "run-onnx", "simulate", "report", "verify"],
+)
+def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+
+    assert ended.value.code == 0
+    assert f"pd2bw-fx {command}" in capsys.readouterr().out
