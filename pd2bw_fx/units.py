@@ -25,9 +25,9 @@ def parse_bytes(text: int | float | str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Three digits and a binary unit: "1.50 GiB"."""
+    """Three digits and a binary unit: "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(num_bytes) < 1024 or unit == "TiB":
+        if abs(num_bytes) < 999.5 or unit == "TiB":  # a fourth digit would be written as a power of ten
             break
         num_bytes /= 1024
     return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}"
@@ -35,7 +35,9 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Three digits and a unit that fits: "12.3 ms"."""
+    if abs(seconds) >= 999.5:
+        return f"{seconds:.0f} s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(seconds) >= scale:
+        if abs(seconds) >= 0.9995 * scale:
             return f"{seconds / scale:.3g} {unit}"
     return "0 s" if seconds == 0 else f"{seconds / 1e-6:.3g} us"
