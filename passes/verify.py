@@ -33,8 +33,10 @@ Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest absolute difference of one tensor, beside the tensor's largest entry (for a gradient that is
-    next to nothing: a thousandth of the largest of all gradients)."""
+    """The largest absolute difference of one tensor, beside the tensor's largest entry.
+
+    The scale of a gradient is at least a thousandth of the largest entry of all gradients.
+    """
 
     name: str
     largest: float
@@ -93,7 +95,17 @@ def verify(
     in_order = _draws_in_program_order(graph, plan)
     eager = _run_model(graph, tensors, example, model, forward, random=in_order)
     staged = _run_stages(graph, programs, tensors, example, random=in_order)
-    return Verification(tuple(_compared(eager, staged, tolerance)), with_random_numbers=in_order)
+    coarsest = _TOLERANCES[_autocast_dtype(programs)] if tolerance is None else tolerance
+    return Verification(tuple(_compared(eager, staged, tolerance, coarsest)), with_random_numbers=in_order)
+
+
+def _autocast_dtype(programs: Sequence[StageProgram]) -> torch.dtype:
+    """The coarsest type that a stage computes in without its tensors saying so; float64 if there is none."""
+    sources = [program.source for program in programs if "torch.autocast(" in program.source]
+    for dtype in (torch.bfloat16, torch.float16):
+        if any(str(dtype) in source for source in sources):
+            return dtype
+    return torch.float64
 
 
 def _draws_in_program_order(graph: OperatorGraph, plan: Plan) -> bool:
@@ -255,7 +267,7 @@ def _summed_gradients(
     return sums
 
 
-def _compared(eager: _Run, staged: _Run, tolerance: float | None) -> Iterator[Difference]:
+def _compared(eager: _Run, staged: _Run, tolerance: float | None, coarsest: float) -> Iterator[Difference]:
     largest = max((_largest(g) for g in eager.gradients.values() if g is not None), default=0.0)
     faintest = {"output": 0.0, "gradient of": _FAINTEST * largest, "buffer": 0.0}
     for kind, expected, found in (
@@ -268,7 +280,7 @@ def _compared(eager: _Run, staged: _Run, tolerance: float | None) -> Iterator[Di
                 raise VerificationError(f"{kind} {name!r} is the model's, but no stage gives it")
             difference = _difference(f"{kind} {name}", expected[name], found[name], faintest[kind])
             like = expected[name] if expected[name] is not None else found[name]
-            allowed = tolerance if tolerance is not None else _tolerance(like)
+            allowed = tolerance if tolerance is not None else max(_tolerance(like), coarsest)
             if not difference.relative <= allowed:
                 raise VerificationError(
                     f"{difference.name} differs from the model's by {difference.relative:.3e} of its largest "

@@ -116,7 +116,7 @@ class Attributes:
             elif indexed or (inside_container and node.text is None):
                 text = f"{text}[{quoted(part)}]"
             else:
-                text = _attribute(text, part)
+                text = _attribute(text, part, node.children.get(part, Attribute()).kind)
             inside_container = inside_container or indexed
             node = node.children.get(part, Attribute(text=""))
             if node.text is not None:
@@ -142,9 +142,14 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _attribute(owner: str, name: str) -> str:
+def _attribute(owner: str, name: str, kind: str = "module") -> str:
     """`owner.name`, or a call that takes any name where that is no plain one."""
-    return f"{owner}.{name}" if is_plain_name(name) else f"getattr({owner}, {quoted(name)})"
+    if is_plain_name(name):
+        return f"{owner}.{name}"
+    if not name.startswith("__"):
+        return f"getattr({owner}, {quoted(name)})"
+    # A name that begins so is Python's own wherever else a stage might reach for it.
+    return f"{owner}.get_{'submodule' if kind == 'module' else kind}({quoted(name)})"
 
 
 def _assignment(owner: str, name: str, text: str, kind: str) -> str:

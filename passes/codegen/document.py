@@ -133,7 +133,9 @@ def _main(root_name: str, inputs: Sequence[Port]) -> list[str]:
     lines += laid_out(f"returned = stage({arguments})", 4)
     lines += [
         "    results = returned if isinstance(returned, tuple) else (returned,)",
-        "    torch.stack([result.sum() for result in results if result.requires_grad]).sum().backward()",
+        "    for result in results:",
+        "        if result.requires_grad:",
+        "            result.sum().backward(retain_graph=True)",
         "    for result in results:",
         "        print(tuple(result.shape), result.dtype)",
     ]

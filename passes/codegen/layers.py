@@ -68,6 +68,8 @@ def _by_signature(module: nn.Module) -> list[tuple[str, Any, Any]]:
     for argument, parameter in inspect.signature(type(module)).parameters.items():
         if argument in ("device", "dtype", "inplace") or argument.startswith("_"):
             continue
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            continue  # nn.Tanh and its like take none
         value = getattr(module, argument)
         if argument == "bias" and not isinstance(value, bool):
             value = value is not None

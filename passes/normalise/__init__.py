@@ -7,12 +7,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from pd2bw_fx.errors import TraceError
 from pd2bw_fx.graph import ModelOutput, OperatorGraph
 from pd2bw_fx.program import ProgramModule, tensors, training_context
 from pd2bw_fx.traced import Traced
 
 from .assume import assume
-from .clean import remove_dead_code, remove_empty_parts, remove_guards, remove_identities
+from .clean import (
+    remove_broadcasts,
+    remove_dead_code,
+    remove_empty_parts,
+    remove_guards,
+    remove_identities,
+)
 from .describe import Describer, parameter_specs
 from .facts import Facts, observe
 from .functional import make_functional
@@ -31,6 +38,7 @@ def normalise(traced: Traced) -> OperatorGraph:
 def _normal_form(traced: Traced) -> OperatorGraph:
     draft = lift(traced)
     remove_guards(draft)
+    remove_broadcasts(draft)
     remove_empty_parts(draft)
     draft, facts = _observed(draft, traced)
     remove_identities(draft, facts)
@@ -93,6 +101,12 @@ def _symbols(traced: Traced, placeholders: Any) -> dict[str, str]:
 def _outputs(traced: Traced, graph: fx.Graph) -> tuple[ModelOutput, ...]:
     results = graph.output_node().args[0]
     assert isinstance(results, (tuple, list))
+    for name, value in zip(traced.outputs, results, strict=True):
+        if isinstance(value, fx.Node) and value.op == "get_attr":
+            raise TraceError(
+                f"the model returns its own {str(value.target)!r} as the output {name!r}, which no stage "
+                "computes; leave it out of what the forward returns"
+            )
     return tuple(
         ModelOutput(name, value.name)
         for name, value in zip(traced.outputs, results, strict=True)

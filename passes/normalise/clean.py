@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import getitem
+
 import torch
 from torch import fx
 
@@ -67,6 +69,18 @@ def _is_identity(node: fx.Node, facts: Facts, written: set[int]) -> bool:
     if name in {"mul", "div"}:
         return node.args[1:] == (1,) and not node.kwargs
     return name in {"slice", "view", "reshape", "expand"}
+
+
+def remove_broadcasts(draft: Draft) -> None:
+    """What `torch.broadcast_tensors` hands back as it was (a loss asks for it, equal sizes or not)."""
+    for node in list(draft.graph.nodes):
+        source = node.args[0] if node.target is getitem else None
+        if not isinstance(source, fx.Node) or operator_name(source) != "broadcast_tensors":
+            continue
+        operand = source.args[0][node.args[1]]  # type: ignore[index]
+        if isinstance(operand, fx.Node) and _sizes_and_type(operand) == _sizes_and_type(node):
+            node.replace_all_uses_with(operand)
+            draft.graph.erase_node(node)
 
 
 def remove_empty_parts(draft: Draft) -> None:
