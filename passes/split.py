@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.program import tensors
 
@@ -44,7 +47,7 @@ def split(
     solver: str = "highs",
     max_gap: float = 1e-4,
     time_limit_s: float = 60.0,
-    check: Literal["fast", False] = "fast",
+    check: Literal["fast", "full", False] = "fast",
 ) -> Pipeline:
     """Split a model into pipeline stages: trace, profile, partition, generate, check.
 
@@ -57,7 +60,8 @@ def split(
     `cluster` is a count of equal local devices, a Cluster or the path of a TOML file; left out, what this
     machine has. `costs` are measured on this machine where there is something to run, or estimated
     ("analytic") from each operator's arithmetic and bytes. `check="fast"` compares loss, gradients and
-    buffers of the stages with the model's on the example inputs.
+    buffers of the stages with the model's on the example inputs, "full" also on another batch of another
+    size.
 
     Raises InputError for arguments that cannot be, TraceError naming the line that cannot be traced,
     ClusterError, InfeasibleError if no assignment fits in memory, VerificationError if the stages were wrong.
@@ -100,14 +104,40 @@ def split(
         schedule=schedule,
         programs=generate(graph, plan),
         tensors=tensors(graph),
-        batch_layout=None if args is None else BatchLayout.of(model, args, kwargs, example_targets),
+        batch_layout=None if args is None else _layout(model, args, kwargs, example_targets, graph),
         example=traced.examples or None,
         trace_report=traced.report,
         reference=traced.call,
     )
     if check and traced.examples:
         pipeline.verify()
+    if check == "full" and (another := _another_batch(graph, traced.examples)) is not None:
+        pipeline.verify(example=another)
     return pipeline
+
+
+def _layout(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    targets: Any,
+    graph: OperatorGraph,
+) -> BatchLayout:
+    layout = BatchLayout.of(model, args, kwargs, targets)
+    shapes = [spec.shape for spec in graph.inputs.values()]
+    if any(shape is None or any(isinstance(size, str) for size in shape) for shape in shapes):
+        return layout
+    # The program was made for the example's sizes alone.
+    sizes = {int(spec.shape[0]) for spec in graph.inputs.values() if spec.shape}
+    return replace(layout, microbatch_size=sizes.pop() if len(sizes) == 1 else None)
+
+
+def _another_batch(graph: OperatorGraph, example: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """The example's samples in another order, the first one twice; None if its size is the only one."""
+    batched = [n for n, spec in graph.inputs.items() if spec.shape and isinstance(spec.shape[0], str)]
+    if not batched:
+        return None
+    return {n: torch.cat([t.flip(0), t[:1]]) if n in batched else t for n, t in example.items()}
 
 
 def _example_inputs(

@@ -114,6 +114,7 @@ class Pipeline:
         example_kwargs: Mapping[str, Any] | None = None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         example_targets: Any = None,
+        example: Mapping[str, Tensor] | None = None,
         tolerance: float | None = None,
     ) -> Verification:
         """Run the stages in sequence and the original model on the same inputs, and compare outputs, every
@@ -121,7 +122,8 @@ class Pipeline:
 
         A loaded pipeline has no original model at hand: pass it, with the example arguments (and loss_fn) it
         was split with where its inputs are not plain arguments of its forward. It is given the pipeline's
-        weights for the comparison and has its own back afterwards. `tolerance` is relative to each tensor's
+        weights for the comparison and has its own back afterwards. `example` are other inputs to compare on,
+        by their names in `graph.inputs`. `tolerance` is relative to each tensor's
         largest entry; None takes what suits the type (equal bits are expected, 1e-12 in float64 allowed).
 
         Raises VerificationError naming the first tensor that differs by more, InputError without a model.
@@ -141,7 +143,7 @@ class Pipeline:
             self.plan,
             self.programs,
             self._tensors,
-            {name: self.example[name] for name in self.graph.inputs},
+            {name: (example or self.example)[name] for name in self.graph.inputs},
             model=original,
             forward=reference,
             tolerance=tolerance,

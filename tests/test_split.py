@@ -125,6 +125,39 @@ def test_the_printed_plan_names_devices_cuts_memory_and_proof() -> None:
         assert word in text
 
 
+def test_a_full_check_compares_another_batch_of_another_size() -> None:
+    class Biased(nn.Module):
+        """Right for the example's batch size alone."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * (2.0 if x.shape[0] == 3 else 3.0)
+
+    pipe = pd2bw_fx.split(build("gpt").double(), cluster=2, costs="analytic", check="full")
+    assert pipe.verify().exact
+
+    with pytest.raises(pd2bw_fx.Pd2bwError):
+        pd2bw_fx.split(Biased(), (torch.randn(3, 4),), cluster=1, tracer="fx", costs="analytic", check="full")
+
+
+def test_a_model_of_one_batch_size_says_so_to_other_batches() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).view(3, 2, 2).square().mean()
+
+    pipe = pd2bw_fx.split(Fixed(), (torch.randn(3, 4),), cluster=1, costs="analytic")
+
+    with pytest.raises(pd2bw_fx.InputError, match="traced for 3 only"):
+        pipe.train_local([torch.randn(8, 4)], optimizer=torch.optim.SGD, microbatches_per_update=2)
+
+
 def test_other_schedules_are_simulated_on_the_same_plan() -> None:
     pipe = pd2bw_fx.split(build("gpt"), cluster=4, costs="analytic", check=False)
 
