@@ -97,17 +97,22 @@
       pen.roundRect(x, y, width, height, 10);
       pen.fill();
       pen.stroke();
-      // At least readable on the screen, and never wider than its region.
-      let size = Math.max(16, 12 / view.scale);
-      pen.font = `600 ${size}px system-ui, sans-serif`;
-      const length = pen.measureText(region.title).width;
-      if (length > width - 16) size *= (width - 16) / length;
-      if (size * view.scale < 5) continue;
+      // The whole title where it can be read, else the stage's number, as large as it may be.
+      const [title, size] = fitting(region, Math.max(16, 12 / view.scale), width - 16);
       pen.font = `600 ${size}px system-ui, sans-serif`;
       pen.fillStyle = colour("ink");
       pen.textBaseline = "middle";
-      pen.fillText(region.title, x + 12, y + 22);
+      pen.fillText(title, x + 10, y + Math.max(20, size * 0.7));
     }
+  }
+
+  function fitting(region, wanted, width) {
+    const sizeOf = (text) => {
+      pen.font = `600 ${wanted}px system-ui, sans-serif`;
+      return wanted * Math.min(1, width / pen.measureText(text).width);
+    };
+    const whole = sizeOf(region.title);
+    return whole * view.scale >= 7 ? [region.title, whole] : [region.short, sizeOf(region.short)];
   }
 
   function edgePath(from, to) {
@@ -181,8 +186,8 @@
       const node = nodes[number];
       const [x, y] = node.at;
       if (x + boxWidth < seen.left || x > seen.right || y + boxHeight < seen.top || y > seen.bottom) continue;
-      pen.globalAlpha = matches && !matches.has(number) ? 0.22 : 1;
-      pen.fillStyle = fill(node);
+      const isDim = matches && !matches.has(number) && number !== selected;
+      pen.fillStyle = isDim ? mixed(hue(node.stage), colour("surface"), 0.1) : fill(node);
       pen.beginPath();
       if (view.scale > 0.2) pen.roundRect(x, y, boxWidth, boxHeight, 5);
       else pen.rect(x, y, boxWidth, boxHeight);
@@ -194,11 +199,10 @@
         pen.stroke();
       }
       if (named) {
-        pen.fillStyle = colour("ink");
+        pen.fillStyle = colour(isDim ? "muted" : "ink");
         pen.fillText(shortened(node), x + 8, y + boxHeight / 2 + 0.5);
       }
     }
-    pen.globalAlpha = 1;
   }
 
   const shortNames = new Map();

@@ -81,7 +81,12 @@ def graph_data(
         "box": [BOX_WIDTH, BOX_HEIGHT],
         "size": [made.width, made.height],
         "regions": [
-            {"stage": r.stage, "at": [r.x, r.y, r.width, r.height], "title": _title(r.stage, plan)}
+            {
+                "stage": r.stage,
+                "at": [r.x, r.y, r.width, r.height],
+                "title": _title(r.stage, plan),
+                "short": "each" if r.stage == EVERYWHERE else str(r.stage),
+            }
             for r in made.regions
         ],
         "nodes": nodes,

@@ -2,14 +2,15 @@
 
 in each stage    stage 0          stage 1         One region a stage, from left to right; in it rows from
 +-----------+    +------------+   +---------+     top to bottom, each operator below all that it reads.
-| tokens    |    | a    e  f  |   | h   k   |     A stage with many rows goes on in another column, so that
-| mask      | -> | b c  g     |-> | i   l   |     the whole has about the shape of a screen.
+| tokens    |    | a    e  f  |   | h   k   |     A stage of many rows goes on in another column, and many
+| mask      | -> | b c  g     |-> | i   l   |     stages on another shelf: about the shape of a screen.
 |           |    | d          |   | j       |
 +-----------+    +------------+   +---------+
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,12 @@ from pd2bw_fx.plan import Plan
 
 BOX_WIDTH, BOX_HEIGHT = 132, 24
 _GAP_X, _GAP_Y = 16, 22
-_COLUMN_GAP, _REGION_GAP, _PADDING, _TITLE = 26, 54, 18, 34
+_COLUMN_GAP, _REGION_GAP, _SHELF_GAP, _PADDING, _TITLE = 26, 54, 70, 18, 34
 _MOST_LANES = 6  # a row with more goes on below
 _SHAPE = 1.7  # width over height
+
+_HEIGHTS = (6, 8, 11, 15, 20, 27, 36, 48, 64, 85, 113, 150, 200)  # rows in a column
+_SHELVES = range(2, 13)
 
 EVERYWHERE = -1  # the region of inputs, and of what every stage makes by itself
 
@@ -54,7 +58,19 @@ def layout(graph: OperatorGraph, plan: Plan) -> Layout:
     for name in graph.operators:
         members[stage_of.get(name, EVERYWHERE)].append(name)
     rows = {stage: _rows(graph, names) for stage, names in members.items() if names}
-    return _placed(rows, _best_height(rows))
+    longest = max(len(own) for own in rows.values())
+    made = _placed(rows, longest, math.inf)
+    if made.width < _SHAPE * made.height:
+        heights = [height for height in _HEIGHTS if height < longest]
+        candidates = [made, *(_placed(rows, height, math.inf) for height in heights)]
+    else:
+        candidates = [made, *(_placed(rows, longest, made.width / shelves) for shelves in _SHELVES)]
+    return min(candidates, key=_off)
+
+
+def _off(made: Layout) -> float:
+    ratio = made.width / made.height
+    return max(ratio / _SHAPE, _SHAPE / ratio)
 
 
 def _rows(graph: OperatorGraph, names: Sequence[str]) -> list[list[str]]:
@@ -84,41 +100,39 @@ def _wanted_lane(graph: OperatorGraph, name: str, lane: Mapping[str, float]) -> 
     return sum(above) / len(above) if above else 0.0
 
 
-def _best_height(rows: Mapping[int, Sequence[Sequence[str]]]) -> int:
-    """Rows in a column, so that the whole comes closest to the shape of a screen."""
-    longest = max(len(own) for own in rows.values())
-    candidates = {longest} | {
-        height for height in (6, 8, 11, 15, 20, 27, 36, 48, 64, 85, 113, 150, 200) if height < longest
-    }
-
-    def off(height: int) -> float:
-        made = _placed(rows, height)
-        ratio = made.width / made.height
-        return max(ratio / _SHAPE, _SHAPE / ratio)
-
-    return min(sorted(candidates), key=off)
-
-
-def _placed(rows: Mapping[int, Sequence[Sequence[str]]], height: int) -> Layout:
+def _placed(rows: Mapping[int, Sequence[Sequence[str]]], height: int, most_width: float) -> Layout:
+    """Columns of so many rows; a region that would go beyond `most_width` begins another shelf."""
     places: dict[str, tuple[float, float]] = {}
-    regions = []
-    x, tallest = 0.0, min(height, max(len(own) for own in rows.values()))
+    regions: list[Region] = []
+    tallest = min(height, max(len(own) for own in rows.values()))
     region_height = _TITLE + tallest * (BOX_HEIGHT + _GAP_Y) - _GAP_Y + 2 * _PADDING
+    x = y = 0.0
     for stage, own in rows.items():
+        columns = [own[start : start + height] for start in range(0, len(own), height)]
+        width = 2 * _PADDING - _COLUMN_GAP + sum(_width(column) + _COLUMN_GAP for column in columns)
+        if x > 0 and x + width > most_width:
+            x, y = 0.0, y + region_height + _SHELF_GAP
+        regions.append(Region(stage, x, y, width, region_height))
         left = x + _PADDING
-        for start in range(0, len(own), height):
-            column = own[start : start + height]
-            lanes = max(len(row) for row in column)
-            for number, row in enumerate(column):
-                # A short row stands in the middle of its column.
-                inset = (lanes - len(row)) * (BOX_WIDTH + _GAP_X) / 2
-                for index, name in enumerate(row):
-                    places[name] = (
-                        left + inset + index * (BOX_WIDTH + _GAP_X),
-                        _TITLE + _PADDING + number * (BOX_HEIGHT + _GAP_Y),
-                    )
-            left += lanes * (BOX_WIDTH + _GAP_X) - _GAP_X + _COLUMN_GAP
-        width = left - _COLUMN_GAP + _PADDING - x
-        regions.append(Region(stage, x, 0.0, width, region_height))
+        for column in columns:
+            places |= _column(column, left, y + _TITLE + _PADDING)
+            left += _width(column) + _COLUMN_GAP
         x += width + _REGION_GAP
-    return Layout(tuple(regions), places, x - _REGION_GAP, region_height)
+    whole = max(region.x + region.width for region in regions)
+    return Layout(tuple(regions), places, whole, y + region_height)
+
+
+def _width(column: Sequence[Sequence[str]]) -> float:
+    return max(len(row) for row in column) * (BOX_WIDTH + _GAP_X) - _GAP_X
+
+
+def _column(column: Sequence[Sequence[str]], left: float, top: float) -> dict[str, tuple[float, float]]:
+    """A short row stands in the middle of its column."""
+    lanes = max(len(row) for row in column)
+    places = {}
+    for number, row in enumerate(column):
+        inset = (lanes - len(row)) * (BOX_WIDTH + _GAP_X) / 2
+        for index, name in enumerate(row):
+            x = left + inset + index * (BOX_WIDTH + _GAP_X)
+            places[name] = (x, top + number * (BOX_HEIGHT + _GAP_Y))
+    return places

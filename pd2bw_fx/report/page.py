@@ -120,10 +120,11 @@ def _style() -> str:
         )
 
     return (
+        ":root{color-scheme:light dark}"
         f"body{{margin:0;font:14px/1.5 {svg.FONT}}}"
         "main{max-width:1132px;margin:0 auto;padding:24px 16px 64px}"
         "h1{font-size:24px;margin:0 0 16px}h2{font-size:18px;margin:32px 0 12px}h3{font-size:13px;margin:0}"
-        ".pd-picture-box{margin:0 0 12px;overflow-x:auto}.pd-picture-box svg{display:block}"
+        ".pd-picture-box{margin:0 0 12px;overflow-x:auto}.pd-picture-box svg{display:block;width:100%}"
         ".pd-row.pd-shown{display:inline-block;min-width:100%}"
         ".pd-stage{border-radius:8px;margin:0 0 12px;padding:0 16px}"
         ".pd-stage summary{cursor:pointer;font-weight:600;padding:12px 0}"
