@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,14 @@ from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline, load
 from pd2bw_fx.report.page import page_html
 from pd2bw_fx.report.timeline import timeline_svg
+from pd2bw_fx.train import (
+    TrainOptions,
+    is_under_torchrun,
+    optimizer_named,
+    run_training,
+    start_processes,
+    text_batches,
+)
 from pd2bw_fx.units import format_seconds
 
 
@@ -34,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    options.arguments = arguments
     try:
         code: int = options.run(options)
     except Pd2bwError as error:
@@ -129,6 +140,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     simulate.add_argument("--json", action="store_true", help="the figures as JSON, for machines")
     simulate.set_defaults(run=_simulate)
+
+    train = _model_command(
+        commands,
+        "train",
+        "train with one process a stage, started here or by torchrun",
+        "pd2bw-fx train gpt --cluster 2 --updates 300 --lr 3e-4 --checkpoint gpt_run",
+    )
+    train.add_argument(
+        "--data", help="module:callable that gives an iterable of batches (default: real text)"
+    )
+    train.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, or module:callable (adamw)")
+    train.add_argument("--lr", type=float, help="learning rate (default: torch's)")
+    train.add_argument("--updates", type=int, default=300, help="updates in all (default 300)")
+    train.add_argument("--method", help="2bw, 1f1b or gpipe (default: the plan's)")
+    train.add_argument("--microbatches", type=int, help="microbatches an update (default: the plan's)")
+    train.add_argument("--checkpoint", type=Path, help="folder to write to, and to go on from")
+    train.add_argument("--every", type=int, default=100, help="updates between checkpoints (default 100)")
+    train.add_argument("--json", action="store_true", help="a line of JSON for each report, for machines")
+    train.add_argument("-o", "--output", type=Path, help="the trained weights, as safetensors")
+    train.set_defaults(run=_train)
 
     report = _model_command(
         commands, "report", "one HTML page about a pipeline", "pd2bw-fx report gpt_2 -o report.html"
@@ -259,6 +290,47 @@ def _simulate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _train(options: argparse.Namespace) -> int:
+    if options.updates < 1 or options.every < 1:
+        raise InputError("--updates and --every must be 1 or more")
+    if not is_under_torchrun():
+        return _train_here(options)
+    is_first = int(os.environ["RANK"]) == 0
+    pipe = _pipeline(options)
+    batches = _loaded(options.data)() if options.data else text_batches(pipe, options.updates)
+    run_training(
+        pipe,
+        batches,
+        optimizer=optimizer_named(options.optimizer, options.lr, _loaded),
+        options=TrainOptions(
+            num_updates=options.updates,
+            method=options.method,
+            microbatches_per_update=options.microbatches,
+            checkpoint=options.checkpoint,
+            checkpoint_every=options.every,
+            as_json=options.json,
+            output=options.output,
+        ),
+        console=Console(quiet=not is_first),
+    )
+    return 0
+
+
+def _train_here(options: argparse.Namespace) -> int:
+    """Split once, and have torchrun start one process for each stage."""
+    given = sys.argv[1:] if options.arguments is None else list(options.arguments)
+    with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
+        pipe = _pipeline(options)
+        pipe.save(Path(folder) / "pipeline")
+        if options.cluster is not None:
+            at = given.index("--cluster") if "--cluster" in given else None
+            given = [g for g in given if not g.startswith("--cluster=")]
+            if at is not None:
+                del given[at : at + 2]
+        given[given.index(options.model)] = str(Path(folder) / "pipeline")
+        return 1 if start_processes(pipe.plan.num_stages, given) else 0
+
+
 def _report(options: argparse.Namespace) -> int:
     pipe = _pipeline(options)
     page = page_html(pipe.graph, pipe.costs, pipe.plan, pipe.programs, pipe.simulate())
@@ -281,20 +353,28 @@ def _pipeline(options: argparse.Namespace) -> Pipeline:
     return split(_model(options.model), cluster=cluster)
 
 
+def _loaded(name: str) -> Any:
+    """What `module:attribute` names; modules are looked for in the working folder too."""
+    module_name, _, attribute = name.partition(":")
+    if not attribute:
+        raise InputError(f"{name!r} is not of the form module:callable")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"{name!r} cannot be imported: {error}") from error
+
+
 def _model(name: str) -> nn.Module:
     if name in MODELS:
         return build(name)
-    module_name, _, attribute = name.partition(":")
-    if not attribute:
+    if ":" not in name:
         raise InputError(
             f"{name!r} is no model of ours ({', '.join(sorted(MODELS))}), no folder, and not of the form "
             "module:callable"
         )
-    sys.path.insert(0, "")
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"{name!r} cannot be imported: {error}") from error
+    factory = _loaded(name)
     if isinstance(factory, nn.Module):
         return factory
     try:

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import pd2bw_fx
@@ -86,6 +87,23 @@ def test_simulate_gives_figures_and_a_timeline(
     assert "microbatches/s" in capsys.readouterr().out
 
 
+def test_train_starts_processes_tells_the_loss_and_goes_on_from_a_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--cluster", "2", "--microbatches", "2", "--lr", "1e-3", "--json"]
+    common += ["--checkpoint", str(tmp_path / "run"), "--every", "5"]
+
+    assert main(["train", "gpt", *common, "--updates", "10"]) == 0
+    first = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert main(["train", "gpt", *common, "--updates", "15", "-o", str(tmp_path / "w.safetensors")]) == 0
+    second = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+
+    assert [report["update"] for report in first] == list(range(1, 11))
+    assert [report["update"] for report in second] == list(range(11, 16))
+    assert second[-1]["loss"] < first[0]["loss"] - 0.3
+    build("gpt").load_state_dict(load_file(tmp_path / "w.safetensors"))
+
+
 def test_report_writes_one_page(folder: Path, tmp_path: Path) -> None:
     assert main(["report", str(folder), "-o", str(tmp_path / "report.html")]) == 0
 
@@ -127,7 +145,7 @@ def test_wrong_use_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["demo", "plan", "show", "split", "export", "merge", "run-onnx", "simulate", "report", "verify"],
+    ["demo", "plan", "show", "split", "export", "merge", "run-onnx", "simulate", "train", "report", "verify"],
 )
 def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
