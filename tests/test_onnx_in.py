@@ -1,5 +1,8 @@
 """ONNX files split into ONNX stages: what comes out is what onnxruntime says of the whole file."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -273,3 +276,41 @@ def test_what_cannot_be_split_is_an_error_that_says_why_and_leaves_nothing(
         split_onnx(chain, out, cluster=16)
 
     assert not out.exists()
+
+
+def test_everything_else_works_without_onnx_and_what_needs_it_says_what_to_install(tmp_path: Path) -> None:
+    program = """
+import sys
+for name in ("onnx", "onnx_ir", "onnxruntime", "onnxscript"):
+    sys.modules[name] = None  # as if it were not installed
+import pd2bw_fx
+from pd2bw_fx.passes.export_onnx import merge_onnx
+from pd2bw_fx.passes.split_onnx import split_onnx
+for call in (lambda: split_onnx("model.onnx", "parts", cluster=2), lambda: merge_onnx("parts")):
+    try:
+        call()
+    except pd2bw_fx.ExportError as error:
+        print(error)
+"""
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "onnx is not installed; try: pip install pd2bw-fx[onnx]\n" * 2
+
+
+def test_the_how_to_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "ONNX.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+
+    for block in blocks:
+        exec(compile(block, "ONNX.md", "exec"), names)
+
+    assert len(blocks) == 5
+    assert {path.name for path in (tmp_path / "gpt_onnx").iterdir()} == {
+        "manifest.json", "model.onnx", "stage_0.onnx", "stage_1.onnx",
+    }  # fmt: skip
+    outputs = names["outputs"]
+    assert isinstance(outputs, dict)
+    assert outputs.keys() == {"loss"}
