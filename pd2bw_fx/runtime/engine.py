@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 600.0
 _UPDATES_COMPARED = 2  # in how many updates ranks tell each other what batch they were given
 _LOSSES_UNDER_WAY = 4
+_LOSS_TAGS = 2**16
 
 
 class Engine:
@@ -323,19 +324,19 @@ class Engine:
 
     def _tell_loss(self, update: int) -> Loss:
         """The mean over the update's microbatches, from the rank that has it to the others."""
-        source = self.job.ranks[self.job.loss_stage]
+        source, tag = self.job.ranks[self.job.loss_stage], update % _LOSS_TAGS
         with translated(None):
             if self.rank == source:
                 losses = self._losses.pop(update)
                 mean = torch.stack([loss.double() for loss in losses]).mean().reshape(1)
                 works = [
-                    dist.isend(mean, rank, group=self._control)
+                    dist.isend(mean, rank, group=self._control, tag=tag)
                     for rank in range(self.job.num_stages)
                     if rank != source
                 ]
             else:
                 mean = torch.empty(1, dtype=torch.float64, device=self.device)
-                works = [dist.irecv(mean, source, group=self._control)]
+                works = [dist.irecv(mean, source, group=self._control, tag=tag)]
 
         def wait() -> None:
             with (
