@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.plan import Progress
 from pd2bw_fx.program import tensors
 
 from .coarsen import coarsen
@@ -44,9 +46,11 @@ def split(
     recompute: bool | Literal["auto"] = False,
     costs: Literal["auto", "measured", "analytic"] = "auto",
     tracer: str = "auto",
+    constraints: Constraints | None = None,
     solver: str = "highs",
     max_gap: float = 1e-4,
     time_limit_s: float = 60.0,
+    progress: Callable[[Progress], None] | None = None,
     check: Literal["fast", "full", False] = "fast",
 ) -> Pipeline:
     """Split a model into pipeline stages: trace, profile, partition, generate, check.
@@ -58,10 +62,13 @@ def split(
     `example_targets` beside the example inputs.
 
     `cluster` is a count of equal local devices, a Cluster or the path of a TOML file; left out, what this
-    machine has. `costs` are measured on this machine where there is something to run, or estimated
-    ("analytic") from each operator's arithmetic and bytes. `check="fast"` compares loss, gradients and
-    buffers of the stages with the model's on the example inputs, "full" also on another batch of another
-    size.
+    machine has. `constraints` pin operators and modules, keep them whole, or cap a device's memory. The
+    solver proves the plan to within `max_gap` or stops after `time_limit_s`; `progress` hears how it stands,
+    and Ctrl-C takes the best plan so far.
+
+    `costs` are measured on this machine where there is something to run, or estimated ("analytic") from each
+    operator's arithmetic and bytes. `check="fast"` compares loss, gradients and buffers of the stages with
+    the model's on the example inputs, "full" also on another batch of another size.
 
     Raises InputError for arguments that cannot be, TraceError naming the line that cannot be traced,
     ClusterError, InfeasibleError if no assignment fits in memory, VerificationError if the stages were wrong.
@@ -77,17 +84,22 @@ def split(
         graph, traced.examples or None, device=chosen.devices[0], method=costs, whole=traced.call
     )
     problem = coarsen(graph, measured, chosen)
+    setting: dict[str, Any] = {
+        "memory_model": memory_model or MemoryModel(),
+        "recompute": recompute,
+        "constraints": constraints,
+    }
     plan = partition(
         problem,
         chosen,
         num_stages=num_stages,
         microbatches_per_update=microbatches_per_update,
-        memory_model=memory_model or MemoryModel(),
         method=method,
-        recompute=recompute,
         solver=solver,
         max_gap=max_gap,
         time_limit_s=time_limit_s,
+        progress=progress,
+        **setting,
     )
     schedule = build_schedule(
         method,
@@ -108,6 +120,7 @@ def split(
         example=traced.examples or None,
         trace_report=traced.report,
         reference=traced.call,
+        setting=setting,
     )
     if check and traced.examples:
         pipeline.verify()

@@ -6,6 +6,7 @@ pipe.train_local(batches, optimizer=lambda parameters: torch.optim.AdamW(paramet
 """
 
 from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import (
     ClusterError,
@@ -20,7 +21,9 @@ from pd2bw_fx.errors import (
     VerificationError,
     WorkerError,
 )
+from pd2bw_fx.passes.export_onnx import merge_onnx
 from pd2bw_fx.passes.split import split
+from pd2bw_fx.passes.split_onnx import split_onnx
 from pd2bw_fx.pipeline import Pipeline, load
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.runtime.engine import Engine
@@ -30,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Cluster",
     "ClusterError",
+    "Constraints",
     "Device",
     "Engine",
     "ExportError",
@@ -46,5 +50,7 @@ __all__ = [
     "VerificationError",
     "WorkerError",
     "load",
+    "merge_onnx",
     "split",
+    "split_onnx",
 ]

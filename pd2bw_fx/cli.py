@@ -25,6 +25,7 @@ from pd2bw_fx.demo import run_demo
 from pd2bw_fx.errors import InputError, Pd2bwError
 from pd2bw_fx.models import MODELS, build
 from pd2bw_fx.passes.export_onnx import merge_onnx, run_onnx_processes
+from pd2bw_fx.passes.partition import plan_workload
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline, load
 from pd2bw_fx.report.page import page_html
@@ -38,6 +39,7 @@ from pd2bw_fx.train import (
     text_batches,
 )
 from pd2bw_fx.units import format_seconds
+from pd2bw_fx.workload import read_workload
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +78,14 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--updates", type=int, default=300, help="training updates (default 300)")
     demo.set_defaults(run=_demo)
 
-    plan = _model_command(commands, "plan", "print the plan", "pd2bw-fx plan gpt --cluster 4")
+    plan = _model_command(
+        commands, "plan", "print the plan", "pd2bw-fx plan gpt --cluster 4 --explain", is_optional=True
+    )
+    plan.add_argument(
+        "--explain", action="store_true", help="also the next best cuts, what binds, what helps"
+    )
+    plan.add_argument("--workload", type=Path, help="place a published workload (JSON) in place of a model")
+    plan.add_argument("--accelerators-only", action="store_true", help="leave out the workload's CPUs")
     plan.add_argument("--json", action="store_true", help="the plan as JSON, for machines")
     plan.set_defaults(run=_plan)
 
@@ -181,10 +190,13 @@ def _command(commands: Any, name: str, purpose: str, example: str) -> argparse.A
     return parser
 
 
-def _model_command(commands: Any, name: str, purpose: str, example: str) -> argparse.ArgumentParser:
+def _model_command(
+    commands: Any, name: str, purpose: str, example: str, *, is_optional: bool = False
+) -> argparse.ArgumentParser:
     parser = _command(commands, name, purpose, example)
     parser.add_argument(
         "model",
+        nargs="?" if is_optional else None,
         metavar="MODEL",
         help=f"one of {', '.join(sorted(MODELS))}; or module:callable returning a model; or a saved folder",
     )
@@ -200,8 +212,18 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if (options.model is None) == (options.workload is None):
+        raise InputError("plan takes a MODEL or --workload FILE; give one of them")
+    if options.workload is not None:
+        placement = plan_workload(
+            read_workload(options.workload), accelerators_only=options.accelerators_only
+        )
+        print(json.dumps(placement.to_json()) if options.json else placement)
+        return 0
     pipe = _pipeline(options)
     print(json.dumps(pipe.plan.to_json()) if options.json else pipe)
+    if options.explain:
+        print(f"\n{pipe.explain()}")
     return 0
 
 

@@ -14,9 +14,12 @@ from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Costs
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.explanation import Explanation
 from pd2bw_fx.folder import read_pipeline, save_pipeline
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.export_onnx import Form, Original, export_onnx
+from pd2bw_fx.passes.partition import explain
 from pd2bw_fx.passes.schedule import build_schedule
 from pd2bw_fx.passes.simulate import simulate
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
@@ -57,6 +60,7 @@ class Pipeline:
         example: Mapping[str, Tensor] | None = None,
         trace_report: TraceReport | None = None,
         reference: Forward | None = None,
+        setting: Mapping[str, Any] | None = None,
     ) -> None:
         self.graph = graph
         self.costs = costs
@@ -68,6 +72,7 @@ class Pipeline:
         self.example = None if example is None else dict(example)
         self.trace_report = trace_report
         self._reference = reference
+        self._setting = dict(setting or {})
         self._tensors = dict(tensors)
         self._stages: tuple[Stage, ...] | None = None
 
@@ -105,6 +110,16 @@ class Pipeline:
             raise InputError(f"{self.graph.model_name} has no tensor named {unknown[0]!r}")
         self._tensors |= {canonical[name]: tensor.detach() for name, tensor in tensors.items()}
         self._stages = None
+
+    def explain(self, **options: Any) -> Explanation:
+        """Why the plan is as it is: each cut and the next best one, what binds, what would help most.
+
+        Every alternative is solved again on the same costs. Options are those of `passes.partition.explain`
+        (`time_limit_s`, `max_gap`, ..); a pipeline that was loaded needs the `memory_model`, `recompute` and
+        `constraints` it was split with, where they were not the defaults.
+        """
+        problem = coarsen(self.graph, self.costs, self.cluster)
+        return explain(self.plan, problem, self.cluster, **(self._setting | options))
 
     def verify(
         self,

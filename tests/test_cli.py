@@ -37,6 +37,35 @@ def test_split_saves_a_folder_that_the_other_commands_take(
     assert plan["gap"] <= 1e-4
 
 
+def test_plan_places_a_published_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chain = {
+        "maxSizePerFPGA": 100,
+        "maxFPGAs": 2,
+        "maxCPUs": 0,
+        "nodes": [
+            {"id": n, "supportedOnFpga": 1, "cpuLatency": 9, "fpgaLatency": 2, "isBackwardNode": 0, "size": 1}
+            for n in range(4)
+        ],
+        "edges": [{"sourceId": n, "destId": n + 1, "cost": 0} for n in range(3)],
+    }
+    (tmp_path / "chain.json").write_text(json.dumps(chain))
+
+    assert main(["plan", "--workload", str(tmp_path / "chain.json"), "--accelerators-only", "--json"]) == 0
+
+    placement = json.loads(capsys.readouterr().out)
+    assert placement["objective"] == pytest.approx(4.0)
+    assert placement["gap"] <= 1e-5
+    assert placement["assignment"]["0"] != placement["assignment"]["3"]
+
+
+def test_plan_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "mlp", "--cluster", "2", "--explain"]) == 0
+
+    out = capsys.readouterr().out
+    assert "next best cut" in out
+    assert "what binds" in out
+
+
 def test_show_prints_the_code_of_a_stage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(folder), "--stage", "1"]) == 0
 
@@ -116,6 +145,7 @@ def test_report_writes_one_page(folder: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["plan", "nothing"], "no model of ours"),
+        (["plan"], "give one of them"),
         (["plan", "json:nothing"], "cannot be imported"),
         (["plan", "json:dumps", "--cluster", "2"], "cannot be called without arguments"),
         (["show", "mlp", "--cluster", "2", "--stage", "7"], "stages 0 to 1"),

@@ -125,6 +125,26 @@ def test_the_printed_plan_names_devices_cuts_memory_and_proof() -> None:
         assert word in text
 
 
+def test_what_the_user_pins_stays_where_it_is_pinned() -> None:
+    constraints = pd2bw_fx.Constraints(stage_of={"layers.4": 0}, whole=("layers.*",))
+
+    pipe = pd2bw_fx.split(
+        Perceptron(), (torch.randn(2, 16),), cluster=2, costs="analytic", constraints=constraints
+    )
+
+    placed = {pipe.graph.operators[name].module_path: stage for name, stage in pipe.plan.stage_of.items()}
+    assert placed["layers.4"] == 0
+    assert "layers.4" in pipe.programs[0].source
+    assert "cut 0 | 1" in str(pipe.explain(time_limit_s=5.0))
+    with pytest.raises(pd2bw_fx.Pd2bwError, match="nowhere"):
+        pd2bw_fx.split(
+            Perceptron(),
+            (torch.randn(2, 16),),
+            cluster=2,
+            constraints=pd2bw_fx.Constraints(stage_of={"nowhere": 0}),
+        )
+
+
 def test_a_full_check_compares_another_batch_of_another_size() -> None:
     class Biased(nn.Module):
         """Right for the example's batch size alone."""
