@@ -12,19 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import ExportError, InputError, PlanMismatchError
 from pd2bw_fx.graph import TensorSpec
-from pd2bw_fx.models.gpt import GPT, GPTConfig
-from pd2bw_fx.passes.coarsen import coarsen
-from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.passes.export_onnx import export_onnx, run_onnx
-from pd2bw_fx.passes.normalise import normalise
-from pd2bw_fx.passes.partition import partition
-from pd2bw_fx.passes.profile import profile
-from pd2bw_fx.passes.trace import trace
-from pd2bw_fx.program import tensors
-from pd2bw_fx.stage import Port, StageProgram, build_module
+from pd2bw_fx.stage import Port, StageProgram
 
 VOCABULARY, WIDTH, TIME = 11, 8, 5
 
@@ -458,30 +449,3 @@ def test_exporting_and_failing_to_export_print_nothing(
         )
 
     assert capfd.readouterr() == ("", "")
-
-
-def test_the_generated_stages_of_a_gpt_give_the_eager_models_loss(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    gpt, cluster = GPT(GPTConfig.small()), Cluster.uniform(3, memory_bytes="1 GiB")
-    traced = trace(gpt, gpt.example_inputs(), {})
-    graph = normalise(traced)
-    costs = profile(graph, traced.examples, device=cluster.devices[0], method="analytic", whole=traced.call)
-    plan = partition(coarsen(graph, costs, cluster), cluster, num_stages=3, microbatches_per_update=4)
-    stages = generate(graph, plan)
-    modules = [build_module(program, tensors(graph)) for program in stages]
-
-    manifest = export_onnx(stages, modules, traced.examples, tmp_path / "onnx")
-
-    gpt.eval()
-    batch = byte_batch(gpt, size=5)
-    with torch.no_grad():
-        expected = gpt(*batch.values())
-    np.testing.assert_allclose(run_onnx(tmp_path / "onnx", batch)["loss"], expected.numpy(), rtol=1e-5)
-    stored = [set(stage["parameters"]) for stage in manifest["stages"]]
-    assert [set(program.parameters) for program in stages] == stored
-
-
-def byte_batch(gpt: GPT, *, size: int) -> dict[str, Tensor]:
-    tokens, targets = gpt.example_inputs()
-    drawn = torch.randint(0, 128, (size, tokens.shape[1]), generator=torch.Generator().manual_seed(4))
-    return {"tokens": drawn, "targets": drawn.roll(-1, dims=1).to(targets.dtype)}
