@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,15 @@ import networkx as nx
 import numpy as np
 
 from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.plan import Progress
 from pd2bw_fx.workload import Workload
 
-from .instance import Instance, Net
+from .downsets import DownSets, Kind, OutOfTime
+from .instance import Instance, Integers, Net
 from .search import Choices, Deadline, search
+
+_MAX_DOWN_SETS = 400_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,14 @@ def plan_workload(
     groups = _groups(workload)
     orders = list(_device_orders(workload.num_accelerators, num_cpus))
     choices = Choices(len(orders), lambda choice: _instance(workload, groups, orders[choice]))
-    found = search(choices, solver=solver, max_gap=max_gap, deadline=Deadline(time_limit_s), report=progress)
+    found = search(
+        choices,
+        solver=solver,
+        max_gap=max_gap,
+        deadline=Deadline(time_limit_s),
+        report=progress,
+        enumeration=_Enumeration(choices, orders),
+    )
     if found is None:
         raise InfeasibleError(
             f"the {sum(node.num_bytes for node in workload.nodes):.0f} bytes of {len(workload.nodes)} nodes "
@@ -96,6 +107,44 @@ def plan_workload(
         planning_s=time.perf_counter() - started_s,
         solver=solver,
     )
+
+
+class _Enumeration:
+    """The down-sets of a workload, made when they are first asked for."""
+
+    def __init__(self, choices: Choices, orders: Sequence[tuple[bool, ...]]) -> None:
+        self._choices = choices
+        self._orders = orders
+        self._down_sets: DownSets | None = None
+        self._is_tried = False
+
+    def __call__(self, target_s: float, deadline: Deadline) -> tuple[Status, int, Integers | None]:
+        if not np.isfinite(target_s):
+            return Status.UNKNOWN, -1, None
+        if not self._is_tried:
+            self._is_tried = True
+            self._down_sets = DownSets.of(self._kinds(), max_sets=_MAX_DOWN_SETS)
+        if self._down_sets is None:
+            return Status.UNKNOWN, -1, None
+        try:
+            chain = self._down_sets.chain_within(target_s, deadline)
+        except OutOfTime:
+            return Status.UNKNOWN, -1, None
+        if chain is None:
+            return Status.INFEASIBLE, -1, None
+        is_cpu = [self._is_cpu[kind] for kind in chain.kinds]
+        order = self._orders[0]
+        left = [flag for flag in (False, True) for _ in range(order.count(flag) - is_cpu.count(flag))]
+        return Status.FEASIBLE, self._orders.index((*is_cpu, *left)), chain.stage_of
+
+    @property
+    def _is_cpu(self) -> list[bool]:
+        """By kind: accelerators first, where there are any."""
+        return sorted(set(self._orders[0]))
+
+    def _kinds(self) -> list[Kind]:
+        instance, order = self._choices[0], self._orders[0]
+        return [Kind(instance, order.index(flag), order.count(flag)) for flag in self._is_cpu]
 
 
 @dataclass(frozen=True, slots=True)

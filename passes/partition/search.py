@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import networkx as nx
 import numpy as np
@@ -27,9 +28,15 @@ from .windows import Reach, windows_for
 # What solvers keep their rows to, relative: no bound is claimed closer than this.
 _TOLERANCE = 1e-6
 _COARSE_GAP = 0.01
+_FINE_GAP = 0.002
 _SMALL = 2000  # nodes times stages: what is proven finely at once
 _CACHED_INSTANCES = 64
 _FEW_CHOICES = 12
+_PROGRAMS_SHARE = 0.15
+
+
+# Target and deadline to what is known about it: an assignment of one of the choices, or that none has any.
+Enumeration: TypeAlias = Callable[[float, "Deadline"], tuple[Status, int, Integers | None]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,22 +87,28 @@ def search(
     max_gap: float,
     deadline: Deadline,
     report: Callable[[Progress], None] | None = None,
+    enumeration: Enumeration | None = None,
 ) -> Found | None:
     """The fastest assignment over all choices, proven to `max_gap` unless the time runs out.
 
     `report` hears of every step, and every second of a long one. Ctrl-C ends the search as the deadline does.
+    `enumeration` is asked where programs have not settled it in the first share of the time.
 
     None where it is proven that no assignment of any choice fits in memory. Raises SolverError where the time
     ran out before the first assignment was found.
     """
-    state = _State(choices, solver=solver, deadline=deadline, report=report)
+    share = 1.0 if enumeration is None else _PROGRAMS_SHARE
+    for_programs = Deadline(deadline.left_s * share)
+    state = _State(choices, solver=solver, deadline=for_programs, report=report)
+    finest = max(max_gap, _TOLERANCE)
     try:
         state.first_assignments()
-        finest = max(max_gap, _TOLERANCE)
         is_small = choices[0].num_nodes * choices[0].num_stages <= _SMALL
         for gap in (finest,) if is_small or finest >= _COARSE_GAP else (_COARSE_GAP, finest):
             for choice in state.most_promising_first():
                 state.refute_or_improve(choice, gap)
+        if enumeration is not None:
+            state.enumerate(enumeration, finest, deadline)
     except KeyboardInterrupt:
         if state.stage_of is None:
             raise
@@ -193,6 +206,23 @@ class _State:
             if stage_of is None:
                 return
             self._offer(choice, stage_of)
+
+    def enumerate(self, enumeration: Enumeration, gap: float, deadline: Deadline) -> None:
+        """Until nothing is faster by `gap`, or the time is up, or there is too much to enumerate."""
+        while self.bound_s() < (target_s := float(self.bottleneck_s) * (1.0 - gap)):
+            middle_s = (float(self.bottleneck_s) + max(0.0, self.bound_s())) / 2
+            if middle_s < float(self.bottleneck_s) * (1.0 - _FINE_GAP):
+                target_s = middle_s
+            status, choice, stage_of = enumeration(target_s, deadline)
+            if status is Status.INFEASIBLE:
+                self.refuted_s[:] = np.maximum(self.refuted_s, target_s)
+            elif stage_of is None:
+                return
+            else:
+                self._offer(choice, stage_of)
+                if not self.bottleneck_s <= target_s * (1 + _TOLERANCE):
+                    raise SolverError("an enumerated assignment is slower than it was counted; please report")
+            self.tell()
 
     def _ask(self, instance: Instance, target_s: float) -> tuple[Status, Integers | None]:
         if self.deadline.left_s == 0:

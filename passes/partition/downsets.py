@@ -1,0 +1,236 @@
+"""All ways to cut a graph that has few of them: a dynamic program over its down-sets.
+
+A down-set holds with each node all that come before it; what stages 0..s hold together is one. Stages are
+differences of neighbours in a chain of down-sets, and what a stage costs depends on those two alone where
+each stage pays once for a tensor that it has a part of (`per_destination` false). Devices of one kind are
+alike, so the fewest of them that reach a down-set within the target, for each number of those of the other
+kind, say all: no order of the devices is left out. A graph in a row has as many down-sets as nodes; one with
+w long branches side by side has about (length of a branch) ** w, which is where this ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .instance import Flags, Floats, Instance, Integers
+
+_MAX_CELLS = 200_000_000  # down-sets times nodes or tensors: bytes that the tables take
+_FAR = 10**6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """Devices that are alike, as the stage of an instance that has one: `count` of them."""
+
+    instance: Instance
+    stage: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """An assignment, and the kind of device of each of its stages, in order."""
+
+    stage_of: Integers
+    kinds: tuple[int, ...]
+
+
+class OutOfTime(Exception):
+    """The deadline passed before the answer was known."""
+
+
+class DownSets:
+    """The table of all down-sets, to be asked about one target after another.
+
+    `kinds` are one or two, the first of them the one with more devices.
+    """
+
+    def __init__(self, kinds: Sequence[Kind], sets: list[int]) -> None:
+        self.kinds = tuple(kinds)
+        instance = kinds[0].instance
+        self.member = _members(sets, instance.num_nodes)
+        work_s = self.member @ instance.work_s[kinds[0].stage]
+        order = np.lexsort((self.member.sum(axis=1), work_s))
+        self.member = self.member[order]
+        self.words = _words(self.member)  # (words, sets)
+        self.counts = _counts(self.member, instance)  # (nets, sets): members of a net in the set
+        self.sizes = np.array([len(net.members) for net in instance.nets], dtype=np.int64)
+        partly = (self.counts > 0) & (self.counts < self.sizes[:, None])
+        self.crossing = [np.flatnonzero(column) for column in partly.T]
+        self.tables = [_Table(kind, self.member, partly) for kind in self.kinds]
+        self.rate = _rate(self.kinds)
+
+    @classmethod
+    def of(cls, kinds: Sequence[Kind], *, max_sets: int) -> DownSets | None:
+        """None where there are more than `max_sets`, or the tables would not fit."""
+        instance = kinds[0].instance
+        width = max(instance.num_nodes, len(instance.nets), 1)
+        sets = _enumerated(instance, min(max_sets, _MAX_CELLS // width))
+        return None if sets is None else cls(kinds, sets)
+
+    def __len__(self) -> int:
+        return int(self.member.shape[0])
+
+    def chain_within(self, target_s: float, deadline: Any) -> Chain | None:
+        """An assignment with no stage over the target, or None, which proves that there is none.
+
+        Raises OutOfTime.
+        """
+        few = self.kinds[1].count if len(self.kinds) > 1 else 0
+        most = self.kinds[0].count
+        fewest = np.full((few + 1, len(self)), _FAR, dtype=np.int64)
+        slowest_s = np.full((few + 1, len(self)), np.inf)  # of the stages so far, among the fewest
+        came = np.zeros((few + 1, len(self), 2), dtype=np.int64)  # from which set, by which kind
+        fewest[0, 0], slowest_s[0, 0] = 0, 0.0
+        enough = self._enough(target_s)
+        for at in range(len(self) - 1):
+            if at % 256 == 0 and deadline.left_s == 0:
+                raise OutOfTime
+            rows = [row for row in range(few + 1) if fewest[row, at] <= most]
+            for kind in range(len(self.kinds)):
+                steps = [(row, row + kind, int(fewest[row, at]) + 1 - kind) for row in rows]
+                steps = [step for step in steps if step[1] <= few and step[2] <= most]
+                starts = {step: int(enough[step[1]][most - step[2]]) for step in steps}
+                if not steps:
+                    continue
+                reached, load_s = self._reached(at, kind, target_s, min(starts.values()))
+                for row, to, count in steps:
+                    worst_s = np.maximum(load_s, slowest_s[row, at])
+                    known = fewest[to, reached]
+                    better = (known > count) | ((known == count) & (slowest_s[to, reached] > worst_s))
+                    fewest[to, reached[better]] = count
+                    slowest_s[to, reached[better]] = worst_s[better]
+                    came[to, reached[better]] = at, kind
+        ends = [row for row in range(few + 1) if fewest[row, -1] <= most]
+        return self._chain(min(ends, key=lambda row: slowest_s[row, -1]), came) if ends else None
+
+    def _enough(self, target_s: float) -> list[Integers]:
+        """[devices of the second kind used][of the first kind left]: the first set that these can finish."""
+        work_s = self.tables[0].work_s
+        few = self.kinds[1].count if len(self.kinds) > 1 else 0
+        left = np.arange(self.kinds[0].count + 1)
+        room = [left + (few - used) * (self.rate if few > used else 0.0) for used in range(few + 1)]
+        return [
+            np.searchsorted(work_s, work_s[-1] - target_s * devices * (1 + 1e-9)).astype(np.int64)
+            for devices in room
+        ]
+
+    def _reached(self, at: int, kind: int, target_s: float, start: int) -> tuple[Integers, Floats]:
+        """The sets from `start` on that a stage of this kind leads to from set `at`, and its loads."""
+        table = self.tables[kind]
+        slack_s = target_s * 1e-12
+        start = max(at + 1, start)
+        work_s = self.tables[0].work_s
+        reach_s = target_s * (self.rate if kind else 1.0) * (1 + 1e-9)
+        end = int(np.searchsorted(work_s, work_s[at] + reach_s, side="right"))
+        near = slice(start, max(start, end))
+        load_s = table.work_s[near] - table.work_s[at]
+        fits = (load_s <= target_s + slack_s) & (
+            table.num_bytes[near] - table.num_bytes[at] <= table.limit_bytes
+        )
+        fits &= table.barred[near] == table.barred[at]
+        candidates = np.flatnonzero(fits)
+        for word, own in zip(self.words, self.words[:, at], strict=True):
+            if own:
+                candidates = candidates[(word[near][candidates] & own) == own]
+        load_s = load_s[candidates]
+        candidates = candidates + start
+        load_s += table.cut_s[candidates]
+        for net in self.crossing[at]:
+            counts = self.counts[net, candidates]
+            # A tensor that the sets before have a part of: not the stage's to pay unless it has some too.
+            own_part = (counts > self.counts[net, at]).astype(np.float64) - (counts < self.sizes[net])
+            load_s += table.cost_s[net] * own_part
+        within = load_s <= target_s + slack_s
+        return candidates[within], load_s[within]
+
+    def _chain(self, row: int, came: Integers) -> Chain:
+        at = len(self) - 1
+        steps: list[tuple[int, int]] = []
+        while at > 0:
+            before, kind = (int(entry) for entry in came[row, at])
+            steps.append((at, kind))
+            row, at = row - kind, before
+        steps.reverse()
+        stage_of = np.zeros(self.member.shape[1], dtype=np.int64)
+        for end, _ in steps[:-1]:
+            stage_of += ~self.member[end]
+        return Chain(stage_of, tuple(kind for _, kind in steps))
+
+
+def _rate(kinds: Sequence[Kind]) -> float:
+    """Seconds of the first kind's work that the second kind does in one of its own, at most."""
+    if len(kinds) == 1:
+        return 0.0
+    first, second = (kind.instance.work_s[kind.stage] for kind in kinds)
+    some = first > 0
+    if (second[some] == 0).any():
+        return np.inf
+    return float((first[some] / second[some]).max(initial=0.0))
+
+
+class _Table:
+    """What each down-set adds up to on one kind of device."""
+
+    def __init__(self, kind: Kind, member: Flags, partly: Flags) -> None:
+        instance, stage = kind.instance, kind.stage
+        self.work_s: Floats = member @ instance.work_s[stage]
+        self.num_bytes: Floats = member @ instance.static_bytes
+        self.limit_bytes = float(instance.limit_bytes[stage])
+        forbidden = np.zeros(instance.num_nodes) if instance.forbidden is None else instance.forbidden[stage]
+        self.barred: Floats = member @ forbidden.astype(np.float64)
+        other = 1 if stage == 0 and instance.num_stages > 1 else 0
+        self.cost_s: Floats = instance.cost_s[:, stage, other]
+        self.cut_s: Floats = self.cost_s @ partly
+
+
+def _enumerated(instance: Instance, max_sets: int) -> list[int] | None:
+    """All down-sets as bit masks; None where there are more than so many."""
+    before = [0] * instance.num_nodes
+    after: list[list[int]] = [[] for _ in range(instance.num_nodes)]
+    for u, v in instance.edges:
+        before[v] |= 1 << u
+        after[u].append(v)
+    roots = tuple(v for v in range(instance.num_nodes) if not before[v])
+    found: list[int] = [0]
+    level: dict[int, tuple[int, ...]] = {0: roots}
+    while level:
+        larger: dict[int, tuple[int, ...]] = {}
+        for members, ready in level.items():
+            for node in ready:
+                grown = members | 1 << node
+                if grown in larger:
+                    continue
+                more = [v for v in after[node] if before[v] & ~grown == 0]
+                larger[grown] = (*(v for v in ready if v != node), *more)
+        found += larger
+        if len(found) > max_sets:
+            return None
+        level = larger
+    return found
+
+
+def _members(sets: Sequence[int], num_nodes: int) -> Flags:
+    num_bytes = (num_nodes + 7) // 8
+    raw = b"".join(members.to_bytes(num_bytes, "little") for members in sets)
+    packed = np.frombuffer(raw, dtype=np.uint8).reshape(len(sets), num_bytes)
+    return np.unpackbits(packed, axis=1, count=num_nodes, bitorder="little").astype(bool)
+
+
+def _words(member: Flags) -> npt.NDArray[np.uint64]:
+    packed = np.packbits(member, axis=1)
+    padded = np.zeros((len(packed), -(-packed.shape[1] // 8) * 8), dtype=np.uint8)
+    padded[:, : packed.shape[1]] = packed
+    return np.ascontiguousarray(padded.view(np.uint64).T)
+
+
+def _counts(member: Flags, instance: Instance) -> npt.NDArray[np.uint16]:
+    counts = np.zeros((len(instance.nets), len(member)), dtype=np.uint16)
+    for at, net in enumerate(instance.nets):
+        counts[at] = member[:, list(net.members)].sum(axis=1)
+    return counts

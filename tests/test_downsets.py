@@ -1,0 +1,69 @@
+"""Enumeration and integer program, which share nothing but the numbers, find the same."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from pd2bw_fx.passes.partition import placement, search
+from pd2bw_fx.passes.partition.downsets import DownSets, OutOfTime
+from pd2bw_fx.passes.partition.search import Choices, Deadline
+from pd2bw_fx.workload import Workload, workload_from_json
+
+
+def drawn(seed: int) -> Workload:
+    draw = random.Random(seed)
+    count = draw.randint(4, 12)
+    nodes = [
+        {
+            "id": at,
+            "supportedOnFpga": int(draw.random() < 0.9),
+            "fpgaLatency": draw.randint(0, 9),
+            "cpuLatency": draw.randint(0, 30),
+            "size": draw.randint(0, 5),
+            "isBackwardNode": 0,
+            "colorClass": draw.choice([None, None, None, 1]),
+        }
+        for at in range(count)
+    ]
+    edges = []
+    for source in range(count - 1):
+        cost = draw.randint(0, 4)
+        for target in draw.sample(range(source + 1, count), min(draw.randint(0, 2), count - source - 1)):
+            edges.append({"sourceId": source, "destId": target, "cost": cost})
+    data = {"nodes": nodes, "edges": edges, "maxSizePerFPGA": draw.choice([8, 20, 1000])}
+    return workload_from_json(data | {"maxFPGAs": draw.randint(1, 3), "maxCPUs": draw.randint(1, 2)}, name="")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_enumeration_finds_the_optimum_of_the_programs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = drawn(seed)
+    by_programs = placement.plan_workload(workload)
+    # No time at all for programs: all that is proven is proven by enumeration.
+    monkeypatch.setattr(search, "_PROGRAMS_SHARE", 0.0)
+    by_enumeration = placement.plan_workload(workload)
+    assert by_enumeration.objective == pytest.approx(by_programs.objective, rel=1.1e-5)
+    assert by_enumeration.gap <= 1e-5
+    assert by_enumeration.bound <= by_programs.objective * (1 + 1e-9)
+
+
+def _down_sets(workload: Workload, max_sets: int) -> Any:
+    groups = placement._groups(workload)
+    orders = list(placement._device_orders(workload.num_accelerators, workload.num_cpus))
+    choices = Choices(len(orders), lambda choice: placement._instance(workload, groups, orders[choice]))
+    return DownSets.of(placement._Enumeration(choices, orders)._kinds(), max_sets=max_sets)
+
+
+def test_too_many_down_sets_are_not_enumerated() -> None:
+    nodes = [{"id": at, "fpgaLatency": 1, "cpuLatency": 1, "size": 0} for at in range(12)]
+    data = {"nodes": nodes, "edges": [], "maxFPGAs": 2, "maxCPUs": 0, "maxSizePerFPGA": 1}
+    workload = workload_from_json(data, name="")
+    assert _down_sets(workload, 1000) is None
+    assert len(_down_sets(workload, 2**12)) == 2**12
+
+
+def test_enumeration_stops_at_the_deadline() -> None:
+    with pytest.raises(OutOfTime):
+        _down_sets(drawn(3), 10**5).chain_within(1.0, Deadline(0.0))
