@@ -134,7 +134,7 @@ def test_what_the_user_pins_stays_where_it_is_pinned() -> None:
 
     placed = {pipe.graph.operators[name].module_path: stage for name, stage in pipe.plan.stage_of.items()}
     assert placed["layers.4"] == 0
-    assert "layers.4" in pipe.programs[0].source
+    assert "layers.4.weight" in pipe.programs[0].parameters
     assert "cut 0 | 1" in str(pipe.explain(time_limit_s=5.0))
     with pytest.raises(pd2bw_fx.Pd2bwError, match="nowhere"):
         pd2bw_fx.split(
