@@ -112,6 +112,7 @@ class Folding:
         self.end = len(self.items)
         self.kept = kept
         self.results = [body.results(item) for item in self.items]
+        self.ordered = [body.is_ordered(item) for item in self.items]
         self.maker = {result: index for index, made in enumerate(self.results) for result in made}
         self.users = self._users(size_readers)
         self.folded = self._folded()
@@ -149,25 +150,20 @@ class Folding:
         theirs: another order would be right, and not bit for bit the same.
         """
         folded: set[fx.Node] = set()
-        for index, item in enumerate(self.items):
+        for index in reversed(range(self.end)):
             results = self.results[index]
             # What links the members of a chain has lines of its own, so that equal ones roll up.
-            if len(results) == 1 and results[0] not in self.body.tree.links:
-                folded |= {results[0]} if self._may_fold(index, item, results[0]) else set()
-        while (delayed := self._first_delayed(folded)) is not None:
-            folded.remove(delayed)
+            if len(results) != 1 or results[0] in self.body.tree.links:
+                continue
+            if self._may_fold(index, self.items[index], results[0]):
+                folded.add(results[0])
+                if not self._is_in_order(folded):
+                    folded.remove(results[0])
         return folded
 
-    def _first_delayed(self, folded: set[fx.Node]) -> fx.Node | None:
-        """The first result that folding lets be computed after one that it comes before."""
-        latest = -1
-        for index in self._evaluated(folded):
-            if not self.body.is_ordered(self.items[index]):
-                continue
-            if index < latest:
-                return self.results[index][0]
-            latest = index
-        return None
+    def _is_in_order(self, folded: set[fx.Node]) -> bool:
+        evaluated = [index for index in self._evaluated(folded) if self.ordered[index]]
+        return evaluated == sorted(evaluated)
 
     def _evaluated(self, folded: set[fx.Node]) -> Iterator[int]:
         """The items in the order in which Python evaluates the statements."""

@@ -11,7 +11,7 @@ from .body import Body, Folding, Region
 from .cut import is_size, size_symbol
 from .expression import Scene, Source
 from .literals import identifier, plain
-from .naming import argument_name, name_within, result_name
+from .naming import argument_name, hands_on, name_within, result_name
 from .scopes import Scope, assigned_names
 from .spell import spell
 from .stage_tree import StageTree
@@ -107,9 +107,14 @@ class _Draft:
         if result in self.body.tree.links:
             return self._free("hidden", index)
         wanted = self.body.author_name(item, result) or self._inner_name(item, result)
+        wanted = wanted or self._handed_on_name(item)
         if wanted is not None and not self._is_live(wanted, index):
             return wanted
         return self._free(result_name(item, result), index)
+
+    def _handed_on_name(self, item: fx.Node | Scope) -> str | None:
+        source = hands_on(item)
+        return None if source is None else self.bound.get(source)
 
     def _inner_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
         """For `hidden, balance = block(hidden)`: what the block calls them, the rest by elimination."""

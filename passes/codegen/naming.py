@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 from torch import fx
@@ -19,7 +20,32 @@ _RESULT_NAMES = {
     "embedding": "embedded", "scaled_dot_product_attention": "attended", "cross_entropy_loss": "loss",
     "to": "cast", "mean": "mean", "cat": "joined", "unsqueeze": "widened", "expand": "expanded",
     "slice": "part", "select": "part", "index": "picked", "split": "parts", "chunk": "parts",
+    "contiguous": "copied", "clone": "copied", "where": "chosen", "neg": "negated", "arange": "positions",
+    "__and__": "both", "__or__": "either", "bitwise_not": "inverted", "masked_fill": "masked",
+    "le": "at_most", "lt": "less", "ge": "at_least", "gt": "more", "eq": "equal", "ne": "unequal",
+    "getitem": "element", "softmax": "shares", "bmm": "product", "pow": "power", "flatten": "flat",
 }  # fmt: skip
+
+
+# What they give is still called what they were given.
+_SAME_VALUE = {"to", "contiguous", "clone", "detach", "type_as", "unsqueeze", "squeeze"}
+_ATTENTION = ("query", "key", "value", "mask")
+
+
+def hands_on(item: fx.Node | Scope) -> fx.Node | None:
+    """The operand whose value an operator hands on, in another type or layout."""
+    if isinstance(item, Scope) or item.op != "call_function" or operator_name(item) not in _SAME_VALUE:
+        return None
+    operand = item.args[0]
+    return operand if isinstance(operand, fx.Node) and operand.op != "get_attr" else None
+
+
+def _part_in_attention(node: fx.Node) -> str | None:
+    for user in node.users:
+        if user.op == "call_function" and operator_name(user) == "scaled_dot_product_attention":
+            places = zip(user.args, _ATTENTION, strict=False)
+            return next((name for operand, name in places if operand is node), None)
+    return None
 
 
 def is_final(tree: StageTree, node: fx.Node, depth: int) -> bool:
@@ -66,7 +92,8 @@ def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
         place: Any = node.args[1]
         if isinstance(place, int) and place < len(names) and names[place] != "_":
             return names[place]
-    return result_name(node, node)
+    source = hands_on(node)
+    return result_name(node, node) if source is None else argument_name(tree, scope, source)
 
 
 def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
@@ -74,7 +101,11 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
         last = item.path.rpartition(".")[2]
         return identifier(last if not last.isdigit() else item.type_name.lower())
     if result.op == "get_attr":
-        return identifier(str(result.target).rpartition(".")[2])
+        name = str(result.target).rpartition(".")[2]
+        return identifier(re.sub(r"^constant_\d+$", "constant", name))
+    part = _part_in_attention(result)
+    if part is not None:
+        return part
     name = operator_name(result)
     return identifier(_RESULT_NAMES.get(name, name))
 

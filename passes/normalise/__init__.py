@@ -16,6 +16,7 @@ from .assume import assume
 from .clean import (
     remove_broadcasts,
     remove_dead_code,
+    remove_detached_constants,
     remove_empty_parts,
     remove_guards,
     remove_identities,
@@ -38,6 +39,7 @@ def normalise(traced: Traced) -> OperatorGraph:
 def _normal_form(traced: Traced) -> OperatorGraph:
     draft = lift(traced)
     remove_guards(draft)
+    remove_detached_constants(draft)
     remove_broadcasts(draft)
     remove_empty_parts(draft)
     draft, facts = _observed(draft, traced)

@@ -83,6 +83,17 @@ def remove_broadcasts(draft: Draft) -> None:
             draft.graph.erase_node(node)
 
 
+def remove_detached_constants(draft: Draft) -> None:
+    """`detach_` of a constant, which no gradient flows to; as a write it would tie down its readers."""
+    for node in list(draft.graph.nodes):
+        operand = node.args[0] if node.args else None
+        if operator_name(node) == "detach_" and isinstance(operand, fx.Node) and operand.op == "get_attr":
+            value = draft.values[str(operand.target)]
+            if isinstance(value, torch.Tensor) and not value.requires_grad:
+                node.replace_all_uses_with(operand)
+                draft.graph.erase_node(node)
+
+
 def remove_empty_parts(draft: Draft) -> None:
     """`torch.cat` of one tensor and the empty one that a cache begins with is a copy of that tensor."""
     for node in draft.graph.nodes:

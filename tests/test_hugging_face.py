@@ -1,0 +1,105 @@
+"""Models that people have go the whole way unchanged: in training mode, with labels, dropout as configured.
+
+Built from small configurations, never downloaded. Each goes through trace, normalise, analytic costs,
+coarsen, partition and codegen, and the stages are held against the live model on loss, every gradient and
+every buffer. The whole list of models is `benchmarks/coverage.py`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from benchmarks.coverage import CASES, Through, built, put_through, words
+from pd2bw_fx.passes.codegen import generate
+from pd2bw_fx.program import tensors
+from pd2bw_fx.stage import build_module
+
+BY_NAME = {case.name: case for case in CASES}
+
+# Traced, its attention is given a mask where the model itself takes the kernel that needs none.
+OTHER_KERNEL = {"hf-llama", "hf-mixtral"}
+
+
+@functools.cache
+def through(name: str) -> Through:
+    return put_through(*built(BY_NAME[name]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hf-gpt2", "hf-gpt2-mask", "hf-bert", "hf-bert-mask", "hf-llama", "hf-llama-mask", "hf-t5",
+        "hf-t5-mask", "hf-resnet", "hf-roberta-mask", "hf-mistral-mask", "hf-qwen2-mask",
+        "hf-qwen3-mask", "hf-mixtral", "hf-vit", "hf-swin", "hf-convnext", "hf-whisper", "hf-deberta",
+        "hf-deberta-v2",
+    ],
+)  # fmt: skip
+def test_the_stages_train_as_the_model_does_bit_for_bit(name: str) -> None:
+    found = through(name)
+
+    assert found.traced.report.tracer == "export"
+    assert found.traced.dynamic_batch
+    assert found.verification.with_random_numbers
+    if name in OTHER_KERNEL:
+        assert found.verification.worst.relative < 1e-15
+    else:
+        assert found.verification.exact
+
+
+@pytest.mark.parametrize("name", ["hf-gpt2", "hf-bert", "hf-t5"])
+def test_tied_weights_are_one_parameter_with_one_gradient(name: str) -> None:
+    found = through(name)
+    model, _ = built(BY_NAME[name])
+
+    assert set(found.graph.parameters) == {name for name, _ in model.named_parameters()}
+    held = [set(program.parameters) for program in found.programs]
+    tied = next(p.name for p in found.graph.parameters.values() if p.tied_names)
+    assert all(tied in names for names in held)
+    assert any(tied in program.ties.values() for program in found.programs)
+    assert "tied to" in found.programs[-1].source
+
+
+@pytest.mark.parametrize("name", ["hf-gpt2-mask", "hf-t5"])
+def test_stages_run_at_another_batch_size_than_the_traced_one(name: str) -> None:
+    model, inputs = built(BY_NAME[name])
+    found = put_through(model, inputs, 3)
+    larger = {key: torch.cat([value, value.flip(0)]) for key, value in inputs.items()}
+    assert found.traced.call is not None
+
+    torch.manual_seed(3)
+    expected = found.traced.call(larger)
+    torch.manual_seed(3)
+    values: dict[str, torch.Tensor] = {}
+    loss = None
+    for program in found.programs:
+        module = build_module(program, tensors(found.graph))
+        returned = module(*(larger[p.value] if p.source is None else values[p.value] for p in program.inputs))
+        results = returned if isinstance(returned, tuple) else (returned,)
+        for port, value in zip(program.outputs, results, strict=True):
+            values[port.value] = value
+            loss = value if port.model_output == "loss" else loss
+
+    assert loss is not None
+    assert torch.equal(loss, expected["loss"])
+
+
+def test_no_operator_is_printed_by_its_registered_name() -> None:
+    for name in ("hf-gpt2", "hf-t5", "hf-swin"):
+        assert not any("torch.ops" in program.source for program in through(name).programs)
+
+
+def test_a_bert_of_24_layers_prints_about_as_long_as_one_of_12() -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    def lines(num_layers: int) -> int:
+        small = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+        torch.manual_seed(0)
+        model = BertForMaskedLM(BertConfig(vocab_size=96, num_hidden_layers=num_layers, **small))
+        found = put_through(model.double(), {"input_ids": words(), "labels": words(1)})
+        assert generate(found.graph, found.plan) == found.programs
+        return sum(program.source.count("\n") for program in found.programs)
+
+    assert lines(24) <= 1.1 * lines(12)
