@@ -50,9 +50,10 @@
 
   function fit() {
     const { clientWidth: width, clientHeight: height } = canvas;
-    view.scale = Math.min(width / (data.size[0] + 40), height / (data.size[1] + 40), 1.5);
+    // Above the regions stand their titles.
+    view.scale = Math.min((width - 24) / data.size[0], (height - 48) / data.size[1], 1.5);
     view.left = (width - data.size[0] * view.scale) / 2;
-    view.top = (height - data.size[1] * view.scale) / 2;
+    view.top = (height - data.size[1] * view.scale) / 2 + 12;
     redraw();
   }
 
@@ -98,11 +99,11 @@
       pen.fill();
       pen.stroke();
       // The whole title where it can be read, else the stage's number, as large as it may be.
-      const [title, size] = fitting(region, Math.max(16, 12 / view.scale), width - 16);
+      const [title, size] = fitting(region, Math.min(58, Math.max(16, 12 / view.scale)), width - 8);
       pen.font = `600 ${size}px system-ui, sans-serif`;
       pen.fillStyle = colour("ink");
-      pen.textBaseline = "middle";
-      pen.fillText(title, x + 10, y + Math.max(20, size * 0.7));
+      pen.textBaseline = "bottom";
+      pen.fillText(title, x + 4, y - 3 / view.scale);
     }
   }
 

@@ -19,7 +19,7 @@ from pd2bw_fx.plan import Plan
 
 BOX_WIDTH, BOX_HEIGHT = 132, 24
 _GAP_X, _GAP_Y = 16, 22
-_COLUMN_GAP, _REGION_GAP, _SHELF_GAP, _PADDING, _TITLE = 26, 54, 70, 18, 34
+_COLUMN_GAP, _REGION_GAP, _SHELF_GAP, _PADDING = 26, 54, 76, 18
 _MOST_LANES = 6  # a row with more goes on below
 _SHAPE = 1.7  # width over height
 
@@ -64,7 +64,8 @@ def layout(graph: OperatorGraph, plan: Plan) -> Layout:
         heights = [height for height in _HEIGHTS if height < longest]
         candidates = [made, *(_placed(rows, height, math.inf) for height in heights)]
     else:
-        candidates = [made, *(_placed(rows, longest, made.width / shelves) for shelves in _SHELVES)]
+        widest = max(region.width for region in made.regions)
+        candidates = [made, *(_placed(rows, longest, made.width / n + widest) for n in _SHELVES)]
     return min(candidates, key=_off)
 
 
@@ -105,7 +106,7 @@ def _placed(rows: Mapping[int, Sequence[Sequence[str]]], height: int, most_width
     places: dict[str, tuple[float, float]] = {}
     regions: list[Region] = []
     tallest = min(height, max(len(own) for own in rows.values()))
-    region_height = _TITLE + tallest * (BOX_HEIGHT + _GAP_Y) - _GAP_Y + 2 * _PADDING
+    region_height = tallest * (BOX_HEIGHT + _GAP_Y) - _GAP_Y + 2 * _PADDING
     x = y = 0.0
     for stage, own in rows.items():
         columns = [own[start : start + height] for start in range(0, len(own), height)]
@@ -115,7 +116,7 @@ def _placed(rows: Mapping[int, Sequence[Sequence[str]]], height: int, most_width
         regions.append(Region(stage, x, y, width, region_height))
         left = x + _PADDING
         for column in columns:
-            places |= _column(column, left, y + _TITLE + _PADDING)
+            places |= _column(column, left, y + _PADDING)
             left += _width(column) + _COLUMN_GAP
         x += width + _REGION_GAP
     whole = max(region.x + region.width for region in regions)
