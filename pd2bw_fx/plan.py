@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from pd2bw_fx.costs import StageMemory
 from pd2bw_fx.errors import PlanMismatchError
+from pd2bw_fx.schema import check_against, schema_of
 from pd2bw_fx.units import format_seconds
 
 SCHEMA = 1
@@ -111,12 +112,22 @@ class Plan:
         return {"schema": SCHEMA} | asdict(self) | {"gap": self.gap}
 
     @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """What `to_json` writes and `from_json` reads, as a JSON schema (draft 2020-12)."""
+        schema = schema_of(cls)
+        schema["properties"] = {"schema": {"const": SCHEMA, "type": "integer"}} | schema["properties"]
+        schema["required"] = ["schema", *schema["required"]]
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+
+    @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        if data.get("schema") != SCHEMA:
-            raise PlanMismatchError(
-                f"the plan has schema {data.get('schema')!r}, this version reads {SCHEMA}; plan again"
-            )
-        fields = {key: data[key] for key in cls.__dataclass_fields__ if key not in ("stages", "transfers")}
+        """Raises PlanMismatchError naming the first entry that is missing or wrong."""
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+            raise PlanMismatchError(f"the plan has schema {found!r}, this version reads {SCHEMA}; plan again")
+        check_against(cls.json_schema(), data, "plan")
+        fields = {key: data[key] for key in cls.__dataclass_fields__ if key in data}
+        del fields["stages"], fields["transfers"]
         stages = tuple(_stage_from_json(entry) for entry in data["stages"])
         transfers = tuple(Transfer(**entry) for entry in data["transfers"])
         return cls(stages=stages, transfers=transfers, **fields)

@@ -7,9 +7,19 @@
 """
 
 from .baselines import Baseline, baselines
+from .check import check_plan
 from .explain import explain
 from .face import partition
 from .instance import evaluate
 from .placement import Placement, plan_workload
 
-__all__ = ["Baseline", "Placement", "baselines", "evaluate", "explain", "partition", "plan_workload"]
+__all__ = [
+    "Baseline",
+    "Placement",
+    "baselines",
+    "check_plan",
+    "evaluate",
+    "explain",
+    "partition",
+    "plan_workload",
+]

@@ -46,6 +46,8 @@ class Instance:
     end is stage t: with `per_destination` the producer's stage pays for each stage that reads it, else once.
     With `overlap` a stage's load is the larger of its work and its transfers, else their sum.
 
+    `recompute` by stage is for pricing an assignment, not for a search.
+
     Memory of stage s: `static_bytes` and `shared` once, `in_flight[s]` times the saved and held bytes (the
     saved bytes once where it recomputes), and the largest workspace of a node.
     """
@@ -58,7 +60,7 @@ class Instance:
     cost_s: Floats  # (nets, k, k)
     per_destination: bool
     overlap: bool
-    recompute: bool | Literal["auto"]
+    recompute: bool | Literal["auto"] | tuple[bool, ...]
     may_be_empty: bool
     limit_bytes: Floats  # (k,)
     in_flight: Integers  # (k,)
@@ -117,7 +119,7 @@ def evaluate(instance: Instance, stage_of: Integers) -> Loads:
         # It only costs time: worth it just where the stage does not fit without.
         recompute = ~fits_kept & (instance.in_flight > 1)
     else:
-        recompute = np.full(k, instance.recompute)
+        recompute = np.broadcast_to(np.array(instance.recompute), (k,))
     saved = np.where(recompute, kept, kept * instance.in_flight)
     again_s = np.where(recompute, forward_s, 0.0)
     allowed = instance.forbidden is None or not instance.forbidden[stage_of, nodes].any()

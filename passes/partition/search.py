@@ -103,12 +103,11 @@ def search(
     finest = max(max_gap, _TOLERANCE)
     try:
         state.first_assignments()
-        is_small = choices[0].num_nodes * choices[0].num_stages <= _SMALL
-        for gap in (finest,) if is_small or finest >= _COARSE_GAP else (_COARSE_GAP, finest):
-            for choice in state.most_promising_first():
-                state.refute_or_improve(choice, gap)
+        state.ask_programs(finest)
         if enumeration is not None:
             state.enumerate(enumeration, finest, deadline)
+            state.deadline = deadline
+            state.ask_programs(finest)
     except KeyboardInterrupt:
         if state.stage_of is None:
             raise
@@ -191,6 +190,12 @@ class _State:
         if loads.bottleneck_s < self.bottleneck_s:
             self.bottleneck_s, self.choice, self.stage_of = loads.bottleneck_s, choice, stage_of
             self.tell()
+
+    def ask_programs(self, finest: float) -> None:
+        is_small = self.choices[0].num_nodes * self.choices[0].num_stages <= _SMALL
+        for gap in (finest,) if is_small or finest >= _COARSE_GAP else (_COARSE_GAP, finest):
+            for choice in self.most_promising_first():
+                self.refute_or_improve(choice, gap)
 
     def refute_or_improve(self, choice: int, gap: float) -> None:
         """Until this choice has nothing that is faster than the incumbent by `gap`, or the time is up."""

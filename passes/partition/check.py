@@ -1,0 +1,136 @@
+"""A plan that somebody changed, held against its problem and priced again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.errors import InfeasibleError, PlanMismatchError
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.problem import Problem
+from pd2bw_fx.units import format_bytes
+
+from .instance import Integers, evaluate
+from .planning import plan_of
+from .reader import Reader, check_problem, topological_order
+from .search import Found
+
+
+def check_plan(
+    plan: Plan,
+    problem: Problem,
+    cluster: Cluster,
+    *,
+    memory_model: MemoryModel = MemoryModel(),  # noqa: B008 - frozen
+    overlap: bool = False,
+) -> Plan:
+    """The plan with the times, memory and transfers that its assignment really has.
+
+    What counts is which operators a stage lists, its device, and whether it recomputes; everything else is
+    computed anew. The bound of the plan stays, since the problem is the same.
+
+    Raises PlanMismatchError for operators that are missing, unknown, listed twice or torn from what they
+    belong to, for values that would run to an earlier stage and for devices that cannot be;
+    InfeasibleError naming the stage that does not fit in memory.
+    """
+    check_problem(problem, cluster)
+    if plan.fingerprint != problem.fingerprint:
+        raise PlanMismatchError(
+            f"the plan was made for graph {plan.fingerprint!r}, and this is {problem.fingerprint!r}; "
+            "plan again"
+        )
+    _check_stages(plan, problem, cluster)
+    stage_of = _stage_of_blocks(plan, problem)
+    _check_direction(problem, stage_of)
+    nodes = np.array([stage_of[problem.blocks[at].name] for at in topological_order(problem)], dtype=np.int64)
+    return _priced(plan, problem, cluster, nodes, memory_model=memory_model, overlap=overlap)
+
+
+def _check_stages(plan: Plan, problem: Problem, cluster: Cluster) -> None:
+    known = {name for block in problem.blocks for name in block.operators}
+    seen: dict[str, int] = {}
+    for at, stage in enumerate(plan.stages):
+        if stage.stage != at:
+            raise PlanMismatchError(f"stage {stage.stage} stands at place {at}; stages count from 0 in order")
+        if not stage.operators:
+            raise PlanMismatchError(f"stage {at} has no operators; leave the stage out or give it some")
+        for name in stage.operators:
+            if name not in known:
+                raise PlanMismatchError(f"stage {at} lists {name!r}, which is no operator of this graph")
+            if name in seen:
+                raise PlanMismatchError(f"operator {name!r} is in stage {seen[name]} and in stage {at}")
+            seen[name] = at
+        if not 0 <= stage.device < len(cluster):
+            raise PlanMismatchError(f"stage {at} is on device {stage.device}; there are {len(cluster)}")
+    if len({stage.device for stage in plan.stages}) < plan.num_stages:
+        raise PlanMismatchError("two stages are on one device; a stage needs a device of its own")
+    missing = sorted(known - seen.keys())
+    if missing:
+        raise PlanMismatchError(f"operator {missing[0]!r} is in no stage")
+
+
+def _stage_of_blocks(plan: Plan, problem: Problem) -> dict[str, int]:
+    planned = plan.stage_of
+    for block in problem.blocks:
+        for name in block.operators:
+            if planned[name] != planned[block.operators[0]]:
+                raise PlanMismatchError(
+                    f"{name!r} is in stage {planned[name]} and {block.operators[0]!r} in stage "
+                    f"{planned[block.operators[0]]}, but they share memory or a wish; keep them in one"
+                )
+    return {block.name: planned[block.operators[0]] for block in problem.blocks}
+
+
+def _check_direction(problem: Problem, stage_of: dict[str, int]) -> None:
+    for value in problem.values:
+        for reader in value.consumers:
+            if stage_of[reader] < stage_of[value.producer]:
+                raise PlanMismatchError(
+                    f"{reader!r} in stage {stage_of[reader]} reads {value.name!r}, which stage "
+                    f"{stage_of[value.producer]} makes; nothing runs to an earlier stage"
+                )
+
+
+def _priced(
+    plan: Plan,
+    problem: Problem,
+    cluster: Cluster,
+    stage_of: Integers,
+    *,
+    memory_model: MemoryModel,
+    overlap: bool,
+) -> Plan:
+    reader = Reader(
+        problem,
+        cluster,
+        memory_model=memory_model,
+        in_flight=[stage.microbatches_in_flight for stage in plan.stages],
+        overlap=overlap,
+        recompute=False,
+    )
+    order = [stage.device for stage in plan.stages]
+    recompute = tuple(stage.recompute for stage in plan.stages)
+    instance = replace(reader.instance(order), recompute=recompute)
+    loads = evaluate(instance, stage_of)
+    over = np.flatnonzero(loads.memory_bytes > instance.limit_bytes)
+    for at in over.tolist():
+        need, have = float(loads.memory_bytes[at]), float(instance.limit_bytes[at])
+        raise InfeasibleError(
+            f"stage {at} needs {format_bytes(need)} ({need:.0f} bytes) on {cluster.devices[order[at]].name}, "
+            f"which has {format_bytes(have)} ({have:.0f} bytes); move operators away or let it recompute"
+        )
+    return plan_of(
+        problem,
+        cluster,
+        instance,
+        Found(0, stage_of, loads.bottleneck_s, min(plan.bound_s, loads.bottleneck_s)),
+        order=order,
+        memory_model=memory_model,
+        method=plan.method,
+        microbatches_per_update=plan.microbatches_per_update,
+        solver=plan.solver,
+        planning_s=plan.planning_s,
+    )

@@ -1,0 +1,115 @@
+"""Plans as files: written, read, edited by hand and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.errors import InfeasibleError, PlanMismatchError
+from pd2bw_fx.passes.partition import check_plan, partition
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
+
+BLOCKS = tuple(
+    Block(f"b{at}", (f"op{at}", f"view{at}"), (1.0,) * 3, (2.0,) * 3, (f"w{at}",), 1000) for at in range(6)
+)
+VALUES = tuple(Value(f"v{at}", f"b{at}", (f"b{at + 1}",), 10, 10) for at in range(5))
+PROBLEM = Problem(BLOCKS, VALUES, {f"w{at}": ParameterSize(100) for at in range(6)}, "print")
+CLUSTER = Cluster.uniform(3, memory_bytes=9000, bytes_per_s=1e3, latency_s=0.0)
+
+
+def edited(plan: Plan, *stages: tuple[int, ...], **changes: Any) -> Plan:
+    """The plan's file with other blocks in its stages."""
+    data = json.loads(plan.dumps())
+    for entry, blocks in zip(data["stages"], stages, strict=True):
+        entry["operators"] = [name for at in blocks for name in (f"op{at}", f"view{at}")]
+    return Plan.from_json(data | changes)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return partition(PROBLEM, CLUSTER)
+
+
+def test_unchanged_plan_is_priced_as_it_was(plan: Plan) -> None:
+    assert check_plan(Plan.from_json(json.loads(plan.dumps())), PROBLEM, CLUSTER) == plan
+
+
+def test_edited_plan_gets_the_times_memory_and_transfers_that_it_has(plan: Plan) -> None:
+    checked = check_plan(edited(plan, (0,), (1, 2, 3), (4, 5)), PROBLEM, CLUSTER)
+    assert checked.bottleneck_s == pytest.approx(3 * 3.0 + 2 * 0.02)
+    assert checked.bound_s == plan.bound_s
+    assert checked.gap == pytest.approx(1 - plan.bound_s / checked.bottleneck_s)
+    assert [t.value for t in checked.transfers] == ["v0", "v3"]
+    assert checked.stages[1].parameters == ("w1", "w2", "w3")
+    assert checked.stages[0].memory.total_bytes == 5 * 100 + 3 * (1000 + 10)
+
+
+def test_recomputation_switched_on_by_hand_is_paid_for(plan: Plan) -> None:
+    stages = (dataclasses.replace(plan.stages[0], recompute=True), *plan.stages[1:])
+    checked = check_plan(dataclasses.replace(plan, stages=stages), PROBLEM, CLUSTER)
+    assert checked.stages[0].load_s == pytest.approx(plan.stages[0].load_s + 2.0)
+    assert checked.stages[0].memory.activation_bytes == 2000
+
+
+def test_stage_that_no_longer_fits_is_named_with_its_bytes(plan: Plan) -> None:
+    with pytest.raises(InfeasibleError, match=r"stage 0 needs .*\(14030 bytes\) on cpu:0.*\(9000 bytes\)"):
+        check_plan(edited(plan, (0, 1, 2, 3), (4,), (5,)), PROBLEM, CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (((0, 1), (2, 3), (4,)), "operator 'op5' is in no stage"),
+        (((0, 1), (1, 2, 3), (4, 5)), "operator 'op1' is in stage 0 and in stage 1"),
+        (((0, 1), (2, 4), (3, 5)), "'b4' in stage 1 reads 'v3', which stage 2 makes"),
+        (((0, 1, 2), (), (3, 4, 5)), "stage 1 has no operators"),
+        (((0, 1), (2, 3, 9), (4, 5)), "stage 1 lists 'op9', which is no operator of this graph"),
+    ],
+)
+def test_assignment_that_cannot_be_is_named(plan: Plan, stages: Any, message: str) -> None:
+    with pytest.raises(PlanMismatchError, match=message):
+        check_plan(edited(plan, *stages), PROBLEM, CLUSTER)
+
+
+def test_operators_that_belong_together_may_not_be_torn_apart(plan: Plan) -> None:
+    data = plan.to_json()
+    stages = [dict(entry) for entry in data["stages"]]
+    stages[0]["operators"] = [name for name in stages[0]["operators"] if name != "view1"]
+    stages[1]["operators"] = ["view1", *stages[1]["operators"]]
+    torn = Plan.from_json(json.loads(json.dumps(data | {"stages": stages})))
+    with pytest.raises(PlanMismatchError, match="'view1' is in stage 1 and 'op1' in stage 0"):
+        check_plan(torn, PROBLEM, CLUSTER)
+
+
+def test_plan_of_another_graph_is_refused(plan: Plan) -> None:
+    with pytest.raises(PlanMismatchError, match="made for graph 'print', and this is 'other'"):
+        check_plan(plan, dataclasses.replace(PROBLEM, fingerprint="other"), CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 7}, "schema 7, this version reads 1"),
+        ({"bottleneck_s": "fast"}, "plan.bottleneck_s is 'fast'; expected: number"),
+        ({"bound_s": float("nan")}, "plan.bound_s is nan"),
+        ({"microbatches_per_update": 2.5}, "plan.microbatches_per_update is 2.5; expected: integer"),
+        ({"stages": [{}]}, r"plan.stages\[0\] has no 'stage'"),
+        ({"transfers": None}, "plan.transfers is None; expected: array"),
+    ],
+)
+def test_entry_that_is_wrong_in_the_file_is_named(plan: Plan, change: Any, message: str) -> None:
+    with pytest.raises(PlanMismatchError, match=message):
+        Plan.from_json(json.loads(plan.dumps()) | change)
+
+
+def test_schema_has_every_entry_of_a_written_plan(plan: Plan) -> None:
+    schema = Plan.json_schema()
+    written = json.loads(plan.dumps())
+    assert written.keys() - {"gap"} == schema["properties"].keys()
+    assert set(schema["properties"]["stages"]["items"]["required"]) <= written["stages"][0].keys()
+    assert schema["properties"]["stages"]["items"]["properties"]["operators"]["items"] == {"type": "string"}
