@@ -1,0 +1,81 @@
+"""What commands have in common: how they are declared, and what MODEL may be."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.models import MODELS, build
+from pd2bw_fx.passes.split import split
+from pd2bw_fx.pipeline import Pipeline, load
+
+
+def command(commands: Any, name: str, purpose: str, example: str) -> argparse.ArgumentParser:
+    """A command whose help ends with an example."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=purpose, description=purpose, epilog=f"example: {example}"
+    )
+    return parser
+
+
+def model_command(
+    commands: Any, name: str, purpose: str, example: str, *, is_optional: bool = False
+) -> argparse.ArgumentParser:
+    parser = command(commands, name, purpose, example)
+    parser.add_argument(
+        "model",
+        nargs="?" if is_optional else None,
+        metavar="MODEL",
+        help=f"one of {', '.join(sorted(MODELS))}; or module:callable returning a model; or a saved folder",
+    )
+    parser.add_argument("--cluster", help="number of devices, or a cluster file (default: this machine)")
+    return parser
+
+
+def named_pipeline(options: argparse.Namespace) -> Pipeline:
+    """The pipeline that MODEL and --cluster mean: a saved one as it is, a model split here."""
+    if options.model not in MODELS and Path(options.model).is_dir():
+        if options.cluster is not None:
+            raise InputError("a saved folder has its plan already; leave out --cluster, or split it again")
+        return load(options.model)
+    cluster = int(options.cluster) if (options.cluster or "").isdigit() else options.cluster
+    return split(_model(options.model), cluster=cluster)
+
+
+def loaded(name: str) -> Any:
+    """What `module:attribute` names; modules are looked for in the working folder too."""
+    module_name, _, attribute = name.partition(":")
+    if not attribute:
+        raise InputError(f"{name!r} is not of the form module:callable")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"{name!r} cannot be imported: {error}") from error
+
+
+def _model(name: str) -> nn.Module:
+    if name in MODELS:
+        return build(name)
+    if ":" not in name:
+        raise InputError(
+            f"{name!r} is no model of ours ({', '.join(sorted(MODELS))}), no folder, and not of the form "
+            "module:callable"
+        )
+    factory = loaded(name)
+    if isinstance(factory, nn.Module):
+        return factory
+    try:
+        model = factory()
+    except TypeError as error:
+        raise InputError(f"{name!r} cannot be called without arguments: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{name!r} gives a {type(model).__name__}; an nn.Module was expected")
+    return model

@@ -1,0 +1,78 @@
+"""Commands for stages as ONNX files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pd2bw_fx.commands.common import command, model_command, named_pipeline
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.passes.export_onnx import merge_onnx, run_onnx_processes
+
+
+def add(commands: Any) -> None:
+    """export, merge, run-onnx"""
+    export = model_command(
+        commands, "export", "write one checked ONNX file a stage", "pd2bw-fx export gpt_2 -o gpt_2_onnx"
+    )
+    export.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
+    export.add_argument("--opset", type=int, default=20, help="ONNX operator set (default 20)")
+    export.add_argument(
+        "--form",
+        choices=["stages", "annotated", "both"],
+        default="stages",
+        help="one file a stage, or the whole model in one file that names each node's stage",
+    )
+    export.set_defaults(run=_export)
+
+    merge = command(
+        commands,
+        "merge",
+        "put exported stages back into one ONNX file",
+        "pd2bw-fx merge gpt_2_onnx -o gpt.onnx",
+    )
+    merge.add_argument("folder", metavar="FOLDER", help="written by export")
+    merge.add_argument("-o", "--output", type=Path, required=True, help="file to write")
+    merge.set_defaults(run=_merge)
+
+    run = command(
+        commands,
+        "run-onnx",
+        "run exported stages, one process each",
+        "pd2bw-fx run-onnx gpt_2_onnx --input x.npz -o y.npz",
+    )
+    run.add_argument("folder", metavar="FOLDER", help="written by export")
+    run.add_argument("--input", type=Path, required=True, help="an .npz file with the model's inputs by name")
+    run.add_argument("-o", "--output", type=Path, help="an .npz file for the outputs (default: print shapes)")
+    run.add_argument("--microbatches", type=int, default=1, help="parts of the batch in the pipeline at once")
+    run.set_defaults(run=_run_onnx)
+
+
+def _export(options: argparse.Namespace) -> int:
+    named_pipeline(options).export_onnx(options.output, form=options.form, opset=options.opset)
+    files = sorted(path.name for path in options.output.glob("*.onnx"))
+    print(f"{', '.join(files)} written to {options.output}")
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    merge_onnx(options.folder, options.output)
+    print(f"{options.output} written")
+    return 0
+
+
+def _run_onnx(options: argparse.Namespace) -> int:
+    if not options.input.is_file():
+        raise InputError(f"{options.input} is no file; give an .npz with the model's inputs by name")
+    with np.load(options.input) as file:
+        inputs = dict(file)
+    outputs = run_onnx_processes(options.folder, inputs, num_microbatches=options.microbatches)
+    if options.output is not None:
+        np.savez(options.output, allow_pickle=False, **outputs)
+    for name, value in outputs.items():
+        shown = f" {value}" if value.ndim == 0 else ""
+        print(f"{name}: {value.dtype} {value.shape}{shown}")
+    return 0

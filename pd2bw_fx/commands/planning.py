@@ -1,0 +1,158 @@
+"""Commands that split a model and look at what came out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.syntax import Syntax
+
+from pd2bw_fx.commands.common import model_command, named_pipeline
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.passes.partition import plan_workload
+from pd2bw_fx.report.page import page_html
+from pd2bw_fx.report.timeline import timeline_svg
+from pd2bw_fx.units import format_seconds
+from pd2bw_fx.workload import read_workload
+
+
+def add(commands: Any) -> None:
+    """plan, show, split, verify, simulate, report"""
+    plan = model_command(
+        commands, "plan", "print the plan", "pd2bw-fx plan gpt --cluster 4 --explain", is_optional=True
+    )
+    plan.add_argument(
+        "--explain", action="store_true", help="also the next best cuts, what binds, what helps"
+    )
+    plan.add_argument("--workload", type=Path, help="place a published workload (JSON) in place of a model")
+    plan.add_argument("--accelerators-only", action="store_true", help="leave out the workload's CPUs")
+    plan.add_argument("--json", action="store_true", help="the plan as JSON, for machines")
+    plan.set_defaults(run=_plan)
+
+    show = model_command(
+        commands, "show", "print the generated code of a stage", "pd2bw-fx show gpt --stage 1"
+    )
+    show.add_argument("--stage", type=int, default=0, help="which stage (default 0)")
+    show.set_defaults(run=_show)
+
+    save = model_command(commands, "split", "split and save", "pd2bw-fx split gpt --cluster 2 -o gpt_2")
+    save.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
+    save.set_defaults(run=_split)
+
+    verify = model_command(
+        commands, "verify", "compare the stages with the model", "pd2bw-fx verify gpt --cluster 3"
+    )
+    verify.set_defaults(run=_verify)
+
+    simulate = model_command(
+        commands,
+        "simulate",
+        "what a schedule would take on the plan's times",
+        "pd2bw-fx simulate gpt --cluster 4 --method 1f1b -o timeline.svg",
+    )
+    simulate.add_argument("--method", help="2bw, 1f1b or gpipe (default: the plan's)")
+    simulate.add_argument("--microbatches", type=int, help="microbatches an update (default: the plan's)")
+    simulate.add_argument("--updates", type=int, default=8, help="updates to simulate (default 8)")
+    simulate.add_argument("--jitter", type=float, default=0.0, help="relative spread of compute times")
+    simulate.add_argument(
+        "-o", "--output", type=Path, help="the timeline: .svg, or .json for Perfetto and chrome://tracing"
+    )
+    simulate.add_argument("--json", action="store_true", help="the figures as JSON, for machines")
+    simulate.set_defaults(run=_simulate)
+
+    report = model_command(
+        commands, "report", "one HTML page about a pipeline", "pd2bw-fx report gpt_2 -o report.html"
+    )
+    report.add_argument("-o", "--output", type=Path, required=True, help="the page to write")
+    report.set_defaults(run=_report)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if (options.model is None) == (options.workload is None):
+        raise InputError("plan takes a MODEL or --workload FILE; give one of them")
+    if options.workload is not None:
+        placement = plan_workload(
+            read_workload(options.workload), accelerators_only=options.accelerators_only
+        )
+        print(json.dumps(placement.to_json()) if options.json else placement)
+        return 0
+    pipe = named_pipeline(options)
+    print(json.dumps(pipe.plan.to_json()) if options.json else pipe)
+    if options.explain:
+        print(f"\n{pipe.explain()}")
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    pipe = named_pipeline(options)
+    if not 0 <= options.stage < len(pipe.programs):
+        raise InputError(
+            f"--stage {options.stage}: there are stages 0 to {len(pipe.programs) - 1}; name one of them"
+        )
+    source = pipe.programs[options.stage].source
+    if sys.stdout.isatty():
+        Console().print(Syntax(source, "python").highlight(source), soft_wrap=True)
+    else:
+        print(source, end="")
+    return 0
+
+
+def _split(options: argparse.Namespace) -> int:
+    pipe = named_pipeline(options)
+    pipe.save(options.output)
+    print(pipe)
+    print(f"saved in {options.output}")
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    print(named_pipeline(options).verify())
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    timeline = named_pipeline(options).simulate(
+        method=options.method,
+        microbatches_per_update=options.microbatches,
+        num_updates=options.updates,
+        jitter=options.jitter,
+    )
+    figures = {
+        "method": timeline.method,
+        "microbatches_per_update": timeline.microbatches_per_update,
+        "microbatches_per_s": timeline.throughput,
+        "bubble": timeline.bubble,
+        "span_s": timeline.span_s,
+        "in_flight_peak": list(timeline.in_flight_peak),
+        "idle_by_cause_s": [dict(causes) for causes in timeline.idle_by_cause_s],
+    }
+    if options.output is not None:
+        text = timeline_svg(timeline)
+        if options.output.suffix == ".json":
+            text = json.dumps(timeline.to_chrome_trace())
+        options.output.write_text(text)
+    if options.json:
+        print(json.dumps(figures))
+        return 0
+    print(
+        f"{timeline.method}, {timeline.microbatches_per_update} microbatches an update: "
+        f"{timeline.throughput:.4g} microbatches/s, idle {timeline.bubble:.1%} (filling and draining too)"
+    )
+    for rank, causes in enumerate(timeline.idle_by_cause_s):
+        waits = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in causes.items())
+        print(
+            f"  rank {rank}: idle for {waits}; at most {timeline.in_flight_peak[rank]} microbatches in flight"
+        )
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    pipe = named_pipeline(options)
+    page = page_html(pipe.graph, pipe.costs, pipe.plan, pipe.programs, pipe.simulate())
+    options.output.write_text(page)
+    print(f"{options.output} written")
+    return 0

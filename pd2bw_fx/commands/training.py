@@ -1,0 +1,105 @@
+"""Commands that train."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pd2bw_fx.commands.common import command, loaded, model_command, named_pipeline
+from pd2bw_fx.demo import run_demo
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.train import (
+    TrainOptions,
+    is_under_torchrun,
+    optimizer_named,
+    run_training,
+    start_processes,
+    text_batches,
+)
+
+
+def add(commands: Any) -> None:
+    """demo, train"""
+    demo = command(
+        commands,
+        "demo",
+        "the whole way through on a small GPT: plan, read, train, export",
+        "pd2bw-fx demo -o demo_out",
+    )
+    demo.add_argument("-o", "--output", type=Path, default=Path("demo_out"), help="folder for the pictures")
+    demo.add_argument("--updates", type=int, default=300, help="training updates (default 300)")
+    demo.set_defaults(run=_demo)
+
+    train = model_command(
+        commands,
+        "train",
+        "train with one process a stage, started here or by torchrun",
+        "pd2bw-fx train gpt --cluster 2 --updates 300 --lr 3e-4 --checkpoint gpt_run",
+    )
+    train.add_argument(
+        "--data", help="module:callable that gives an iterable of batches (default: real text)"
+    )
+    train.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, or module:callable (adamw)")
+    train.add_argument("--lr", type=float, help="learning rate (default: torch's)")
+    train.add_argument("--updates", type=int, default=300, help="updates in all (default 300)")
+    train.add_argument("--method", help="2bw, 1f1b or gpipe (default: the plan's)")
+    train.add_argument("--microbatches", type=int, help="microbatches an update (default: the plan's)")
+    train.add_argument("--checkpoint", type=Path, help="folder to write to, and to go on from")
+    train.add_argument("--every", type=int, default=100, help="updates between checkpoints (default 100)")
+    train.add_argument("--json", action="store_true", help="a line of JSON for each report, for machines")
+    train.add_argument("-o", "--output", type=Path, help="the trained weights, as safetensors")
+    train.set_defaults(run=_train)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    if options.updates < 1:
+        raise InputError(f"--updates is {options.updates}; at least one is needed")
+    run_demo(options.output, num_updates=options.updates, console=Console())
+    return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    if options.updates < 1 or options.every < 1:
+        raise InputError("--updates and --every must be 1 or more")
+    if not is_under_torchrun():
+        return _train_here(options)
+    is_first = int(os.environ["RANK"]) == 0
+    pipe = named_pipeline(options)
+    batches = loaded(options.data)() if options.data else text_batches(pipe, options.updates)
+    run_training(
+        pipe,
+        batches,
+        optimizer=optimizer_named(options.optimizer, options.lr, loaded),
+        options=TrainOptions(
+            num_updates=options.updates,
+            method=options.method,
+            microbatches_per_update=options.microbatches,
+            checkpoint=options.checkpoint,
+            checkpoint_every=options.every,
+            as_json=options.json,
+            output=options.output,
+        ),
+        console=Console(quiet=not is_first),
+    )
+    return 0
+
+
+def _train_here(options: argparse.Namespace) -> int:
+    """Split once, and have torchrun start one process for each stage."""
+    given = sys.argv[1:] if options.arguments is None else list(options.arguments)
+    with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
+        pipe = named_pipeline(options)
+        pipe.save(Path(folder) / "pipeline")
+        if options.cluster is not None:
+            at = given.index("--cluster") if "--cluster" in given else None
+            given = [g for g in given if not g.startswith("--cluster=")]
+            if at is not None:
+                del given[at : at + 2]
+        given[given.index(options.model)] = str(Path(folder) / "pipeline")
+        return 1 if start_processes(pipe.plan.num_stages, given) else 0
