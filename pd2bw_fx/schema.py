@@ -63,7 +63,13 @@ def _is(expected: str, data: Any) -> bool:
     if expected == "number":
         is_number = isinstance(data, int | float) and not isinstance(data, bool)
         return is_number and abs(data) < float("inf")
-    kind = {"string": str, "boolean": bool, "object": dict, "array": list, "null": types.NoneType}[expected]
+    kind: Any = {
+        "string": str,
+        "boolean": bool,
+        "object": dict,
+        "array": (list, tuple),
+        "null": types.NoneType,
+    }[expected]
     return isinstance(data, kind)
 
 

@@ -127,3 +127,23 @@ def test_wish_that_cannot_be_granted_is_named(wishes: dict[str, Any], message: s
 def test_no_constraints_change_nothing() -> None:
     plans = [partition(chain(7, 3), roomy(3), constraints=given) for given in (None, Constraints())]
     assert dataclasses.replace(plans[0], planning_s=0) == dataclasses.replace(plans[1], planning_s=0)
+
+
+def test_wishes_that_exclude_one_another_are_the_only_ones_named() -> None:
+    # cpu:0 takes one stage, and op0 and op5 can only share one if all six blocks are on it.
+    wishes = Constraints(stage_of={"op2": 1}, device_of={"op0": "cpu:0", "op5": 0, "op3": 1})
+    with pytest.raises(InfeasibleError, match=r"together on 3 stages, whatever the memory: ") as caught:
+        partition(chain(6, 3), roomy(3), constraints=wishes)
+    message = str(caught.value)
+    assert "'op0' on device 0" in message
+    assert message.count("' on ") == 2
+
+
+def test_infeasible_memory_names_the_devices_that_matter_and_what_would_do() -> None:
+    capped = Constraints(memory_bytes={"cpu:0": 600, "cpu:1": 1700})
+    # 500 bytes a block and 20 for each tensor at a cut: room for one on cpu:0, three on cpu:1.
+    with pytest.raises(InfeasibleError, match=r"impossible because of cpu:0 .*; cpu:1") as caught:
+        partition(chain(6, 2), roomy(2), constraints=capped)
+    share = float(str(caught.value).split("All fits with ")[1].split(" times")[0]) * 1.01
+    enough = Constraints(memory_bytes={"cpu:0": int(600 * share), "cpu:1": int(1700 * share)})
+    assert partition(chain(6, 2), roomy(2), constraints=enough).num_stages == 2

@@ -80,7 +80,7 @@ def partition(
     choices = Choices(len(orders), lambda choice: reader.instance(orders[choice]))
     found = search(choices, solver=solver, max_gap=max_gap, deadline=deadline, report=progress)
     if found is None:
-        raise infeasible_error(problem, cluster, choices, orders, solver=solver)
+        raise infeasible_error(problem, cluster, choices, orders, pins=constrained.pins, solver=solver)
     return plan_of(
         problem,
         cluster,

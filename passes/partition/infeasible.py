@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.errors import InfeasibleError
+from pd2bw_fx.errors import InfeasibleError, SolverError
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes
 
-from .instance import Instance, evaluate
+from .constrain import Pin
+from .instance import Floats, Instance, evaluate
 from .program import FeasibilityProgram, Windows
 from .reader import topological_order
-from .search import Choices
+from .search import Choices, Deadline, search
 
-_EXPLAIN_TIME_S = 5.0
+_EXPLAIN_TIME_S = 2.0
+_PLENTY_BYTES = 1e18
 _EXPLAIN_ORDERS = 8
 
 
@@ -26,11 +29,97 @@ def infeasible_error(
     choices: Choices,
     orders: Sequence[tuple[int, ...]],
     *,
+    pins: Sequence[Pin],
     solver: str,
 ) -> InfeasibleError:
-    """The error to raise: a block too large for any device, else the assignment that is least too large."""
-    return _block_too_large(problem, cluster, choices[0]) or _least_excess(
-        cluster, choices, orders, solver=solver
+    """The error to raise: a block too large for any device, else wishes that exclude one another, else the
+    devices whose limits do, what they would need, and the nearest limits with which all fits."""
+    return (
+        _block_too_large(problem, cluster, choices[0])
+        or _pins_exclude_one_another(problem, choices, orders, pins, solver=solver)
+        or _least_excess(problem, cluster, choices, orders, pins, solver=solver)
+    )
+
+
+class _Question:
+    """Is there an assignment under some of the reasons for which there is none?"""
+
+    def __init__(
+        self,
+        problem: Problem,
+        choices: Choices,
+        orders: Sequence[tuple[int, ...]],
+        *,
+        solver: str,
+    ) -> None:
+        self.node = {problem.blocks[at].name: node for node, at in enumerate(topological_order(problem))}
+        self.choices = choices
+        self.orders = orders
+        self.solver = solver
+
+    def is_possible(self, pins: Sequence[Pin], devices: Sequence[int]) -> bool:
+        """With these pins, and the memory of these devices limited; also where the time did not tell."""
+
+        def limited(choice: int) -> Instance:
+            instance, order = self.choices[choice], self.orders[choice]
+            closed = np.zeros((instance.num_stages, instance.num_nodes), dtype=bool)
+            for pin in pins:
+                closed[:, self.node[pin.block]] |= [not pin.allows(s, d) for s, d in enumerate(order)]
+            unlimited = np.array([device not in devices for device in order])
+            limit_bytes = np.where(unlimited, _PLENTY_BYTES, instance.limit_bytes)
+            return replace(instance, forbidden=closed, limit_bytes=limit_bytes)
+
+        # A gap of nearly one: any assignment will do.
+        deadline = Deadline(_EXPLAIN_TIME_S)
+        try:
+            found = search(
+                Choices(len(self.choices), limited), solver=self.solver, max_gap=0.999, deadline=deadline
+            )
+        except SolverError:
+            return True
+        return found is not None
+
+    def fewest(self, pins: Sequence[Pin], devices: Sequence[int]) -> tuple[list[Pin], list[int]]:
+        """Of these reasons a set that is impossible and of which none can be left out."""
+        names, limited = list(dict.fromkeys(pin.name for pin in pins)), list(devices)
+
+        def of(kept: Sequence[str]) -> list[Pin]:
+            return [pin for pin in pins if pin.name in kept]
+
+        for device in tuple(limited):
+            if not self.is_possible(of(names), [other for other in limited if other != device]):
+                limited.remove(device)
+        for name in tuple(names):
+            if not self.is_possible(of([other for other in names if other != name]), limited):
+                names.remove(name)
+        return of(names), limited
+
+
+def _wish(pin: Pin) -> str:
+    return (
+        f"{pin.name!r} on stage {pin.stage}" if pin.device is None else f"{pin.name!r} on device {pin.device}"
+    )
+
+
+def _wishes(pins: Sequence[Pin]) -> str:
+    return ", ".join(dict.fromkeys(_wish(pin) for pin in pins))
+
+
+def _pins_exclude_one_another(
+    problem: Problem,
+    choices: Choices,
+    orders: Sequence[tuple[int, ...]],
+    pins: Sequence[Pin],
+    *,
+    solver: str,
+) -> InfeasibleError | None:
+    question = _Question(problem, choices, orders, solver=solver)
+    if not pins or question.is_possible(pins, ()):
+        return None
+    fewest, _ = question.fewest(pins, ())
+    return InfeasibleError(
+        f"these cannot be granted together on {choices[0].num_stages} stages, whatever the memory: "
+        f"{_wishes(fewest)}; any one of them less and there is a plan"
     )
 
 
@@ -53,13 +142,15 @@ def _block_too_large(problem: Problem, cluster: Cluster, instance: Instance) -> 
 
 
 def _least_excess(
+    problem: Problem,
     cluster: Cluster,
     choices: Choices,
     orders: Sequence[tuple[int, ...]],
+    pins: Sequence[Pin],
     *,
     solver: str,
 ) -> InfeasibleError:
-    best: tuple[float, int, int, float] | None = None
+    best: tuple[float, int, Floats] | None = None
     for choice in range(min(len(choices), _EXPLAIN_ORDERS)):
         instance = choices[choice]
         n, k = instance.num_nodes, instance.num_stages
@@ -69,18 +160,31 @@ def _least_excess(
         if stage_of is None:
             continue
         need = evaluate(instance, stage_of).memory_bytes
-        stage = int((need / instance.limit_bytes).argmax())
-        share = float(need[stage] / instance.limit_bytes[stage])
+        share = float((need / instance.limit_bytes).max())
         if best is None or share < best[0]:
-            best = (share, choice, stage, float(need[stage]))
+            best = (share, choice, need)
     advice = 'try more stages, recompute="auto", a smaller microbatch, or devices with more memory'
     if best is None:
         total = format_bytes(sum(device.memory_bytes for device in cluster.devices))
         return InfeasibleError(f"no assignment fits in the {total} of {len(cluster)} devices; {advice}")
-    _, choice, stage, need_bytes = best
+    share, choice, need = best
+    stage = int((need / choices[choice].limit_bytes).argmax())
     device = cluster.devices[orders[choice][stage]]
+    question = _Question(problem, choices, orders, solver=solver)
+    fewest, limited = question.fewest(pins, sorted({device for order in orders for device in order}))
+    needs = {orders[choice][at]: float(amount) for at, amount in enumerate(need)}
+    reasons = [_reason(cluster, other, needs.get(other)) for other in limited]
+    if fewest:
+        reasons.append(_wishes(fewest))
     return InfeasibleError(
-        f"no assignment fits: at best stage {stage} needs {format_bytes(need_bytes)} ({need_bytes:.0f} "
+        f"no assignment fits: at best stage {stage} needs {format_bytes(need[stage])} ({need[stage]:.0f} "
         f"bytes) on {device.name}, which has {format_bytes(device.memory_bytes)} ({device.memory_bytes} "
-        f"bytes); {advice}"
+        f"bytes). It is impossible because of {'; '.join(reasons)}; without any of these there is a plan. "
+        f"All fits with {share:.3g} times the memory on every device; or {advice}"
     )
+
+
+def _reason(cluster: Cluster, device: int, need_bytes: float | None) -> str:
+    have = format_bytes(cluster.devices[device].memory_bytes)
+    needed = "" if need_bytes is None else f", needs {format_bytes(need_bytes)} there"
+    return f"{cluster.devices[device].name} (has {have}{needed})"
