@@ -1,9 +1,11 @@
 """partition: blocks to stages and stages to devices, by an integer program with a proof.
 
-`reader.py` and `placement.py` turn a problem or a published workload into numbers (`instance.py`),
-`search.py` finds the fastest assignment and proves it (`intervals.py` upper bounds, `windows.py` reductions,
-`program.py` the integer program), `planning.py` writes the plan, `infeasible.py` says why there is none,
-`baselines.py` prices what others would have done.
+`reader.py` and `placement.py` turn a problem or a published workload into numbers (`instance.py`), with the
+user's wishes in them (`constrain.py`); `search.py` finds the fastest assignment and proves it (`intervals.py`
+upper bounds, `windows.py` reductions, `program.py` the integer program, `downsets.py` enumeration where that
+is left), `planning.py` writes the plan. `infeasible.py` says why there is none, `explain.py` why it is as it
+is, `check.py` what an edited one costs; `sweep.py` chooses what is around the program, `baselines.py` prices
+what others would have done.
 """
 
 from .baselines import Baseline, baselines
@@ -12,6 +14,7 @@ from .explain import explain
 from .face import partition
 from .instance import evaluate
 from .placement import Placement, plan_workload
+from .sweep import sweep
 
 __all__ = [
     "Baseline",
@@ -22,4 +25,5 @@ __all__ = [
     "explain",
     "partition",
     "plan_workload",
+    "sweep",
 ]

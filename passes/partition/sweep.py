@@ -1,0 +1,169 @@
+"""The choices around the program, swept as the 2BW paper does (arXiv 2006.09503, section 3.3).
+
+A batch of B samples is trained by w equal copies of a pipeline of d stages, in microbatches of b samples:
+m = B / (b w) microbatches an update in each copy. The copies' gradients are summed once an update over the
+slowest link, 2 (w - 1) / w times their bytes, which costs each microbatch an m-th of that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
+from pd2bw_fx.problem import Block, Problem
+from pd2bw_fx.sweep import Setting, Sweep
+
+from .face import partition
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    num_stages: int
+    num_replicas: int
+    microbatch_size: int
+    microbatches: int
+    problem: Problem
+    ticks: int  # times the bottleneck that an update takes
+    floor_s: float
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.num_stages} stages x {self.num_replicas}, microbatches of {self.microbatch_size}, "
+            f"{self.microbatches} an update"
+        )
+
+
+def sweep(
+    problems: Mapping[int, Problem],
+    cluster: Cluster,
+    *,
+    batch_size: int,
+    num_stages: Sequence[int] | None = None,
+    num_replicas: Sequence[int] = (1,),
+    method: str = "2bw",
+    time_limit_s: float = 120.0,
+    **options: Any,
+) -> Sweep:
+    """The fastest way to train batches of `batch_size`, over stages, copies and microbatches.
+
+    `problems` has the problem profiled at each microbatch size that may be chosen. `num_stages`: any number
+    from 1 on that the devices allow, unless said. `options` are those of `partition`. More than one copy
+    needs a cluster whose devices and links are alike.
+
+    Settings that cannot beat the best by a bound on their work are skipped, and so are those that do not fit.
+    Raises InputError for arguments that leave nothing to try, InfeasibleError where nothing fits.
+    """
+    if batch_size < 1 or not problems:
+        raise InputError(
+            f"batch_size is {batch_size} with {len(problems)} microbatch sizes; at least one each"
+        )
+    if any(count > 1 for count in num_replicas) and not cluster.is_uniform:
+        raise InputError("copies of a pipeline need devices and links that are alike; use num_replicas=(1,)")
+    stages = range(1, len(cluster) + 1) if num_stages is None else num_stages
+    skipped: list[tuple[str, str]] = []
+    candidates = list(_candidates(problems, cluster, batch_size, stages, num_replicas, method))
+    if not candidates:
+        raise InputError(
+            f"no microbatch size of {sorted(problems)} divides a batch of {batch_size} into enough "
+            "microbatches for any of these numbers of stages"
+        )
+    end = time.perf_counter() + time_limit_s
+    found: list[Setting] = []
+    for candidate in sorted(candidates, key=lambda each: each.floor_s):
+        best_s = min((setting.update_s for setting in found), default=float("inf"))
+        left_s = end - time.perf_counter()
+        if candidate.floor_s >= best_s:
+            skipped.append((candidate.name, "cannot be faster"))
+        elif left_s <= 0:
+            skipped.append((candidate.name, "no time left"))
+        else:
+            try:
+                found.append(_planned(candidate, cluster, method, left_s, options))
+            except (InfeasibleError, SolverError) as error:
+                skipped.append((candidate.name, str(error)))
+    if not found:
+        raise InfeasibleError(f"no setting fits; {candidates[0].name}: {skipped[0][1]}")
+    late = {name for name, reason in skipped if reason == "no time left"}
+    floors = [candidate.floor_s for candidate in candidates if candidate.name in late]
+    return Sweep(
+        settings=tuple(sorted(found, key=lambda setting: setting.update_s)),
+        skipped=tuple(skipped),
+        bound_s=min([setting.bound_s for setting in found] + floors),
+    )
+
+
+def _planned(
+    candidate: _Candidate, cluster: Cluster, method: str, time_limit_s: float, options: Mapping[str, Any]
+) -> Setting:
+    plan = partition(
+        candidate.problem,
+        cluster,
+        num_stages=candidate.num_stages,
+        microbatches_per_update=candidate.microbatches,
+        method=method,
+        time_limit_s=time_limit_s,
+        **options,
+    )
+    return Setting(
+        candidate.num_stages,
+        candidate.num_replicas,
+        candidate.microbatch_size,
+        candidate.microbatches,
+        update_s=plan.bottleneck_s * candidate.ticks,
+        bound_s=plan.bound_s * candidate.ticks,
+        plan=plan,
+    )
+
+
+def _candidates(
+    problems: Mapping[int, Problem],
+    cluster: Cluster,
+    batch_size: int,
+    num_stages: Sequence[int],
+    num_replicas: Sequence[int],
+    method: str,
+) -> Iterator[_Candidate]:
+    for microbatch_size, problem in problems.items():
+        for stages in num_stages:
+            for replicas in num_replicas:
+                per_round = microbatch_size * replicas
+                microbatches, rest = divmod(batch_size, per_round)
+                fits = stages * replicas <= len(cluster) and stages <= len(problem.blocks)
+                if rest or microbatches < 1 or not fits or (method == "2bw" and microbatches < stages):
+                    continue
+                summed = _with_sums(problem, cluster, replicas, microbatches)
+                # 2BW never drains its pipeline; the others do after each update.
+                ticks = microbatches if method == "2bw" else microbatches + stages - 1
+                floor_s = _floor_s(summed, stages) * ticks
+                yield _Candidate(stages, replicas, microbatch_size, microbatches, summed, ticks, floor_s)
+
+
+def _floor_s(problem: Problem, num_stages: int) -> float:
+    """No stage is faster than the largest block, nor than an equal share of all work."""
+    fastest = [min(map(sum, zip(block.forward_s, block.backward_s, strict=True))) for block in problem.blocks]
+    return max(max(fastest), sum(fastest) / num_stages)
+
+
+def _with_sums(problem: Problem, cluster: Cluster, replicas: int, microbatches: int) -> Problem:
+    """Each block's backward with its share of summing the gradients of the copies.
+
+    A parameter of several blocks counts at the first that names it.
+    """
+    if replicas == 1:
+        return problem
+    pairs = [(a, b) for a in range(len(cluster)) for b in range(len(cluster)) if a != b]
+    slowest = min(cluster.bytes_per_s[a][b] for a, b in pairs)
+    per_byte_s = 2 * (replicas - 1) / replicas / slowest / microbatches
+    counted: set[str] = set()
+    blocks: list[Block] = []
+    for block in problem.blocks:
+        new = [name for name in dict.fromkeys(block.parameters) if name not in counted]
+        counted.update(new)
+        more_s = per_byte_s * sum(problem.parameters[name].trainable_bytes for name in new)
+        blocks.append(replace(block, backward_s=tuple(seconds + more_s for seconds in block.backward_s)))
+    return replace(problem, blocks=tuple(blocks))

@@ -1,0 +1,47 @@
+"""What is chosen around a plan: how many stages, how many copies of the pipeline, which microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.units import format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way to train a batch, and the plan of one copy of the pipeline for it.
+
+    `update_s` is the time of one update of `microbatches_per_update` microbatches in every copy, gradients
+    of the copies added up; no plan for this setting takes less than `bound_s`.
+    """
+
+    num_stages: int
+    num_replicas: int
+    microbatch_size: int
+    microbatches_per_update: int
+    update_s: float
+    bound_s: float
+    plan: Plan
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_stages} stages x {self.num_replicas}, microbatches of {self.microbatch_size}, "
+            f"{self.microbatches_per_update} an update: {format_seconds(self.update_s)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Settings that were planned, fastest first, and those that were not, with the reason.
+
+    No setting that was asked about takes less than `bound_s` for an update.
+    """
+
+    settings: tuple[Setting, ...]
+    skipped: tuple[tuple[str, str], ...]
+    bound_s: float
+
+    @property
+    def best(self) -> Setting:
+        return self.settings[0]

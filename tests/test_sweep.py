@@ -1,0 +1,100 @@
+"""The fastest setting of all, against every setting priced by hand."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.passes.partition import sweep
+from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
+
+WORK_S = (3.0, 1.0, 4.0, 1.0, 5.0, 2.0)
+
+
+def row(microbatch_size: int, *, num_devices: int = 4, weight_bytes: int = 60) -> Problem:
+    """Blocks in a row whose forward has a fixed part and one that grows with the microbatch."""
+    blocks = tuple(
+        Block(
+            f"b{at}",
+            (f"b{at}",),
+            (0.5 + work_s * microbatch_size,) * num_devices,
+            (work_s * microbatch_size,) * num_devices,
+            (f"w{at}",),
+            100 * microbatch_size,
+        )
+        for at, work_s in enumerate(WORK_S)
+    )
+    moved = 10 * microbatch_size
+    values = tuple(Value(f"v{at}", f"b{at}", (f"b{at + 1}",), moved, moved) for at in range(len(WORK_S) - 1))
+    return Problem(blocks, values, {f"w{at}": ParameterSize(weight_bytes) for at in range(len(WORK_S))})
+
+
+def by_hand(batch_size: int, sizes: Any, stages: Any, replicas: Any, memory_bytes: int) -> float:
+    """The least time of an update over all settings and all ways to cut the row."""
+    best = float("inf")
+    for size, d, w in itertools.product(sizes, stages, replicas):
+        m, rest = divmod(batch_size, size * w)
+        if rest or m < d or d * w > 4:
+            continue
+        for cuts in itertools.combinations(range(1, len(WORK_S)), d - 1):
+            edges = [0, *cuts, len(WORK_S)]
+            loads = []
+            for stage, (start, end) in enumerate(itertools.pairwise(edges)):
+                links = (start > 0) + (end < len(WORK_S))
+                work_s = sum(0.5 + 2 * work_s * size for work_s in WORK_S[start:end])
+                gradients_s = 2 * (w - 1) / w * 60 * (end - start) / 100.0 / m
+                memory = 5 * 60 * (end - start) + (d - stage) * (
+                    (end - start) * 100 * size + links * 10 * size
+                )
+                fits = memory <= memory_bytes
+                loads.append(work_s + gradients_s + links * 2 * (10 * size / 100.0) if fits else float("inf"))
+            best = min(best, m * max(loads))
+    return best
+
+
+@pytest.mark.parametrize("memory_bytes", [10**6, 2500, 1500])
+@pytest.mark.parametrize("batch_size", [8, 12, 24])
+def test_best_setting_is_the_best_of_all_settings_priced_by_hand(batch_size: int, memory_bytes: int) -> None:
+    cluster = Cluster.uniform(4, memory_bytes=memory_bytes, bytes_per_s=100.0, latency_s=0.0)
+    sizes, stages, replicas = (1, 2, 4), (1, 2, 3, 4), (1, 2, 4)
+    expected = by_hand(batch_size, sizes, stages, replicas, memory_bytes)
+    problems = {size: row(size) for size in sizes}
+
+    def swept() -> Any:
+        return sweep(problems, cluster, batch_size=batch_size, num_replicas=replicas, max_gap=1e-6)
+
+    if expected == float("inf"):
+        with pytest.raises(InfeasibleError, match="no setting fits"):
+            swept()
+        return
+    found = swept()
+    assert found.best.update_s == pytest.approx(expected, rel=2e-6)
+    assert found.bound_s <= expected * (1 + 1e-9)
+    best = found.best
+    assert best.microbatch_size * best.microbatches_per_update * best.num_replicas == batch_size
+    assert best.microbatches_per_update >= best.num_stages
+
+
+def test_fewer_stages_than_devices_where_the_link_is_slow() -> None:
+    cluster = Cluster.uniform(4, memory_bytes=10**6, bytes_per_s=0.5, latency_s=0.0)
+    found = sweep({1: row(1)}, cluster, batch_size=8)
+    assert found.best.num_stages == 1
+
+
+def test_copies_on_unlike_devices_are_refused() -> None:
+    devices = (Device("a", memory_bytes=10**6), Device("b", memory_bytes=10**5))
+    cluster = Cluster(devices, ((0, 1e3), (1e3, 0)), ((0, 0), (0, 0)))
+    problem = row(1, num_devices=2)
+    with pytest.raises(InputError, match="need devices and links that are alike"):
+        sweep({1: problem}, cluster, batch_size=8, num_replicas=(1, 2), memory_model=MemoryModel())
+
+
+def test_batch_that_no_microbatch_divides_is_refused() -> None:
+    cluster = Cluster.uniform(2, memory_bytes=10**6, bytes_per_s=100.0, latency_s=0.0)
+    with pytest.raises(InputError, match=r"no microbatch size of \[2\] divides a batch of 7"):
+        sweep({2: row(2, num_devices=2)}, cluster, batch_size=7)
