@@ -85,17 +85,25 @@ class Attributes:
     def _container(self, relative: str, node: Attribute) -> str:
         keys = sorted(node.children, key=lambda key: (int(key) if key.isdigit() else -1, key))
         texts = [self._element(_join(relative, key), node.children[key]) for key in keys]
-        alike = len(set(texts)) == 1 and len(texts) > 1
         if self._is_list(relative, node):
-            if alike:
-                return f"nn.ModuleList({texts[0]} for _ in range({len(texts)}))"
-            return f"nn.ModuleList([{', '.join(texts)}])"
-        numbers = [int(key) for key in keys if key.isdigit()]
-        if alike and numbers == list(range(numbers[0], numbers[0] + len(keys))):
-            span = f"range({numbers[0]}, {numbers[-1] + 1})"
-            return f"nn.ModuleDict({{str(i): {texts[0]} for i in {span}}})"
-        pairs = ", ".join(f"{quoted(key)}: {text}" for key, text in zip(keys, texts, strict=True))
-        return f"nn.ModuleDict({{{pairs}}})"
+            runs = [
+                f"{text} for _ in range({len(members)})" if len(members) > 1 else text
+                for text, members in _runs(keys, texts)
+            ]
+            if len(runs) == 1 and len(keys) > 1:
+                return f"nn.ModuleList({runs[0]})"
+            parts = [f"*({run})" if " for _ in " in run else run for run in runs]
+            return f"nn.ModuleList([{', '.join(parts)}])"
+        parts = []
+        for text, members in _runs(keys, texts):
+            if len(members) == 1:
+                parts.append(f"{quoted(members[0])}: {text}")
+                continue
+            span = f"range({members[0]}, {int(members[-1]) + 1})"
+            parts.append(f"**{{str(i): {text} for i in {span}}}")
+        if len(parts) == 1 and len(keys) > 1:
+            return f"nn.ModuleDict({parts[0].removeprefix('**')})"
+        return f"nn.ModuleDict({{{', '.join(parts)}}})"
 
     def _element(self, relative: str, node: Attribute) -> str:
         if node.text is not None:
@@ -136,6 +144,19 @@ class Attributes:
             return None
         keys = sorted(node.children, key=lambda key: (int(key) if key.isdigit() else -1, key))
         return holder, self._is_list(holder, node), keys
+
+
+def _runs(keys: Sequence[str], texts: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Neighbours that are built alike and have numbers one after another, together."""
+    runs: list[tuple[str, list[str]]] = []
+    for key, text in zip(keys, texts, strict=True):
+        last = runs[-1][1][-1] if runs else ""
+        follows = key.isdigit() and last.isdigit() and int(key) == int(last) + 1
+        if runs and runs[-1][0] == text and follows:
+            runs[-1][1].append(key)
+        else:
+            runs.append((text, [key]))
+    return runs
 
 
 def _join(path: str, name: str) -> str:

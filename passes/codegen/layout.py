@@ -35,10 +35,11 @@ def rolled(statements: Sequence[Statement], attributes: Attributes) -> list[Stat
     Lines that are equal but for the member's number do the same one after another as in a loop.
     """
     found: list[Statement | Loop] = []
+    words = {word for statement in statements for word in re.findall(r"\w+", statement.text)}
     position = 0
     while position < len(statements):
         for length in range(1, _LONGEST_BODY + 1):
-            loop = _loop_at(statements[position:], length, attributes)
+            loop = _loop_at(statements[position:], length, attributes, words)
             if loop is not None:
                 found.append(loop[0])
                 position += loop[1]
@@ -49,45 +50,70 @@ def rolled(statements: Sequence[Statement], attributes: Attributes) -> list[Stat
     return found
 
 
-def _loop_at(statements: Sequence[Statement], length: int, attributes: Attributes) -> tuple[Loop, int] | None:
+def _loop_at(
+    statements: Sequence[Statement], length: int, attributes: Attributes, words: set[str]
+) -> tuple[Loop, int] | None:
+    """The loop that begins here with a body of this length, and how many statements it is for."""
     members = _members(statements[:length], attributes)
-    if not members:
+    spans = {(tuple(member.keys), member.start) for member in members.values()}
+    if len(spans) != 1 or len({s.region for s in statements[:length]}) != 1:
         return None
-    all_keys = {tuple(keys) for keys, _ in members.values()}
-    if len(all_keys) != 1:
-        return None
-    keys = all_keys.pop()
-    count = len(keys)
-    if count < 2 or len(statements) < count * length:
-        return None
-    chunks = [statements[i * length : (i + 1) * length] for i in range(count)]
-    bodies = [_body(chunk, key, members, attributes) for chunk, key in zip(chunks, keys, strict=True)]
+    keys, start = spans.pop()
+    most = min(len(keys) - start, len(statements) // length)
+    chunks = [statements[i * length : (i + 1) * length] for i in range(most)]
+    bodies = [_body(chunk, keys[start + i], members, attributes) for i, chunk in enumerate(chunks)]
     first = None
-    if bodies[0] != bodies[1] and length == 1 and bodies[0] is not None and bodies[1] is not None:
+    if most > 1 and length == 1 and bodies[0] and bodies[1] and bodies[0] != bodies[1]:
         first = _first_input(bodies[0][0], bodies[1][0])
-        if first is not None:
-            bodies[0] = bodies[1]
-    if bodies[0] is None or any(body != bodies[0] for body in bodies[1:]):
+        bodies[0] = bodies[0] if first is None else bodies[1]
+    count = next((i for i in range(most) if not _is_another(bodies, chunks, i)), most)
+    span = range(start, start + count)
+    whole = count == len(keys)
+    if count < 2 or not (whole or all(m.is_list or _are_numbers(keys, span) for m in members.values())):
         return None
-    texts = bodies[0]
+    counter = None if whole or all(m.is_list for m in members.values()) else _free("i", words)
+    names = _loop_names(members, counter, words, attributes)
+    assert bodies[0] is not None
     body = tuple(
-        Statement(text, _common_comment(chunks, place), chunks[0][place].region)
-        for place, text in enumerate(texts)
+        Statement(_named(text, names), _common_comment(chunks[:count], place), chunks[0][place].region)
+        for place, text in enumerate(bodies[0])
     )
-    names = _loop_names(members, statements[: count * length])
-    resolved = tuple(Statement(_named(s.text, names), s.comment, s.region) for s in body)
-    return Loop(_header(members, names, attributes), resolved, first), count * length
+    return Loop(_header(members, names, span, counter, attributes), body, first), count * length
 
 
-def _members(chunk: Sequence[Statement], attributes: Attributes) -> dict[str, tuple[Sequence[str], bool]]:
-    """The containers that a chunk refers to: path -> (keys, whether it is a list)."""
-    members: dict[str, tuple[Sequence[str], bool]] = {}
+def _is_another(
+    bodies: Sequence[list[str] | None], chunks: Sequence[Sequence[Statement]], index: int
+) -> bool:
+    """Whether this chunk is the first one's body once more."""
+    same_regions = [s.region for s in chunks[index]] == [s.region for s in chunks[0]]
+    return bodies[index] is not None and bodies[index] == bodies[0] and same_regions
+
+
+def _are_numbers(keys: Sequence[str], span: range) -> bool:
+    """Whether these keys count up."""
+    found = [keys[i] for i in span]
+    return found[0].isdigit() and found == [str(int(found[0]) + i) for i in range(len(found))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A container that a body refers to, and where in it the body's member stands."""
+
+    keys: Sequence[str]
+    is_list: bool
+    start: int
+
+
+def _members(chunk: Sequence[Statement], attributes: Attributes) -> dict[str, _Member]:
+    """The containers that a chunk refers to, by path."""
+    members: dict[str, _Member] = {}
     for statement in chunk:
         for path in _REFERENCE.findall(statement.text):
             found = _container_of(path, attributes)
             if found is not None:
                 holder, is_list, keys = found
-                members[holder] = (keys, is_list)
+                key = path[len(holder) + 1 :].partition(".")[0]
+                members.setdefault(holder, _Member(keys, is_list, list(keys).index(key)))
     return members
 
 
@@ -103,7 +129,7 @@ def _container_of(path: str, attributes: Attributes) -> tuple[str, bool, Sequenc
 def _body(
     chunk: Sequence[Statement],
     key: str,
-    members: dict[str, tuple[Sequence[str], bool]],
+    members: dict[str, _Member],
     attributes: Attributes,
 ) -> list[str] | None:
     """The chunk's texts with the members of this key marked; None if it refers to another key's."""
@@ -138,15 +164,27 @@ def _common_comment(chunks: Sequence[Sequence[Statement]], place: int) -> str:
     return comments.pop() if len(comments) == 1 else chunks[-1][place].comment
 
 
+def _free(name: str, words: set[str]) -> str:
+    """A name that the body does not use; `words` are all that it does."""
+    while name in words:
+        name += "_"
+    return name
+
+
 def _loop_names(
-    members: dict[str, tuple[Sequence[str], bool]], statements: Sequence[Statement]
+    members: dict[str, _Member], counter: str | None, words: set[str], attributes: Attributes
 ) -> dict[str, str]:
+    """What the body calls the member of each container; of a part of a dict, by its number."""
     names: dict[str, str] = {}
-    for holder in members:
+    for holder, member in members.items():
+        if counter is not None:
+            key = counter if member.is_list else f"str({counter})"
+            names[holder] = f"{attributes.refer(holder)}[{key}]"
+            continue
         last = holder.rpartition(".")[2]
         name = last[:-1] if len(last) > 2 and last.endswith("s") and last[:-1].isidentifier() else "block"
-        taken = any(re.search(rf"\b{name}\b", s.text) for s in statements) or name in names.values()
-        names[holder] = f"{name}_module" if taken else name
+        taken = name in words or name in names.values()
+        names[holder] = _free(f"{name}_module", words) if taken else name
     return names
 
 
@@ -157,11 +195,20 @@ def _named(text: str, names: dict[str, str]) -> str:
 
 
 def _header(
-    members: dict[str, tuple[Sequence[str], bool]], names: dict[str, str], attributes: Attributes
+    members: dict[str, _Member],
+    names: dict[str, str],
+    span: range,
+    counter: str | None,
+    attributes: Attributes,
 ) -> str:
+    keys = next(iter(members.values())).keys
+    if counter is not None:
+        return f"for {counter} in range({keys[span.start]}, {int(keys[span.start]) + len(span)}):"
+    cut = f"[{span.start or ''}:{'' if span.stop == len(keys) else span.stop}]"
+    cut = "" if len(span) == len(keys) else cut
     sources = [
-        attributes.refer(holder) + ("" if is_list else ".values()")
-        for holder, (_, is_list) in members.items()
+        attributes.refer(holder) + (cut if member.is_list else ".values()")
+        for holder, member in members.items()
     ]
     if len(sources) == 1:
         return f"for {names[next(iter(members))]} in {sources[0]}:"
