@@ -346,7 +346,8 @@ def test_hugging_face_models_are_exported_and_merged_as_the_original_computes(
     manifest = two.export(tmp_path / "onnx")
 
     merged = merge_onnx(tmp_path / "onnx")
-    names = [entry["tensor"] for entry in manifest["outputs"]]
+    names = [output.name for output in merged.graph.output]
+    assert names == [entry["name"] for entry in manifest["outputs"]]
     model.eval()
     with torch.no_grad():
         expected = model(**kwargs)

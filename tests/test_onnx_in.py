@@ -186,6 +186,21 @@ def test_what_reads_inputs_and_sizes_alone_is_made_where_it_is_read(tmp_path: Pa
     assert_same(pipe, path, {"x": draw(3, 4), "mask": np.eye(3, 4, dtype=np.int64)})
 
 
+def test_a_value_that_the_model_returns_and_a_later_stage_reads_goes_both_ways(tmp_path: Path) -> None:
+    text = CHAIN.replace("(float[batch, 4] y, float[batch, 2] z)", "(float[batch, 4] b, float[batch, 4] y)")
+    path = written(text.replace("z = Neg(left)", ""), tmp_path / "both.onnx")
+
+    pipe = split_onnx(path, tmp_path / "out", cluster=Cluster.uniform(4, **FAST))
+
+    leaving = [
+        port for stage in pipe.manifest["stages"] for port in stage["outputs"] if port["tensor"] == "b"
+    ]
+    assert [bool(port["targets"]) for port in leaving] == [True]
+    assert_same(pipe, path, {"x": draw(3, 4)})
+    merged = pipe.merge(tmp_path / "merged.onnx")
+    assert {output.name for output in merged.graph.output} == {"b", "y"}
+
+
 def test_sequences_never_cross_a_cut(tmp_path: Path) -> None:
     text = (
         HEADER

@@ -74,7 +74,7 @@ def merged(manifest: Mapping[str, Any], stages: Mapping[int, ir.Model]) -> ir.Mo
             node.metadata_props[STAGE] = str(entry["stage"])
         nodes += moved
     inputs = [values[entry["tensor"]] for entry in manifest["inputs"]]
-    outputs = _outputs(manifest, values, inputs, nodes)
+    outputs = _outputs(manifest, values, inputs, nodes, taken)
     first = next(iter(stages.values()))
     graph = ir.Graph(
         inputs,
@@ -180,8 +180,9 @@ def _outputs(
     values: Mapping[str, ir.Value],
     inputs: Sequence[ir.Value],
     nodes: list[ir.Node],
+    taken: set[str],
 ) -> list[ir.Value]:
-    """One value for each output of the model, under the output's own name where it has none yet.
+    """One value for each output of the model, under the output's own name, unless another value has it.
 
     An input that is returned as it is, or a value that is returned twice, goes through an Identity.
     """
@@ -201,6 +202,9 @@ def _outputs(
             )
             nodes.append(copy)
             value = made
+        if entry["name"] not in taken:
+            value.name = entry["name"]
+            taken.add(entry["name"])
         outputs.append(value)
     return outputs
 

@@ -154,9 +154,9 @@ def _part(model: ir.Model, cuts: _Cuts, stage: int) -> ir.Model:
     values = {value.name or "": value for node in graph for value in node.outputs}
     values |= {value.name or "": value for value in graph.inputs}
     dropped = [node for node in graph if node.name not in cuts.nodes[stage]]
+    graph.outputs.clear()
     received = [_received(values[name], cuts.spec(name)) for name in cuts.reads[stage]]
     leaving = cuts.leaving(stage)
-    graph.outputs.clear()
     graph.inputs.clear()
     graph.inputs.extend(received)
     graph.outputs.extend(values[name] for name in leaving)
