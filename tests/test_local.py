@@ -194,6 +194,16 @@ def test_a_worker_that_raises_gives_its_own_traceback(model: nn.Module, pipe: pd
     assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
 
 
+def test_a_loss_that_is_no_number_ends_the_run(model: nn.Module, pipe: pd2bw_fx.Pipeline) -> None:
+    (features, labels), *others = mlp_batches(model)
+    broken = [(features * float("nan"), labels), *others, *others]
+
+    with pytest.raises(pd2bw_fx.WorkerError, match=r"the loss of update 0 is nan, computed by rank 1"):
+        pipe.train_local(broken, optimizer=sgd)
+
+    assert len(pipe.train_local(broken, optimizer=sgd, stop_at_nan=False).losses) == len(broken)
+
+
 def wrong_batches() -> dict[str, tuple[Callable[[Any], Any], str]]:
     return {
         "too few": (lambda b: tuple(t[:3] for t in b), "cannot be cut into 2"),

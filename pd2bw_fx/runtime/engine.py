@@ -12,7 +12,7 @@ engine.flush()
 from __future__ import annotations
 
 import datetime
-import hashlib
+import math
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,6 +61,7 @@ class Engine:
         parameter_options: ParameterOptions | None = None,
         max_gradient_norm: float | None = None,
         slack: float = 0.0,
+        stop_at_nan: bool = True,
         device: torch.device | str | None = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
@@ -74,6 +75,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._slack = slack
+        self._stop_at_nan = stop_at_nan
         self._owns_world = False
         self._empty_before = 0
         self._is_broken = False
@@ -129,7 +131,8 @@ class Engine:
         parameter's group, such as `{"weight_decay": 0.0}`, by its name in the model. `max_gradient_norm`
         clips the norm of the whole model's gradient of an update. `slack` (2bw) lengthens the warm-up to
         (d - 1 - s)(1 + slack) forwards: more microbatches in flight against links that are late.
-        `device` and `timeout_s` (a rank that does not answer) complete the options.
+        `stop_at_nan` ends the run a few updates after a loss that is no finite number. `device` and
+        `timeout_s` (of a rank that does not answer) complete the options.
 
         Joins the process group that torchrun describes, if none is there: gloo for CPU, nccl for GPU.
         Raises InputError on every rank where there are not as many processes as stages, where fewer
@@ -169,7 +172,7 @@ class Engine:
             flat = layout.flatten(batch)
             pieces = layout.cut(flat, self.job.microbatches_per_update)
             if self.updates < _UPDATES_COMPARED:
-                self._compare_batches(flat)
+                compare_batches(flat, self._control)
         return self.step_microbatches([Microbatch(piece, _size(piece)) for piece in pieces])
 
     def step_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
@@ -226,7 +229,7 @@ class Engine:
             self._weights.finish_update()
             self._runner.settle()
             while self._under_way:
-                self._under_way.popleft().wait()
+                self._retire(self._under_way.popleft())
 
     def state_dict(self) -> dict[str, Tensor]:
         """The newest weights of the whole model under its own names, on the CPU, on every rank.
@@ -347,23 +350,20 @@ class Engine:
                     assert work is not None
                     work.wait()
 
-        self._under_way.append(Loss(mean, wait))
+        self._under_way.append(Loss(update, mean, wait))
         while len(self._under_way) > _LOSSES_UNDER_WAY:
-            self._under_way.popleft().wait()
-        return Loss(mean) if self.rank == source else self._under_way[-1]
+            self._retire(self._under_way.popleft())
+        return Loss(update, mean) if self.rank == source else self._under_way[-1]
 
-    def _compare_batches(self, flat: Mapping[str, Tensor]) -> None:
-        """Ranks that shuffle differently would train on inputs of one batch and targets of another."""
-        digests: list[Any] = [None] * self.job.num_stages
-        with translated(None):
-            dist.all_gather_object(digests, _digests(flat), group=self._control)
-        for rank, theirs in enumerate(digests):
-            different = [name for name in flat if theirs.get(name) != digests[0].get(name)]
-            if different:
-                raise InputError(
-                    f"rank {rank} was given another batch than rank 0 (input {different[0]!r} differs); "
-                    "every rank must see the same batches: seed the data loader alike on all ranks"
-                )
+    def _retire(self, loss: Loss) -> None:
+        """An old loss has arrived everywhere: all ranks see the same, and end alike if it is no number."""
+        loss.wait()
+        if self._stop_at_nan and not math.isfinite(loss.item()):
+            raise WorkerError(
+                f"the loss of update {loss.update} is {loss.item()}, computed by rank "
+                f"{self.job.ranks[self.job.loss_stage]} (stage {self.job.loss_stage}); try a lower learning "
+                "rate, a warm-up or max_gradient_norm, or go on regardless with stop_at_nan=False"
+            )
 
     @contextmanager
     def _shared_fate(self, doing: str) -> Iterator[None]:
@@ -383,12 +383,3 @@ def _size(inputs: Mapping[str, Tensor]) -> Hashable:
 
 def _batch_size(inputs: Mapping[str, Tensor], layout: Any) -> int:
     return next((inputs[known.name].shape[0] for known in layout.inputs if known.batched), 1)
-
-
-def _digests(flat: Mapping[str, Tensor]) -> dict[str, str]:
-    return {
-        name: hashlib.sha256(
-            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-        ).hexdigest()
-        for name, tensor in flat.items()
-    }

@@ -15,9 +15,10 @@ class Loss:
     and no rank waits.
     """
 
-    __slots__ = ("_value", "_wait")
+    __slots__ = ("_value", "_wait", "update")
 
-    def __init__(self, value: Tensor, wait: Callable[[], None] | None = None) -> None:
+    def __init__(self, update: int, value: Tensor, wait: Callable[[], None] | None = None) -> None:
+        self.update = update
         self._value = value
         self._wait = wait
 

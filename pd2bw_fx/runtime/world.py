@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pd2bw_fx.errors import InputError, Pd2bwError
 from pd2bw_fx.passes.schedule import stage_actions
@@ -98,3 +101,29 @@ def check_method(method: str, num_stages: int, microbatches_per_update: int, sla
         drain=True,
         slack=slack,
     )
+
+
+def compare_batches(flat: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Ranks that shuffle differently would train on inputs of one batch and targets of another.
+
+    Raises InputError on every rank, naming the first that differs from rank 0. All ranks call it.
+    """
+    digests: list[Any] = [None] * dist.get_world_size(group)
+    with translated(None):
+        dist.all_gather_object(digests, _digests(flat), group=group)
+    for rank, theirs in enumerate(digests):
+        different = [name for name in flat if theirs.get(name) != digests[0].get(name)]
+        if different:
+            raise InputError(
+                f"rank {rank} was given another batch than rank 0 (input {different[0]!r} differs); every "
+                "rank must see the same batches: seed the data loader alike on all ranks"
+            )
+
+
+def _digests(flat: Mapping[str, Tensor]) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        ).hexdigest()
+        for name, tensor in flat.items()
+    }
