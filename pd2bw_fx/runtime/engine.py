@@ -35,7 +35,7 @@ from pd2bw_fx.runtime.stage_runner import Microbatch, StageRunner
 from pd2bw_fx.runtime.ties import join_ties
 from pd2bw_fx.runtime.update import Clipping
 from pd2bw_fx.runtime.weights import OptimizerFactory, ParameterOptions, SchedulerFactory, WeightStore
-from pd2bw_fx.runtime.world import job_of_this_rank, join_world, local_device
+from pd2bw_fx.runtime.world import compare_batches, job_of_this_rank, join_world, local_device
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
