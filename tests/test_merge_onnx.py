@@ -223,6 +223,15 @@ def test_an_annotated_folder_runs_and_says_that_it_has_no_stages(gpt: Cut, tmp_p
         merge_onnx(tmp_path / "onnx")
 
 
+def test_weights_beside_the_stages_are_in_the_merged_model(gpt: Cut, tmp_path: Path) -> None:
+    manifest = gpt.export(tmp_path / "onnx", form="both", external_above_bytes=1000)
+
+    assert {"stage_0.onnx.data", "model.onnx.data"} <= {path.name for path in (tmp_path / "onnx").iterdir()}
+    assert manifest["annotated"]["num_stages"] == 3
+    found = run(merge_onnx(tmp_path / "onnx"), gpt.batch(2), ["loss"])
+    np.testing.assert_allclose(found["loss"], gpt.eager(gpt.batch(2))["loss"], rtol=1e-5)
+
+
 def test_a_folder_with_an_altered_stage_is_not_merged(folder: Path, tmp_path: Path) -> None:
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

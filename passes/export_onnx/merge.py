@@ -32,7 +32,7 @@ EXTERNAL_ABOVE_BYTES = 1_500_000_000
 def merge_onnx(folder: str | Path, path: str | Path | None = None) -> onnx.ModelProto:
     """One model that computes what the stages of an exported folder compute one after another.
 
-    With `path` it is written there too, parameters of more than 1.5 GB in `path + ".data"` beside it.
+    The result holds its weights in memory. With `path` it is written there too, parameters of more than 1.5 GB in `path + ".data"` beside it.
     Raises PlanMismatchError for a folder that is not whole, ExportError if the result is no valid model.
     """
     for needed in ("onnx", "onnx_ir", "onnxruntime"):
@@ -46,6 +46,7 @@ def merge_onnx(folder: str | Path, path: str | Path | None = None) -> onnx.Model
     model = merged(manifest, {e["stage"]: ir.load(folder / e["file"]) for e in manifest["stages"]})
     if path is not None:
         save(model, Path(path), external_above_bytes=EXTERNAL_ABOVE_BYTES)
+    ir.external_data.load_to_model(model)
     return ir.to_proto(model)
 
 
