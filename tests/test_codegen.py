@@ -268,25 +268,18 @@ class TestFiles:
             small = {"num_layers": num_layers, "width": 16, "sequence_length": 8}
             model = GPT(GPTConfig(**small)) if family == "gpt" else Bert(BertConfig(**small))
             case = case_of(model, model.example_inputs(batch_size=2))  # type: ignore[operator]
-            layer = "blocks" if family == "gpt" else "layers"
-            half = {
-                block.name: int(
-                    _layer_number(case.graph.operators[block.name].module_path, layer) >= num_layers // 2
-                )
-                for block in case.problem.blocks
-            }
-            highest = 0
-            for block in case.problem.blocks:  # what belongs to no layer follows what came before
-                highest = max(highest, half[block.name])
-                half[block.name] = highest
-            return sum(p.source.count("\n") for p in generate(case.graph, by_hand(case, half)))
+            inside = [
+                index
+                for index, block in enumerate(case.problem.blocks)
+                if f".{num_layers // 2}" in "." + case.graph.operators[block.name].module_path
+            ]
+            cut = inside[3]  # in the middle of a layer, not between two
+            halves = {block.name: int(index >= cut) for index, block in enumerate(case.problem.blocks)}
+            programs = generate(case.graph, by_hand(case, halves))
+            assert any("for i in range(" in p.source or "in self.blocks[" in p.source for p in programs)
+            return sum(program.source.count("\n") for program in programs)
 
         assert abs(lines(24) - lines(12)) <= 2
-
-
-def _layer_number(path: str, layer: str) -> int:
-    parts = path.split(".")
-    return int(parts[1]) if parts[0] == layer else -1
 
 
 class Hostile(nn.Module):

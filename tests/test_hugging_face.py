@@ -8,12 +8,23 @@ every buffer. The whole list of models is `benchmarks/coverage.py`'s.
 from __future__ import annotations
 
 import functools
+import math
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.coverage import CASES, Through, built, put_through, words
+from benchmarks.generated_code import page
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.codegen import generate
+from pd2bw_fx.passes.normalise import normalise
+from pd2bw_fx.passes.partition import partition
+from pd2bw_fx.passes.profile import profile
+from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.program import tensors
 from pd2bw_fx.stage import build_module
 
@@ -89,6 +100,38 @@ def test_stages_run_at_another_batch_size_than_the_traced_one(name: str) -> None
 def test_no_operator_is_printed_by_its_registered_name() -> None:
     for name in ("hf-gpt2", "hf-t5", "hf-swin"):
         assert not any("torch.ops" in program.source for program in through(name).programs)
+
+
+def test_the_page_that_shows_a_generated_stage_is_current() -> None:
+    written = (Path(__file__).parent.parent / "docs" / "GENERATED_CODE.md").read_text()
+    if f"transformers {transformers.__version__}," not in written:
+        pytest.skip("the page quotes line numbers of another release of transformers")
+
+    assert written == page()
+
+
+def test_a_llama_of_8_billion_parameters_is_printed_without_a_weight_in_memory() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                num_attention_heads=32, num_key_value_heads=8,
+            )
+        ).to(torch.bfloat16)  # fmt: skip
+        tokens = torch.zeros(2, 512, dtype=torch.int64)
+    cluster = Cluster.uniform(4, memory_bytes="80 GiB")
+
+    traced = trace(model, (), {"input_ids": tokens, "labels": tokens})
+    graph = normalise(traced)
+    costs = profile(graph, traced.examples, device=cluster.devices[0], method="analytic")
+    plan = partition(coarsen(graph, costs, cluster), cluster, num_stages=4)
+    programs = generate(graph, plan)
+
+    elements = sum(math.prod(p.spec.example_shape or ()) for p in graph.parameters.values())
+    assert elements == sum(p.numel() for p in model.parameters()) > 8e9
+    assert all(tensor.is_meta for tensor in tensors(graph).values() if tensor.numel() > 1000)
+    assert len({name for program in programs for name in program.parameters}) == len(graph.parameters)
+    assert all(program.source.count("\n") < 500 for program in programs)
 
 
 def test_a_bert_of_24_layers_prints_about_as_long_as_one_of_12() -> None:
