@@ -32,7 +32,8 @@ EXTERNAL_ABOVE_BYTES = 1_500_000_000
 def merge_onnx(folder: str | Path, path: str | Path | None = None) -> onnx.ModelProto:
     """One model that computes what the stages of an exported folder compute one after another.
 
-    The result holds its weights in memory. With `path` it is written there too, parameters of more than 1.5 GB in `path + ".data"` beside it.
+    The result holds its weights in memory. With `path` it is written there too, parameters of more than
+    1.5 GB in a file beside it.
     Raises PlanMismatchError for a folder that is not whole, ExportError if the result is no valid model.
     """
     for needed in ("onnx", "onnx_ir", "onnxruntime"):
