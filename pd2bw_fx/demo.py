@@ -93,15 +93,16 @@ def _train_three_ways(
         ).losses
         for label, method in (("one process, synchronous", "synchronous"), ("one process, 2BW rule", "2bw")):
             advance = bar(label, num_updates)
-            curves[label] = train_reference(
-                model,
-                batches(),
-                optimizer=optimizer,
-                lr_scheduler=warm_up,
-                microbatches_per_update=_MICROBATCHES,
-                method=method,
-                on_update=advance,
-            ).losses
+            with _one_thread():
+                curves[label] = train_reference(
+                    model,
+                    batches(),
+                    optimizer=optimizer,
+                    lr_scheduler=warm_up,
+                    microbatches_per_update=_MICROBATCHES,
+                    method=method,
+                    on_update=advance,
+                ).losses
     _report(curves, console)
     return curves
 
@@ -115,6 +116,17 @@ def _report(curves: dict[str, Sequence[float]], console: Console) -> None:
         f"{sum(synchronous[-tail:]) / tail:.3f}"
     )
     console.print(f"largest difference from the single-process 2BW rule at any update: {apart:.1e} (float32)")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As each worker has: on a busy machine two threads that wait for each other take longer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -133,6 +133,17 @@ def test_train_starts_processes_tells_the_loss_and_goes_on_from_a_checkpoint(
     build("gpt").load_state_dict(load_file(tmp_path / "w.safetensors"))
 
 
+def test_the_demo_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--updates", "3", "-o", str(tmp_path / "out")]) == 0
+
+    out = capsys.readouterr().out
+    assert "class GPTStage1(nn.Module):" in out
+    assert "in onnxruntime" in out
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / "timeline.svg").read_text().startswith("<svg")
+    assert len(pd2bw_fx.load(tmp_path / "out" / "pipeline").stages) == 2
+
+
 def test_report_writes_one_page(folder: Path, tmp_path: Path) -> None:
     assert main(["report", str(folder), "-o", str(tmp_path / "report.html")]) == 0
 

@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         "pd2bw-fx demo -o demo_out",
     )
     demo.add_argument("-o", "--output", type=Path, default=Path("demo_out"), help="folder for the pictures")
-    demo.add_argument("--updates", type=int, default=300, help="training updates (default 300)")
+    demo.add_argument("--updates", type=int, default=200, help="training updates (default 200)")
     demo.set_defaults(run=_demo)
 
     train = model_command(
