@@ -52,7 +52,8 @@ def test_enumeration_finds_the_optimum_of_the_programs(seed: int, monkeypatch: p
 def _down_sets(workload: Workload, max_sets: int) -> Any:
     groups = placement._groups(workload)
     orders = list(placement._device_orders(workload.num_accelerators, workload.num_cpus))
-    choices = Choices(len(orders), lambda choice: placement._instance(workload, groups, orders[choice]))
+    nets = placement._nets(workload, groups)
+    choices = Choices(len(orders), lambda at: placement._instance(workload, groups, nets, orders[at]))
     return DownSets.of(placement._Enumeration(choices, orders)._kinds(), max_sets=max_sets)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
-from pd2bw_fx.passes.partition import baselines, partition
+from pd2bw_fx.passes.partition import baselines, partition, search
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
@@ -187,6 +187,22 @@ def test_plan_is_as_fast_as_the_best_of_all_assignments(case: Any, overlap: bool
     assert sorted(name for stage in found.stages for name in stage.operators) == sorted(
         name for block in problem.blocks for name in block.operators
     )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(case=cases(max_blocks=8), overlap=st.booleans(), recompute=st.sampled_from([False, True, "auto"]))
+def test_what_large_problems_are_refuted_by_is_right_on_small_ones(
+    case: Any, overlap: bool, recompute: Any
+) -> None:
+    problem, cluster, num_stages = case
+    best = brute_force(problem, cluster, num_stages, copies=5, overlap=overlap, recompute=recompute)
+    if best is None:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "_SMALL", 0)
+        plan = partition(problem, cluster, num_stages=num_stages, overlap=overlap, recompute=recompute)
+    assert plan.bottleneck_s == pytest.approx(best, rel=1.01e-4)
+    assert plan.bound_s <= best * (1 + 1e-12)
 
 
 def chain(num_blocks: int, num_devices: int, **more: Any) -> Problem:

@@ -81,8 +81,9 @@ def plan_workload(
     if workload.num_accelerators + num_cpus == 0:
         raise InputError("the workload has no accelerators; plan it with its CPUs")
     groups = _groups(workload)
+    nets = _nets(workload, groups)
     orders = list(_device_orders(workload.num_accelerators, num_cpus))
-    choices = Choices(len(orders), lambda choice: _instance(workload, groups, orders[choice]))
+    choices = Choices(len(orders), lambda choice: _instance(workload, groups, nets, orders[choice]))
     found = search(
         choices,
         solver=solver,
@@ -211,7 +212,12 @@ def _device_names(order: tuple[bool, ...]) -> list[str]:
     return names
 
 
-def _instance(workload: Workload, groups: _Groups, order: tuple[bool, ...]) -> Instance:
+def _instance(
+    workload: Workload,
+    groups: _Groups,
+    priced_nets: tuple[tuple[Net, ...], list[float]],
+    order: tuple[bool, ...],
+) -> Instance:
     n, k = len(groups.members), len(order)
     accelerator_s, cpu_s, num_bytes = np.zeros(n), np.zeros(n), np.zeros(n)
     forbidden = np.zeros(n, dtype=bool)
@@ -222,7 +228,7 @@ def _instance(workload: Workload, groups: _Groups, order: tuple[bool, ...]) -> I
         num_bytes[at] += node.num_bytes
         forbidden[at] |= not node.on_accelerator
     is_cpu = np.array(order)
-    nets, costs = _nets(workload, groups)
+    nets, costs = priced_nets
     cost_s = np.zeros((len(nets), k, k))
     cost_s += np.array(costs)[:, None, None] * ~is_cpu[None, :, None]
     return Instance(

@@ -20,9 +20,11 @@ from pd2bw_fx.errors import SolverError
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.plan import Progress
 
+from .downsets import DownSets, Kind, OutOfTime
 from .instance import Instance, Integers, evaluate, respects_edges
 from .intervals import best_cut, rough_cut
 from .program import FeasibilityProgram
+from .relaxation import is_refuted
 from .windows import Reach, windows_for
 
 # What solvers keep their rows to, relative: no bound is claimed closer than this.
@@ -33,6 +35,8 @@ _SMALL = 2000  # nodes times stages: what is proven finely at once
 _CACHED_INSTANCES = 64
 _FEW_CHOICES = 12
 _PROGRAMS_SHARE = 0.15
+_FEW_DOWN_SETS = 10_000
+_ENUMERATION_SHARE = 0.2
 
 
 # Target and deadline to what is known about it: an assignment of one of the choices, or that none has any.
@@ -142,6 +146,8 @@ class _State:
         self.seen_s = np.full(len(choices), np.inf)
         self.refuted_s = np.full(len(choices), -np.inf)
         self.floor_s = np.inf
+        self.is_enumerated = False
+        self.down_sets: DownSets | None = None
 
     def bound_s(self) -> float:
         """No assignment of any choice is faster."""
@@ -229,11 +235,26 @@ class _State:
                     raise SolverError("an enumerated assignment is slower than it was counted; please report")
             self.tell()
 
+    def _is_refuted_by_enumeration(self, instance: Instance, target_s: float) -> bool:
+        """Whether milder rules are enough to exclude the target; asked of what is large only."""
+        if instance.num_nodes * instance.num_stages <= _SMALL or not np.isfinite(target_s):
+            return False
+        if not self.is_enumerated:
+            self.is_enumerated = True
+            self.down_sets = DownSets.of([Kind(instance, 0, 1)], max_sets=_FEW_DOWN_SETS)
+        if self.down_sets is None:
+            return False
+        try:
+            share = Deadline(self.deadline.left_s * _ENUMERATION_SHARE)
+            return is_refuted(instance, self.down_sets, target_s, share)
+        except OutOfTime:
+            return False
+
     def _ask(self, instance: Instance, target_s: float) -> tuple[Status, Integers | None]:
         if self.deadline.left_s == 0:
             return Status.UNKNOWN, None
         windows = windows_for(instance, target_s, self.reach)
-        if windows is None:
+        if windows is None or self._is_refuted_by_enumeration(instance, target_s):
             return Status.INFEASIBLE, None
         program = FeasibilityProgram(instance, target_s, windows)
         while True:

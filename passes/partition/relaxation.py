@@ -1,0 +1,100 @@
+"""A refutation without a program: no chain of down-sets keeps to the target even under milder rules.
+
+Milder are these: a tensor costs each stage that has a part of it once, at its best link, whatever the number
+of stages that read it; of memory only weights that one block has and saved activations count; a stage may be
+empty. What is impossible so is impossible. Where the graph is almost a row, as a transformer's is, this
+decides in a fraction of a second what takes a program minutes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .downsets import DownSets, OutOfTime
+from .instance import Flags, Floats, Instance, Integers
+
+_SLACK = 1 + 1e-9
+
+
+def is_refuted(instance: Instance, sets: DownSets, target_s: float, deadline: Any) -> bool:
+    """True where no assignment to the stages in this order is within the target. Raises OutOfTime."""
+    k = instance.num_stages
+    unit = sets.member @ instance.work_s[0]
+    rates = [_rate(instance, stage) for stage in range(k)]
+    reached = np.zeros(len(sets), dtype=bool)
+    reached[0] = True
+    for stage in range(k):
+        table = _Stage(instance, sets, stage)
+        # Sets from which the stages behind this one cannot do the rest are no use.
+        room = sum(rates[stage + 1 :]) * target_s * _SLACK
+        useful = unit >= unit[-1] - room
+        grown = reached & useful
+        for count, at in enumerate(np.flatnonzero(reached).tolist()):
+            if count % 64 == 0 and deadline.left_s == 0:
+                raise OutOfTime
+            near = _near(sets, at, useful, unit, target_s * rates[stage] * _SLACK)
+            grown[table.within(at, near[~grown[near]], target_s)] = True
+        reached = grown
+    return not bool(reached[-1])
+
+
+def _near(sets: DownSets, at: int, useful: Flags, unit: Floats, room: float) -> Integers:
+    """Larger sets, so near that a stage has time for what is between; sets are in the order of `unit`."""
+    end = int(np.searchsorted(unit, unit[at] + room, side="right"))
+    near = at + 1 + np.flatnonzero(useful[at + 1 : end])
+    for word, own in zip(sets.words, sets.words[:, at], strict=True):
+        if own:
+            near = near[(word[near] & own) == own]
+    return near
+
+
+def _rate(instance: Instance, stage: int) -> float:
+    """Seconds of stage 0's work that this stage does in one of its own, at most."""
+    unit, work_s = instance.work_s[0], instance.work_s[stage]
+    some = unit > 0
+    if (work_s[some] == 0).any():
+        return float("inf")
+    return float((unit[some] / work_s[some]).max(initial=0.0))
+
+
+class _Stage:
+    """What down-sets add up to on one stage."""
+
+    def __init__(self, instance: Instance, sets: DownSets, stage: int) -> None:
+        self.instance = instance
+        self.sets = sets
+        self.stage = stage
+        self.work_s: Floats = sets.member @ instance.work_s[stage]
+        self.again_s: Floats = sets.member @ instance.again_s[stage]
+        self.static: Floats = sets.member @ instance.static_bytes
+        self.saved: Floats = sets.member @ instance.saved_bytes
+        closed = np.zeros(instance.num_nodes) if instance.forbidden is None else instance.forbidden[stage]
+        self.barred: Floats = sets.member @ closed.astype(np.float64)
+        costs = instance.cost_s[:, stage]
+        nothing = np.zeros(len(instance.nets))
+        self.receive_s = costs[:, :stage].min(axis=1) if stage else nothing
+        self.send_s = costs[:, stage + 1 :].min(axis=1) if stage + 1 < instance.num_stages else nothing
+        partly = (sets.counts > 0) & (sets.counts < sets.sizes[:, None])
+        self.cut_s: Floats = self.send_s @ partly
+
+    def within(self, at: int, sets: Integers, target_s: float) -> Integers:
+        """Of these sets those that the stage leads to from set `at`."""
+        instance = self.instance
+        sets = sets[self.barred[sets] == self.barred[at]]
+        work_s = self.work_s[sets] - self.work_s[at]
+        static, saved = self.static[sets] - self.static[at], self.saved[sets] - self.saved[at]
+        limit = instance.limit_bytes[self.stage] * _SLACK
+        kept = static + saved * instance.in_flight[self.stage] <= limit
+        again = ~kept if instance.recompute == "auto" else np.full(len(sets), instance.recompute is True)
+        work_s = work_s + again * (self.again_s[sets] - self.again_s[at])
+        fits = np.where(again, static + saved <= limit, kept)
+        links_s = self.cut_s[sets]
+        for net in self.sets.crossing[at]:
+            counts = self.sets.counts[net, sets]
+            links_s = links_s + self.receive_s[net] * (counts > self.sets.counts[net, at])
+            links_s = links_s - self.send_s[net] * (counts < self.sets.sizes[net])
+        load_s = np.maximum(work_s, links_s) if instance.overlap else work_s + links_s
+        within: Integers = sets[fits & (load_s <= target_s * _SLACK)]
+        return within
