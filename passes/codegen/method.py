@@ -14,7 +14,7 @@ from .literals import identifier, plain
 from .naming import argument_name, hands_on, name_within, result_name
 from .scopes import Scope, assigned_names
 from .spell import spell
-from .stage_tree import StageTree
+from .stage_tree import DEVICE, StageTree
 
 _LONGEST_FOLDED = 88  # characters of a line that still reads well with its parts folded in
 
@@ -87,7 +87,8 @@ class _Draft:
         self.position = self.folding.end
         if self.body.gives:
             body.append(self._return())
-        annotations = ["Tensor"] * len(self.body.reads) + ["int"] * len(self.body.symbols)
+        annotations = ["Tensor"] * len(self.body.reads)
+        annotations += ["torch.device" if symbol == DEVICE else "int" for symbol in self.body.symbols]
         return Method(tuple(arguments), tuple(annotations), tuple(body))
 
     # Names.
@@ -225,6 +226,8 @@ class _Draft:
     def _size(self, symbol: int | str) -> Source:
         if isinstance(symbol, int):
             return Source(str(symbol))
+        if symbol == DEVICE:
+            return Source(self._device())
         if symbol in self.body.symbols:
             return Source(identifier(symbol))
         bearers = [node for node in self.bound if symbol in self.body.tree.shape(node)]
@@ -238,6 +241,8 @@ class _Draft:
         return Source(f"{self.bound[standing[0]]}.shape[{shape.index(symbol)}]")
 
     def _device(self) -> str:
+        if DEVICE in self.body.symbols:
+            return DEVICE
         if self.body.reads:
             return f"{self.bound[self.body.reads[0]]}.device"
         return "None"

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from pd2bw_fx.errors import TraceError
@@ -15,6 +16,9 @@ from pd2bw_fx.graph import OperatorGraph, ParameterSpec
 from .cut import Cut, is_size, operands, size_symbol, spec_of
 from .layers import is_layer
 from .scopes import Scope, lift, module_calls
+
+# Stands among the sizes that a call is given: the device on which it makes tensors out of nothing.
+DEVICE = "device"
 
 
 class StageTree:
@@ -75,7 +79,7 @@ class StageTree:
         ]
 
     def symbols(self, scope: Scope) -> list[str]:
-        """Sizes that a call uses and can read off none of its arguments."""
+        """Sizes that a call uses and can read off none of its arguments; DEVICE where it is so with that."""
         if self.is_layer(scope):
             return []
         needed: dict[str, None] = {}
@@ -84,7 +88,10 @@ class StageTree:
                 needed |= dict.fromkeys(self.symbols(item))
             else:
                 needed |= dict.fromkeys(self._symbols_of(item))
-        at_hand = {size for value in self.reads(scope) for size in self.shape(value)}
+                needed |= {DEVICE: None} if _names_device(item) else {}
+        reads = self.reads(scope)
+        at_hand = {size for value in reads for size in self.shape(value)}
+        at_hand |= {DEVICE} if reads or scope is self.root else set()
         return [symbol for symbol in needed if symbol not in at_hand]
 
     def shape(self, node: fx.Node) -> tuple[int | str, ...]:
@@ -126,7 +133,8 @@ class StageTree:
         for item in scope.items:
             if isinstance(item, Scope):
                 self._rehome(item)
-                if not item.path.startswith(scope.path + "." if scope.path else ""):
+                is_inside = item.path.startswith(scope.path + "." if scope.path else "")
+                if not is_inside and item.function is None:
                     other = self._other_name(scope.path, item.path)
                     if other is None:
                         items += item.items
@@ -243,6 +251,10 @@ def _whole_calls(graph: OperatorGraph) -> dict[str, set[str]]:
             for key, _, _ in module_calls(node):
                 calls[key].add(node.name)
     return calls
+
+
+def _names_device(node: fx.Node) -> bool:
+    return any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values()))
 
 
 def _readers(graph: OperatorGraph, stage: Cut) -> dict[fx.Node, list[fx.Node]]:
