@@ -21,6 +21,7 @@ from pd2bw_fx.errors import (
     VerificationError,
     WorkerError,
 )
+from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.export_onnx import merge_onnx
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.passes.split_onnx import split_onnx
@@ -40,6 +41,7 @@ __all__ = [
     "InfeasibleError",
     "InputError",
     "MemoryModel",
+    "OnnxPipeline",
     "Pd2bwError",
     "Pipeline",
     "Plan",

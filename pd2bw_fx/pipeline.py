@@ -189,8 +189,8 @@ class Pipeline:
         """Write ONNX files and `manifest.json`, which says what connects to what; returns the manifest.
 
         `form`: "stages", one file a stage; "annotated", the whole model in one file with every node's stage
-        in the standard's multi-device annotation (IR version 11); "both". `training` keeps dropout and batch
-        statistics as in training.
+        in the standard's multi-device annotation (IR version 11); "both". `training` exports batch norm as it
+        is in training; a model that draws random numbers then (dropout) is refused.
 
         The files run in onnxruntime, one after another and at two batch sizes, and are compared with the
         original model (where it is at hand) and the stages before the folder appears. Raises ExportError,

@@ -95,6 +95,11 @@ def test_exported_stages_run_in_processes_and_merge_into_one_file(
     assert float(np.load(tmp_path / "y.npz")["loss"]) == pytest.approx(expected, rel=1e-5)
     onnx.checker.check_model(onnx.load(tmp_path / "mlp.onnx"), full_check=True)
 
+    parts = str(tmp_path / "parts")
+    assert main(["split", str(tmp_path / "mlp.onnx"), "--cluster", "3", "-o", parts]) == 0
+    assert main(["run-onnx", parts, "--input", str(tmp_path / "x.npz"), "-o", str(tmp_path / "z.npz")]) == 0
+    assert float(np.load(tmp_path / "z.npz")["loss"]) == pytest.approx(expected, rel=1e-5)
+
 
 def model_of(folder: Path) -> nn.Module:
     model = build("mlp").eval()

@@ -44,8 +44,13 @@ def named_pipeline(options: argparse.Namespace) -> Pipeline:
         if options.cluster is not None:
             raise InputError("a saved folder has its plan already; leave out --cluster, or split it again")
         return load(options.model)
-    cluster = int(options.cluster) if (options.cluster or "").isdigit() else options.cluster
-    return split(_model(options.model), cluster=cluster)
+    return split(_model(options.model), cluster=named_cluster(options))
+
+
+def named_cluster(options: argparse.Namespace) -> int | str | None:
+    """A number of devices, or the path of a cluster file."""
+    given: str | None = options.cluster
+    return int(given) if given is not None and given.isdigit() else given
 
 
 def loaded(name: str) -> Any:

@@ -11,9 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.syntax import Syntax
 
-from pd2bw_fx.commands.common import model_command, named_pipeline
+from pd2bw_fx.commands.common import model_command, named_cluster, named_pipeline
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.partition import plan_workload
+from pd2bw_fx.passes.split_onnx import split_onnx
 from pd2bw_fx.report.page import page_html
 from pd2bw_fx.report.timeline import timeline_svg
 from pd2bw_fx.units import format_seconds
@@ -39,7 +40,12 @@ def add(commands: Any) -> None:
     show.add_argument("--stage", type=int, default=0, help="which stage (default 0)")
     show.set_defaults(run=_show)
 
-    save = model_command(commands, "split", "split and save", "pd2bw-fx split gpt --cluster 2 -o gpt_2")
+    save = model_command(
+        commands,
+        "split",
+        "split a model, or an ONNX file, and save",
+        "pd2bw-fx split gpt --cluster 2 -o gpt_2",
+    )
     save.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     save.set_defaults(run=_split)
 
@@ -102,9 +108,12 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _split(options: argparse.Namespace) -> int:
-    pipe = named_pipeline(options)
-    pipe.save(options.output)
-    print(pipe)
+    if options.model.endswith(".onnx"):
+        print(split_onnx(options.model, options.output, cluster=named_cluster(options)))
+    else:
+        pipe = named_pipeline(options)
+        pipe.save(options.output)
+        print(pipe)
     print(f"saved in {options.output}")
     return 0
 
