@@ -27,7 +27,8 @@ def document(
     """The source of a stage."""
     parts = [_classes(writer)]
     if all(port.spec.example_shape is not None for port in inputs):
-        parts.append(_main(writer.root_name, inputs))
+        has_buffers = any("register_buffer(" in line for text in writer.classes for line in text.lines)
+        parts.append(_main(writer.root_name, inputs, has_buffers))
     body = "\n\n\n".join(part for group in parts for part in group)
     head = "\n".join(_head(graph, plan, stage, writer, inputs, outputs, parameters))
     return f'"""{head}\n"""\n\n{_imports(body)}\n\n\n{body}\n'
@@ -119,7 +120,7 @@ def _class(text: ClassText) -> Iterator[str]:
     yield from text.lines
 
 
-def _main(root_name: str, inputs: Sequence[Port]) -> list[str]:
+def _main(root_name: str, inputs: Sequence[Port], has_buffers: bool) -> list[str]:
     lines = [
         "def main() -> None:",
         '    """Forward and backward once, on random inputs and weights."""',
@@ -127,6 +128,8 @@ def _main(root_name: str, inputs: Sequence[Port]) -> list[str]:
         "    for parameter in stage.parameters():",
         "        nn.init.normal_(parameter, std=0.02)",
     ]
+    if has_buffers:  # what they hold is unknown until weights are loaded: an index would be out of range
+        lines += ["    for buffer in stage.buffers():", "        buffer.zero_()"]
     for port in inputs:
         lines += laid_out(f"{port.name} = {_random(port.spec)}", 4)
     arguments = ", ".join(port.name for port in inputs)
