@@ -17,13 +17,13 @@ from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.pipeline import Pipeline
-from pd2bw_fx.plan import Progress
+from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.program import tensors
 
 from .coarsen import coarsen
 from .codegen import generate
 from .normalise import normalise
-from .partition import partition
+from .partition import check_plan, partition
 from .profile import profile
 from .schedule import build_schedule
 from .trace import find_example_inputs, trace
@@ -47,6 +47,7 @@ def split(
     costs: Literal["auto", "measured", "analytic"] = "auto",
     tracer: str = "auto",
     constraints: Constraints | None = None,
+    plan: Plan | None = None,
     solver: str = "highs",
     max_gap: float = 1e-4,
     time_limit_s: float = 60.0,
@@ -62,7 +63,8 @@ def split(
     `example_targets` beside the example inputs.
 
     `cluster` is a count of equal local devices, a Cluster or the path of a TOML file; left out, what this
-    machine has. `constraints` pin operators and modules, keep them whole, or cap a device's memory. The
+    machine has. `constraints` pin operators and modules, keep them whole, or cap a device's memory. `plan` is
+    one that is there already, edited perhaps (`Plan.loads`): it is checked and priced, not solved. The
     solver proves the plan to within `max_gap` or stops after `time_limit_s`; `progress` hears how it stands,
     and Ctrl-C takes the best plan so far.
 
@@ -89,20 +91,23 @@ def split(
         "recompute": recompute,
         "constraints": constraints,
     }
-    plan = partition(
-        problem,
-        chosen,
-        num_stages=num_stages,
-        microbatches_per_update=microbatches_per_update,
-        method=method,
-        solver=solver,
-        max_gap=max_gap,
-        time_limit_s=time_limit_s,
-        progress=progress,
-        **setting,
-    )
+    if plan is None:
+        plan = partition(
+            problem,
+            chosen,
+            num_stages=num_stages,
+            microbatches_per_update=microbatches_per_update,
+            method=method,
+            solver=solver,
+            max_gap=max_gap,
+            time_limit_s=time_limit_s,
+            progress=progress,
+            **setting,
+        )
+    else:
+        plan = check_plan(plan, problem, chosen, memory_model=setting["memory_model"])
     schedule = build_schedule(
-        method,
+        plan.method,
         plan.num_stages,
         microbatches_per_update=plan.microbatches_per_update,
         updates=range(_UPDATES_SHOWN),

@@ -135,6 +135,15 @@ class Plan:
     def dumps(self) -> str:
         return json.dumps(self.to_json(), indent=1)
 
+    @classmethod
+    def loads(cls, text: str) -> Self:
+        """What `dumps` wrote, edited by hand perhaps. Raises PlanMismatchError for anything else."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise PlanMismatchError(f"the plan is no valid JSON: {error}") from None
+        return cls.from_json(data)
+
 
 def _stage_from_json(data: Mapping[str, Any]) -> StagePlan:
     fields = dict(data)

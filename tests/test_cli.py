@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,22 @@ def test_plan_places_a_published_workload(tmp_path: Path, capsys: pytest.Capture
     assert placement["objective"] == pytest.approx(4.0)
     assert placement["gap"] <= 1e-5
     assert placement["assignment"]["0"] != placement["assignment"]["3"]
+
+
+def test_check_prices_a_plan_again_and_names_what_is_wrong_with_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(folder / "plan.json")]) == 0
+    assert "0.0% above" in capsys.readouterr().out
+
+    copy = tmp_path / "mlp"
+    shutil.copytree(folder, copy)
+    data = json.loads((copy / "plan.json").read_text())
+    data["stages"][0]["operators"].append(data["stages"][1]["operators"].pop())
+    (copy / "plan.json").write_text(json.dumps(data))
+
+    assert main(["check", str(copy)]) == 1
+    assert "nothing runs to an earlier stage" in capsys.readouterr().err
 
 
 def test_plan_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +208,20 @@ def test_wrong_use_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["demo", "plan", "show", "split", "export", "merge", "run-onnx", "simulate", "train", "report", "verify"],
+    [
+        "demo",
+        "plan",
+        "show",
+        "split",
+        "export",
+        "merge",
+        "run-onnx",
+        "simulate",
+        "train",
+        "report",
+        "check",
+        "verify",
+    ],
 )
 def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

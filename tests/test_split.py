@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,24 @@ def test_what_the_user_pins_stays_where_it_is_pinned() -> None:
             cluster=2,
             constraints=pd2bw_fx.Constraints(stage_of={"nowhere": 0}),
         )
+
+
+def test_a_plan_edited_by_hand_is_what_the_stages_are_made_from() -> None:
+    model = build("gpt")
+    plan = pd2bw_fx.split(model, cluster=2, costs="analytic", check=False).plan
+    data = plan.to_json()
+    moved = data["stages"][1]["operators"][0]
+    data["stages"][0]["operators"] = [*data["stages"][0]["operators"], moved]
+    data["stages"][1]["operators"] = [*data["stages"][1]["operators"][1:]]
+    edited = pd2bw_fx.Plan.loads(json.dumps(data))
+
+    pipe = pd2bw_fx.split(model, cluster=2, costs="analytic", plan=edited)
+
+    assert pipe.plan.stage_of[moved] == 0
+    assert pipe.plan.bottleneck_s > plan.bottleneck_s
+    assert pipe.verify().exact
+    with pytest.raises(pd2bw_fx.PlanMismatchError, match="made for graph"):
+        pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", plan=edited)
 
 
 def test_a_full_check_compares_another_batch_of_another_size() -> None:

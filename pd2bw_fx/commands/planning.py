@@ -11,18 +11,22 @@ from typing import Any
 from rich.console import Console
 from rich.syntax import Syntax
 
-from pd2bw_fx.commands.common import model_command, named_cluster, named_pipeline
+from pd2bw_fx.commands.common import command, model_command, named_cluster, named_pipeline
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.passes.partition import plan_workload
+from pd2bw_fx.passes.coarsen import coarsen
+from pd2bw_fx.passes.partition import check_plan, plan_workload
 from pd2bw_fx.passes.split_onnx import split_onnx
+from pd2bw_fx.pipeline import load
+from pd2bw_fx.plan import Plan
 from pd2bw_fx.report.page import page_html
+from pd2bw_fx.report.table import plan_table
 from pd2bw_fx.report.timeline import timeline_svg
 from pd2bw_fx.units import format_seconds
 from pd2bw_fx.workload import read_workload
 
 
 def add(commands: Any) -> None:
-    """plan, show, split, verify, simulate, report"""
+    """plan, show, split, verify, check, simulate, report"""
     plan = model_command(
         commands, "plan", "print the plan", "pd2bw-fx plan gpt --cluster 4 --explain", is_optional=True
     )
@@ -53,6 +57,16 @@ def add(commands: Any) -> None:
         commands, "verify", "compare the stages with the model", "pd2bw-fx verify gpt --cluster 3"
     )
     verify.set_defaults(run=_verify)
+
+    check = command(
+        commands,
+        "check",
+        "check a plan that was edited by hand, and price it again",
+        "pd2bw-fx check gpt_2/plan.json",
+    )
+    check.add_argument("plan", metavar="PLAN", type=Path, help="plan.json in a folder written by split")
+    check.add_argument("--json", action="store_true", help="the plan as JSON, priced again")
+    check.set_defaults(run=_check)
 
     simulate = model_command(
         commands,
@@ -115,6 +129,25 @@ def _split(options: argparse.Namespace) -> int:
         pipe.save(options.output)
         print(pipe)
     print(f"saved in {options.output}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    folder = options.plan if options.plan.is_dir() else options.plan.parent
+    pipe = load(folder, edited=True)
+    try:
+        text = (folder / "plan.json" if options.plan.is_dir() else options.plan).read_text()
+    except OSError as error:
+        raise InputError(f"{options.plan} cannot be read: {error}") from error
+    edited = Plan.loads(text)
+    problem = coarsen(pipe.graph, pipe.costs, pipe.cluster)
+    priced = check_plan(edited, problem, pipe.cluster)
+    if options.json:
+        print(json.dumps(priced.to_json()))
+        return 0
+    print(plan_table(pipe.graph, pipe.costs, priced))
+    slower = priced.bottleneck_s / pipe.plan.bound_s - 1 if pipe.plan.bound_s > 0 else 0.0
+    print(f"the plan can be; its bottleneck is {slower:.1%} above what is proven to be the least")
     return 0
 
 
