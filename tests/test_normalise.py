@@ -433,3 +433,44 @@ def test_hostile_module_names_are_carried_and_never_run() -> None:
     assert graph.fx is not None
     x = torch.randn(3, 2)
     assert torch.equal(graph.fx(x)[0], layers[name](x).sum())
+
+
+def test_a_layers_count_of_batches_stays_with_its_running_statistics() -> None:
+    graph = _graph(
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten()), {"input": torch.rand(3, 3, 4, 4)}
+    )
+
+    writers = [operator for operator in graph.operators.values() if operator.writes_buffers]
+
+    assert {name for operator in writers for name in operator.writes_buffers} >= {"1.num_batches_tracked"}
+    assert len({operator.memory_group for operator in writers}) == 1
+
+
+def test_what_changes_nothing_is_left_out() -> None:
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            hidden = torch.cat([torch.tensor([]), self.linear(x) * 1.0], dim=-1)
+            return F.mse_loss(hidden, y)
+
+    graph = _graph(Idle(), {"x": torch.rand(3, 4), "y": torch.rand(3, 4)})
+
+    assert [o.target for o in graph.operators.values()] == ["aten.linear.default", "aten.mse_loss.default"]
+
+
+def test_a_draw_that_nothing_reads_stays_for_the_draws_after_it() -> None:
+    class Wasteful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.dropout(x)
+            return self.dropout(self.linear(x)).sum()
+
+    model, batch = Wasteful(), {"x": torch.rand(3, 4)}
+
+    _assert_same(model, _graph(model, batch), batch)

@@ -391,3 +391,26 @@ def test_tracing_leaves_the_model_and_the_generators_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert graph.operators["linear"].requires_grad
+
+
+def test_hooks_that_a_first_forward_registers_are_not_left_behind() -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.watched = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.watched:
+                self.linear.register_forward_hook(lambda module, args, output: output + 1)
+                self.watched = True
+            return self.linear(x).sum()
+
+    model, x = Watched(), torch.randn(3, 4)
+
+    trace(model, (x,))
+
+    assert not model.linear._forward_hooks
+    assert model(x).item() == pytest.approx(
+        (torch.nn.functional.linear(x, *model.parameters()) + 1).sum().item()
+    )
