@@ -162,8 +162,8 @@ def _example_inputs(
     model: nn.Module, args: Sequence[Any] | Tensor | None, kwargs: Mapping[str, Any] | None
 ) -> tuple[Sequence[Any] | None, Mapping[str, Any] | None]:
     """What to trace with: the user's inputs, else the model's own, else nothing."""
-    if isinstance(model, str | Path):
-        raise InputError(f"{model!s} is a path; an ONNX file is split by pd2bw_fx.split_onnx(path, folder)")
+    if str(model).endswith(".onnx"):
+        raise InputError(f"{model} is an ONNX file; split it with pd2bw_fx.split_onnx(path, folder)")
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; an nn.Module was expected")
     if isinstance(args, Tensor):

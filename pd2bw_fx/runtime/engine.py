@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,6 @@ class Engine:
         lr_scheduler: SchedulerFactory | None = None,
         parameter_options: ParameterOptions | None = None,
         max_gradient_norm: float | None = None,
-        slack: float = 0.0,
         stop_at_nan: bool = True,
         device: torch.device | str | None = None,
         timeout_s: float = _TIMEOUT_S,
@@ -74,7 +73,6 @@ class Engine:
         self.device = torch.device(device) if device is not None else local_device(job.device_name)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._slack = slack
         self._stop_at_nan = stop_at_nan
         self._owns_world = False
         self._empty_before = 0
@@ -122,6 +120,7 @@ class Engine:
         optimizer: OptimizerFactory,
         microbatches_per_update: int | None = None,
         method: str | None = None,
+        slack: float | Literal["auto"] = "auto",
         **options: Any,
     ) -> Self:
         """This rank's engine for rank 0's pipeline; other ranks may have split it too, or pass None.
@@ -130,7 +129,9 @@ class Engine:
         optimizer, stepped once an update. `parameter_options(name, parameter)` gives the options of a
         parameter's group, such as `{"weight_decay": 0.0}`, by its name in the model. `max_gradient_norm`
         clips the norm of the whole model's gradient of an update. `slack` (2bw) lengthens the warm-up to
-        (d - 1 - s)(1 + slack) forwards: more microbatches in flight against links that are late.
+        (d - 1 - s)(1 + slack) forwards: more microbatches in flight, so that no stage waits for a gradient
+        that is late; "auto" takes up to 1, as two weight versions and the devices' memory allow. It changes
+        no result.
         `stop_at_nan` ends the run a few updates after a loss that is no finite number. `device` and
         `timeout_s` (of a rank that does not answer) complete the options.
 
@@ -143,7 +144,7 @@ class Engine:
             pipeline,
             method=method,
             microbatches_per_update=microbatches_per_update,
-            slack=options.get("slack", 0.0),
+            slack=slack,
         )
         engine = cls(job, optimizer=optimizer, **options)
         engine._owns_world = joined
@@ -314,7 +315,7 @@ class Engine:
             updates=range(first, beyond),
             drain=drain,
             empty_before=self._empty_before,
-            slack=self._slack,
+            slack=self.job.slack,
         )
 
     def _on_device(self, microbatch: Microbatch) -> Microbatch:

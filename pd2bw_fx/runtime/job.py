@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ParameterSpec
+from pd2bw_fx.passes.schedule import stage_actions, warm_up_forwards
+from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Job:
     holders: Mapping[str, tuple[int, ...]]
     method: str
     microbatches_per_update: int
+    slack: float
     fingerprint: str  # of the operator graph
 
     @property
@@ -61,11 +64,17 @@ class Job:
         return tuple(name for name in self.program.parameters if name in wanted)
 
 
-def jobs(pipeline: Pipeline, *, method: str, microbatches_per_update: int) -> tuple[Job, ...]:
+def jobs(
+    pipeline: Pipeline, *, method: str, microbatches_per_update: int, slack: float | Literal["auto"]
+) -> tuple[Job, ...]:
     """The job of every rank, in the order of ranks.
 
-    Raises InputError for a pipeline that has no loss or no batch layout.
+    Raises InputError for a pipeline that has no loss or no batch layout, and for a method, a number of
+    microbatches or a slack that does not go with the number of stages.
     """
+    if slack == "auto":
+        slack = chosen_slack(pipeline.plan, method, microbatches_per_update)
+    check_method(method, pipeline.plan.num_stages, microbatches_per_update, slack)
     graph, programs = pipeline.graph, pipeline.programs
     if pipeline.batch_layout is None:
         raise InputError(
@@ -96,11 +105,47 @@ def jobs(pipeline: Pipeline, *, method: str, microbatches_per_update: int) -> tu
             holders=_holders(programs),
             method=method,
             microbatches_per_update=microbatches_per_update,
+            slack=slack,
             fingerprint=pipeline.plan.fingerprint,
         )
         for program, stage in zip(programs, pipeline.plan.stages, strict=True)
     ]
     return tuple(sorted(made, key=lambda job: job.rank))
+
+
+def chosen_slack(plan: Plan, method: str, microbatches_per_update: int) -> float:
+    """The most slack of 1, 1/2 and 0 that two weight versions allow and every device's memory holds."""
+    if method != "2bw":
+        return 0.0
+    return next(s for s in (1.0, 0.5, 0.0) if s == 0.0 or _holds(plan, microbatches_per_update, s))
+
+
+def _holds(plan: Plan, microbatches_per_update: int, slack: float) -> bool:
+    if warm_up_forwards(0, plan.num_stages, slack) > microbatches_per_update:
+        return False
+    for stage in plan.stages:
+        in_flight = warm_up_forwards(stage.stage, plan.num_stages, slack) + 1
+        more = max(0, in_flight - stage.microbatches_in_flight)
+        kept_bytes = stage.memory.activation_bytes + stage.memory.transfer_bytes
+        each_bytes = kept_bytes / max(1, stage.microbatches_in_flight)
+        if stage.memory.total_bytes + more * each_bytes > stage.memory_limit_bytes:
+            return False
+    return True
+
+
+def check_method(method: str, num_stages: int, microbatches_per_update: int, slack: float = 0.0) -> None:
+    """Raises InputError for a method that cannot train so many stages with so many microbatches."""
+    if method == "inference":
+        raise InputError("method 'inference' does not train; expected 2bw, 1f1b or gpipe")
+    stage_actions(
+        method,
+        num_stages,
+        0,
+        microbatches_per_update=microbatches_per_update,
+        updates=range(1),
+        drain=True,
+        slack=slack,
+    )
 
 
 def _holders(programs: tuple[StageProgram, ...]) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ from multiprocessing import connection as mp
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import cloudpickle
 import torch
@@ -43,7 +43,6 @@ from pd2bw_fx.runtime.messages import (
     receive,
 )
 from pd2bw_fx.runtime.weights import OptimizerFactory
-from pd2bw_fx.runtime.world import check_method
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -70,6 +69,7 @@ def train_local(
     on_update: Callable[[int, float], None] | None = None,
     threads_per_worker: int | None = None,
     seed: int | None = None,
+    slack: float | Literal["auto"] = "auto",
     **options: Any,
 ) -> TrainResult:
     """Train with local worker processes, one update for each batch, and a flush at the end.
@@ -81,8 +81,7 @@ def train_local(
     Raises InputError for a batch that does not fit, WorkerError with the failing worker's own traceback. Both
     leave no process behind.
     """
-    check_method(method, pipeline.plan.num_stages, microbatches_per_update, options.get("slack", 0.0))
-    prepared = jobs(pipeline, method=method, microbatches_per_update=microbatches_per_update)
+    prepared = jobs(pipeline, method=method, microbatches_per_update=microbatches_per_update, slack=slack)
     threads = threads_per_worker or max(1, len(os.sched_getaffinity(0)) // len(prepared))
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         starts = [

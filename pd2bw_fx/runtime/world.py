@@ -6,14 +6,13 @@ import datetime
 import hashlib
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pd2bw_fx.errors import InputError, Pd2bwError
-from pd2bw_fx.passes.schedule import stage_actions
 from pd2bw_fx.runtime.failure import translated
 from pd2bw_fx.runtime.job import Job, jobs
 
@@ -48,7 +47,11 @@ def join_world(timeout_s: float) -> bool:
 
 
 def job_of_this_rank(
-    pipeline: Pipeline | None, *, method: str | None, microbatches_per_update: int | None, slack: float
+    pipeline: Pipeline | None,
+    *,
+    method: str | None,
+    microbatches_per_update: int | None,
+    slack: float | Literal["auto"],
 ) -> Job:
     """Rank 0 sends every rank its job, or the error that all of them raise."""
     world_size = dist.get_world_size()
@@ -72,7 +75,7 @@ def _checked_jobs(
     world_size: int,
     method: str | None,
     microbatches_per_update: int | None,
-    slack: float,
+    slack: float | Literal["auto"],
 ) -> tuple[Job, ...]:
     if pipeline is None:
         raise InputError("rank 0 must have the pipeline; the other ranks may pass None")
@@ -84,23 +87,7 @@ def _checked_jobs(
         )
     method = method or plan.method
     m = microbatches_per_update or plan.microbatches_per_update
-    check_method(method, plan.num_stages, m, slack)
-    return jobs(pipeline, method=method, microbatches_per_update=m)
-
-
-def check_method(method: str, num_stages: int, microbatches_per_update: int, slack: float = 0.0) -> None:
-    """Raises InputError for a method that cannot train so many stages with so many microbatches."""
-    if method == "inference":
-        raise InputError("method 'inference' does not train; expected 2bw, 1f1b or gpipe")
-    stage_actions(
-        method,
-        num_stages,
-        0,
-        microbatches_per_update=microbatches_per_update,
-        updates=range(1),
-        drain=True,
-        slack=slack,
-    )
+    return jobs(pipeline, method=method, microbatches_per_update=m, slack=slack)
 
 
 def compare_batches(flat: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
