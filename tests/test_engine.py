@@ -22,7 +22,7 @@ def test_losses_and_weights_equal_those_of_the_update_rule_in_one_process(
 
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    assert len(result) == 19
+    assert len(result) == 21
     for run, difference in result.items():
         assert difference["loss"] <= 1e-12, run
         assert difference["weights"] <= 1e-12, run

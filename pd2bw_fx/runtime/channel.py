@@ -159,8 +159,9 @@ class Inbox:
             self.route.wait(posted.header_work)
             assert posted.header is not None
             self._agreed[posted.size] = _read_header(posted.header)
-        if posted.works is None:
-            self._post_tensors(microbatch, posted, self._agreed[posted.size])
+            for number, other in self._posted.items():
+                if other.size == posted.size:
+                    self._post_tensors(number, other, self._agreed[posted.size])
         del self._posted[microbatch]
         for work in posted.works or []:
             self.route.wait(work)

@@ -30,7 +30,7 @@ from pd2bw_fx.passes.schedule import num_versions, stage_actions
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.failure import shared_fate, translated
 from pd2bw_fx.runtime.job import Job, merged_tensors
-from pd2bw_fx.runtime.loss import Loss
+from pd2bw_fx.runtime.loss import Loss, LossPost
 from pd2bw_fx.runtime.stage_runner import Microbatch, StageRunner
 from pd2bw_fx.runtime.ties import join_ties
 from pd2bw_fx.runtime.update import Clipping
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 600.0
 _UPDATES_COMPARED = 2  # in how many updates ranks tell each other what batch they were given
 _LOSSES_UNDER_WAY = 4
-_LOSS_TAGS = 2**16
 
 
 class Engine:
@@ -77,13 +76,15 @@ class Engine:
         self._owns_world = False
         self._empty_before = 0
         self._is_broken = False
-        self._losses: dict[int, list[Tensor]] = {}
         self._microbatches_a_loss = job.microbatches_per_update
         self._under_way: deque[Loss] = deque()
         limit = datetime.timedelta(seconds=timeout_s)
         everyone = list(range(job.num_stages))
         activations, gradients, norms, self._control = (
             dist.new_group(everyone, timeout=limit) for _ in range(4)
+        )
+        self._post = LossPost(
+            job.ranks[job.loss_stage], job.rank, job.ranks, group=self._control, device=self.device
         )
         trainable = {spec.name for spec in job.parameters if spec.trainable}
         holders = {
@@ -324,37 +325,20 @@ class Engine:
         return Microbatch(moved, microbatch.size)
 
     def _collect_loss(self, microbatch: int, loss: Tensor) -> None:
-        self._losses.setdefault(microbatch // self._microbatches_a_loss, []).append(loss)
+        count = self._microbatches_a_loss
+        self._post.collect(microbatch // count, loss, num_microbatches=count)
 
     def _tell_loss(self, update: int) -> Loss:
-        """The mean over the update's microbatches, from the rank that has it to the others."""
-        source, tag = self.job.ranks[self.job.loss_stage], update % _LOSS_TAGS
-        with translated(None):
-            if self.rank == source:
-                losses = self._losses.pop(update)
-                mean = torch.stack([loss.double() for loss in losses]).mean().reshape(1)
-                works = [
-                    dist.isend(mean, rank, group=self._control, tag=tag)
-                    for rank in range(self.job.num_stages)
-                    if rank != source
-                ]
-            else:
-                mean = torch.empty(1, dtype=torch.float64, device=self.device)
-                works = [dist.irecv(mean, source, group=self._control, tag=tag)]
+        mean, arrived = self._post.mean(update)
 
         def wait() -> None:
-            with (
-                self._shared_fate("waiting for the loss"),
-                translated(None if source == self.rank else source),
-            ):
-                for work in works:
-                    assert work is not None
-                    work.wait()
+            with self._shared_fate("waiting for the loss"):
+                arrived()
 
         self._under_way.append(Loss(update, mean, wait))
         while len(self._under_way) > _LOSSES_UNDER_WAY:
             self._retire(self._under_way.popleft())
-        return Loss(update, mean) if self.rank == source else self._under_way[-1]
+        return Loss(update, mean) if self.stage == self.job.loss_stage else self._under_way[-1]
 
     def _retire(self, loss: Loss) -> None:
         """An old loss has arrived everywhere: all ranks see the same, and end alike if it is no number."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pd2bw_fx.actions import Action, Kind
+from pd2bw_fx.passes.schedule import warm_up_forwards
 from pd2bw_fx.runtime.channel import Inbox, Outbox, Route
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.weights import WeightStore
@@ -26,7 +27,6 @@ from pd2bw_fx.stage import Port
 
 _POSTED_AHEAD = 2
 _GRADIENT_TAGS = 2**27
-_GRADIENTS_UNDER_WAY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class StageRunner:
             Inbox(back(t), names) for t, ports in reversed(targets) if (names := _differentiable(ports))
         ]
         self._gradients_out = [
-            Outbox(back(s), names, _GRADIENTS_UNDER_WAY)
+            Outbox(back(s), names, self._gradients_untaken(s))
             for s, ports in sources
             if (names := _differentiable(ports))
         ]
@@ -105,6 +105,18 @@ class StageRunner:
             Kind.SEND_GRADIENT: self._send_gradient,
             Kind.UPDATE: self._update,
         }
+
+    def _gradients_untaken(self, stage: int) -> int:
+        """How many gradients may be on their way to an earlier stage, that no send has to wait for it.
+
+        When this stage sends that of microbatch k, it has had the activations of k + w here, which the other
+        sent after it took the gradient of k + w here - w there - 1 (w: warm-up forwards). More could be left
+        only if the other stood still.
+        """
+        here, there = (
+            warm_up_forwards(s, self.job.num_stages, self.job.slack) for s in (self.job.stage, stage)
+        )
+        return there - here + 1
 
     def add(self, first: int, microbatches: Iterable[Microbatch]) -> None:
         """Microbatches that coming actions refer to, numbered from `first`."""
@@ -202,7 +214,8 @@ class StageRunner:
             if port.targets:
                 kept.roots[port.value] = edge
             if port.model_output == self.job.loss:
-                kept.loss = edge, torch.ones_like(value)
+                # The mean over the update's microbatches is what is trained on.
+                kept.loss = edge, torch.full_like(value, 1.0 / self.job.microbatches_per_update)
 
     def _send_activation(self, action: Action) -> None:
         kept = self._in_flight[action.microbatch]
@@ -264,7 +277,7 @@ class StageRunner:
             outbox.send(action.microbatch, kept.microbatch.size, values)
 
     def _update(self, action: Action) -> None:
-        self.weights.update(action.version, num_microbatches=self.job.microbatches_per_update)
+        self.weights.update(action.version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,25 +32,33 @@ class Clipping:
 
 @dataclass(slots=True)
 class PendingUpdate:
-    """`gradients` are the flat buffers, `view(name)` a tied parameter's part of them."""
+    """`gradients` by parameter, those that there are; `used_ties` once `finish` knows them."""
 
     version: int
-    num_microbatches: int
-    gradients: Mapping[torch.dtype, Tensor]
-    view: Callable[[str], Tensor]
+    gradients: dict[str, Tensor]
     ties: Sequence[TiedParameter]
     clipping: Clipping | None
     device: torch.device
+    used_ties: frozenset[str] | None = None
     _adding: list[dist.Work] = field(default_factory=list)
     _asking: dict[str, tuple[Tensor, dist.Work]] = field(default_factory=dict)
     _squares: Tensor | None = None
     _squaring: dist.Work | None = None
 
-    def start(self, used_here: frozenset[str], *, ask: bool) -> None:
-        """`ask`: also find out which tied parameters have a gradient anywhere."""
-        self._adding = [start_adding(tied, self.view(tied.name)) for tied in self.ties]
-        if ask:
-            self._asking = {t.name: start_asking(t, t.name in used_here, self.device) for t in self.ties}
+    def start(self, used_ties: frozenset[str] | None, *, empty: Callable[[str], Tensor]) -> None:
+        """`used_ties` are the tied parameters that have a gradient on any holder; None: find that out too.
+
+        `empty(name)` is a gradient of zeros, for a holder that has none of its own.
+        """
+        self.used_ties = used_ties
+        for tied in self.ties:
+            if used_ties is not None and tied.name not in used_ties:
+                continue
+            own = self.gradients.get(tied.name)
+            if used_ties is None:
+                self._asking[tied.name] = start_asking(tied, own is not None, self.device)
+            self.gradients[tied.name] = empty(tied.name) if own is None else own.contiguous()
+            self._adding.append(start_adding(tied, self.gradients[tied.name]))
         self.progress()
 
     @property
@@ -69,31 +77,30 @@ class PendingUpdate:
 
     def _start_squares(self, clipping: Clipping) -> None:
         squares = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for flat in self.gradients.values():
-            squares += flat.double().square().sum()
-        for tied in self.ties:
-            share = 1.0 - 1.0 / clipping.holders[tied.name]
-            squares -= share * self.view(tied.name).double().square().sum()
+        norms = torch._foreach_norm(list(self.gradients.values())) if self.gradients else ()
+        for name, norm in zip(self.gradients, norms, strict=True):
+            squares += norm.double().square() / clipping.holders.get(name, 1)
         self._squares = squares
         self._squaring = start_adding(clipping, squares)
 
-    def finish(self) -> frozenset[str]:
-        """Mean gradients, clipped; gives the tied parameters that have a gradient somewhere."""
+    def finish(self) -> dict[str, Tensor]:
+        """The gradients, added up over the holders and clipped."""
         self.progress(must=True)
         for work in self._adding:
             wait_for(work)
-        scale: float | Tensor = 1.0 / self.num_microbatches
+        if self._asking:
+            for _, work in self._asking.values():
+                wait_for(work)
+            self.used_ties = frozenset(n for n, (answer, _) in self._asking.items() if bool(answer.item()))
+            for name in self._asking.keys() - self.used_ties:
+                del self.gradients[name]
+        elif self.used_ties is None:
+            self.used_ties = frozenset()
         if self.clipping is not None:
             assert self._squares is not None
             assert self._squaring is not None
             wait_for(self._squaring)
-            norm = self._squares.sqrt() / self.num_microbatches
-            scale = scale * (self.clipping.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for flat in self.gradients.values():
-            if isinstance(scale, Tensor):
-                flat.mul_(scale.to(flat.dtype))
-            else:
-                flat.div_(self.num_microbatches)
-        for _, work in self._asking.values():
-            wait_for(work)
-        return frozenset(name for name, (answer, _) in self._asking.items() if bool(answer.item()))
+            scale = (self.clipping.max_norm / (self._squares.sqrt() + 1e-6)).clamp(max=1.0)
+            for gradient in self.gradients.values():
+                gradient.mul_(scale.to(gradient.dtype))
+        return self.gradients

@@ -13,7 +13,6 @@ version is needed; a second gradient buffer takes what comes meanwhile.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,10 +77,7 @@ class WeightStore:
         self._places = _lay_out({n: p for n, p in held_parameters(program, shell).items() if n in wanted})
         self._flat = [_flat_buffers(self._places, device) for _ in self._shells]
         self._ties = tuple(tied for tied in ties if tied.name in self._places)
-        self._gradients = _flat_buffers(self._places, device)
         self._clipping = clipping
-        put_off = bool(self._ties) or clipping is not None
-        self._spare_gradients = _flat_buffers(self._places, device) if put_off else self._gradients
         self._pending: PendingUpdate | None = None
         self._parameters = [
             _move_into(shell, program, self._places, flat)
@@ -94,8 +90,8 @@ class WeightStore:
             name: nn.Parameter(place.view(self._flat[0]).detach()) for name, place in self._places.items()
         }
         self._users = [0] * num_versions
-        self._has_gradient: frozenset[str] | None = None
-        self._has_asked = False  # which tied parameters have a gradient on any of their holders
+        # Tied parameters with a gradient on any of their holders; None until the first update has asked.
+        self._used_ties: frozenset[str] | None = None
         self._optimizer: Optimizer | None = None
         self._scheduler: LRScheduler | None = None
 
@@ -135,31 +131,17 @@ class WeightStore:
     def release(self, version: int) -> None:
         """After the backward of a microbatch that ran on this version."""
         self._users[version % self.num_versions] -= 1
-        if self._has_gradient is None:
-            self._adopt_gradients(version)
 
-    def update(self, version: int, *, num_microbatches: int) -> None:
-        """Make W(version) of the one before with the mean of the microbatches' gradients, when needed."""
+    def update(self, version: int) -> None:
+        """Make W(version) of the one before with the gradients that the backwards have left, when needed."""
         self.finish_update()
         assert version == self.newest + 1, f"W{version} made after W{self.newest}"
-        if self._has_gradient is None:
-            self._has_gradient = frozenset()
         self._pending = PendingUpdate(
-            version,
-            num_microbatches,
-            self._gradients,
-            view=functools.partial(self._gradient_of, self._gradients),
-            ties=self._ties,
-            clipping=self._clipping,
-            device=self._device,
+            version, self._taken_gradients(), self._ties, self._clipping, self._device
         )
-        self._pending.start(self._has_gradient, ask=not self._has_asked)
-        self._has_asked = True
+        self._pending.start(self._used_ties, empty=self._empty_gradient)
         if not self._pending.can_wait:
             self.finish_update()
-            return
-        self._gradients, self._spare_gradients = self._spare_gradients, self._gradients
-        self._bind_gradients()
 
     def progress(self, *, needed: int | None = None) -> None:
         """Let a pending update go on; without further waiting unless it makes the version `needed`."""
@@ -171,15 +153,14 @@ class WeightStore:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        self._use(pending.finish())
+        gradients = pending.finish()
+        self._used_ties = pending.used_ties
         source, target = self.newest % self.num_versions, pending.version % self.num_versions
         assert self._users[target] == 0, f"W{pending.version} overwrites weights that a microbatch needs"
         for dtype, flat in self._flat[target].items():
             if source != target:
                 flat.copy_(self._flat[source][dtype])
-        self._step(target, pending.gradients)
-        for flat in pending.gradients.values():
-            flat.zero_()
+        self._step(target, gradients)
         self.newest = pending.version
 
     def tensors(self) -> dict[str, Tensor]:
@@ -257,48 +238,35 @@ class WeightStore:
         for shell in self._shells:
             shell.train(on)
 
-    def _step(self, target: int, gradients: Mapping[torch.dtype, Tensor]) -> None:
+    def _step(self, target: int, gradients: Mapping[str, Tensor]) -> None:
         if self._optimizer is None:
             return
-        used = self._has_gradient or frozenset()
         for name, alias in self._aliases.items():
             alias.data = self._places[name].view(self._flat[target])
-            # A zero gradient is not no gradient: AdamW decays the weight for the one, and not for the other.
-            alias.grad = self._places[name].view(gradients) if name in used else None
+            # No gradient is not a zero gradient: AdamW decays the weight for the one, and not for the other.
+            alias.grad = gradients.get(name)
         self._optimizer.step()
+        for alias in self._aliases.values():
+            alias.grad = None
         if self._scheduler is not None:
             self._scheduler.step()
 
-    def _adopt_gradients(self, version: int) -> None:
-        """After the very first backward: which parameters get gradients at all, and from now on where.
+    def _taken_gradients(self) -> dict[str, Tensor]:
+        """What backwards have added up since the last update, handed over rather than copied.
 
-        The program is a fixed list of operations, so that one backward tells for all.
+        All microbatches of an update ran on one version, so that one shell has all there is.
         """
-        first = self._parameters[version % self.num_versions]
-        used = frozenset(name for name, parameter in first.items() if parameter.grad is not None)
-        for name in used:
-            gradient = first[name].grad
-            assert gradient is not None
-            view = self._places[name].view(self._gradients)
-            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        self._has_gradient = used
-        self._bind_gradients()
-
-    def _use(self, names: frozenset[str]) -> None:
-        """A tied parameter that another holder has a gradient of has one here, even if it was None so far."""
-        assert self._has_gradient is not None
-        if names - self._has_gradient:
-            self._has_gradient |= names
-            self._bind_gradients()
-
-    def _gradient_of(self, gradients: Mapping[torch.dtype, Tensor], name: str) -> Tensor:
-        return self._places[name].view(gradients)
-
-    def _bind_gradients(self) -> None:
-        """From now on backwards add to the current gradient buffer."""
+        taken: dict[str, Tensor] = {}
         for parameters in self._parameters:
-            for name in self._has_gradient or ():
-                parameters[name].grad = self._places[name].view(self._gradients)
+            for name, parameter in parameters.items():
+                if parameter.grad is not None:
+                    assert name not in taken, f"two versions have a gradient of {name}"
+                    taken[name] = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                    parameter.grad = None
+        return taken
+
+    def _empty_gradient(self, name: str) -> Tensor:
+        return torch.zeros_like(self._aliases[name], memory_format=torch.contiguous_format)
 
 
 def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:

@@ -62,13 +62,15 @@ SCHEDULE = {"lr_scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, s
 CLIPPED = SCHEDULE | {"max_gradient_norm": 0.5, "parameter_options": no_decay_of_vectors}
 
 
-def runs(num_stages: int) -> Iterator[tuple[str, str, str, int, dict[str, Any], float]]:
+def runs(num_stages: int) -> Iterator[tuple[str, str, str, int, dict[str, Any], Any]]:
     """Model, optimizer, method, microbatches an update, options, slack."""
     for name in ("mlp", "gpt", "resnet"):
         for optimizer in OPTIMIZERS:
             yield name, optimizer, "2bw", num_stages, SCHEDULE, 0.0
     yield "mlp", "momentum", "2bw", num_stages + 3, SCHEDULE, 0.0
     yield "gpt", "adamw", "2bw", 2 * num_stages, SCHEDULE, 1.0
+    yield "gpt", "adamw", "2bw", 2 * (num_stages - 1), CLIPPED, 1.0
+    yield "gpt", "adam", "2bw", num_stages, CLIPPED, "auto"
     yield "gpt", "adamw", "1f1b", num_stages, SCHEDULE, 0.0
     yield "resnet", "momentum", "gpipe", 3, SCHEDULE, 0.0
     yield "gpt", "adamw", "2bw", num_stages, CLIPPED, 0.0
@@ -97,7 +99,7 @@ def main() -> None:
             slack=slack,
             **options,
         )
-        losses = [engine.step(batch) for batch in batches]
+        losses = [float(engine.step(batch)) for batch in batches]
         weights = engine.state_dict()
         if rank == 0:
             reference = train_reference(
