@@ -26,11 +26,13 @@ from .normalise import normalise
 from .partition import check_plan, partition
 from .profile import profile
 from .schedule import build_schedule
+from .split_onnx import takes_onnx_too
 from .trace import find_example_inputs, trace
 
 _UPDATES_SHOWN = 3
 
 
+@takes_onnx_too
 def split(
     model: nn.Module,
     example_args: Sequence[Any] | Tensor | None = None,
@@ -58,7 +60,8 @@ def split(
 
     The example inputs are one microbatch, as the model's forward takes them; left out, the model's own
     (`example_inputs()`, or `dummy_inputs` of a Hugging Face model); without any, symbolic tracing and costs
-    estimated from parameters, which the result says. The model returns its loss (a scalar, the entry `loss`
+    estimated from parameters, which the result says. The path of an ONNX file in place of the model is split
+    for inference, with the options of `split_onnx`. The model returns its loss (a scalar, the entry `loss`
     of a dict or ModelOutput, the first of a tuple), or `loss_fn(output, targets)` computes it, with
     `example_targets` beside the example inputs.
 
@@ -162,8 +165,6 @@ def _example_inputs(
     model: nn.Module, args: Sequence[Any] | Tensor | None, kwargs: Mapping[str, Any] | None
 ) -> tuple[Sequence[Any] | None, Mapping[str, Any] | None]:
     """What to trace with: the user's inputs, else the model's own, else nothing."""
-    if str(model).endswith(".onnx"):
-        raise InputError(f"{model} is an ONNX file; split it with pd2bw_fx.split_onnx(path, folder)")
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; an nn.Module was expected")
     if isinstance(args, Tensor):

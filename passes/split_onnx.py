@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
-from typing import Literal
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, ParamSpec, Protocol, overload
 
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
-from pd2bw_fx.onnx_pipeline import OnnxPipeline
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.onnx_pipeline import PLANNED_AS, OnnxPipeline
 from pd2bw_fx.onnx_session import Array
+from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.plan import Progress
 
 from .coarsen import coarsen
 from .export_onnx import export_parts
 from .onnx_in import onnx_costs, read_onnx
 from .partition import partition
+
+P = ParamSpec("P")
 
 # Inference keeps the weights once, and nothing for a backward.
 _INFERENCE = MemoryModel(weight_versions=1, gradient_copies=0, optimizer_copies=0)
@@ -23,7 +33,7 @@ _INFERENCE = MemoryModel(weight_versions=1, gradient_copies=0, optimizer_copies=
 
 def split_onnx(
     path: str | Path,
-    folder: str | Path,
+    folder: str | Path | None = None,
     *,
     examples: Sequence[Mapping[str, Array]] | None = None,
     cluster: Cluster | int | str | Path | None = None,
@@ -32,14 +42,16 @@ def split_onnx(
     solver: str = "highs",
     max_gap: float = 1e-4,
     time_limit_s: float = 60.0,
+    constraints: Constraints | None = None,
+    progress: Callable[[Progress], None] | None = None,
     tolerance: float | None = None,
 ) -> OnnxPipeline:
     """Split an ONNX file into stages for inference, and write them to `folder` as ONNX files.
 
-    `examples`: inputs by name, one batch or two of different sizes; left out, they are made up from the
-    shapes that the file declares. `costs`: arithmetic and bytes over the device's rates, or "measured" by
-    onnxruntime's profiler. The stages are run one after another on the examples and must give what the
-    whole file gives.
+    Without a folder they are in a temporary one until `save`. `examples`: inputs by name, one batch or two
+    of different sizes; left out, they are made up from the shapes that the file declares. `costs`:
+    arithmetic and bytes over the device's rates, or "measured" by onnxruntime's profiler. The stages are run
+    one after another on the examples and must give what the whole file gives.
 
     Raises InputError for a file or arguments that cannot be, InfeasibleError if no assignment fits in
     memory, ExportError if a stage cannot be written or the results differ; then nothing is left behind.
@@ -47,16 +59,75 @@ def split_onnx(
     chosen = Cluster.of(cluster)
     model = read_onnx(path, examples)
     priced = onnx_costs(model, device=chosen.devices[0], method=costs)
+    setting: dict[str, Any] = {"memory_model": _INFERENCE, "constraints": constraints}
     plan = partition(
         coarsen(model.graph, priced, chosen),
         chosen,
         num_stages=num_stages,
-        memory_model=_INFERENCE,
-        method="1f1b",  # holds the fewest microbatches; without a backward they come and go as in inference
+        method=PLANNED_AS,
         solver=solver,
         max_gap=max_gap,
         time_limit_s=time_limit_s,
+        progress=progress,
+        **setting,
     )
     plan = replace(plan, method="inference", costs_origin=priced.origin)
-    manifest = export_parts(model, plan, folder, tolerance=tolerance)
-    return OnnxPipeline(model.graph, priced, chosen, plan, Path(folder), manifest)
+    held = TemporaryDirectory(prefix="pd2bw_fx_") if folder is None else None
+    written = Path(held.name if held is not None else str(folder))
+    manifest = export_parts(model, plan, written, tolerance=tolerance)
+    return OnnxPipeline(model.graph, priced, chosen, plan, written, manifest, setting, held)
+
+
+class Split(Protocol[P]):
+    """`split` of a model gives a Pipeline, `split` of an ONNX file an OnnxPipeline."""
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Pipeline: ...
+
+    @overload
+    def __call__(
+        self,
+        model: str | PathLike[str],
+        *,
+        folder: str | Path | None = None,
+        examples: Sequence[Mapping[str, Array]] | None = None,
+        cluster: Cluster | int | str | Path | None = None,
+        num_stages: int | None = None,
+        costs: Literal["analytic", "measured"] = "analytic",
+        solver: str = "highs",
+        max_gap: float = 1e-4,
+        time_limit_s: float = 60.0,
+        constraints: Constraints | None = None,
+        progress: Callable[[Progress], None] | None = None,
+        tolerance: float | None = None,
+    ) -> OnnxPipeline: ...
+
+
+def takes_onnx_too(split: Callable[P, Pipeline]) -> Split[P]:
+    """What gives the path of an ONNX file to `split_onnx`, and any other model to `split`.
+
+    Raises InputError for an option that says nothing about an ONNX file.
+    """
+    known = [name for name in inspect.signature(split_onnx).parameters if name != "path"]
+
+    @functools.wraps(split)
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        model = args[0] if args else kwargs.get("model")
+        if not isinstance(model, str | PathLike):
+            return split(*args, **kwargs)
+        if not str(model).endswith(".onnx"):
+            raise InputError(
+                f"model is {str(model)!r}; an nn.Module or a file that ends with .onnx was expected"
+            )
+        if len(args) > 1:
+            raise InputError("an ONNX file is run on examples=[{name: array}]; example_args are for a module")
+        given = {name: value for name, value in kwargs.items() if name != "model"}
+        for name in given:
+            if name not in known:
+                raise InputError(
+                    f"{name} says nothing about an ONNX file, which is split for inference; what does: "
+                    f"{', '.join(known)}"
+                )
+        return split_onnx(Path(model), **given)
+
+    return dispatched

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Costs
+from pd2bw_fx.explanation import Explanation
+from pd2bw_fx.files import whole_folder
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import Array
-from pd2bw_fx.passes.export_onnx import merge_onnx, run_onnx, run_onnx_processes
+from pd2bw_fx.passes.coarsen import coarsen
+from pd2bw_fx.passes.export_onnx import merge_onnx, onnx_text, run_onnx, run_onnx_processes
+from pd2bw_fx.passes.partition import explain
 from pd2bw_fx.plan import Plan
+from pd2bw_fx.report.notebook import pipeline_html
 from pd2bw_fx.report.table import plan_table
 
 if TYPE_CHECKING:
@@ -23,7 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OnnxPipeline:
-    """Print it to see the plan. `folder` holds `stage_0.onnx` and so on and `manifest.json`."""
+    """Print it to see the plan. `folder` holds `stage_0.onnx` and so on and `manifest.json`.
+
+    Where no folder was named, it is a temporary one that goes with this object: `save` keeps it.
+    """
 
     graph: OperatorGraph
     costs: Costs
@@ -31,6 +41,8 @@ class OnnxPipeline:
     plan: Plan
     folder: Path
     manifest: Mapping[str, Any]
+    setting: Mapping[str, Any] = field(default_factory=dict, repr=False)  # what the planner was told
+    _held: TemporaryDirectory[str] | None = field(default=None, repr=False, compare=False)
 
     def run(self, inputs: Mapping[str, Tensor | Array]) -> dict[str, Array]:
         """The model's outputs by name, the stages one after another in this process."""
@@ -46,5 +58,34 @@ class OnnxPipeline:
         """The stages put back into one model; with `path`, written there too."""
         return merge_onnx(self.folder, path)
 
+    def save(self, folder: str | Path) -> None:
+        """A copy of the stages and their manifest; the folder appears only when it is complete.
+
+        Raises InputError if it holds somebody else's files.
+        """
+        with whole_folder(folder) as fresh:
+            shutil.copytree(self.folder, fresh, dirs_exist_ok=True)
+
+    def text(self, stage: int) -> str:
+        """One stage's file in words: its inputs, nodes and outputs, weights by name and shape."""
+        return onnx_text(self.folder / f"stage_{stage}.onnx")
+
+    def explain(self, **options: Any) -> Explanation:
+        """Why the plan is as it is: each cut and the next best one, what binds, what would help most.
+
+        Options are those of `passes.partition.explain`.
+        """
+        problem = coarsen(self.graph, self.costs, self.cluster)
+        planned = replace(self.plan, method=PLANNED_AS)
+        return explain(planned, problem, self.cluster, **{**self.setting, **options})
+
     def __str__(self) -> str:
         return plan_table(self.graph, self.costs, self.plan)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the plan, and each device's memory."""
+        return pipeline_html(self.graph, self.costs, self.plan)
+
+
+# Holds the fewest microbatches; without a backward they come and go as in inference.
+PLANNED_AS = "1f1b"

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ import onnxruntime
 import pytest
 from onnx import parser
 
+import pd2bw_fx
 from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.export_onnx import merge_onnx
@@ -329,3 +332,38 @@ def test_the_how_to_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
     outputs = names["outputs"]
     assert isinstance(outputs, dict)
     assert outputs.keys() == {"loss"}
+
+
+def test_split_itself_takes_an_onnx_file_and_save_keeps_its_stages(chain: Path, tmp_path: Path) -> None:
+    pipe = pd2bw_fx.split(str(chain), cluster=Cluster.uniform(3, **FAST), constraints=Constraints(whole=()))
+
+    pipe.save(tmp_path / "kept")
+
+    assert_same(replace(pipe, folder=tmp_path / "kept"), chain, {"x": draw(5, 4)})
+    assert "2 stages" not in str(pipe)
+    assert "a = MatMul (x, w)" in pipe.text(0)
+    assert "0." not in pipe.text(0)  # no numbers
+    assert "next best cut" in str(pipe.explain(time_limit_s=2.0))
+    temporary = pipe.folder
+    del pipe
+    assert not temporary.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("chain.onnx", (1,)), {}, "example_args are for a module"),
+        (
+            ("chain.onnx",),
+            {"loss_fn": print},
+            "loss_fn says nothing about an ONNX file.*what does: folder",
+        ),
+        (("chain.pt",), {}, "an nn.Module or a file that ends with .onnx"),
+        (("nowhere.onnx",), {"cluster": 2}, "no file"),
+    ],
+)
+def test_what_says_nothing_about_an_onnx_file_is_refused(
+    arguments: tuple[object, ...], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        pd2bw_fx.split(*arguments, **options)

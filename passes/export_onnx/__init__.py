@@ -11,6 +11,7 @@ from .merge import merge_onnx
 from .original import Original
 from .parts import export_parts
 from .run import KIND, run_onnx
+from .text import onnx_text
 
 __all__ = [
     "KIND",
@@ -20,6 +21,7 @@ __all__ = [
     "export_onnx",
     "export_parts",
     "merge_onnx",
+    "onnx_text",
     "run_onnx",
     "run_onnx_processes",
 ]

@@ -12,6 +12,7 @@ from torch import nn
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.models import MODELS, build
+from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline, load
 
@@ -25,21 +26,42 @@ def command(commands: Any, name: str, purpose: str, example: str) -> argparse.Ar
 
 
 def model_command(
-    commands: Any, name: str, purpose: str, example: str, *, is_optional: bool = False
+    commands: Any,
+    name: str,
+    purpose: str,
+    example: str,
+    *,
+    is_optional: bool = False,
+    takes_onnx: bool = False,
 ) -> argparse.ArgumentParser:
     parser = command(commands, name, purpose, example)
     parser.add_argument(
         "model",
         nargs="?" if is_optional else None,
         metavar="MODEL",
-        help=f"one of {', '.join(sorted(MODELS))}; or module:callable returning a model; or a saved folder",
+        help=f"one of {', '.join(sorted(MODELS))}; or module:callable returning a model; or a saved folder"
+        + ("; or an ONNX file" if takes_onnx else ""),
     )
     parser.add_argument("--cluster", help="number of devices, or a cluster file (default: this machine)")
     return parser
 
 
+def is_onnx(options: argparse.Namespace) -> bool:
+    return bool(options.model) and str(options.model).endswith(".onnx")
+
+
+def named_onnx(options: argparse.Namespace) -> OnnxPipeline:
+    """The ONNX file that MODEL names, split for --cluster."""
+    return split(str(options.model), cluster=named_cluster(options))
+
+
 def named_pipeline(options: argparse.Namespace) -> Pipeline:
     """The pipeline that MODEL and --cluster mean: a saved one as it is, a model split here."""
+    if is_onnx(options):
+        raise InputError(
+            f"{options.model} is an ONNX file, which is split for inference; plan, split, show, verify and "
+            "report take one"
+        )
     if options.model not in MODELS and Path(options.model).is_dir():
         if options.cluster is not None:
             raise InputError("a saved folder has its plan already; leave out --cluster, or split it again")

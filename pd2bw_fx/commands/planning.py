@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.syntax import Syntax
 
-from pd2bw_fx.commands.common import command, model_command, named_cluster, named_pipeline
+from pd2bw_fx.commands.common import command, is_onnx, model_command, named_onnx, named_pipeline
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.partition import check_plan, plan_workload
-from pd2bw_fx.passes.split_onnx import split_onnx
 from pd2bw_fx.pipeline import load
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.report.page import page_html
@@ -28,7 +28,12 @@ from pd2bw_fx.workload import read_workload
 def add(commands: Any) -> None:
     """plan, show, split, verify, check, simulate, report"""
     plan = model_command(
-        commands, "plan", "print the plan", "pd2bw-fx plan gpt --cluster 4 --explain", is_optional=True
+        commands,
+        "plan",
+        "print the plan",
+        "pd2bw-fx plan gpt --cluster 4 --explain",
+        is_optional=True,
+        takes_onnx=True,
     )
     plan.add_argument(
         "--explain", action="store_true", help="also the next best cuts, what binds, what helps"
@@ -39,7 +44,11 @@ def add(commands: Any) -> None:
     plan.set_defaults(run=_plan)
 
     show = model_command(
-        commands, "show", "print the generated code of a stage", "pd2bw-fx show gpt --stage 1"
+        commands,
+        "show",
+        "print the generated code of a stage",
+        "pd2bw-fx show gpt --stage 1",
+        takes_onnx=True,
     )
     show.add_argument("--stage", type=int, default=0, help="which stage (default 0)")
     show.set_defaults(run=_show)
@@ -49,12 +58,17 @@ def add(commands: Any) -> None:
         "split",
         "split a model, or an ONNX file, and save",
         "pd2bw-fx split gpt --cluster 2 -o gpt_2",
+        takes_onnx=True,
     )
     save.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     save.set_defaults(run=_split)
 
     verify = model_command(
-        commands, "verify", "compare the stages with the model", "pd2bw-fx verify gpt --cluster 3"
+        commands,
+        "verify",
+        "compare the stages with the model",
+        "pd2bw-fx verify gpt --cluster 3",
+        takes_onnx=True,
     )
     verify.set_defaults(run=_verify)
 
@@ -85,7 +99,11 @@ def add(commands: Any) -> None:
     simulate.set_defaults(run=_simulate)
 
     report = model_command(
-        commands, "report", "one HTML page about a pipeline", "pd2bw-fx report gpt_2 -o report.html"
+        commands,
+        "report",
+        "one HTML page about a pipeline",
+        "pd2bw-fx report gpt_2 -o report.html",
+        takes_onnx=True,
     )
     report.add_argument("-o", "--output", type=Path, required=True, help="the page to write")
     report.set_defaults(run=_report)
@@ -100,7 +118,7 @@ def _plan(options: argparse.Namespace) -> int:
         )
         print(json.dumps(placement.to_json()) if options.json else placement)
         return 0
-    pipe = named_pipeline(options)
+    pipe = named_onnx(options) if is_onnx(options) else named_pipeline(options)
     print(json.dumps(pipe.plan.to_json()) if options.json else pipe)
     if options.explain:
         print(f"\n{pipe.explain()}")
@@ -108,11 +126,14 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    pipe = named_pipeline(options)
-    if not 0 <= options.stage < len(pipe.programs):
+    pipe = named_onnx(options) if is_onnx(options) else named_pipeline(options)
+    if not 0 <= options.stage < pipe.plan.num_stages:
         raise InputError(
-            f"--stage {options.stage}: there are stages 0 to {len(pipe.programs) - 1}; name one of them"
+            f"--stage {options.stage}: there are stages 0 to {pipe.plan.num_stages - 1}; name one of them"
         )
+    if isinstance(pipe, OnnxPipeline):
+        print(pipe.text(options.stage))
+        return 0
     source = pipe.programs[options.stage].source
     if sys.stdout.isatty():
         Console().print(Syntax(source, "python").highlight(source), soft_wrap=True)
@@ -122,12 +143,9 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _split(options: argparse.Namespace) -> int:
-    if options.model.endswith(".onnx"):
-        print(split_onnx(options.model, options.output, cluster=named_cluster(options)))
-    else:
-        pipe = named_pipeline(options)
-        pipe.save(options.output)
-        print(pipe)
+    pipe = named_onnx(options) if is_onnx(options) else named_pipeline(options)
+    pipe.save(options.output)
+    print(pipe)
     print(f"saved in {options.output}")
     return 0
 
@@ -152,6 +170,12 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    if is_onnx(options):
+        found = named_onnx(options).manifest
+        for name, difference in found["largest_differences_from_model"].items():
+            sizes = ", ".join(map(str, found["batch_sizes_checked"]))
+            print(f"{name}: at most {difference:.1e} from what the whole file gives, batch sizes {sizes}")
+        return 0
     print(named_pipeline(options).verify())
     return 0
 
@@ -193,8 +217,12 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    pipe = named_pipeline(options)
-    page = page_html(pipe.graph, pipe.costs, pipe.plan, pipe.programs, pipe.simulate())
+    if is_onnx(options):
+        parts = named_onnx(options)
+        page = page_html(parts.graph, parts.costs, parts.plan, ())
+    else:
+        pipe = named_pipeline(options)
+        page = page_html(pipe.graph, pipe.costs, pipe.plan, pipe.programs, pipe.simulate())
     options.output.write_text(page)
     print(f"{options.output} written")
     return 0
