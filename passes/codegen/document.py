@@ -12,6 +12,7 @@ from pd2bw_fx.units import format_bytes, format_seconds
 
 from .layout import WIDTH, laid_out
 from .literals import plain
+from .reason import cut_reason
 from .write import ClassText, StageWriter, docstring
 
 
@@ -57,6 +58,10 @@ def _head(
     times = f"{format_seconds(planned.forward_s)} forward, {format_seconds(planned.backward_s)} backward"
     memory = f"{format_bytes(planned.memory.total_bytes)} of {format_bytes(planned.memory_limit_bytes)}"
     yield f"Predicted for a microbatch: {times}; memory {memory}."
+    if reasons := list(cut_reason(plan, stage, {port.value: port.name for port in (*inputs, *outputs)})):
+        yield "Cut here"
+        for reason in reasons:
+            yield from _entry(reason)
 
 
 def _entry(text: str) -> list[str]:

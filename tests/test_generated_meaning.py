@@ -1,0 +1,119 @@
+"""What a model says is kept: regions, devices, unread and repeated parts, what it returns."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pd2bw_fx.passes.codegen import generate
+from pd2bw_fx.program import tensors
+from pd2bw_fx.stage import build_module
+from tests.stages import by_hand, case_of, compared, planned
+
+
+class TestWhatTheModelSays:
+    def test_unread_parameters_and_buffers_keep_their_place(self) -> None:
+        class Spare(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = nn.Linear(4, 4)
+                self.second = nn.Linear(4, 1)
+                self.spare = nn.Linear(3, 3)
+                self.register_buffer("counts", torch.arange(3))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.second(torch.relu(self.first(x))).mean()
+
+        case = case_of(Spare(), (torch.randn(3, 4),))
+        programs = generate(case.graph, planned(case, 2))
+
+        held = [name for program in programs for name in (*program.parameters, *program.buffers)]
+
+        assert sorted(held) == sorted(case.model.state_dict())
+
+    def test_regions_without_gradient_and_with_autocast_are_kept(self) -> None:
+        class Mixed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = nn.Linear(8, 8)
+                self.frozen = nn.Linear(8, 8)
+                self.last = nn.Linear(8, 1)
+
+            def forward(self, x: Tensor) -> Tensor:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    hidden = self.first(x)
+                with torch.no_grad():
+                    gate = torch.sigmoid(self.frozen(x))
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    hidden = torch.relu(hidden) @ self.first.weight
+                return self.last(hidden.float() * gate).mean()
+
+        torch.manual_seed(0)
+        case = case_of(Mixed(), (torch.randn(3, 8),))
+
+        for num_stages in (1, 2, 3):
+            plan = planned(case, num_stages)
+            programs = generate(case.graph, plan)
+            text = "".join(program.source for program in programs)
+            assert 'with torch.autocast("cpu", dtype=torch.bfloat16):' in text
+            assert "with torch.no_grad():" in text
+            found = compared(case, plan, programs)
+            # In two stages the gate is elsewhere, and the two regions are one with one cast of the weight.
+            assert found.exact if num_stages == 1 else found.worst.relative <= 2**-8
+
+    def test_no_device_of_the_trace_is_baked_in(self) -> None:
+        class Positions(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = nn.Embedding(16, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                places = torch.arange(x.shape[1], device=x.device)
+                mask = torch.ones(x.shape[1], 1, device=x.device).tril()
+                return (x + self.table(places) * mask).to(x.device).mean()
+
+        case = case_of(Positions(), (torch.randn(3, 5, 4),))
+        plan = by_hand(case, {b.name: 0 for b in case.problem.blocks})
+
+        (program,) = generate(case.graph, plan)
+
+        assert "cpu" not in program.source.split('"""')[2]
+        assert "x.device" in program.source
+        on_meta = build_module(program, tensors(case.graph)).to("meta")
+        assert on_meta(torch.empty(7, 5, 4, device="meta")).device.type == "meta"
+
+    def test_a_model_may_return_its_input(self) -> None:
+        class Echo(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+            def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+                return {
+                    "loss": F.mse_loss(self.second(torch.tanh(self.first(x))), y),
+                    "seen": x,
+                    "twice": y * 2,
+                }
+
+        case = case_of(Echo().double(), (torch.randn(3, 4).double(), torch.randn(3, 4).double()))
+
+        assert compared(case, planned(case, 2)).exact
+
+    def test_the_same_layer_called_twice_is_one_class_and_one_module(self) -> None:
+        class Recurrent(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.step = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+            def forward(self, x: Tensor) -> Tensor:
+                for _ in range(3):
+                    x = self.step(x)
+                return x.square().mean()
+
+        case = case_of(Recurrent().double(), (torch.randn(3, 6).double(),))
+        plan = planned(case, 2)
+        programs = generate(case.graph, plan)
+
+        assert all(program.source.count("nn.Linear(") == 1 for program in programs)
+        assert compared(case, plan, programs).worst.relative <= 1e-14
