@@ -8,17 +8,23 @@ times and the report draws.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
 
 class Kind(StrEnum):
+    """A backward is whole (B), or stands in two halves: the gradients of the stage's inputs (I), after which
+    they are sent, and some time later those of its weights (W), before the update.
+    """
+
     RECEIVE_ACTIVATION = "RF"
     FORWARD = "F"
     SEND_ACTIVATION = "SF"
     RECEIVE_GRADIENT = "RB"
     BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
     SEND_GRADIENT = "SB"
     UPDATE = "U"
 
@@ -43,6 +49,39 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """What a schedule is built for; each method refuses what it cannot use.
+
+    `num_stages` are those of the model's cut (interleaved: `chunks` of them on each rank), and
+    `microbatches_per_update` those of the whole update, over all replicas. `replicas` counts the ranks that
+    run a stage, taking its microbatches in turn; None: one rank a stage.
+
+    `orders` are lists for each stage that were found elsewhere, "F0 F1 I0 W0 ..", for methods that search
+    (zb-auto); `base` is the method whose lists are used by one that chooses among others (bapipe).
+    """
+
+    num_stages: int
+    microbatches_per_update: int
+    slack: float = 0.0  # 2bw, 1f1b: the warm-up is (d - 1 - s)(1 + slack) forwards
+    replicas: tuple[int, ...] | None = None
+    chunks: int = 1  # interleaved: stages of a rank
+    vertical_sync: bool = False  # pipedream: every stage on the version that all of them have
+    orders: tuple[str, ...] | None = None
+    base: str | None = None
+
+    def replicas_of(self, stage: int) -> int:
+        return 1 if self.replicas is None else self.replicas[stage]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        lists = {key: tuple(data[key]) for key in ("replicas", "orders") if data.get(key) is not None}
+        return cls(**{**data, **lists})
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """The actions of updates `updates` (a range) for every rank, in the order in which a rank performs them.
 
@@ -56,7 +95,8 @@ class Schedule:
     updates: range
     ranks: tuple[tuple[Action, ...], ...]
     drained: bool
-    weight_versions: int  # alive at any one time
+    weight_versions: int  # alive at any one time, at the stage with most
+    shape: Shape | None = None  # what it was built for; None in a list written by hand
 
     def then(self, later: Schedule) -> Schedule:
         """This segment and the one that follows it, as one."""
@@ -72,6 +112,7 @@ class Schedule:
             "updates": [self.updates.start, self.updates.stop],
             "drained": self.drained,
             "weight_versions": self.weight_versions,
+            "shape": None if self.shape is None else self.shape.to_json(),
             "ranks": [[_action_to_json(action) for action in rank] for rank in self.ranks],
         }
 
@@ -85,6 +126,7 @@ class Schedule:
             ranks=tuple(tuple(_action_from_json(a) for a in rank) for rank in data["ranks"]),
             drained=data["drained"],
             weight_versions=data["weight_versions"],
+            shape=None if data.get("shape") is None else Shape.from_json(data["shape"]),
         )
 
 

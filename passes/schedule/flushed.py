@@ -1,0 +1,107 @@
+"""Synchronous methods on a row of stages, d = 3, m = 4: the pipeline is empty after every update.
+
+    1f1b (PipeDream-Flush)                          gpipe
+    stage 0   F0 F1 F2 B0 F3 B1 B2 B3 U             F0 F1 F2 F3 .. B3 B2 B1 B0 U
+    stage 1      F0 F1 B0 F2 B1 F3 B2 B3 U             F0 F1 F2 F3 .. B3 B2 B1 B0 U
+    stage 2         F0 B0 F1 B1 F2 B2 F3 B3 U             F0 F1 F2 F3 B3 B2 B1 B0 U
+
+Both take (m + d - 1)(F + B); 1f1b holds d - s microbatches at stage s, gpipe all m.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pd2bw_fx.actions import Kind, Shape
+from pd2bw_fx.errors import InputError
+
+from .method import StageMethod
+
+Turns = Iterator[tuple[Kind, int]]
+
+
+def warm_up_forwards(stage: int, num_stages: int, slack: float = 0.0) -> int:
+    """Forwards of a stage before its first forward-backward pair; one more microbatch is in flight then.
+
+    d - 1 - s is the least that keeps every stage busy; with it 2BW would do with m >= d - 1.
+    """
+    return math.ceil((num_stages - 1 - stage) * (1 + slack))
+
+
+class OneForwardOneBackward(StageMethod):
+    """PipeDream-Flush (arXiv 2006.09503, section 3.2). `slack` begins with more forwards, so that late
+    messages keep nobody waiting; a stage holds as many more microbatches.
+    """
+
+    name = "1f1b"
+
+    def check(self, shape: Shape) -> None:
+        super().check(shape)
+        if shape.slack < 0:
+            raise InputError(f"slack={shape.slack}; give 0 (as few microbatches in flight as can be) or more")
+
+    def in_flight(self, shape: Shape, stage: int) -> int:
+        longest = warm_up_forwards(stage, shape.num_stages, shape.slack) + 1
+        return min(longest, self.turns_per_update(shape, stage))
+
+    def turns(self, shape: Shape, stage: int, updates: range, *, drain: bool, empty_before: int) -> Turns:
+        m = self.turns_per_update(shape, stage)
+        warm_up = min(m - 1, warm_up_forwards(stage, shape.num_stages, shape.slack))
+        for update in updates:
+            first, beyond = update * m, (update + 1) * m
+            for turn in range(first, beyond):
+                yield Kind.FORWARD, turn
+                if turn - warm_up >= first:
+                    yield Kind.BACKWARD, turn - warm_up
+            for turn in range(beyond - warm_up, beyond):
+                yield Kind.BACKWARD, turn
+            yield Kind.UPDATE, update
+
+
+class GPipe(StageMethod):
+    """arXiv 1811.06965: all forwards, then the backwards, last microbatch first."""
+
+    name = "gpipe"
+
+    def in_flight(self, shape: Shape, stage: int) -> int:
+        return self.turns_per_update(shape, stage)
+
+    def turns(self, shape: Shape, stage: int, updates: range, *, drain: bool, empty_before: int) -> Turns:
+        m = self.turns_per_update(shape, stage)
+        for update in updates:
+            turns = range(update * m, (update + 1) * m)
+            for turn in turns:
+                yield Kind.FORWARD, turn
+            for turn in reversed(turns):
+                yield Kind.BACKWARD, turn
+            yield Kind.UPDATE, update
+
+
+class DataParallel(OneForwardOneBackward):
+    """The whole model on each of N ranks, gradients averaged: the baseline (DistributedDataParallel)."""
+
+    name = "ddp"
+
+    def check(self, shape: Shape) -> None:
+        super().check(shape)
+        if shape.num_stages != 1:
+            raise InputError(
+                f"ddp has the whole model on every rank, and this cut has {shape.num_stages} stages; try "
+                "num_stages=1 with replicas=(N,), or method='1f1b' with replicas of every stage"
+            )
+
+
+class Inference(StageMethod):
+    """Forwards alone, each microbatch on the newest weights of its update."""
+
+    name = "inference"
+    trains = False
+
+    def in_flight(self, shape: Shape, stage: int) -> int:
+        return 1
+
+    def turns(self, shape: Shape, stage: int, updates: range, *, drain: bool, empty_before: int) -> Turns:
+        m = self.turns_per_update(shape, stage)
+        for turn in range(updates.start * m, updates.stop * m):
+            yield Kind.FORWARD, turn

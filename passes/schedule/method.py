@@ -1,0 +1,218 @@
+"""What every training method says of itself, and how its computations become a rank's actions.
+
+A method gives, for each rank, the order of its computations (`order`); receives and sends follow from it: a
+receive stands right before the computation that needs it, a send right after the one that makes it. Posting
+receives ahead of time is the engine's business.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import lru_cache
+
+from pd2bw_fx.actions import Action, Kind, Shape
+from pd2bw_fx.errors import InputError
+
+Cell = tuple[Kind, int, int]  # a computation: kind, stage, microbatch (for an update: which one)
+
+
+class Method(ABC):
+    """One training method. Ranks of a shape count from 0; those of a replicated stage stand side by side.
+
+    `is_synchronous`: every microbatch of update t runs on W(t), and nothing is in flight between updates.
+    `keeps_versions`: a backward runs on the version that its forward ran on (stashed where need be); if not,
+    on whatever is newest then.
+    """
+
+    name: str
+    is_synchronous: bool = True
+    keeps_versions: bool = True
+    trains: bool = True
+    splits_backward: bool = False  # into I and W
+
+    @abstractmethod
+    def check(self, shape: Shape) -> None:
+        """Raises InputError, with what to do about it, for a shape that the method cannot use."""
+
+    @abstractmethod
+    def num_ranks(self, shape: Shape) -> int: ...
+
+    @abstractmethod
+    def stages_of(self, shape: Shape, rank: int) -> tuple[int, ...]:
+        """The stages whose weights a rank holds, in the order of their number."""
+
+    @abstractmethod
+    def rank_of(self, shape: Shape, stage: int, microbatch: int) -> int:
+        """Who runs this microbatch at this stage, forward and backward."""
+
+    @abstractmethod
+    def order(
+        self, shape: Shape, rank: int, updates: range, *, drain: bool, empty_before: int
+    ) -> Iterator[Cell]:
+        """The rank's computations, updates among them (one for each of its stages)."""
+
+    def ranks_of(self, shape: Shape, stage: int) -> tuple[int, ...]:
+        """All ranks that hold the stage: those whose gradients make an update together."""
+        ranks = range(self.num_ranks(shape))
+        return tuple(rank for rank in ranks if stage in self.stages_of(shape, rank))
+
+    def num_versions(self, shape: Shape, stage: int) -> int:
+        """Weight versions alive at a stage at any one time."""
+        return 1
+
+    def forward_version(self, shape: Shape, stage: int, microbatch: int, *, empty_before: int = 0) -> int:
+        """The version that a forward runs on: of update t, W(t).
+
+        `empty_before` (see `actions`) matters only to methods that keep no versions.
+        """
+        return microbatch // shape.microbatches_per_update
+
+    def backward_version(self, shape: Shape, stage: int, microbatch: int, *, empty_before: int = 0) -> int:
+        """The version that the backward runs on: the forward's, where versions are kept."""
+        return self.forward_version(shape, stage, microbatch, empty_before=empty_before)
+
+    def in_flight(self, shape: Shape, stage: int) -> int:
+        """Most microbatches of this stage between forward and (the last half of the) backward on one rank.
+
+        Counted in the method's own lists, unless it knows a formula.
+        """
+        return _counted_in_flight(self, shape, stage)
+
+    def actions(
+        self, shape: Shape, rank: int, *, updates: range, drain: bool, empty_before: int = 0
+    ) -> tuple[Action, ...]:
+        """What a rank does for `updates`; the lists of consecutive ranges, joined, are that of the whole.
+
+        `drain` appends the backwards and updates that are still to come (nothing, if synchronous).
+        `empty_before` is the update before which the pipeline was empty for the last time: 0, or where a
+        drained segment ended. Raises InputError as `check` does, and for updates that cannot be.
+        """
+        self.check(shape)
+        if updates.step != 1 or not 0 <= empty_before <= updates.start:
+            raise InputError(
+                f"updates is {updates}, empty before update {empty_before}; expected consecutive updates "
+                "that do not begin before the pipeline was empty"
+            )
+        cells = self.order(shape, rank, updates, drain=drain, empty_before=empty_before)
+        return tuple(self._with_transfers(shape, cells, empty_before))
+
+    def _with_transfers(self, shape: Shape, cells: Iterator[Cell], empty_before: int) -> Iterator[Action]:
+        last = shape.num_stages - 1
+        for kind, stage, number in cells:
+            if kind is Kind.UPDATE:
+                yield Action(kind, stage, -1, number + 1)
+            elif kind is Kind.FORWARD:
+                version = self.forward_version(shape, stage, number, empty_before=empty_before)
+                if stage > 0:
+                    yield Action(Kind.RECEIVE_ACTIVATION, stage, number, version)
+                yield Action(kind, stage, number, version)
+                if stage < last:
+                    yield Action(Kind.SEND_ACTIVATION, stage, number, version)
+            else:
+                version = self.backward_version(shape, stage, number, empty_before=empty_before)
+                if stage < last and kind is not Kind.WEIGHT_GRADIENT:
+                    yield Action(Kind.RECEIVE_GRADIENT, stage, number, version)
+                yield Action(kind, stage, number, version)
+                if stage > 0 and kind is not Kind.WEIGHT_GRADIENT:
+                    yield Action(Kind.SEND_GRADIENT, stage, number, version)
+
+
+@lru_cache(maxsize=1024)
+def _counted_in_flight(method: Method, shape: Shape, stage: int) -> int:
+    most = 0
+    for rank in method.ranks_of(shape, stage):
+        now = 0
+        for kind, of_stage, _ in method.order(shape, rank, range(3), drain=True, empty_before=0):
+            if of_stage != stage:
+                continue
+            if kind is Kind.FORWARD:
+                now += 1
+                most = max(most, now)
+            elif kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
+                now -= 1
+    return most
+
+
+class StageMethod(Method):
+    """A method with one stage on each rank, and perhaps several ranks (replicas) for a stage.
+
+        replicas (2, 1)    stage 0   rank 0   F0 F2 F4 ..      a microbatch k goes to replica k mod r, forward
+                                     rank 1   F1 F3 F5 ..      and backward alike; each replica counts its own
+                           stage 1   rank 2   F0 F1 F2 ..      ("turns": 0, 1, 2, ..)
+
+    `may_be_unequal`: stages may have different numbers of replicas.
+    """
+
+    may_be_unequal = False
+
+    def check(self, shape: Shape) -> None:
+        d, m, replicas = shape.num_stages, shape.microbatches_per_update, shape.replicas
+        if d < 1 or m < 1:
+            raise InputError(f"found {d} stages and {m} microbatches an update; both must be 1 or more")
+        if shape.chunks != 1:
+            raise InputError(
+                f"{self.name} has one stage on a rank, and chunks={shape.chunks}; try method='interleaved'"
+            )
+        if shape.vertical_sync and self.name != "pipedream":
+            raise InputError(f"vertical_sync is an option of pipedream, not of {self.name}; leave it out")
+        if replicas is None:
+            return
+        if len(replicas) != d or min(replicas) < 1:
+            raise InputError(f"replicas is {replicas}; expected {d} numbers of 1 or more, one for each stage")
+        if not self.may_be_unequal and len(set(replicas)) > 1:
+            raise InputError(
+                f"replicas is {replicas}; {self.name} needs as many at every stage; pipedream takes "
+                "unequal ones"
+            )
+        uneven = next((count for count in replicas if m % count), None)
+        if uneven is not None:
+            raise InputError(
+                f"{m} microbatches an update cannot be shared equally by {uneven} replicas; try "
+                f"microbatches_per_update={-(-m // uneven) * uneven}"
+            )
+
+    def num_ranks(self, shape: Shape) -> int:
+        return shape.num_stages if shape.replicas is None else sum(shape.replicas)
+
+    def stages_of(self, shape: Shape, rank: int) -> tuple[int, ...]:
+        return (self.place_of(shape, rank)[0],)
+
+    def ranks_of(self, shape: Shape, stage: int) -> tuple[int, ...]:
+        first = self.first_rank(shape, stage)
+        return tuple(range(first, first + shape.replicas_of(stage)))
+
+    def rank_of(self, shape: Shape, stage: int, microbatch: int) -> int:
+        return self.first_rank(shape, stage) + microbatch % shape.replicas_of(stage)
+
+    def first_rank(self, shape: Shape, stage: int) -> int:
+        return stage if shape.replicas is None else sum(shape.replicas[:stage])
+
+    def place_of(self, shape: Shape, rank: int) -> tuple[int, int]:
+        """Stage and replica of a rank."""
+        if shape.replicas is None:
+            return rank, 0
+        for stage, count in enumerate(shape.replicas):
+            if rank < count:
+                return stage, rank
+            rank -= count
+        raise AssertionError(f"rank {rank} is beyond the replicas {shape.replicas}")
+
+    def turns_per_update(self, shape: Shape, stage: int) -> int:
+        """Microbatches of an update that one replica of the stage runs."""
+        return shape.microbatches_per_update // shape.replicas_of(stage)
+
+    def order(
+        self, shape: Shape, rank: int, updates: range, *, drain: bool, empty_before: int
+    ) -> Iterator[Cell]:
+        stage, replica = self.place_of(shape, rank)
+        count = shape.replicas_of(stage)
+        turns = self.turns(shape, stage, updates, drain=drain, empty_before=empty_before)
+        for kind, number in turns:
+            yield kind, stage, number if kind is Kind.UPDATE else number * count + replica
+
+    @abstractmethod
+    def turns(
+        self, shape: Shape, stage: int, updates: range, *, drain: bool, empty_before: int
+    ) -> Iterator[tuple[Kind, int]]:
+        """The order of every replica of a stage, in its own counting of microbatches."""
