@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pd2bw_fx.commands import onnx, planning, training
+from pd2bw_fx.commands import onnx, planning, probing, training
 from pd2bw_fx.errors import Pd2bwError
 
 
@@ -39,6 +39,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for group in (planning, training, onnx):
+    for group in (planning, probing, training, onnx):
         group.add(commands)
     return parser

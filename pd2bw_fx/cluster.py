@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -221,6 +222,28 @@ class Cluster:
                             f"{key}[{a}][{b}] is {matrix[a][b]:g} but {key}[{b}][{a}] is {matrix[b][a]:g}; "
                             "if the two directions really differ, say asymmetric = true"
                         )
+
+    def to_toml(self) -> str:
+        """A cluster file with full matrices, which `from_toml` reads back as it was."""
+        lines = [f"asymmetric = {'false' if self._is_symmetric() else 'true'}  # rows send, columns receive"]
+        for key, matrix in (("bytes_per_s", self.bytes_per_s), ("latency_s", self.latency_s)):
+            rows = [f"    [{', '.join(f'{entry!r}' for entry in row)}]," for row in matrix]
+            lines += [f"{key} = [", *rows, "]"]
+        for device in self.devices:
+            entries = asdict(device)
+            entries["memory"] = entries.pop("memory_bytes")
+            lines += ["", "[[device]]"]
+            # A TOML string is written as JSON writes it, and a number as Python does.
+            lines += [f"{key} = {json.dumps(value)}" for key, value in entries.items()]
+        return "\n".join(lines) + "\n"
+
+    def _is_symmetric(self) -> bool:
+        return all(
+            matrix[a][b] == matrix[b][a]
+            for matrix in (self.bytes_per_s, self.latency_s)
+            for a in range(len(self))
+            for b in range(a)
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

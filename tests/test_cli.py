@@ -238,6 +238,7 @@ def test_wrong_use_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
         "report",
         "check",
         "verify",
+        "probe",
     ],
 )
 def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:

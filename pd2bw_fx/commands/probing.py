@@ -1,0 +1,120 @@
+"""The command that measures the devices and links at hand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.commands.common import command
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.probe import probe
+from pd2bw_fx.runtime.world import join_world
+from pd2bw_fx.train import is_under_torchrun, start_processes
+from pd2bw_fx.units import format_bytes, format_seconds
+
+_TIMEOUT_S = 300.0
+
+
+def add(commands: Any) -> None:
+    """probe"""
+    probing = command(
+        commands,
+        "probe",
+        "measure devices and links, with one process a device, and write the cluster file",
+        "torchrun --nproc-per-node 4 -m pd2bw_fx probe -o cluster.toml, "
+        "or pd2bw-fx probe --processes 2 -o cluster.toml on this machine alone",
+    )
+    probing.add_argument("-o", "--output", type=Path, required=True, help="cluster file to write, by rank 0")
+    probing.add_argument(
+        "--processes", type=int, help="processes to start here, without torchrun (default: as --cluster's)"
+    )
+    probing.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    probing.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.1,
+        help="figures that differ by a smaller share are written as equal (default 0.1)",
+    )
+    probing.set_defaults(run=_probe)
+
+
+def _probe(options: argparse.Namespace) -> int:
+    if not 0 <= options.tolerance < 1:
+        raise InputError(f"--tolerance is {options.tolerance}; a share from 0 to below 1 was expected")
+    if not is_under_torchrun():
+        return _probe_here(options)
+    if options.processes is not None:
+        raise InputError("torchrun has started the processes already; leave out --processes")
+    is_first = int(os.environ["RANK"]) == 0
+    if is_first:
+        _check_writable(options.output)
+    joined = join_world(_TIMEOUT_S)
+    try:
+        kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        cluster = probe(kind, tolerance=options.tolerance)
+    finally:
+        if joined:
+            dist.destroy_process_group()
+    if is_first:
+        _write(cluster, options.output)
+        _print(cluster, Console())
+        print(f"{options.output} written")
+    return 0
+
+
+def _probe_here(options: argparse.Namespace) -> int:
+    """The same command under torchrun."""
+    count = len(Cluster.local()) if options.processes is None else options.processes
+    if count < 1:
+        raise InputError(f"--processes is {count}; at least one was expected")
+    if options.device == "cuda" and count > torch.cuda.device_count():
+        raise InputError(
+            f"{count} processes on --device cuda, and there are {torch.cuda.device_count()} GPUs"
+        )
+    _check_writable(options.output)
+    given = sys.argv[1:] if options.arguments is None else list(options.arguments)
+    kept = [entry for entry in given if not entry.startswith("--processes=")]
+    if "--processes" in kept:
+        at = kept.index("--processes")
+        del kept[at : at + 2]
+    return 1 if start_processes(count, kept) else 0
+
+
+def _check_writable(path: Path) -> None:
+    """Before minutes are spent on what cannot be written."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise InputError(f"{path} cannot be written; name a file in a folder that is there and is yours")
+
+
+def _write(cluster: Cluster, path: Path) -> None:
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(cluster.to_toml())
+    fresh.replace(path)
+
+
+def _print(cluster: Cluster, console: Console) -> None:
+    table = Table("device", "memory", "speed", "operations/s", "bytes/s of memory")
+    for device in cluster.devices:
+        rates = (f"{device.flops_per_s:.3g}", f"{device.memory_bytes_per_s:.3g}")
+        table.add_row(device.name, format_bytes(device.memory_bytes), f"{device.speed:.3g}", *rates)
+    console.print(table)
+    if len(cluster) == 1:
+        return
+    links = Table("from \\ to", *(device.name for device in cluster.devices), title="latency, bytes/s")
+    for a, device in enumerate(cluster.devices):
+        cells = [
+            "" if a == b else f"{format_seconds(cluster.latency_s[a][b])}, {cluster.bytes_per_s[a][b]:.3g}"
+            for b in range(len(cluster))
+        ]
+        links.add_row(device.name, *cells)
+    console.print(links)

@@ -1,0 +1,244 @@
+"""`pd2bw-fx probe`: what the devices and links of a job do, measured with one process a device.
+
+A link is timed by sending n bytes from a to b, which answers with a few: that takes
+latency(a, b) + latency(b, a) + n / bandwidth(a, b). A line is fitted through several n, each point weighted
+by its own time; clocks of two machines are not compared, so the two latencies of a pair are taken as equal.
+
+All that is compared is repeated in turns, and the lower quartile counts: what else runs only ever makes a
+sample longer, and for a while at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pd2bw_fx.cluster import Cluster, Device, machine_memory_bytes
+from pd2bw_fx.errors import ClusterError, InputError
+from pd2bw_fx.runtime.failure import translated
+
+SIZES = (2**10, 2**14, 2**17, 2**19, 2**21, 2**23)
+_ROUNDS = 20
+_ENOUGH_S = 1.5  # for each device's figures together
+_MEMORY_STEP = 2**26  # devices of one make differ by what their drivers keep
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one rank found out about its own device; `step_s` is one training step of a fixed small layer."""
+
+    device: Device
+    step_s: float
+
+
+def probe(kind: str, *, tolerance: float = 0.1, sizes: Sequence[int] = SIZES) -> Cluster:
+    """The cluster of all ranks, the device of rank r the r-th; every rank calls it and has the same answer.
+
+    All devices compute at the same time, as they do in training, and links are timed one after another.
+    Speeds count from rank 0's, which is where operators are measured. Figures that differ by less than
+    `tolerance` are written as equal ones, their median: devices that are alike should look alike to the
+    planner. 0 keeps what was measured.
+
+    Raises InputError for a rank without a device of that kind, ClusterError for a link that gave no line.
+    """
+    if not 0 <= tolerance < 1:
+        raise InputError(f"tolerance is {tolerance}; a share from 0 to below 1 was expected")
+    device = _own_device(kind)
+    with translated(None):
+        dist.barrier()
+    own = _seen(device)
+    seen = [own] * dist.get_world_size()
+    with translated(None):
+        dist.all_gather_object(seen, own)
+        seconds = _links(device, sizes)
+    return _cluster(seen, {pair: _fitted(pair, sizes, points) for pair, points in seconds.items()}, tolerance)
+
+
+def _own_device(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"process {local_rank} of {socket.gethostname()} has no GPU of its own: there are "
+            f"{torch.cuda.device_count()}; start one process for each, or probe with --device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _seen(device: torch.device) -> _Seen:
+    side, count = (4096, 2**26) if device.type == "cuda" else (512, 2**22)
+    a, b = torch.rand(side, side, device=device), torch.rand(side, side, device=device)
+    source, target = torch.rand(count, device=device), torch.empty(count, device=device)
+    product_s, copy_s, step_s = _in_turns(
+        (lambda: torch.mm(a, b), lambda: target.copy_(source), _training_step(device)), device
+    )
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    else:
+        memory_bytes = machine_memory_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    described = Device(
+        f"{device.type}:{os.environ.get('LOCAL_RANK', '0')}",
+        memory_bytes=memory_bytes - memory_bytes % _MEMORY_STEP,
+        kind=device.type,
+        flops_per_s=2 * side**3 / product_s,
+        memory_bytes_per_s=2 * source.nbytes / copy_s,
+        host=socket.gethostname(),
+    )
+    return _Seen(described, step_s)
+
+
+def _training_step(device: torch.device) -> Callable[[], object]:
+    """Forward and backward of two matrix products and what stands between them in a transformer."""
+    rows, width = (4096, 2048) if device.type == "cuda" else (256, 256)
+    layers = nn.Sequential(
+        nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+    ).to(device)
+    x = torch.rand(rows, width, device=device, requires_grad=True)
+    seed = torch.ones_like(x)
+    wanted = (x, *layers.parameters())
+    return lambda: torch.autograd.grad(layers(x), wanted, seed)
+
+
+def _in_turns(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Seconds of each."""
+    samples: list[list[float]] = [[] for _ in runs]
+    began_s = time.perf_counter()
+    while len(samples[0]) <= _ROUNDS or time.perf_counter() - began_s < _ENOUGH_S:
+        for run, own in zip(runs, samples, strict=True):
+            _wait(device)
+            began = time.perf_counter()
+            run()
+            _wait(device)
+            own.append(time.perf_counter() - began)
+    return [_lower_quartile(own[1:]) for own in samples]  # the first ones meet cold allocators
+
+
+def _lower_quartile(samples: Sequence[float]) -> float:
+    return statistics.quantiles(samples, n=4)[0]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _links(device: torch.device, sizes: Sequence[int]) -> dict[tuple[int, int], list[float]]:
+    """Seconds for each size there and a few bytes back, by (sender, receiver)."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for num_bytes in sizes]
+    own: dict[tuple[int, int], list[float]] = {}
+    for first, second in itertools.combinations(range(count), 2):
+        if rank in (first, second):
+            other = second if rank == first else first
+            own[rank, other] = _to_and_fro(buffers, other, goes_first=rank == first)
+        dist.barrier()
+    gathered = [own] * count
+    dist.all_gather_object(gathered, own)
+    return {pair: seconds for part in gathered for pair, seconds in part.items()}
+
+
+def _to_and_fro(buffers: Sequence[Tensor], other: int, *, goes_first: bool) -> list[float]:
+    """Seconds of each buffer to the other rank; both directions in turns."""
+    answer = torch.zeros(8, dtype=torch.uint8, device=buffers[0].device)
+    samples: list[list[float]] = [[] for _ in buffers]
+    for sends in (goes_first, not goes_first) * _ROUNDS:
+        for buffer, own in zip(buffers, samples, strict=True):
+            if sends:
+                _wait(buffer.device)
+                began = time.perf_counter()
+                dist.send(buffer, other)
+                dist.recv(answer, other)
+                _wait(buffer.device)
+                own.append(time.perf_counter() - began)
+            else:
+                dist.recv(buffer, other)
+                dist.send(answer, other)
+    return [_lower_quartile(own[2:]) for own in samples]  # the first ones open the connection
+
+
+def fitted_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """(latency_s, bytes_per_s) of seconds = 2 latency + size / bandwidth, squares of relative errors least.
+
+    Raises ClusterError where larger messages do not take longer.
+    """
+    n, t = np.array(sizes, dtype=float), np.array(seconds)
+    both_s, per_byte_s = np.linalg.lstsq(np.stack([1 / t, n / t], axis=1), np.ones(len(t)), rcond=None)[0]
+    if both_s < 0:
+        both_s, per_byte_s = 0.0, (n / t).sum() / ((n / t) ** 2).sum()
+    if per_byte_s <= 0:
+        raise ClusterError(
+            f"{sizes[-1]} bytes took {seconds[-1]:.2g} s and {sizes[0]} bytes {seconds[0]:.2g} s, so there "
+            "is no bandwidth in it; probe again while nothing else runs"
+        )
+    return float(both_s / 2), float(1 / per_byte_s)
+
+
+def _fitted(pair: tuple[int, int], sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    try:
+        return fitted_link(sizes, seconds)
+    except ClusterError as error:
+        raise ClusterError(f"link from rank {pair[0]} to rank {pair[1]}: {error}") from None
+
+
+def _cluster(
+    seen: Sequence[_Seen], links: dict[tuple[int, int], tuple[float, float]], tolerance: float
+) -> Cluster:
+    pairs, ranks = sorted(links), range(len(seen))
+    latencies = dict(zip(pairs, levelled([links[pair][0] for pair in pairs], tolerance), strict=True))
+    rates = dict(zip(pairs, levelled([links[pair][1] for pair in pairs], tolerance), strict=True))
+    return Cluster(
+        tuple(_devices(seen, tolerance)),
+        tuple(tuple(rates.get((a, b), 0.0) for b in ranks) for a in ranks),
+        tuple(tuple(latencies.get((a, b), 0.0) for b in ranks) for a in ranks),
+    )
+
+
+def _devices(seen: Sequence[_Seen], tolerance: float) -> list[Device]:
+    devices = [each.device for each in seen]
+    step_s = levelled([each.step_s for each in seen], tolerance)
+    flops = levelled([device.flops_per_s for device in devices], tolerance)
+    traffic = levelled([device.memory_bytes_per_s for device in devices], tolerance)
+    are_together = len({device.host for device in devices}) == 1
+    return [
+        replace(
+            device,
+            name=device.name if are_together else f"{device.name}@{device.host}",
+            speed=_three_digits(step_s[0] / step_s[rank]),
+            flops_per_s=flops[rank],
+            memory_bytes_per_s=traffic[rank],
+        )
+        for rank, device in enumerate(devices)
+    ]
+
+
+def levelled(values: Sequence[float], tolerance: float) -> list[float]:
+    """Each value as the median of those near it: from the smallest up, groups within `tolerance` of their
+    first. Three digits remain."""
+    groups: list[list[int]] = []
+    for at in sorted(range(len(values)), key=values.__getitem__):
+        if groups and values[at] <= values[groups[-1][0]] * (1 + tolerance):
+            groups[-1].append(at)
+        else:
+            groups.append([at])
+    written = list(values)
+    for group in groups:
+        middle = _three_digits(statistics.median(values[at] for at in group))
+        for at in group:
+            written[at] = middle
+    return written
+
+
+def _three_digits(value: float) -> float:
+    return float(f"{value:.3g}") if math.isfinite(value) else value
