@@ -116,13 +116,13 @@ def made(pipe: pd2bw_fx.Pipeline | None, model: GPT, m: int) -> dict[str, tuple[
 
 def alone(job: Job, batch: tuple[Tensor, ...], m: int) -> Update:
     """This stage's compute without its peers."""
-    module = build_module(job.program, job.tensors)
+    module = build_module(job.programs[0], job.tensors)
     optimizer = OPTIMIZER(module.parameters())
     pieces = [dict(zip(("tokens", "targets"), parts, strict=True)) for parts in chunked(batch, m)]
 
     def run(piece: dict[str, Tensor]) -> None:
         arguments = []
-        for port in job.program.inputs:
+        for port in job.programs[0].inputs:
             if port.source is None:
                 arguments.append(piece[port.value])
                 continue
@@ -146,8 +146,8 @@ class TorchStage(nn.Module):
 
     def __init__(self, job: Job) -> None:
         super().__init__()
-        self.stage = build_module(job.program, job.tensors)
-        self.names = [port.value for port in job.program.inputs]
+        self.stage = build_module(job.programs[0], job.tensors)
+        self.names = [port.value for port in job.programs[0].inputs]
 
     def forward(self, *arguments: Tensor, **targets: Tensor) -> Tensor:
         received = iter(arguments)
@@ -158,15 +158,15 @@ class TorchStage(nn.Module):
 def torch_pipeline(job: Job, batch: tuple[Tensor, ...], m: int, kind: Any) -> Update:
     module = TorchStage(job)
     optimizer = OPTIMIZER(module.parameters())
-    stage = PipelineStage(module, job.stage, job.num_stages, torch.device("cpu"))
+    stage = PipelineStage(module, job.stages[0], job.num_ranks, torch.device("cpu"))
     schedule = kind(stage, m, loss_fn=lambda output, target: output.sum())
     tokens, targets = batch
 
     def update() -> None:
         optimizer.zero_grad()
-        if job.stage == 0:
+        if job.stages[0] == 0:
             schedule.step(tokens)
-        elif job.stage == job.num_stages - 1:
+        elif job.stages[0] == job.num_ranks - 1:
             schedule.step(target=targets, targets=targets)
         else:
             schedule.step()

@@ -28,7 +28,8 @@ _DTYPES = (
 _MAX_DIMS = 8
 _ABSENT = -1
 _TAGS_A_MICROBATCH = 1024
-_MICROBATCH_TAGS = 2**16  # far more than are ever under way at once
+_MICROBATCH_TAGS = 2**11  # far more than are ever under way at once
+TAGS_A_LINK = _TAGS_A_MICROBATCH * _MICROBATCH_TAGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +134,6 @@ class Inbox:
     values: tuple[str, ...]
     _agreed: dict[Hashable, Layout] = field(default_factory=dict)
     _posted: dict[int, _Posted] = field(default_factory=dict)
-
-    @property
-    def num_expected(self) -> int:
-        return len(self._posted)
-
-    def expects(self, microbatch: int) -> bool:
-        return microbatch in self._posted
 
     def expect(self, microbatch: int, size: Hashable) -> None:
         posted = _Posted(size)

@@ -1,11 +1,11 @@
-"""Checkpoints of a training run: what every stage needs to go on as if nothing had happened.
+"""Checkpoints of a training run: what every rank needs to go on as if nothing had happened.
 
     folder/
       latest                       the name of the newest whole checkpoint
       update_000120/
-        checkpoint.json            what this is: updates so far, method, stages
-        stage_0.safetensors        both weight versions, buffers, optimizer state, by the model's own names
-        stage_0.json               learning rates and the like, and the scheduler
+        checkpoint.json            what this is: updates so far, method, stages, ranks
+        rank_0.safetensors         all weight versions, buffers, optimizer state, by the model's own names
+        rank_0.json                learning rates and the like, the scheduler, fp16's loss scale
 
 A checkpoint is written beside the last one and named in `latest` when it is whole, so that a run killed at
 any moment finds a good one. Tensors have the model's names: a checkpoint of four stages can be read on two.
@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ from pd2bw_fx.errors import InputError, PlanMismatchError
 
 _LATEST = "latest"
 _KEPT = 2
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
-class StageState:
-    """One stage's part. `tensors` are named kind/name, `optimizer/NAME/KEY` for optimizer state.
+class RankState:
+    """One rank's part. `tensors` are named kind/name, `optimizer/NAME/KEY` for optimizer state.
 
     `options[name]` are the options of a parameter's group, `random` the state of this rank's generators.
     """
@@ -43,42 +43,43 @@ class StageState:
     tensors: Mapping[str, Tensor]
     options: Mapping[str, Mapping[str, Any]]
     scheduler: Mapping[str, Any] | None
+    loss_scale: Mapping[str, Any] | None
     random: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What all stages share."""
+    """What all ranks share."""
 
     updates: int
     method: str
     num_stages: int
-    fingerprint: str
+    num_ranks: int
+    fingerprint: str  # of the operator graph
 
 
 def save(
-    folder: str | Path, header: Header, stage: int, state: StageState, *, barrier: Callable[[], None]
+    folder: str | Path, header: Header, rank: int, state: RankState, *, barrier: Callable[[], None]
 ) -> None:
-    """Write this stage's part; all stages do, on a file system that they share. Stage 0 makes it official.
+    """Write this rank's part; all ranks do, on a file system that they share. Rank 0 makes it official.
 
     Raises InputError for a scheduler or optimizer whose options are no plain numbers and texts.
     """
     folder = Path(folder)
     name = f"update_{header.updates:06d}"
     partial = folder / f".{name}.partial"
-    if stage == 0:
+    if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     barrier()
     tensors = dict(state.tensors) | {f"random/{kind}": value for kind, value in state.random.items()}
     whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
-    save_file(whole, partial / f"stage_{stage}.safetensors")
-    details = {"options": state.options, "scheduler": state.scheduler}
-    (partial / f"stage_{stage}.json").write_text(_plain(details))
+    save_file(whole, partial / f"rank_{rank}.safetensors")
+    details = {"options": state.options, "scheduler": state.scheduler, "loss_scale": state.loss_scale}
+    (partial / f"rank_{rank}.json").write_text(_plain(details))
     barrier()
-    if stage == 0:
-        described = {"schema": _SCHEMA, "updates": header.updates, "method": header.method}
-        described |= {"num_stages": header.num_stages, "fingerprint": header.fingerprint}
+    if rank == 0:
+        described = {"schema": _SCHEMA} | asdict(header)
         (partial / "checkpoint.json").write_text(json.dumps(described, indent=1))
         _publish(folder, partial, name)
     barrier()
@@ -109,30 +110,32 @@ def _plain(details: Mapping[str, Any]) -> str:
 
 
 class Checkpoint:
-    """The newest whole checkpoint in a folder."""
+    """The newest whole checkpoint in a folder, as `rank` reads it: where several ranks have a tensor of the
+    same name (running statistics of replicas), its own comes first.
+    """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, rank: int = 0) -> None:
         """Raises InputError where there is none, PlanMismatchError where a file of it is missing."""
         pointer = Path(folder) / _LATEST
         if not pointer.exists():
             raise InputError(f"{folder} holds no checkpoint; expected the file {_LATEST!r} in it")
         self.path = Path(folder) / pointer.read_text()
         described = self._json("checkpoint.json")
-        if described.get("schema") != _SCHEMA:
-            raise PlanMismatchError(f"{self.path} has schema {described.get('schema')}, expected {_SCHEMA}")
-        self.header = Header(
-            described["updates"], described["method"], described["num_stages"], described["fingerprint"]
-        )
+        if described.pop("schema", None) != _SCHEMA:
+            raise PlanMismatchError(f"{self.path} was written by another version; expected schema {_SCHEMA}")
+        self.header = Header(**described)
         self._places: dict[str, Path] = {}
         self.options: dict[str, Mapping[str, Any]] = {}
         self.scheduler: Mapping[str, Any] | None = None
-        for stage in range(self.header.num_stages):
-            details = self._json(f"stage_{stage}.json")
-            self.options |= details["options"]
+        self.loss_scale: Mapping[str, Any] | None = None
+        for other in sorted(range(self.header.num_ranks), key=lambda other: (other != rank, other)):
+            details = self._json(f"rank_{other}.json")
+            self.options = {**details["options"], **self.options}
             self.scheduler = self.scheduler or details["scheduler"]
-            with self._open(stage) as file:
+            self.loss_scale = self.loss_scale or details["loss_scale"]
+            with self._open(other) as file:
                 keys = [key for key in file.keys() if not key.startswith("random/")]  # noqa: SIM118
-            self._places |= dict.fromkeys(keys, self._file(stage))
+            self._places = {**dict.fromkeys(keys, self._file(other)), **self._places}
 
     def tensors(self, prefixes: Iterable[str]) -> dict[str, Tensor]:
         """The tensors whose name, or its beginning up to a slash, is one of these."""
@@ -144,20 +147,20 @@ class Checkpoint:
                     found[key] = file.get_tensor(key)
         return found
 
-    def random(self, stage: int) -> dict[str, Tensor]:
-        """The generators of a stage as they were, by kind."""
-        with self._open(stage) as file:
+    def random(self, rank: int) -> dict[str, Tensor]:
+        """The generators of a rank as they were, by kind."""
+        with self._open(rank) as file:
             keys = [key for key in file.keys() if key.startswith("random/")]  # noqa: SIM118
             return {key.partition("/")[2]: file.get_tensor(key) for key in keys}
 
-    def _file(self, stage: int) -> Path:
-        return self.path / f"stage_{stage}.safetensors"
+    def _file(self, rank: int) -> Path:
+        return self.path / f"rank_{rank}.safetensors"
 
-    def _open(self, stage: int) -> Any:
+    def _open(self, rank: int) -> Any:
         try:
-            return safe_open(self._file(stage), framework="pt")
+            return safe_open(self._file(rank), framework="pt")
         except (OSError, SafetensorError) as error:
-            raise PlanMismatchError(f"{self._file(stage)} cannot be read: {error}") from error
+            raise PlanMismatchError(f"{self._file(rank)} cannot be read: {error}") from error
 
     def _json(self, name: str) -> dict[str, Any]:
         try:

@@ -1,4 +1,4 @@
-"""The engine of one rank: batches in, losses out, and between them the actions of a schedule.
+"""The engine of one rank: batches in, losses out, and between them the actions of a method's schedule.
 
 torchrun --nproc-per-node 2 train.py          every rank runs the same script:
 
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import datetime
 import math
+import time
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,16 +26,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pd2bw_fx.actions import Action
-from pd2bw_fx.errors import InputError, PlanMismatchError, WorkerError
-from pd2bw_fx.passes.schedule import num_versions, stage_actions
+from pd2bw_fx.errors import PlanMismatchError, WorkerError
+from pd2bw_fx.passes.schedule import method_of
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
+from pd2bw_fx.runtime.corrections import Correction, PipeMare
 from pd2bw_fx.runtime.failure import shared_fate, translated
 from pd2bw_fx.runtime.job import Job, merged_tensors
 from pd2bw_fx.runtime.loss import Loss, LossPost
-from pd2bw_fx.runtime.stage_runner import Microbatch, StageRunner
-from pd2bw_fx.runtime.ties import join_ties
-from pd2bw_fx.runtime.update import Clipping
-from pd2bw_fx.runtime.weights import OptimizerFactory, ParameterOptions, SchedulerFactory, WeightStore
+from pd2bw_fx.runtime.rank_runner import evaluation_actions
+from pd2bw_fx.runtime.reports import UpdateReport
+from pd2bw_fx.runtime.setup import Precision, make_runner, make_weights
+from pd2bw_fx.runtime.stage_runner import Microbatch
+from pd2bw_fx.runtime.weights import OptimizerFactory, ParameterOptions, SchedulerFactory
 from pd2bw_fx.runtime.world import compare_batches, job_of_this_rank, join_world, local_device
 
 if TYPE_CHECKING:
@@ -46,7 +49,7 @@ _LOSSES_UNDER_WAY = 4
 
 
 class Engine:
-    """Trains one stage of a pipeline; the other ranks have engines for the other stages.
+    """Trains the stages of one rank of a pipeline; the other ranks have engines for the other stages.
 
     Every call is made on all ranks, in the same order. `updates` counts the steps so far.
     """
@@ -59,6 +62,9 @@ class Engine:
         lr_scheduler: SchedulerFactory | None = None,
         parameter_options: ParameterOptions | None = None,
         max_gradient_norm: float | None = None,
+        precision: Precision | None = None,
+        corrections: Sequence[Correction] = (),
+        on_update: Callable[[UpdateReport], None] | None = None,
         stop_at_nan: bool = True,
         device: torch.device | str | None = None,
         timeout_s: float = _TIMEOUT_S,
@@ -73,43 +79,41 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._stop_at_nan = stop_at_nan
+        self._on_update = on_update
         self._owns_world = False
         self._empty_before = 0
         self._is_broken = False
-        self._microbatches_a_loss = job.microbatches_per_update
+        self._of_this_loss = job.microbatches_per_update  # microbatches, over all ranks
+        self._losses_here = 0
         self._under_way: deque[Loss] = deque()
+        self._last_report_s = time.perf_counter()
+        self._synchronous_updates = max(
+            (c.synchronous_updates for c in corrections if isinstance(c, PipeMare)), default=0
+        )
         limit = datetime.timedelta(seconds=timeout_s)
-        everyone = list(range(job.num_stages))
+        everyone = list(range(job.num_ranks))
         activations, gradients, norms, self._control = (
             dist.new_group(everyone, timeout=limit) for _ in range(4)
         )
         self._post = LossPost(
-            job.ranks[job.loss_stage], job.rank, job.ranks, group=self._control, device=self.device
+            job.ranks_of(job.loss_stage), job.rank, job.num_ranks, group=self._control, device=self.device
         )
-        trainable = {spec.name for spec in job.parameters if spec.trainable}
-        holders = {
-            name: tuple(sorted(job.ranks[stage] for stage in stages))
-            for name, stages in job.holders.items()
-            if name in trainable
-        }
-        self._weights = WeightStore(
-            job.program,
-            job.tensors,
-            trainable=job.trainable,
-            num_versions=num_versions(job.method),
-            device=self.device,
-            ties=join_ties(holders, job.rank),
-            clipping=None
-            if max_gradient_norm is None
-            else Clipping(max_gradient_norm, norms, {name: len(ranks) for name, ranks in holders.items()}),
+        self._weights = make_weights(
+            job,
+            self.device,
+            norms=norms,
+            max_gradient_norm=max_gradient_norm,
+            precision=precision,
+            corrections=corrections,
         )
         self._weights.optimize_with(optimizer, lr_scheduler, parameter_options)
-        self._runner = StageRunner(
+        self._runner = make_runner(
             job,
             self._weights,
+            self.device,
             activations=activations,
             gradients=gradients,
-            device=self.device,
+            precision=precision,
             on_loss=self._collect_loss,
         )
 
@@ -122,23 +126,35 @@ class Engine:
         microbatches_per_update: int | None = None,
         method: str | None = None,
         slack: float | Literal["auto"] = "auto",
+        replicas: int | tuple[int, ...] | None = None,
+        vertical_sync: bool = False,
         **options: Any,
     ) -> Self:
         """This rank's engine for rank 0's pipeline; other ranks may have split it too, or pass None.
 
-        `optimizer` makes a torch optimizer of this stage's parameters, `lr_scheduler` a scheduler of the
-        optimizer, stepped once an update. `parameter_options(name, parameter)` gives the options of a
-        parameter's group, such as `{"weight_decay": 0.0}`, by its name in the model. `max_gradient_norm`
-        clips the norm of the whole model's gradient of an update. `slack` (2bw) lengthens the warm-up to
-        (d - 1 - s)(1 + slack) forwards: more microbatches in flight, so that no stage waits for a gradient
-        that is late; "auto" takes up to 1, as two weight versions and the devices' memory allow. It changes
-        no result.
-        `stop_at_nan` ends the run a few updates after a loss that is no finite number. `device` and
-        `timeout_s` (of a rank that does not answer) complete the options.
+        What is trained, and how:
+
+        - `optimizer` makes a torch optimizer of this rank's parameters, `lr_scheduler` a scheduler of the
+          optimizer, stepped once an update. `parameter_options(name, parameter)` gives the options of a
+          parameter's group, such as `{"weight_decay": 0.0}`, by its name in the model.
+        - `max_gradient_norm` clips the norm of the whole model's gradient of an update.
+        - `precision`: "bf16" or "fp16" computes under autocast with weights in their own type; "fp16" with a
+          loss scale, as torch.amp.GradScaler has it.
+        - `method` and `microbatches_per_update` (of the whole update, over all replicas): the plan's.
+        - `slack` (2bw, 1f1b) lengthens the warm-up to (d - 1 - s)(1 + slack) forwards: more microbatches in
+          flight, so that no stage waits for a gradient that is late. "auto" takes up to 1 for 2bw, as two
+          weight versions and the devices' memory allow. It changes no result.
+        - `replicas`: ranks for each stage, one number or one for each stage; they share the microbatches.
+        - `vertical_sync` (pipedream): all stages use the version that every one of them has.
+        - `corrections` (pb, pipemare): what is done about the delay, from `pd2bw_fx.runtime.corrections`.
+
+        `on_update` is called on every rank with an `UpdateReport` when an update's loss has arrived, in order
+        and a few updates late. `stop_at_nan` ends the run a few updates after a loss that is no finite
+        number. `device` and `timeout_s` (of a rank that does not answer) complete the options.
 
         Joins the process group that torchrun describes, if none is there: gloo for CPU, nccl for GPU.
-        Raises InputError on every rank where there are not as many processes as stages, where fewer
-        microbatches than stages make an update of 2BW, or where the pipeline cannot be trained.
+        Raises InputError on every rank where there are not as many processes as the method needs, where it
+        cannot use the numbers (fewer microbatches than stages for 2bw), or where the pipeline has no loss.
         """
         joined = join_world(options.get("timeout_s", _TIMEOUT_S))
         job = job_of_this_rank(
@@ -146,6 +162,8 @@ class Engine:
             method=method,
             microbatches_per_update=microbatches_per_update,
             slack=slack,
+            replicas=replicas,
+            vertical_sync=vertical_sync,
         )
         engine = cls(job, optimizer=optimizer, **options)
         engine._owns_world = joined
@@ -156,8 +174,8 @@ class Engine:
         return self.job.rank
 
     @property
-    def stage(self) -> int:
-        return self.job.stage
+    def stages(self) -> tuple[int, ...]:
+        return self.job.stages
 
     def step(self, batch: Any) -> Loss:
         """One update: the batch is cut into microbatches, which go through the pipeline.
@@ -182,11 +200,10 @@ class Engine:
         update = self.updates
         with self._shared_fate(f"in update {update}"):
             actions = self._actions(update, update + 1, drain=False)
-            self._microbatches_a_loss = len(microbatches)
-            self._runner.add(update * len(microbatches), map(self._on_device, microbatches))
+            self._add(microbatches)
             self.updates += 1
             self._runner.run(actions)
-            return self._tell_loss(update)
+            return self._tell_loss(update, training=True)
 
     def eval(self, batch: Any) -> Loss:
         """The loss under the newest weights, in evaluation mode and without gradients.
@@ -205,20 +222,11 @@ class Engine:
         self.flush()
         with self._shared_fate("in an evaluation"):
             self._weights.train(on=False)
-            actions = stage_actions(
-                "inference",
-                self.job.num_stages,
-                self.stage,
-                microbatches_per_update=len(microbatches),
-                updates=range(self.updates, self.updates + 1),
-                drain=True,
-            )
-            self._microbatches_a_loss = len(microbatches)
-            self._runner.add(self.updates * len(microbatches), map(self._on_device, microbatches))
-            self._runner.run(actions, training=False)
+            numbers = self._add(microbatches)
+            self._runner.run(evaluation_actions(self.job, numbers, self.updates), training=False)
             self._runner.settle()
             self._weights.train(on=True)
-            loss = self._tell_loss(self.updates)
+            loss = self._tell_loss(self.updates, training=False)
             loss.wait()
             return loss
 
@@ -240,12 +248,12 @@ class Engine:
         """
         own = self.tensors()
         with self._shared_fate("collecting the weights"), translated(None):
-            gathered: list[Any] = [None] * self.job.num_stages
+            gathered: list[Any] = [None] * self.job.num_ranks
             dist.all_gather_object(gathered, {name: t.cpu() for name, t in own.items()}, group=self._control)
         return merged_tensors(self.job, gathered)
 
     def save_checkpoint(self, folder: str | Path) -> None:
-        """Write everything that training goes on from, for all stages; all ranks call it. Flushes first.
+        """Write everything that training goes on from, for all ranks; all of them call it. Flushes first.
 
         `folder` is on a file system that all ranks share, and keeps the last two checkpoints. A kill at any
         moment leaves the last whole one. Raises InputError for an optimizer or scheduler whose options are
@@ -253,8 +261,9 @@ class Engine:
         """
         self.flush()
         with self._shared_fate("writing a checkpoint"), translated(None):
-            header = Header(self.updates, self.job.method, self.job.num_stages, self.job.fingerprint)
-            save(folder, header, self.stage, self._weights.state(), barrier=self._barrier)
+            job = self.job
+            header = Header(self.updates, job.method, job.shape.num_stages, job.num_ranks, job.fingerprint)
+            save(folder, header, self.rank, self._weights.state(), barrier=self._barrier)
 
     def load_checkpoint(self, folder: str | Path) -> int:
         """Go on from the newest checkpoint in `folder`; returns the updates made so far.
@@ -262,28 +271,23 @@ class Engine:
         The run that follows equals the uninterrupted one bit for bit if it gets the batches from that update
         on. With another number of stages it does so up to the random numbers of dropout.
 
-        Raises InputError where there is no checkpoint or it is of another method, PlanMismatchError where it
-        is of another model or incomplete.
+        Raises InputError where there is no checkpoint or its method kept fewer weight versions,
+        PlanMismatchError where it is of another model or incomplete.
         """
         self.flush()
         with self._shared_fate("reading a checkpoint"):
-            checkpoint = Checkpoint(folder)
+            checkpoint = Checkpoint(folder, rank=self.rank)
             header = checkpoint.header
             if header.fingerprint != self.job.fingerprint:
                 raise PlanMismatchError(f"{checkpoint.path} is a checkpoint of another model")
-            if num_versions(header.method) < num_versions(self.job.method):
-                raise InputError(
-                    f"{checkpoint.path} was written by {header.method}, which has one weight version; "
-                    f"{self.job.method} needs two: begin it from the weights alone"
-                )
             self._weights.load(checkpoint)
-            if header.num_stages == self.job.num_stages:
-                restore_random_state(checkpoint.random(self.stage), self.device)
+            if (header.num_stages, header.num_ranks) == (self.job.shape.num_stages, self.job.num_ranks):
+                restore_random_state(checkpoint.random(self.rank), self.device)
             self.updates = self._empty_before = header.updates
             return header.updates
 
     def tensors(self) -> dict[str, Tensor]:
-        """This stage's newest weights and buffers, by name in the operator graph. Flushes first."""
+        """This rank's newest weights and buffers, by name in the operator graph. Flushes first."""
         self.flush()
         return self._weights.tensors()
 
@@ -308,37 +312,52 @@ class Engine:
         dist.barrier(group=self._control)
 
     def _actions(self, first: int, beyond: int, *, drain: bool) -> tuple[Action, ...]:
-        return stage_actions(
-            self.job.method,
-            self.job.num_stages,
-            self.stage,
-            microbatches_per_update=self.job.microbatches_per_update,
-            updates=range(first, beyond),
-            drain=drain,
-            empty_before=self._empty_before,
-            slack=self.job.slack,
+        """What is to be done for updates `first` to `beyond`; pipemare may begin with synchronous ones."""
+        job, rules, empty_before = self.job, self.job.work.rules, self._empty_before
+        if first < self._synchronous_updates:
+            rules = method_of("1f1b")
+        else:
+            empty_before = max(empty_before, self._synchronous_updates)
+        updates = range(first, beyond)
+        return rules.actions(
+            job.shape, job.place, updates=updates, drain=drain, empty_before=min(empty_before, first)
         )
 
+    def _add(self, microbatches: Sequence[Microbatch]) -> range:
+        """Give each stage its microbatches of this update; their numbers."""
+        numbers = range(self.updates * len(microbatches), (self.updates + 1) * len(microbatches))
+        self._of_this_loss = len(microbatches)
+        loss_ranks = [self.job.rank_of(self.job.loss_stage, number) for number in numbers]
+        self._losses_here = loss_ranks.count(self.rank)
+        for number, microbatch in zip(numbers, microbatches, strict=True):
+            own = [stage for stage in self.stages if self.job.rank_of(stage, number) == self.rank]
+            if not own:
+                continue
+            there = self._on_device(microbatch)
+            for stage in own:
+                self._runner.add(stage, number, there)
+        return numbers
+
     def _on_device(self, microbatch: Microbatch) -> Microbatch:
-        wanted = [port.value for port in self.job.program.inputs if port.source is None]
-        moved = {name: microbatch.inputs[name].to(self.device, non_blocking=True) for name in wanted}
+        inputs = microbatch.inputs
+        moved = {name: inputs[name].to(self.device, non_blocking=True) for name in self.job.inputs()}
         return Microbatch(moved, microbatch.size)
 
     def _collect_loss(self, microbatch: int, loss: Tensor) -> None:
-        count = self._microbatches_a_loss
-        self._post.collect(microbatch // count, loss, num_microbatches=count)
+        update = microbatch // self._of_this_loss
+        self._post.collect(update, loss, num_microbatches=self._losses_here)
 
-    def _tell_loss(self, update: int) -> Loss:
-        mean, arrived = self._post.mean(update)
+    def _tell_loss(self, update: int, *, training: bool) -> Loss:
+        mean, arrived = self._post.mean(update, num_microbatches=self._of_this_loss)
 
         def wait() -> None:
             with self._shared_fate("waiting for the loss"):
                 arrived()
 
-        self._under_way.append(Loss(update, mean, wait))
+        self._under_way.append(Loss(update, mean, wait, is_of_training=training))
         while len(self._under_way) > _LOSSES_UNDER_WAY:
             self._retire(self._under_way.popleft())
-        return Loss(update, mean) if self.stage == self.job.loss_stage else self._under_way[-1]
+        return Loss(update, mean) if self._post.is_known_here else self._under_way[-1]
 
     def _retire(self, loss: Loss) -> None:
         """An old loss has arrived everywhere: all ranks see the same, and end alike if it is no number."""
@@ -346,16 +365,22 @@ class Engine:
         if self._stop_at_nan and not math.isfinite(loss.item()):
             raise WorkerError(
                 f"the loss of update {loss.update} is {loss.item()}, computed by rank "
-                f"{self.job.ranks[self.job.loss_stage]} (stage {self.job.loss_stage}); try a lower learning "
-                "rate, a warm-up or max_gradient_norm, or go on regardless with stop_at_nan=False"
+                f"{self.job.ranks_of(self.job.loss_stage)[0]} (stage {self.job.loss_stage}); try a lower "
+                "learning rate, a warm-up or max_gradient_norm, or go on regardless with stop_at_nan=False"
             )
+        if self._on_update is not None and loss.is_of_training:
+            now_s = time.perf_counter()
+            seconds, self._last_report_s = now_s - self._last_report_s, now_s
+            rate = self.job.microbatches_per_update / seconds
+            rates = self._weights.learning_rates
+            self._on_update(UpdateReport(loss.update, loss.item(), seconds, rate, rates))
 
     @contextmanager
     def _shared_fate(self, doing: str) -> Iterator[None]:
         if self._is_broken:
             raise WorkerError("this engine failed before and its pipeline is torn; make a new one")
         try:
-            with shared_fate(self.rank, self.stage, doing):
+            with shared_fate(self.rank, self.job.described(), doing):
                 yield
         except BaseException:
             self._is_broken = True

@@ -41,7 +41,7 @@ def translated(peer: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shared_fate(rank: int, stage: int, doing: str) -> Iterator[None]:
+def shared_fate(rank: int, stages: str, doing: str) -> Iterator[None]:
     """A failure in here is told to all ranks; one that began elsewhere is raised with its own reason."""
     try:
         yield
@@ -49,10 +49,10 @@ def shared_fate(rank: int, stage: int, doing: str) -> Iterator[None]:
         reason = _told()
         if reason is None:
             raise
-        raise WorkerError(f"{reason}\n(seen by rank {rank}, stage {stage}, {doing})") from error
+        raise WorkerError(f"{reason}\n(seen by rank {rank}, {stages}, {doing})") from error
     except Exception as error:
-        error.add_note(f"on rank {rank}, stage {stage}, {doing}")
-        _tell(f"rank {rank} (stage {stage}) failed {doing}:\n{traceback.format_exc()}")
+        error.add_note(f"on rank {rank}, {stages}, {doing}")
+        _tell(f"rank {rank} ({stages}) failed {doing}:\n{traceback.format_exc()}")
         raise
 
 

@@ -1,17 +1,18 @@
-"""What one rank needs to know to do its part: its stage, its weights, and what it shares with others."""
+"""What one rank needs to know to do its part: its stages, their weights, and what it shares with others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from pd2bw_fx.actions import Shape
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ParameterSpec
-from pd2bw_fx.passes.schedule import stage_actions, warm_up_forwards
+from pd2bw_fx.passes.schedule import Method, method_of, warm_up_forwards
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
 
@@ -20,61 +21,134 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One stage of a pipeline and how it is to be trained.
+class Work:
+    """How a pipeline is to be trained: a method, and the shape that its schedule is built for."""
 
-    `ranks[s]` is the rank of stage s: ranks follow the cluster's order of devices, and the plan says which
-    device has which stage. `parameters` and `buffers` describe the whole model's tensors, `holders` names
-    the stages of each parameter that several stages hold, `loss_stage` the one that computes the output
-    called `loss`.
+    method: str
+    shape: Shape
+
+    @property
+    def rules(self) -> Method:
+        return method_of(self.method)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.rules.num_ranks(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One rank of a training run.
+
+    `programs` are the stages of this rank. The schedule's ranks are numbered by stage; `ranks[r]` is the
+    rank in the process group that does the part of the schedule's rank r: those of one rank a stage follow
+    the cluster's order of devices, and the plan says which device has which stage. `parameters` and `buffers`
+    describe the whole model's tensors, `holders` names the ranks of each parameter that several ranks hold,
+    `loss_stage` is the one that computes the output called `loss`.
     """
 
-    program: StageProgram
+    rank: int
+    programs: tuple[StageProgram, ...]
     tensors: Mapping[str, Tensor]
     layout: BatchLayout
     loss: str
+    work: Work
     ranks: tuple[int, ...]
     device_name: str
-    recompute: bool
+    recomputed: frozenset[int]  # stages whose forward is run again before the backward
     loss_stage: int
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[ParameterSpec, ...]
     holders: Mapping[str, tuple[int, ...]]
-    method: str
-    microbatches_per_update: int
-    slack: float
     fingerprint: str  # of the operator graph
 
     @property
-    def stage(self) -> int:
-        return self.program.stage
+    def stages(self) -> tuple[int, ...]:
+        return tuple(program.stage for program in self.programs)
 
     @property
-    def rank(self) -> int:
-        return self.ranks[self.stage]
+    def place(self) -> int:
+        """This rank's number in the schedule."""
+        return self.ranks.index(self.rank)
 
     @property
-    def num_stages(self) -> int:
+    def num_ranks(self) -> int:
         return len(self.ranks)
 
     @property
-    def trainable(self) -> tuple[str, ...]:
-        """This stage's parameters that are trained, in the stage's order."""
-        wanted = {spec.name for spec in self.parameters if spec.trainable}
-        return tuple(name for name in self.program.parameters if name in wanted)
+    def method(self) -> str:
+        return self.work.method
+
+    @property
+    def shape(self) -> Shape:
+        return self.work.shape
+
+    @property
+    def microbatches_per_update(self) -> int:
+        return self.work.shape.microbatches_per_update
+
+    @property
+    def trainable(self) -> frozenset[str]:
+        return frozenset(spec.name for spec in self.parameters if spec.trainable)
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """Who runs a microbatch at a stage."""
+        return self.ranks[self.work.rules.rank_of(self.shape, stage, microbatch)]
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        return tuple(self.ranks[place] for place in self.work.rules.ranks_of(self.shape, stage))
+
+    def inputs(self) -> tuple[str, ...]:
+        """The model's inputs that this rank's stages read."""
+        wanted = {port.value: None for p in self.programs for port in p.inputs if port.source is None}
+        return tuple(wanted)
+
+    def described(self) -> str:
+        if len(self.stages) == 1:
+            return f"stage {self.stages[0]}"
+        return f"stages {', '.join(map(str, self.stages))}"
 
 
-def jobs(
-    pipeline: Pipeline, *, method: str, microbatches_per_update: int, slack: float | Literal["auto"]
-) -> tuple[Job, ...]:
+def work_for(
+    plan: Plan,
+    *,
+    method: str | None = None,
+    microbatches_per_update: int | None = None,
+    slack: float | Literal["auto"] = "auto",
+    replicas: int | tuple[int, ...] | None = None,
+    vertical_sync: bool = False,
+) -> Work:
+    """What a plan, and what a user wants otherwise than the plan, come to.
+
+    `replicas` is one number for all stages, or one for each. Raises InputError for a method that does not
+    train, and for numbers that do not go with the method.
+    """
+    rules = method_of(method or plan.method)
+    if not rules.trains:
+        trained = "2bw, 1f1b or gpipe"
+        raise InputError(f"method {rules.name!r} does not train; expected one that does, such as {trained}")
+    devices = {stage.device for stage in plan.stages}
+    if isinstance(replicas, int):
+        replicas = None if replicas == 1 else (replicas,) * plan.num_stages
+    shape = Shape(
+        plan.num_stages,
+        microbatches_per_update or plan.microbatches_per_update,
+        replicas=replicas,
+        chunks=plan.num_stages // len(devices),
+        vertical_sync=vertical_sync,
+    )
+    if slack == "auto":
+        slack = chosen_slack(plan, rules.name, shape)
+    shape = replace(shape, slack=slack)
+    rules.check(shape)
+    return Work(rules.name, shape)
+
+
+def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
     """The job of every rank, in the order of ranks.
 
-    Raises InputError for a pipeline that has no loss or no batch layout, and for a method, a number of
-    microbatches or a slack that does not go with the number of stages.
+    Raises InputError for a pipeline that has no loss or no batch layout.
     """
-    if slack == "auto":
-        slack = chosen_slack(pipeline.plan, method, microbatches_per_update)
-    check_method(method, pipeline.plan.num_stages, microbatches_per_update, slack)
     graph, programs = pipeline.graph, pipeline.programs
     if pipeline.batch_layout is None:
         raise InputError(
@@ -88,36 +162,47 @@ def jobs(
         )
     loss_stages = [p.stage for p in programs if any(port.model_output == graph.loss for port in p.outputs)]
     assert loss_stages, f"no stage returns the output {graph.loss!r}"
-    devices = [stage.device for stage in pipeline.plan.stages]
     held = pipeline.tensors()
-    made = [
-        Job(
-            program=program,
-            tensors={name: held[name] for name in (*program.parameters, *program.buffers)},
-            layout=pipeline.batch_layout,
-            loss=graph.loss,
-            ranks=tuple(sorted(devices).index(device) for device in devices),
-            device_name=stage.device_name,
-            recompute=stage.recompute,
-            loss_stage=loss_stages[-1],
-            parameters=tuple(graph.parameters.values()),
-            buffers=tuple(graph.buffers.values()),
-            holders=_holders(programs),
-            method=method,
-            microbatches_per_update=microbatches_per_update,
-            slack=slack,
-            fingerprint=pipeline.plan.fingerprint,
+    ranks = _ranks(pipeline.plan, work)
+    stages_of = [work.rules.stages_of(work.shape, place) for place in range(len(ranks))]
+    made = []
+    for place, rank in enumerate(ranks):
+        own = tuple(programs[stage] for stage in stages_of[place])
+        made.append(
+            Job(
+                rank=rank,
+                programs=own,
+                tensors={name: held[name] for p in own for name in (*p.parameters, *p.buffers)},
+                layout=pipeline.batch_layout,
+                loss=graph.loss,
+                work=work,
+                ranks=ranks,
+                device_name=pipeline.plan.stages[own[0].stage].device_name,
+                recomputed=frozenset(p.stage for p in own if pipeline.plan.stages[p.stage].recompute),
+                loss_stage=loss_stages[-1],
+                parameters=tuple(graph.parameters.values()),
+                buffers=tuple(graph.buffers.values()),
+                holders=_holders(programs, stages_of, ranks),
+                fingerprint=pipeline.plan.fingerprint,
+            )
         )
-        for program, stage in zip(programs, pipeline.plan.stages, strict=True)
-    ]
     return tuple(sorted(made, key=lambda job: job.rank))
 
 
-def chosen_slack(plan: Plan, method: str, microbatches_per_update: int) -> float:
+def _ranks(plan: Plan, work: Work) -> tuple[int, ...]:
+    """With one rank a device, ranks follow the devices; else they are the schedule's."""
+    devices = [stage.device for stage in plan.stages]
+    if work.num_ranks == len(devices) == len(set(devices)):
+        return tuple(sorted(devices).index(device) for device in devices)
+    return tuple(range(work.num_ranks))
+
+
+def chosen_slack(plan: Plan, method: str, shape: Shape) -> float:
     """The most slack of 1, 1/2 and 0 that two weight versions allow and every device's memory holds."""
     if method != "2bw":
         return 0.0
-    return next(s for s in (1.0, 0.5, 0.0) if s == 0.0 or _holds(plan, microbatches_per_update, s))
+    each = shape.microbatches_per_update // shape.replicas_of(0)
+    return next(s for s in (1.0, 0.5, 0.0) if s == 0.0 or _holds(plan, each, s))
 
 
 def _holds(plan: Plan, microbatches_per_update: int, slack: float) -> bool:
@@ -133,32 +218,24 @@ def _holds(plan: Plan, microbatches_per_update: int, slack: float) -> bool:
     return True
 
 
-def check_method(method: str, num_stages: int, microbatches_per_update: int, slack: float = 0.0) -> None:
-    """Raises InputError for a method that cannot train so many stages with so many microbatches."""
-    if method == "inference":
-        raise InputError("method 'inference' does not train; expected 2bw, 1f1b or gpipe")
-    stage_actions(
-        method,
-        num_stages,
-        0,
-        microbatches_per_update=microbatches_per_update,
-        updates=range(1),
-        drain=True,
-        slack=slack,
-    )
-
-
-def _holders(programs: tuple[StageProgram, ...]) -> dict[str, tuple[int, ...]]:
-    stages: dict[str, list[int]] = {}
-    for program in programs:
-        for name in program.parameters:
-            stages.setdefault(name, []).append(program.stage)
-    return {name: tuple(holders) for name, holders in stages.items() if len(holders) > 1}
+def _holders(
+    programs: tuple[StageProgram, ...], stages_of: list[tuple[int, ...]], ranks: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    found: dict[str, set[int]] = {}
+    for place, rank in enumerate(ranks):
+        for stage in stages_of[place]:
+            for name in programs[stage].parameters:
+                found.setdefault(name, set()).add(rank)
+    return {name: tuple(sorted(holders)) for name, holders in found.items() if len(holders) > 1}
 
 
 def merged_tensors(job: Job, of_ranks: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """All ranks' tensors (by name in the graph) as the original model's state_dict."""
-    held = {name: tensor for tensors in of_ranks for name, tensor in tensors.items()}
+    """All ranks' tensors (by name in the graph) as the original model's state_dict.
+
+    What several ranks hold is taken from the first: replicas have the same weights, and running statistics
+    of their own.
+    """
+    held = {name: tensor for tensors in reversed(of_ranks) for name, tensor in tensors.items()}
     return {
         name: held[spec.name]
         for spec in (*job.parameters, *job.buffers)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from pd2bw_fx.errors import InputError, WorkerError
-from pd2bw_fx.runtime.job import Job, jobs
+from pd2bw_fx.runtime.job import Job, jobs, work_for
 from pd2bw_fx.runtime.messages import (
     BEAT_S,
     SILENCE_S,
@@ -70,6 +70,8 @@ def train_local(
     threads_per_worker: int | None = None,
     seed: int | None = None,
     slack: float | Literal["auto"] = "auto",
+    replicas: int | tuple[int, ...] | None = None,
+    vertical_sync: bool = False,
     **options: Any,
 ) -> TrainResult:
     """Train with local worker processes, one update for each batch, and a flush at the end.
@@ -81,7 +83,15 @@ def train_local(
     Raises InputError for a batch that does not fit, WorkerError with the failing worker's own traceback. Both
     leave no process behind.
     """
-    prepared = jobs(pipeline, method=method, microbatches_per_update=microbatches_per_update, slack=slack)
+    work = work_for(
+        pipeline.plan,
+        method=method,
+        microbatches_per_update=microbatches_per_update,
+        slack=slack,
+        replicas=replicas,
+        vertical_sync=vertical_sync,
+    )
+    prepared = jobs(pipeline, work)
     threads = threads_per_worker or max(1, len(os.sched_getaffinity(0)) // len(prepared))
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         starts = [
@@ -136,7 +146,7 @@ class _Workers:
         pieces = layout.cut(flat, self.jobs[0].microbatches_per_update)
         size = tuple((name, tuple(tensor.shape)) for name, tensor in pieces[0].items())
         for rank, job in enumerate(self.jobs):
-            own = {p.value: flat[p.value].detach() for p in job.program.inputs if p.source is None}
+            own = {name: flat[name].detach() for name in job.inputs()}
             self._send(rank, encoded(Batch(own, size)))
         self._sent += 1
         while self._sent - min(self._done) >= _AHEAD:
@@ -148,7 +158,9 @@ class _Workers:
         while len(self._finished) < len(self.jobs):
             self._hear()
         tensors = {
-            name: t for rank in sorted(self._finished) for name, t in self._finished[rank].tensors.items()
+            name: t
+            for rank in sorted(self._finished, reverse=True)
+            for name, t in self._finished[rank].tensors.items()
         }
         return TrainResult(tuple(self.losses), tensors)
 
@@ -261,7 +273,7 @@ class _Workers:
 
     def _who(self, rank: int) -> str:
         job = self.jobs[rank]
-        return f"rank {rank} (stage {job.stage} on {job.device_name}, process {self._processes[rank].pid})"
+        return f"rank {rank} ({job.described()} on {job.device_name}, process {self._processes[rank].pid})"
 
     def _how_it_ended(self, rank: int) -> str:
         try:

@@ -21,10 +21,18 @@ class Loss:
     and no rank waits.
     """
 
-    __slots__ = ("_value", "_wait", "update")
+    __slots__ = ("_value", "_wait", "is_of_training", "update")
 
-    def __init__(self, update: int, value: Tensor, wait: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        update: int,
+        value: Tensor,
+        wait: Callable[[], None] | None = None,
+        *,
+        is_of_training: bool = True,
+    ) -> None:
         self.update = update
+        self.is_of_training = is_of_training
         self._value = value
         self._wait = wait
 
@@ -48,47 +56,79 @@ class Loss:
 
 
 class LossPost:
-    """Brings the mean loss of each update from the rank that computes it to all others.
+    """Brings the mean loss of each update from the ranks that compute it (`sources`) to all others.
 
-    It is sent right after the forward of the update's last microbatch, before anything that may wait for
+    A rank sends its part right after its last forward of the update, before anything that may wait for
     another rank: a rank that stands still until it has the loss holds nobody up.
     """
 
     def __init__(
-        self, source: int, rank: int, ranks: Sequence[int], *, group: dist.ProcessGroup, device: torch.device
+        self,
+        sources: Sequence[int],
+        rank: int,
+        num_ranks: int,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
-        self._source = source
+        self._sources = sources
         self._rank = rank
-        self._others = [other for other in ranks if other != source]
+        self._others = [other for other in range(num_ranks) if other != rank]
         self._group = group
         self._device = device
         self._collected: list[Tensor] = []
-        self._means: dict[int, tuple[Tensor, list[dist.Work | None]]] = {}
+        self._parts: dict[int, tuple[Tensor, list[dist.Work | None]]] = {}
+
+    @property
+    def is_known_here(self) -> bool:
+        """This rank computes all of it, and need not wait to read it."""
+        return list(self._sources) == [self._rank]
 
     def collect(self, update: int, loss: Tensor, *, num_microbatches: int) -> None:
-        """The loss of one of the update's microbatches; with the last of them, their mean goes out."""
+        """The loss of one of this rank's microbatches of the update; with the last, their sum goes out."""
         self._collected.append(loss)
-        if len(self._collected) < num_microbatches:
-            return
-        mean = torch.stack([loss.double() for loss in self._collected]).mean().reshape(1)
-        self._collected = []
-        with translated(None):
-            works = [dist.isend(mean, other, group=self._group, tag=update % _TAGS) for other in self._others]
-        self._means[update] = mean, works
+        if len(self._collected) == num_microbatches:
+            self._send(update)
 
-    def mean(self, update: int) -> tuple[Tensor, Callable[[], None]]:
-        """The update's mean loss, and how to wait until it is there (here, or at all the others)."""
-        if self._rank == self._source:
-            mean, works = self._means.pop(update)
-        else:
-            mean = torch.empty(1, dtype=torch.float64, device=self._device)
-            with translated(None):
-                works = [dist.irecv(mean, self._source, group=self._group, tag=update % _TAGS)]
+    def mean(self, update: int, *, num_microbatches: int) -> tuple[Tensor, Callable[[], None]]:
+        """A place for the update's mean loss, and how to wait until it is there and has left this rank."""
+        works: list[tuple[int, dist.Work | None]] = []
+        parts: list[Tensor] = []
+        for source in self._sources:
+            if source == self._rank:
+                if update not in self._parts:
+                    self._send(update)  # an evaluation had nothing for this replica
+                part, sent = self._parts.pop(update)
+                works += [(source, work) for work in sent]
+            else:
+                part = torch.empty(1, dtype=torch.float64, device=self._device)
+                with translated(source):
+                    work = dist.irecv(part, source, group=self._group, tag=update % _TAGS)
+                works.append((source, work))
+            parts.append(part)
+        mean = torch.empty(1, dtype=torch.float64, device=self._device)
+
+        def fill() -> None:
+            mean.copy_(torch.stack(parts).sum(0) / num_microbatches)
 
         def wait() -> None:
-            with translated(None if self._source == self._rank else self._source):
-                for work in works:
-                    assert work is not None
+            for source, work in works:
+                assert work is not None
+                with translated(None if source == self._rank else source):
                     work.wait()
+            fill()
 
+        if self.is_known_here:
+            fill()
         return mean, wait
+
+    def _send(self, update: int) -> None:
+        losses = [loss.double() for loss in self._collected]
+        total = torch.stack(losses).sum().reshape(1) if losses else torch.zeros(1, dtype=torch.float64)
+        total = total.to(self._device)
+        self._collected = []
+        with translated(None):
+            works = [
+                dist.isend(total, other, group=self._group, tag=update % _TAGS) for other in self._others
+            ]
+        self._parts[update] = total, works

@@ -1,4 +1,5 @@
-"""Parameters that several stages hold: their gradients are added up over all holders before every update.
+"""Parameters that several ranks hold (tied across stages, or of replicated stages): their gradients are added up
+over all holders before every update.
 
 Every holder then takes the same step on the same weights, so that the copies never part.
 """

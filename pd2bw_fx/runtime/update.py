@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ class Clipping:
     """Scale the gradient of the whole model down to `max_norm`, as torch.nn.utils.clip_grad_norm_ does.
 
     The norm is that of one update's mean gradient over all stages, tied parameters counted once. `group` is
-    used for nothing else; `holders[name]` is how many stages have a tied parameter.
+    used for nothing else; `holders[name]` is how many ranks have a parameter that several have. An infinite
+    `max_norm` clips nothing: the norm then only tells whether all gradients are finite.
     """
 
     max_norm: float
@@ -30,15 +32,55 @@ class Clipping:
     holders: Mapping[str, int]
 
 
+class LossScale:
+    """fp16's: the loss is multiplied, so that small gradients are no zeros, and gradients divided again.
+
+    As torch.amp.GradScaler: halved when a gradient is no finite number, for which the update is left out on
+    all ranks; doubled after `patience` updates without. A scale belongs to a weight version: what ran on
+    W(v) is scaled by the same number at every stage.
+    """
+
+    def __init__(self, initial: float = 2.0**16, *, patience: int = 2000) -> None:
+        self._patience = patience
+        self._finite = 0  # updates since the last change
+        self._scales = {0: initial}
+
+    def of(self, version: int) -> float:
+        return self._scales[version]
+
+    def follow(self, version: int, *, overflow: bool) -> None:
+        """W(version) has been made; `overflow`: as a copy, since a gradient was no finite number."""
+        scale = self._scales[version - 1]
+        self._finite = 0 if overflow else self._finite + 1
+        if overflow:
+            scale /= 2
+        elif self._finite == self._patience:
+            scale, self._finite = scale * 2, 0
+        self._scales[version] = scale
+        self._scales = {v: kept for v, kept in self._scales.items() if v >= version - 1}
+
+    def state(self) -> dict[str, Any]:
+        return {"scales": [self._scales[v] for v in sorted(self._scales)], "finite": self._finite}
+
+    def load(self, state: Mapping[str, Any], newest: int) -> None:
+        scales = state["scales"]
+        self._scales = {newest - len(scales) + 1 + index: scale for index, scale in enumerate(scales)}
+        self._finite = state["finite"]
+
+
 @dataclass(slots=True)
 class PendingUpdate:
-    """`gradients` by parameter, those that there are; `used_ties` once `finish` knows them."""
+    """`gradients` by parameter, those that there are; `used_ties` once `finish` knows them.
+
+    `scale`: what the loss was multiplied by.
+    """
 
     version: int
     gradients: dict[str, Tensor]
     ties: Sequence[TiedParameter]
     clipping: Clipping | None
     device: torch.device
+    scale: float = 1.0
     used_ties: frozenset[str] | None = None
     _adding: list[dist.Work] = field(default_factory=list)
     _asking: dict[str, tuple[Tensor, dist.Work]] = field(default_factory=dict)
@@ -83,8 +125,8 @@ class PendingUpdate:
         self._squares = squares
         self._squaring = start_adding(clipping, squares)
 
-    def finish(self) -> dict[str, Tensor]:
-        """The gradients, added up over the holders and clipped."""
+    def finish(self) -> dict[str, Tensor] | None:
+        """The gradients, added up over the holders, unscaled and clipped; None if one is not finite."""
         self.progress(must=True)
         for work in self._adding:
             wait_for(work)
@@ -96,11 +138,19 @@ class PendingUpdate:
                 del self.gradients[name]
         elif self.used_ties is None:
             self.used_ties = frozenset()
-        if self.clipping is not None:
-            assert self._squares is not None
-            assert self._squaring is not None
-            wait_for(self._squaring)
-            scale = (self.clipping.max_norm / (self._squares.sqrt() + 1e-6)).clamp(max=1.0)
-            for gradient in self.gradients.values():
-                gradient.mul_(scale.to(gradient.dtype))
+        if self.clipping is not None and not self._clip(self.clipping):
+            return None
         return self.gradients
+
+    def _clip(self, clipping: Clipping) -> bool:
+        """Scale the gradients to their true size and down to the norm; whether they are finite."""
+        assert self._squares is not None
+        assert self._squaring is not None
+        wait_for(self._squaring)
+        norm = self._squares.sqrt() / self.scale
+        factor = (clipping.max_norm / (norm + 1e-6)).clamp(max=1.0) / self.scale
+        if self.scale != 1.0 and not bool(norm.isfinite()):
+            return False
+        for gradient in self.gradients.values():
+            gradient.mul_(factor.to(gradient.dtype))
+        return True

@@ -85,17 +85,18 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         init_method=Path(start.rendezvous).as_uri(),
         rank=job.rank,
-        world_size=job.num_stages,
+        world_size=job.num_ranks,
     )
     engine = Engine(job, optimizer=start.optimizer, **start.options)
-    layout = job.layout.restricted(port.value for port in job.program.inputs if port.source is None)
+    layout = job.layout.restricted(job.inputs())
+    tells = job.rank == job.ranks_of(job.loss_stage)[0]
     while True:
         message = messages.get()
         if isinstance(message, Finish):
             break
         pieces = layout.cut(message.inputs, job.microbatches_per_update)
         loss = engine.step_microbatches([Microbatch(piece, message.size) for piece in pieces])
-        parent.tell(Done(float(loss) if job.stage == job.loss_stage else None))
+        parent.tell(Done(float(loss) if tells else None))
     parent.tell(Finished({name: tensor.cpu() for name, tensor in engine.tensors().items()}))
     dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pd2bw_fx.errors import InputError, Pd2bwError
 from pd2bw_fx.runtime.failure import translated
-from pd2bw_fx.runtime.job import Job, jobs
+from pd2bw_fx.runtime.job import Job, Work, jobs, work_for
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -52,13 +52,26 @@ def job_of_this_rank(
     method: str | None,
     microbatches_per_update: int | None,
     slack: float | Literal["auto"],
+    replicas: int | tuple[int, ...] | None,
+    vertical_sync: bool,
 ) -> Job:
     """Rank 0 sends every rank its job, or the error that all of them raise."""
     world_size = dist.get_world_size()
     answers: list[Any] | None = None
     if dist.get_rank() == 0:
         try:
-            answers = list(_checked_jobs(pipeline, world_size, method, microbatches_per_update, slack))
+            if pipeline is None:
+                raise InputError("rank 0 must have the pipeline; the other ranks may pass None")
+            work = work_for(
+                pipeline.plan,
+                method=method,
+                microbatches_per_update=microbatches_per_update,
+                slack=slack,
+                replicas=replicas,
+                vertical_sync=vertical_sync,
+            )
+            _check_size(work, world_size)
+            answers = list(jobs(pipeline, work))
         except Pd2bwError as error:
             answers = [error] * world_size
     received: list[Any] = [None]
@@ -70,24 +83,17 @@ def job_of_this_rank(
     return job
 
 
-def _checked_jobs(
-    pipeline: Pipeline | None,
-    world_size: int,
-    method: str | None,
-    microbatches_per_update: int | None,
-    slack: float | Literal["auto"],
-) -> tuple[Job, ...]:
-    if pipeline is None:
-        raise InputError("rank 0 must have the pipeline; the other ranks may pass None")
-    plan = pipeline.plan
-    if world_size != plan.num_stages:
-        raise InputError(
-            f"the pipeline has {plan.num_stages} stages and there are {world_size} processes; start "
-            f"{plan.num_stages} (torchrun --nproc-per-node {plan.num_stages}), or split for {world_size}"
-        )
-    method = method or plan.method
-    m = microbatches_per_update or plan.microbatches_per_update
-    return jobs(pipeline, method=method, microbatches_per_update=m, slack=slack)
+def _check_size(work: Work, world_size: int) -> None:
+    if world_size == work.num_ranks:
+        return
+    shape = work.shape
+    has = f"has {shape.num_stages} stages"
+    if work.num_ranks != shape.num_stages:
+        has += f", which {work.method} runs on {work.num_ranks} ranks,"
+    raise InputError(
+        f"the pipeline {has} and there are {world_size} processes; start {work.num_ranks} "
+        f"(torchrun --nproc-per-node {work.num_ranks}), or split for {world_size}"
+    )
 
 
 def compare_batches(flat: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:

@@ -1,0 +1,177 @@
+"""A stage's links: which peers it takes tensors from and hands them to, microbatch by microbatch.
+
+    stage 1 (replicas on ranks 1 and 2) to stage 2 (rank 3)       microbatch k is run by replica k mod 2, so
+                                                                  that stage 2 has an inbox for each of them
+A link between two stages of one rank hands its tensors over without torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pd2bw_fx.runtime.channel import TAGS_A_LINK, Inbox, Outbox, Route
+from pd2bw_fx.runtime.job import Job
+from pd2bw_fx.stage import Port, StageProgram
+
+_GRADIENTS_UNDER_WAY = 2
+
+
+@dataclass(slots=True)
+class Handover:
+    """Both ends of a link within a rank."""
+
+    _held: dict[int, list[Tensor | None]] = field(default_factory=dict)
+
+    def send(self, microbatch: int, size: Hashable, tensors: Sequence[Tensor | None]) -> None:
+        self._held[microbatch] = [None if tensor is None else tensor.detach() for tensor in tensors]
+
+    def settle(self, microbatch: int | None = None) -> None:
+        """Nothing is under way."""
+
+    def expect(self, microbatch: int, size: Hashable) -> None:
+        """There is nothing to post."""
+
+    def take(self, microbatch: int) -> list[Tensor | None]:
+        return self._held.pop(microbatch)
+
+
+_End = TypeVar("_End", Inbox | Handover, Outbox | Handover)
+
+
+@dataclass(frozen=True, slots=True)
+class Link(Generic[_End]):
+    """The values that go between two stages in one direction, and this rank's ends, by the peer's rank."""
+
+    values: tuple[str, ...]
+    peer: int  # the other stage
+    job: Job
+    ends: Mapping[int, _End]
+
+    def of(self, microbatch: int) -> _End:
+        return self.ends[self.job.rank_of(self.peer, microbatch)]
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """All links of one stage of a rank."""
+
+    activations_in: tuple[Link[Inbox | Handover], ...]
+    activations_out: tuple[Link[Outbox | Handover], ...]
+    gradients_in: tuple[Link[Inbox | Handover], ...]
+    gradients_out: tuple[Link[Outbox | Handover], ...]
+
+    def settle_activations(self, microbatch: int) -> None:
+        """Gradients have come back, so what they are gradients of has arrived, and its memory may go."""
+        if self.gradients_in:
+            for link in self.activations_out:
+                link.of(microbatch).settle(microbatch)
+
+    def settle(self) -> None:
+        """Wait until every peer has what was sent to it."""
+        for link in (*self.activations_out, *self.gradients_out):
+            for end in link.ends.values():
+                end.settle()
+
+
+@dataclass(slots=True)
+class Connections:
+    """Makes the links of a rank's stages. `activations` and `gradients` are the two directions' groups."""
+
+    job: Job
+    activations: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+    device: torch.device
+    _handovers: dict[tuple[int, int, bool], Handover] = field(default_factory=dict)
+
+    def of(self, program: StageProgram) -> Links:
+        own = program.stage
+        sources = _grouped((port.source, port) for port in program.inputs if port.source is not None)
+        targets = _grouped((target, port) for port in program.outputs for target in port.targets)
+        returning = [(s, names) for s, ports in sources if (names := _differentiable(ports))]
+        coming = [(t, names) for t, ports in targets if (names := _differentiable(ports))]
+        return Links(
+            activations_in=tuple(self._incoming(s, own, _names(p), back=False) for s, p in sources),
+            activations_out=tuple(self._outgoing(own, t, _names(p), back=False) for t, p in targets),
+            # The last reader's gradient comes first, as one backward of the whole model adds them.
+            gradients_in=tuple(self._incoming(t, own, names, back=True) for t, names in reversed(coming)),
+            gradients_out=tuple(self._outgoing(own, s, names, back=True) for s, names in returning),
+        )
+
+    def _incoming(
+        self, sender: int, own: int, values: tuple[str, ...], *, back: bool
+    ) -> Link[Inbox | Handover]:
+        ends: dict[int, Inbox | Handover] = {}
+        for rank in self.job.ranks_of(sender):
+            if rank == self.job.rank:
+                ends[rank] = self._handover(sender, own, back)
+            else:
+                ends[rank] = Inbox(self._route(rank, sender, own, back), values)
+        return Link(values, sender, self.job, ends)
+
+    def _outgoing(
+        self, own: int, receiver: int, values: tuple[str, ...], *, back: bool
+    ) -> Link[Outbox | Handover]:
+        window = self._untaken(own, receiver) if back else self._most
+        ends: dict[int, Outbox | Handover] = {}
+        for rank in self.job.ranks_of(receiver):
+            if rank == self.job.rank:
+                ends[rank] = self._handover(own, receiver, back)
+            else:
+                ends[rank] = Outbox(self._route(rank, own, receiver, back), values, window)
+        return Link(values, receiver, self.job, ends)
+
+    def _handover(self, sender: int, receiver: int, back: bool) -> Handover:
+        return self._handovers.setdefault((sender, receiver, back), Handover())
+
+    def _route(self, rank: int, sender: int, receiver: int, back: bool) -> Route:
+        """The tags of a link are its own among all those between the same two ranks."""
+        rules, shape = self.job.work.rules, self.job.shape
+        place = self.job.ranks.index(rank)
+        theirs = rules.stages_of(shape, place)
+        if sender in self.job.stages:
+            number = self.job.stages.index(sender) * len(theirs) + theirs.index(receiver)
+        else:
+            number = theirs.index(sender) * len(self.job.stages) + self.job.stages.index(receiver)
+        group = self.gradients if back else self.activations
+        return Route(rank, group, self.device, number * TAGS_A_LINK)
+
+    @property
+    def _most(self) -> int:
+        """More than are ever in flight: no send waits for a rank that is not ready to receive."""
+        return self.job.num_ranks + self.job.shape.num_stages + self.job.microbatches_per_update
+
+    def _untaken(self, own: int, receiver: int) -> int:
+        """How many gradients may be on their way to an earlier stage, so that no send has to wait for it.
+
+        Asynchronous methods: when this stage sends that of microbatch k, it has had the activations of
+        k + w here, which the other sent after it took the gradient of k + w here - w there - 1 (w: warm-up
+        forwards). More could be left only if the other stood still.
+        """
+        rules, shape = self.job.work.rules, self.job.shape
+        if len(self.job.stages) > 1 or len(set(shape.replicas or (1,))) > 1:
+            return self._most
+        if rules.is_synchronous:
+            return _GRADIENTS_UNDER_WAY  # nobody stands still before the flush
+        return rules.in_flight(shape, receiver) - rules.in_flight(shape, own) + 1
+
+
+def _grouped(ends: Iterable[tuple[int, Port]]) -> list[tuple[int, list[Port]]]:
+    """By stage, in order; the values of one link in the order of their names, alike at both ends."""
+    groups: dict[int, list[Port]] = {}
+    for stage, port in ends:
+        groups.setdefault(stage, []).append(port)
+    return [(stage, sorted(groups[stage], key=lambda port: port.value)) for stage in sorted(groups)]
+
+
+def _names(ports: Iterable[Port]) -> tuple[str, ...]:
+    return tuple(port.value for port in ports)
+
+
+def _differentiable(ports: Iterable[Port]) -> tuple[str, ...]:
+    return _names(port for port in ports if port.needs_gradient)

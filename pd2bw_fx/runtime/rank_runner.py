@@ -1,0 +1,94 @@
+"""One rank at work: performs the actions of its list in their order, each on the stage that it names."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from pd2bw_fx.actions import Action, Kind
+from pd2bw_fx.runtime.job import Job
+from pd2bw_fx.runtime.stage_runner import Microbatch, StageRunner
+from pd2bw_fx.runtime.weights import WeightStore
+
+_POSTED_AHEAD = 2
+_RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
+
+
+class RankRunner:
+    """The stages of a rank, and their common weights."""
+
+    def __init__(self, stages: Mapping[int, StageRunner], weights: WeightStore) -> None:
+        self.current: Action | None = None
+        self._stages = stages
+        self._weights = weights
+        self._posted: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in _RECEIVES}
+        self._updated: set[int] = set()  # stages that have come to the end of an update
+
+    def add(self, stage: int, number: int, microbatch: Microbatch) -> None:
+        self._stages[stage].add(number, microbatch)
+
+    def run(self, actions: Sequence[Action], *, training: bool = True) -> None:
+        """Perform the actions.
+
+        Receives are posted a few actions ahead, so that data arrives while this rank computes; those of
+        gradients even for the actions of the next call, since their microbatches are known by then.
+        """
+        for stage in self._stages.values():
+            stage.training = training
+        coming = {kind: self._post(kind, _pieces(actions, kind)) for kind in _RECEIVES}
+        for action in actions:
+            self.current = action
+            if action.kind is Kind.UPDATE:
+                self._update(action)
+            else:
+                self._stages[action.stage].perform(action)
+            self._weights.progress()
+            if action.kind in coming:
+                self._posted[action.kind].discard((action.stage, action.microbatch))
+                coming[action.kind] = self._post(action.kind, coming[action.kind])
+        self.current = None
+        if training:
+            waiting = [(stage.program.stage, k) for stage in self._stages.values() for k in stage.waiting]
+            self._post(Kind.RECEIVE_GRADIENT, sorted(waiting, key=lambda piece: piece[1]))
+
+    def settle(self) -> None:
+        """Wait until every peer has what was sent to it."""
+        for stage in self._stages.values():
+            stage.links.settle()
+
+    def _post(self, kind: Kind, coming: Iterable[tuple[int, int]]) -> deque[tuple[int, int]]:
+        """Post receives up to the limit; what is still to be posted."""
+        posted = self._posted[kind]
+        left = deque(p for p in coming if p not in posted and self._stages[p[0]].receives(kind))
+        while left and len(posted) < _POSTED_AHEAD:
+            stage, number = left.popleft()
+            self._stages[stage].expect(kind, number)
+            posted.add((stage, number))
+        return left
+
+    def _update(self, action: Action) -> None:
+        """The weights of all stages make one step together."""
+        self._updated.add(action.stage)
+        if len(self._updated) == len(self._stages):
+            self._updated.clear()
+            self._weights.update(action.version)
+
+
+def _pieces(actions: Sequence[Action], kind: Kind) -> list[tuple[int, int]]:
+    return [(action.stage, action.microbatch) for action in actions if action.kind is kind]
+
+
+def evaluation_actions(job: Job, microbatches: range, version: int) -> list[Action]:
+    """Forwards alone, on one version, wherever the method places a stage's microbatches."""
+    actions: list[Action] = []
+    last = job.shape.num_stages - 1
+    for microbatch in microbatches:
+        for stage in job.stages:
+            if job.rank_of(stage, microbatch) != job.rank:
+                continue
+            if stage > 0:
+                actions.append(Action(Kind.RECEIVE_ACTIVATION, stage, microbatch, version))
+            actions.append(Action(Kind.FORWARD, stage, microbatch, version))
+            if stage < last:
+                actions.append(Action(Kind.SEND_ACTIVATION, stage, microbatch, version))
+    return actions

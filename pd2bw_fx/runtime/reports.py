@@ -1,0 +1,20 @@
+"""What an engine tells about an update, to a progress bar, a log file or TensorBoard.
+
+with open("metrics.jsonl", "w") as file:
+    engine = pipe.engine(optimizer=..., on_update=lambda report: print(json.dumps(asdict(report)), file=file))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """`loss` is the mean over the update's microbatches, `seconds` the time since the report before."""
+
+    update: int
+    loss: float
+    seconds: float
+    microbatches_per_s: float
+    learning_rates: tuple[float, ...]  # of the optimizer's groups, as they are now

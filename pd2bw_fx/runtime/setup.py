@@ -1,0 +1,109 @@
+"""The parts of an engine, put together for one rank's job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.runtime.corrections import Correction, Corrector
+from pd2bw_fx.runtime.job import Job
+from pd2bw_fx.runtime.links import Connections
+from pd2bw_fx.runtime.rank_runner import RankRunner
+from pd2bw_fx.runtime.stage_runner import StageRunner
+from pd2bw_fx.runtime.ties import join_ties
+from pd2bw_fx.runtime.update import Clipping, LossScale
+from pd2bw_fx.runtime.weights import WeightStore
+
+Precision = Literal["bf16", "fp16"]
+_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_weights(
+    job: Job,
+    device: torch.device,
+    *,
+    norms: dist.ProcessGroup,
+    max_gradient_norm: float | None,
+    precision: Precision | None,
+    corrections: Sequence[Correction],
+) -> WeightStore:
+    """All ranks call this at the same time: those that hold the same parameters join in groups.
+
+    Raises InputError for a precision or corrections that do not go with the method.
+    """
+    rules, shape = job.work.rules, job.shape
+    _check_precision(job, precision)
+    if corrections and rules.keeps_versions:
+        raise InputError(
+            f"corrections are made for methods that keep no weight versions (pb, pipemare); {job.method} does"
+        )
+    holders = {name: ranks for name, ranks in job.holders.items() if name in job.trainable}
+    limit = math.inf if max_gradient_norm is None and precision == "fp16" else max_gradient_norm
+    counts = {name: len(ranks) for name, ranks in holders.items()}
+    return WeightStore(
+        job.programs,
+        job.tensors,
+        trainable=job.trainable,
+        num_versions=max(rules.num_versions(shape, stage) for stage in job.stages),
+        device=device,
+        keeps_versions=rules.keeps_versions,
+        ties=join_ties(holders, job.rank),
+        clipping=None if limit is None else Clipping(limit, norms, counts),
+        loss_scale=LossScale() if precision == "fp16" else None,
+        corrector=Corrector(corrections, delay_of(job)) if corrections else None,
+    )
+
+
+def _check_precision(job: Job, precision: Precision | None) -> None:
+    if precision not in (None, *_DTYPES):
+        raise InputError(f"precision is {precision!r}; expected None, 'bf16' or 'fp16'")
+    if precision == "fp16" and not (job.work.rules.is_synchronous or job.method == "2bw"):
+        raise InputError(
+            f"fp16 scales the loss by one number for a whole update, and an update of {job.method} has "
+            "microbatches of several versions; use bf16"
+        )
+
+
+def delay_of(job: Job) -> int:
+    """Updates that a rank makes between a microbatch's forward and backward, once the pipeline is full."""
+    rules, shape, stage = job.work.rules, job.shape, job.stages[0]
+    m = shape.microbatches_per_update
+    first = m * (job.num_ranks + shape.num_stages + 1)
+    return max(
+        rules.backward_version(shape, stage, k) - rules.forward_version(shape, stage, k)
+        for k in range(first, first + m)
+    )
+
+
+def make_runner(
+    job: Job,
+    weights: WeightStore,
+    device: torch.device,
+    *,
+    activations: dist.ProcessGroup,
+    gradients: dist.ProcessGroup,
+    precision: Precision | None,
+    on_loss: Callable[[int, Tensor], None],
+) -> RankRunner:
+    connections = Connections(job, activations, gradients, device)
+    return RankRunner(
+        {
+            program.stage: StageRunner(
+                job,
+                program,
+                connections.of(program),
+                weights,
+                device=device,
+                precision=None if precision is None else _DTYPES[precision],
+                on_loss=on_loss,
+            )
+            for program in job.programs
+        },
+        weights,
+    )

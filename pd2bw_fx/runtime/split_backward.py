@@ -1,0 +1,192 @@
+"""A backward in two halves, as zero-bubble schedules have it (arXiv 2401.10241).
+
+I   from the stage's outputs to its inputs, so that the stage before can go on; what passes the operators
+    that have weights is kept
+W   from there to the weights, any time later
+
+    output <- matmul <- gelu <- matmul <- input         I runs along this row
+                |                 |
+                W2                W1                    W runs each of these steps alone
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(slots=True)
+class _Group:
+    """Operators that share weights, the gradients that reached them, and the ends of the weights."""
+
+    operators: list[Node]
+    weights: list[Node]
+    reached: dict[Node, Gradients] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class WeightHalf:
+    """The second half of a backward, whose first half `input_half` has run."""
+
+    groups: list[_Group]
+    whole: tuple[list[GradientEdge], list[Tensor]] | None = None
+
+    def run(self) -> None:
+        """Add the gradients of the weights to their `grad`."""
+        if self.whole is not None:
+            torch.autograd.backward(*self.whole)
+        for group in self.groups:
+            _run_group(group)
+
+
+def input_half(roots: list[GradientEdge], gradients: list[Tensor], inputs: Sequence[Tensor]) -> WeightHalf:
+    """Set the inputs' `grad`; what is left to do. Without inputs that need one, that is everything."""
+    if not inputs:
+        return WeightHalf([], (roots, gradients))
+    nodes = [edge.node for edge in roots]
+    readers = _readers(nodes)
+    leaves = {_leaf(tensor) for tensor in inputs}
+    on_the_way = _above(leaves, readers)
+    groups = _groups(readers, leaves, on_the_way)
+    handles = [node.register_prehook(_keeper(group, node)) for group in groups for node in group.operators]
+    try:
+        found = torch.autograd.grad(roots, list(inputs), gradients, retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for tensor, gradient in zip(inputs, found, strict=True):
+        tensor.grad = gradient
+    _reach_the_rest(groups, roots, gradients, on_the_way)
+    return WeightHalf(groups)
+
+
+def _run_group(group: _Group) -> None:
+    edges, gradients = [], []
+    for node, reached in group.reached.items():
+        for index, gradient in enumerate(reached):
+            if gradient is not None:
+                edges.append(GradientEdge(node, index))
+                gradients.append(gradient)
+    if not edges:
+        return
+    handles = []
+    if len(group.reached) > 1:
+        # One operator may lie on the way from another: what comes along it is in its own share already.
+        handles = [node.register_prehook(_setter(kept)) for node, kept in group.reached.items()]
+    try:
+        targets = [GradientEdge(node, 0) for node in group.weights]
+        found = torch.autograd.grad(edges, targets, gradients, retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for node, gradient in zip(group.weights, found, strict=True):
+        parameter: Tensor = node.variable  # type: ignore[attr-defined]
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _leaf(tensor: Tensor) -> Node:
+    node = get_gradient_edge(tensor).node
+    assert node is not None
+    return node
+
+
+def _readers(roots: Sequence[Node]) -> dict[Node, list[Node]]:
+    """For each node below the roots, those that hand it gradients."""
+    readers: dict[Node, list[Node]] = defaultdict(list)
+    seen, queue = set(roots), deque(dict.fromkeys(roots))
+    while queue:
+        node = queue.popleft()
+        for below, _ in node.next_functions:
+            if below is not None:
+                readers[below].append(node)
+                if below not in seen:
+                    seen.add(below)
+                    queue.append(below)
+    return readers
+
+
+def _above(leaves: set[Node], readers: dict[Node, list[Node]]) -> set[Node]:
+    seen, queue = set(leaves), deque(leaves)
+    while queue:
+        for node in readers.get(queue.popleft(), []):
+            if node not in seen:
+                seen.add(node)
+                queue.append(node)
+    return seen
+
+
+def _groups(readers: dict[Node, list[Node]], leaves: set[Node], on_the_way: set[Node]) -> list[_Group]:
+    """Weights with the operators on the way to the inputs that use them, those with a common one together."""
+    of_operator: dict[Node, _Group] = {}
+    groups: list[_Group] = []
+    for weight in [node for node in readers if hasattr(node, "variable") and node not in leaves]:
+        users = _users(weight, readers, on_the_way)
+        known = list({id(g): g for u in users if (g := of_operator.get(u)) is not None}.values())
+        group = _Group([], [])
+        for other in known:
+            group.operators += other.operators
+            group.weights += other.weights
+            groups.remove(other)
+        group.operators += [user for user in users if user not in group.operators]
+        group.weights.append(weight)
+        of_operator |= dict.fromkeys(group.operators, group)
+        groups.append(group)
+    return groups
+
+
+def _users(weight: Node, readers: dict[Node, list[Node]], on_the_way: set[Node]) -> list[Node]:
+    """The first nodes above a weight that gradients of the inputs pass too; else, the outputs above it."""
+    found: dict[Node, None] = {}
+    seen, queue = {weight}, deque([weight])
+    while queue:
+        node = queue.popleft()
+        above = readers.get(node, [])
+        if not above:
+            found[node] = None
+        for reader in above:
+            if reader in on_the_way:
+                found[reader] = None
+            elif reader not in seen:
+                seen.add(reader)
+                queue.append(reader)
+    return list(found)
+
+
+def _reach_the_rest(
+    groups: list[_Group], roots: list[GradientEdge], gradients: list[Tensor], on_the_way: set[Node]
+) -> None:
+    """Outputs that depend on weights and on no input were not passed by the first half."""
+    for group in groups:
+        for node in group.operators:
+            if node in on_the_way or node in group.reached:
+                continue
+            reached: dict[int, Tensor] = {}
+            for edge, gradient in zip(roots, gradients, strict=True):
+                if edge.node is node:
+                    number = edge.output_nr
+                    reached[number] = reached[number] + gradient if number in reached else gradient
+            if reached:
+                group.reached[node] = tuple(reached.get(number) for number in range(max(reached) + 1))
+
+
+def _keeper(group: _Group, node: Node) -> Any:
+    def keep(gradients: Gradients) -> None:
+        group.reached[node] = gradients
+
+    return keep
+
+
+def _setter(kept: Gradients) -> Any:
+    def replaced(gradients: Gradients) -> Gradients:
+        return kept
+
+    return replaced
