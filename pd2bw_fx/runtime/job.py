@@ -35,6 +35,10 @@ class Work:
     def num_ranks(self) -> int:
         return self.rules.num_ranks(self.shape)
 
+    def check(self) -> None:
+        """Raises InputError for numbers that do not go with the method."""
+        self.rules.check(self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -121,7 +125,7 @@ def work_for(
     """What a plan, and what a user wants otherwise than the plan, come to.
 
     `replicas` is one number for all stages, or one for each. Raises InputError for a method that does not
-    train, and for numbers that do not go with the method.
+    train; whether it can use the numbers, `Work.check` says.
     """
     rules = method_of(method or plan.method)
     if not rules.trains:
@@ -139,9 +143,7 @@ def work_for(
     )
     if slack == "auto":
         slack = chosen_slack(plan, rules.name, shape)
-    shape = replace(shape, slack=slack)
-    rules.check(shape)
-    return Work(rules.name, shape)
+    return Work(rules.name, replace(shape, slack=slack))
 
 
 def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:

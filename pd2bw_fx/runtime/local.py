@@ -91,6 +91,7 @@ def train_local(
         replicas=replicas,
         vertical_sync=vertical_sync,
     )
+    work.check()
     prepared = jobs(pipeline, work)
     threads = threads_per_worker or max(1, len(os.sched_getaffinity(0)) // len(prepared))
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:

@@ -1,7 +1,9 @@
 """What an engine tells about an update, to a progress bar, a log file or TensorBoard.
 
-with open("metrics.jsonl", "w") as file:
-    engine = pipe.engine(optimizer=..., on_update=lambda report: print(json.dumps(asdict(report)), file=file))
+writer = SummaryWriter()
+engine = pipe.engine(
+    optimizer=..., on_update=lambda report: writer.add_scalar("loss", report.loss, report.update)
+)
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Parameters that several ranks hold (tied across stages, or of replicated stages): their gradients are added up
-over all holders before every update.
+"""Parameters that several ranks hold (tied, or of replicated stages): their gradients are added up over all
+holders before every update.
 
 Every holder then takes the same step on the same weights, so that the copies never part.
 """

@@ -71,6 +71,7 @@ def job_of_this_rank(
                 vertical_sync=vertical_sync,
             )
             _check_size(work, world_size)
+            work.check()
             answers = list(jobs(pipeline, work))
         except Pd2bwError as error:
             answers = [error] * world_size
