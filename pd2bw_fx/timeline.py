@@ -115,6 +115,26 @@ class Timeline:
         return sum(self.idle_s) / total_s if total_s > 0 else 0.0
 
     @property
+    def longest_rank_s(self) -> float:
+        """The longest time that a rank takes from its first forward or backward to its last, updates left
+        out: the cost of the zero-bubble paper (arXiv 2401.10241).
+        """
+        first_s, last_s = dict[int, float](), dict[int, float]()
+        for event in self.compute():
+            if event.kind is not Kind.UPDATE:
+                first_s[event.rank] = min(event.start_s, first_s.get(event.rank, event.start_s))
+                last_s[event.rank] = max(event.end_s, last_s.get(event.rank, event.end_s))
+        return max((last_s[rank] - first_s[rank] for rank in first_s), default=0.0)
+
+    @property
+    def rank_bubble(self) -> float:
+        """The share of `longest_rank_s` that the busiest rank does not work in (the same paper's rate)."""
+        busy = [0.0] * self.num_ranks
+        for event in self.compute():
+            busy[event.rank] += event.end_s - event.start_s if event.kind is not Kind.UPDATE else 0.0
+        return 1.0 - max(busy) / self.longest_rank_s if self.longest_rank_s > 0 else 0.0
+
+    @property
     def num_microbatches(self) -> int:
         """Those whose backward is over at some stage."""
         closing = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
