@@ -21,6 +21,7 @@ from pd2bw_fx.errors import (
     VerificationError,
     WorkerError,
 )
+from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.export_onnx import merge_onnx
 from pd2bw_fx.passes.split import split
@@ -41,6 +42,7 @@ __all__ = [
     "InfeasibleError",
     "InputError",
     "MemoryModel",
+    "Metrics",
     "OnnxPipeline",
     "Pd2bwError",
     "Pipeline",

@@ -27,6 +27,7 @@ class Kind(StrEnum):
     WEIGHT_GRADIENT = "W"
     SEND_GRADIENT = "SB"
     UPDATE = "U"
+    ALL_REDUCE = "AR"  # in timelines: waiting for the ranks that hold the same stage
 
 
 @dataclass(frozen=True, slots=True)

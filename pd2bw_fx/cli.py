@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from pd2bw_fx.commands import onnx, planning, probing, training
 from pd2bw_fx.errors import Pd2bwError
+from pd2bw_fx.train import STARTED_HERE, tell_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,8 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.arguments = arguments
     try:
         code: int = options.run(options)
-    except Pd2bwError as error:
-        if options.debug:
+    except Exception as error:
+        if options.started_here:
+            tell_parent(error)
+            return 1
+        if options.debug or not isinstance(error, Pd2bwError):
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -38,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Split a PyTorch model into pipeline stages you can read, and train them with 2BW.",
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument(STARTED_HERE, action="store_true", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for group in (planning, probing, training, onnx):
         group.add(commands)

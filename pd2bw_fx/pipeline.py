@@ -17,6 +17,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.explanation import Explanation
 from pd2bw_fx.folder import read_pipeline, save_pipeline
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.export_onnx import Form, Original, export_onnx
 from pd2bw_fx.passes.partition import explain
@@ -27,6 +28,8 @@ from pd2bw_fx.passes.trace.program import Program
 from pd2bw_fx.passes.verify import Forward, Verification, verify
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.report.notebook import pipeline_html
+from pd2bw_fx.report.page import page_html
+from pd2bw_fx.report.parts import Part, write_part
 from pd2bw_fx.report.table import plan_table
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.local import TrainResult, train_local
@@ -36,6 +39,8 @@ from pd2bw_fx.traced import TraceReport
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+_UPDATES_COMPARED = 8  # enough for a steady state
 
 
 class Pipeline:
@@ -238,6 +243,30 @@ class Pipeline:
             )
         chosen = self.cluster if cluster is None else Cluster.of(cluster)
         return simulate(schedule, self.plan, chosen, **options)
+
+    def report(self, path: str | Path, *, metrics: Metrics | None = None) -> None:
+        """Write one HTML page that needs no network: the plan, its graph, its time and memory, its code.
+
+        `metrics` (of `TrainResult`, or `Metrics.load(folder)`) are shown beside what was predicted.
+        """
+        page = page_html(
+            self.graph, self.costs, self.plan, self.programs, self._timeline_of(metrics), metrics=metrics
+        )
+        Path(path).write_text(page)
+
+    def draw(self, part: Part, path: str | Path, *, metrics: Metrics | None = None) -> None:
+        """Write one of the report's pictures as .svg or .png: "graph", "timeline", "time", "memory", and of
+        a training run "measured" and "loss". Timelines also as .json for Perfetto.
+        """
+        timeline = self._timeline_of(metrics)
+        write_part(part, path, graph=self.graph, plan=self.plan, timeline=timeline, metrics=metrics)
+
+    def _timeline_of(self, metrics: Metrics | None) -> Timeline:
+        """Simulated as the run was, if there was one."""
+        if metrics is None:
+            return self.simulate()
+        m = metrics.microbatches_per_update
+        return self.simulate(method=metrics.method, microbatches_per_update=m, num_updates=_UPDATES_COMPARED)
 
     def engine(
         self,

@@ -10,9 +10,14 @@ from pd2bw_fx.actions import Kind
 
 SCHEMA = 1
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE})
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.UPDATE})
 SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
 RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT})
+_CAUSES = {
+    Kind.RECEIVE_ACTIVATION: "activation",
+    Kind.RECEIVE_GRADIENT: "gradient",
+    Kind.ALL_REDUCE: "all-reduce",
+}
 
 
 class Event(NamedTuple):
@@ -89,17 +94,17 @@ class Timeline:
 
     @property
     def idle_by_cause_s(self) -> tuple[Mapping[str, float], ...]:
-        """For each rank, why it stood still: it waited for an "activation", for a "gradient", or had nothing
-        more to do ("other": before its first action and after its last one).
+        """For each rank, why it stood still: it waited for an "activation", for a "gradient", for the other
+        ranks of its stage ("all-reduce", where there are any), or had nothing more to do ("other": before
+        its first action and after its last one).
         """
         causes = [{"activation": 0.0, "gradient": 0.0, "other": idle_s} for idle_s in self.idle_s]
         start_s, end_s = self.start_s, self.end_s
         for event in self.events:
-            if event.kind in RECEIVES:
-                cause = "activation" if event.kind is Kind.RECEIVE_ACTIVATION else "gradient"
+            if (cause := _CAUSES.get(event.kind)) is not None:
                 # Of a wait that began before the first computation anywhere, the rest counts.
                 waited_s = max(0.0, min(event.end_s, end_s) - max(event.start_s, start_s))
-                causes[event.rank][cause] += waited_s
+                causes[event.rank][cause] = causes[event.rank].get(cause, 0.0) + waited_s
                 causes[event.rank]["other"] -= waited_s
         return tuple(causes)
 
@@ -110,16 +115,41 @@ class Timeline:
         return sum(self.idle_s) / total_s if total_s > 0 else 0.0
 
     @property
+    def longest_rank_s(self) -> float:
+        """The longest time that a rank takes from its first forward or backward to its last, updates left
+        out: the cost of the zero-bubble paper (arXiv 2401.10241).
+        """
+        first_s, last_s = dict[int, float](), dict[int, float]()
+        for event in self.compute():
+            if event.kind is not Kind.UPDATE:
+                first_s[event.rank] = min(event.start_s, first_s.get(event.rank, event.start_s))
+                last_s[event.rank] = max(event.end_s, last_s.get(event.rank, event.end_s))
+        return max((last_s[rank] - first_s[rank] for rank in first_s), default=0.0)
+
+    @property
+    def rank_bubble(self) -> float:
+        """The share of `longest_rank_s` that the busiest rank does not work in (the same paper's rate)."""
+        busy = [0.0] * self.num_ranks
+        for event in self.compute():
+            busy[event.rank] += event.end_s - event.start_s if event.kind is not Kind.UPDATE else 0.0
+        return 1.0 - max(busy) / self.longest_rank_s if self.longest_rank_s > 0 else 0.0
+
+    @property
     def num_microbatches(self) -> int:
         """Those whose backward is over at some stage."""
-        return len({event.microbatch for event in self.events if event.kind is Kind.BACKWARD})
+        closing = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+        return len({event.microbatch for event in self.events if event.kind in closing})
 
     @property
     def throughput(self) -> float:
         """Microbatches per second in the steady state: between the updates of the first stage, without the
         first and the last quarter of them. With fewer than four updates, all microbatches over the span.
         """
-        ends_s = sorted(e.end_s for e in self.events if e.kind is Kind.UPDATE and e.stage == 0)
+        made_s: dict[int, float] = {}
+        for event in self.events:
+            if event.kind is Kind.UPDATE and event.stage == 0:  # by the last of its ranks
+                made_s[event.version] = max(event.end_s, made_s.get(event.version, event.end_s))
+        ends_s = sorted(made_s.values())
         skipped = len(ends_s) // 4
         if skipped == 0:
             return self.num_microbatches / self.span_s if self.span_s > 0 else 0.0
@@ -128,15 +158,15 @@ class Timeline:
 
     @property
     def in_flight_peak(self) -> tuple[int, ...]:
-        """For each rank, the most microbatches whose forward had begun and whose backward was not over:
-        so many activations are held (counted once for each stage that the rank has).
+        """For each rank, the most microbatches whose forward had begun and whose backward, its last half
+        included, was not over: so many activations are held (counted once for each stage that the rank has).
         """
         now, peak = [0] * self.num_ranks, [0] * self.num_ranks
         for event in self.events:
             if event.kind is Kind.FORWARD:
                 now[event.rank] += 1
                 peak[event.rank] = max(peak[event.rank], now[event.rank])
-            elif event.kind is Kind.BACKWARD:
+            elif event.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
                 now[event.rank] -= 1
         return tuple(peak)
 
@@ -174,7 +204,13 @@ class Timeline:
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """For chrome://tracing and Perfetto: one thread a rank, sends as asynchronous slices beside them."""
-        names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+        names = {
+            Kind.FORWARD: "forward",
+            Kind.BACKWARD: "backward",
+            Kind.INPUT_GRADIENT: "backward",
+            Kind.WEIGHT_GRADIENT: "weight gradient",
+            Kind.UPDATE: "update",
+        }
         trace: list[dict[str, Any]] = []
         for rank in range(self.num_ranks):
             name = {"name": f"rank {rank}"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import logging
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,14 +19,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+    get_error_handler,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from pd2bw_fx.errors import InputError
+from pd2bw_fx import errors
+from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
+from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models.text import byte_batches
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.runtime.engine import Engine
+from pd2bw_fx.runtime.loss import Loss
 
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 _REPORTS_A_RUN = 20
+STARTED_HERE = "--started-here"  # tells a rank that its errors are printed by the process that started it
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +50,57 @@ class TrainOptions:
     checkpoint_every: int = 100
     as_json: bool = False
     output: Path | None = None  # for the trained weights, as safetensors
+    metrics: Path | None = None  # for what the run measured
 
 
 def is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start_processes(num_processes: int, arguments: Sequence[str]) -> int:
-    """This very command under torchrun, with one process a stage; returns its exit code."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
-    threads = str(max(1, len(os.sched_getaffinity(0)) // num_processes))
-    environment = {"OMP_NUM_THREADS": threads} | os.environ
-    return subprocess.run([*command, "-m", "pd2bw_fx", *arguments], env=environment, check=False).returncode
+def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
+    """This very command by torchrun's launcher, with one process a stage.
+
+    Raises the error of the rank that failed first, WorkerError where it could not tell.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_processes)))
+    # What it would say of a failure is said once, by whoever catches it.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    setting = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id="train",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(setting, sys.executable)("-m", "pd2bw_fx", STARTED_HERE, *arguments)
+    except ChildFailedError as error:
+        raise _reason(error.failures) from None
+
+
+def _reason(failures: Mapping[int, ProcessFailure]) -> Pd2bwError:
+    """The first failure that is not that another rank failed, as it was raised if it is one of ours."""
+    rank, failure = min(failures.items(), key=lambda item: (_is_consequence(item[1]), item[1].timestamp))
+    told = failure.error_file_data.get("message")
+    if not isinstance(told, dict):
+        return WorkerError(f"rank {rank} ended with {told or f'exit code {failure.exitcode}'}")
+    name, _, words = told["message"].partition(": ")
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, Pd2bwError):
+        return kind(words)
+    return WorkerError(f"rank {rank} failed:\n{told['extraInfo']['py_callstack']}")
+
+
+def _is_consequence(failure: ProcessFailure) -> bool:
+    told = failure.error_file_data.get("message")
+    return not isinstance(told, dict) or told["message"].startswith("WorkerError")
+
+
+def tell_parent(error: Exception) -> None:
+    """To the launcher that `start_processes` began, which says it once for all ranks."""
+    get_error_handler().record_exception(error)
 
 
 def optimizer_named(name: str, lr: float | None, load: Callable[[str], Any]) -> Callable[[Any], Any]:
@@ -78,8 +127,27 @@ def text_batches(pipe: Pipeline, num_updates: int) -> Iterable[Any]:
     return byte_batches(batch_size=size, sequence_length=example[1], seed=0, num_batches=num_updates)
 
 
+def _fitting(batches: Iterable[Any], pipe: Pipeline) -> Iterable[Any]:
+    """The batches, held against the sizes that the model was traced with."""
+    assert pipe.batch_layout is not None
+    for number, batch in enumerate(batches):
+        for name, tensor in pipe.batch_layout.flatten(batch).items():
+            expected = pipe.graph.inputs[name].shape or ()
+            fits = len(expected) == tensor.ndim and all(
+                isinstance(wanted, str) or found == wanted
+                for wanted, found in zip(expected[1:], tensor.shape[1:], strict=True)
+            )
+            if not fits:
+                shape = ", ".join(map(str, expected))
+                raise InputError(
+                    f"batch {number}: {name} is {tuple(tensor.shape)}, and the model was split for "
+                    f"({shape}); split it with example inputs of this size"
+                )
+        yield batch
+
+
 def run_training(
-    pipe: Pipeline | None,
+    pipe: Pipeline,
     batches: Iterable[Any],
     *,
     optimizer: Callable[[Any], Any],
@@ -97,9 +165,12 @@ def run_training(
         first = 0
         if options.checkpoint is not None and (options.checkpoint / "latest").exists():
             first = engine.load_checkpoint(options.checkpoint)
+        losses, told_s = [], [time.perf_counter()]
         with _Reports(engine, first, options, console) as reports:
-            for batch in itertools.islice(batches, first, options.num_updates):
+            for batch in itertools.islice(_fitting(batches, pipe), first, options.num_updates):
                 loss = engine.step(batch)
+                losses.append(loss)
+                told_s.append(time.perf_counter())
                 if options.checkpoint is not None and engine.updates % options.checkpoint_every == 0:
                     engine.save_checkpoint(options.checkpoint)
                 # Every rank reads the loss, so that a failure of its source is noticed everywhere.
@@ -107,9 +178,29 @@ def run_training(
                     reports.tell(float(loss))
         if engine.updates == first and first < options.num_updates:
             raise InputError("the data gave no batch; --data must name something that gives an iterable")
+        if options.metrics is not None and losses:
+            _save_metrics(engine, losses, told_s, first, options.metrics)
         weights = engine.state_dict()
         if options.output is not None and engine.rank == 0:
             save_model_weights(weights, options.output)
+
+
+def _save_metrics(
+    engine: Engine, losses: Sequence[Loss], told_s: Sequence[float], first: int, path: Path
+) -> None:
+    """By rank 0, after what an earlier run wrote there, if this one went on from its checkpoint."""
+    metrics = Metrics(
+        engine.job.method,
+        engine.job.microbatches_per_update,
+        tuple(map(float, losses)),
+        tuple(end_s - start_s for start_s, end_s in itertools.pairwise(told_s)),
+        first_update=first,
+    )
+    if engine.rank == 0:
+        if first > 0 and path.is_file():
+            metrics = metrics.after(Metrics.load(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        metrics.save(path)
 
 
 def save_model_weights(weights: Mapping[str, Tensor], path: Path) -> None:

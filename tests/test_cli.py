@@ -169,7 +169,25 @@ def test_train_starts_processes_tells_the_loss_and_goes_on_from_a_checkpoint(
     assert [report["update"] for report in first] == list(range(1, 11))
     assert [report["update"] for report in second] == list(range(11, 16))
     assert second[-1]["loss"] < first[0]["loss"] - 0.3
+    metrics = pd2bw_fx.Metrics.load(tmp_path / "run")
+    assert metrics.losses == tuple(report["loss"] for report in first + second)
     build("gpt").load_state_dict(load_file(tmp_path / "w.safetensors"))
+
+
+def test_a_mistake_in_training_is_one_line(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wide.py").write_text(
+        "import torch\ndef batches():\n    yield torch.zeros(8, 33), torch.zeros(8, dtype=torch.long)\n"
+    )
+
+    assert main(["train", str(folder), "--data", "wide:batches", "--updates", "2"]) == 1
+
+    error = capfd.readouterr().err
+    assert error.startswith("InputError: batch 0: features is (8, 33)")
+    assert len(error.splitlines()) == 1
 
 
 def test_the_demo_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,6 +207,16 @@ def test_report_writes_one_page(folder: Path, tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert page.startswith("<!doctype html>")
     assert "MLPStage1" in page
+    assert "Predicted and measured" not in page
+
+    metrics = pd2bw_fx.Metrics("1f1b", 4, (3.0, 2.0), (0.2, 0.1))
+    metrics.save(tmp_path / "run.json")
+    arguments = ["report", str(folder), "--metrics", str(tmp_path / "run.json")]
+    assert main([*arguments, "-o", str(tmp_path / "report.html")]) == 0
+    assert "Predicted and measured" in (tmp_path / "report.html").read_text()
+    for part, suffix in (("graph", "svg"), ("memory", "png"), ("loss", "png"), ("timeline", "json")):
+        assert main([*arguments, "--part", part, "-o", str(tmp_path / f"{part}.{suffix}")]) == 0
+        assert (tmp_path / f"{part}.{suffix}").stat().st_size > 500
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,18 @@ from xml.etree import ElementTree
 import browser
 import pytest
 import torch
+from matplotlib import image
 
 from pd2bw_fx.actions import Kind
 from pd2bw_fx.costs import Costs, OperatorCost, StageMemory
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ModelOutput, Operator, OperatorGraph, ParameterSpec, TensorSpec
+from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.plan import Plan, StagePlan, Transfer
 from pd2bw_fx.report import svg
 from pd2bw_fx.report.code import code_html
 from pd2bw_fx.report.curves import loss_curves
+from pd2bw_fx.report.graph_svg import graph_svg
 from pd2bw_fx.report.layout import BOX_HEIGHT, BOX_WIDTH, layout
 from pd2bw_fx.report.links import code_lines
 from pd2bw_fx.report.loads import loads_svg
@@ -26,6 +29,7 @@ from pd2bw_fx.report.losses import losses_svg
 from pd2bw_fx.report.memory import memory_svg
 from pd2bw_fx.report.notebook import pipeline_html
 from pd2bw_fx.report.page import page_html
+from pd2bw_fx.report.picture import write_picture
 from pd2bw_fx.report.timeline import timeline_svg
 from pd2bw_fx.stage import Port, StageProgram
 from pd2bw_fx.timeline import Event, Timeline
@@ -416,8 +420,8 @@ def big_page(tmp_path: Path, *, num_stages: int, length: int) -> Path:
         for stage in range(num_stages)
     ]
     path = tmp_path / "report.html"
-    losses = {"loss": [3.0, 2.0, 1.5]}
-    path.write_text(page_html(graph, costs, plan, programs, two_ranks(), losses=losses))
+    metrics = Metrics("2bw", 1, (3.0, 2.0, 1.5), (4.0, 3.0, 3.0))
+    path.write_text(page_html(graph, costs, plan, programs, two_ranks(), metrics=metrics))
     return path
 
 
@@ -480,6 +484,36 @@ def test_in_a_browser_three_thousand_operators_stay_fluid(tmp_path: Path) -> Non
 
         assert worst_ms < 100  # two frames, without a graphics card: 33 where nothing else runs
         assert page.problems == []
+
+
+def test_the_graph_as_a_picture_has_a_box_for_each_operator_and_red_edges_for_the_cuts() -> None:
+    graph, plan = chains(3, 5)
+
+    picture = graph_svg(graph, plan)
+
+    assert len(boxes(picture, r"pd-s\d|pd-rule")) == 15 + 2  # and the input, and the mask
+    paths = {p.get("stroke"): p.get("d", "") for p in ElementTree.fromstring(picture).iter(f"{SVG}path")}
+    assert paths[svg.ALARM[0]].count("M") == len(plan.transfers)
+
+
+def test_every_picture_is_drawn_as_png_of_the_same_shape(tmp_path: Path) -> None:
+    graph, plan = chains(2, 3)
+    pictures = {
+        "graph": graph_svg(graph, plan),
+        "time": loads_svg(plan),
+        "memory": memory_svg(plan),
+        "loss": losses_svg({"$2BW$": [3.0, math.nan, 2.0, 1.0]}),
+        "timeline": timeline_svg(two_ranks()),
+    }
+    for name, picture in pictures.items():
+        write_picture(picture, tmp_path / f"{name}.png", scale=1.0)
+
+        root = ElementTree.fromstring(picture)
+        pixels = image.imread(tmp_path / f"{name}.png")
+        assert pixels.shape[:2] == (int(float(root.attrib["height"])), int(float(root.attrib["width"])))
+        assert len({tuple(p) for p in pixels[::3, ::3].reshape(-1, 4)}) > 5  # it is not blank
+    with pytest.raises(InputError, match=r"ends with '\.gif'"):
+        write_picture(pictures["graph"], tmp_path / "graph.gif")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])

@@ -3,13 +3,17 @@
 A training method is one object in `METHODS` (its face is `Method`): which rank runs what, in which order and
 on which weight version. The engine executes its lists, the simulator times them, the report draws them.
 
-    method       file            updates
-    2bw          streamed.py     two versions, one update late everywhere
-    pipedream    streamed.py     stashed versions, unequal replicas, vertical sync
-    pb, pipemare streamed.py     one version; a backward runs on other weights than its forward did
-    1f1b, gpipe  flushed.py      synchronous
-    ddp          flushed.py      one stage, N replicas
-    interleaved  interleaved.py  synchronous, several stages a rank
+    method        file            updates
+    2bw           streamed.py     two versions, one update late everywhere
+    pipedream     streamed.py     stashed versions, unequal replicas, vertical sync
+    pb, pipemare  streamed.py     one version; a backward runs on other weights than its forward did
+    1f1b, gpipe   flushed.py      synchronous
+    bapipe        flushed.py      synchronous: one of the two, chosen for a cluster
+    ddp           flushed.py      synchronous: one stage, N replicas
+    interleaved   interleaved.py  synchronous: several stages a rank
+    chimera       chimera.py      synchronous: two pipelines in opposite directions
+    zb-h1, zb-h2  zero_bubble.py  synchronous: the backward in two halves
+    zb-auto       zb_auto.py      synchronous: the same, in an order that an integer program found
 """
 
 from .build import SYNCHRONOUS, build_schedule, num_versions, schedule_of, stage_actions, weight_version
@@ -17,13 +21,17 @@ from .check import check_schedule
 from .flushed import warm_up_forwards
 from .method import Method
 from .methods import METHODS, method_of
+from .zb_auto import Found, Times, find_orders
 
 __all__ = [
     "METHODS",
+    "Found",
     "SYNCHRONOUS",
     "Method",
+    "Times",
     "build_schedule",
     "check_schedule",
+    "find_orders",
     "method_of",
     "num_versions",
     "schedule_of",

@@ -37,6 +37,7 @@ def build_schedule(
 def schedule_of(method: str, shape: Shape, *, updates: range, drain: bool, empty_before: int = 0) -> Schedule:
     """`build_schedule` for a shape that is there already."""
     chosen = method_of(method)
+    shape = chosen.prepared(shape)
     chosen.check(shape)
     return Schedule(
         method=method,

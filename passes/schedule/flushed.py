@@ -11,7 +11,9 @@ Both take (m + d - 1)(F + B); 1f1b holds d - s microbatches at stage s, gpipe al
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import ClassVar
 
 from pd2bw_fx.actions import Kind, Shape
 from pd2bw_fx.errors import InputError
@@ -76,6 +78,34 @@ class GPipe(StageMethod):
             for turn in reversed(turns):
                 yield Kind.BACKWARD, turn
             yield Kind.UPDATE, update
+
+
+class BaPipe(StageMethod):
+    """Whichever synchronous order was found fastest for a cluster (arXiv 2012.12544): `shape.base` names it,
+    with `shape.slack` for 1f1b that overlaps its messages. `explore` chooses.
+    """
+
+    name = "bapipe"
+    bases: ClassVar[Mapping[str, StageMethod]] = {"1f1b": OneForwardOneBackward(), "gpipe": GPipe()}
+
+    def prepared(self, shape: Shape) -> Shape:
+        return shape if shape.base is not None else replace(shape, base="1f1b")
+
+    def check(self, shape: Shape) -> None:
+        if shape.base not in self.bases:
+            raise InputError(f"base is {shape.base!r}; bapipe chooses among {', '.join(self.bases)}")
+        super().check(shape)
+        self._base(shape).check(shape)
+
+    def in_flight(self, shape: Shape, stage: int) -> int:
+        return self._base(shape).in_flight(shape, stage)
+
+    def turns(self, shape: Shape, stage: int, updates: range, *, drain: bool, empty_before: int) -> Turns:
+        return self._base(shape).turns(shape, stage, updates, drain=drain, empty_before=empty_before)
+
+    def _base(self, shape: Shape) -> StageMethod:
+        assert shape.base is not None
+        return self.bases[shape.base]
 
 
 class DataParallel(OneForwardOneBackward):

@@ -35,6 +35,12 @@ class Method(ABC):
     def check(self, shape: Shape) -> None:
         """Raises InputError, with what to do about it, for a shape that the method cannot use."""
 
+    def prepared(self, shape: Shape) -> Shape:
+        """The shape with what the method searches for by itself, if anything, and for equal times at all
+        stages. Prepare once and give the result to all ranks.
+        """
+        return shape
+
     @abstractmethod
     def num_ranks(self, shape: Shape) -> int: ...
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pd2bw_fx.errors import InputError
 
-from .flushed import DataParallel, GPipe, Inference, OneForwardOneBackward
+from .chimera import Chimera
+from .flushed import BaPipe, DataParallel, GPipe, Inference, OneForwardOneBackward
 from .interleaved import Interleaved
 from .method import Method
 from .streamed import PipeDream, PipelinedBackpropagation, PipeMare, TwoBuffered
+from .zb_auto import ZeroBubbleAuto
+from .zero_bubble import ZeroBubble1, ZeroBubble2
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -19,6 +22,11 @@ METHODS: dict[str, Method] = {
         PipeDream(),
         PipelinedBackpropagation(),
         PipeMare(),
+        Chimera(),
+        ZeroBubble1(),
+        ZeroBubble2(),
+        ZeroBubbleAuto(),
+        BaPipe(),
         DataParallel(),
         Inference(),
     )

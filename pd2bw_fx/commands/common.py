@@ -46,6 +46,12 @@ def model_command(
     return parser
 
 
+def saved_folder(options: argparse.Namespace) -> Path | None:
+    """The folder that MODEL is, if it is one."""
+    given = str(options.model)
+    return Path(given) if given not in MODELS and Path(given).is_dir() else None
+
+
 def is_onnx(options: argparse.Namespace) -> bool:
     return bool(options.model) and str(options.model).endswith(".onnx")
 
@@ -62,7 +68,7 @@ def named_pipeline(options: argparse.Namespace) -> Pipeline:
             f"{options.model} is an ONNX file, which is split for inference; plan, split, show, verify and "
             "report take one"
         )
-    if options.model not in MODELS and Path(options.model).is_dir():
+    if saved_folder(options) is not None:
         if options.cluster is not None:
             raise InputError("a saved folder has its plan already; leave out --cluster, or split it again")
         return load(options.model)

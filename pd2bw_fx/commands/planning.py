@@ -11,16 +11,24 @@ from typing import Any
 from rich.console import Console
 from rich.syntax import Syntax
 
-from pd2bw_fx.commands.common import command, is_onnx, model_command, named_onnx, named_pipeline
+from pd2bw_fx.commands.common import (
+    command,
+    is_onnx,
+    model_command,
+    named_onnx,
+    named_pipeline,
+    saved_folder,
+)
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.metrics import FILE, Metrics
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.partition import check_plan, plan_workload
 from pd2bw_fx.pipeline import load
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.report.page import page_html
+from pd2bw_fx.report.parts import PARTS, write_part, write_timeline
 from pd2bw_fx.report.table import plan_table
-from pd2bw_fx.report.timeline import timeline_svg
 from pd2bw_fx.units import format_seconds
 from pd2bw_fx.workload import read_workload
 
@@ -93,7 +101,10 @@ def add(commands: Any) -> None:
     simulate.add_argument("--updates", type=int, default=8, help="updates to simulate (default 8)")
     simulate.add_argument("--jitter", type=float, default=0.0, help="relative spread of compute times")
     simulate.add_argument(
-        "-o", "--output", type=Path, help="the timeline: .svg, or .json for Perfetto and chrome://tracing"
+        "-o",
+        "--output",
+        type=Path,
+        help="the timeline: .svg, .png, or .json for Perfetto and chrome://tracing",
     )
     simulate.add_argument("--json", action="store_true", help="the figures as JSON, for machines")
     simulate.set_defaults(run=_simulate)
@@ -101,11 +112,17 @@ def add(commands: Any) -> None:
     report = model_command(
         commands,
         "report",
-        "one HTML page about a pipeline",
+        "one HTML page about a pipeline, or one picture of it",
         "pd2bw-fx report gpt_2 -o report.html",
         takes_onnx=True,
     )
-    report.add_argument("-o", "--output", type=Path, required=True, help="the page to write")
+    report.add_argument("-o", "--output", type=Path, required=True, help="the file to write")
+    report.add_argument(
+        "--part", choices=PARTS, help="only this picture, as .svg or .png (timelines also .json for Perfetto)"
+    )
+    report.add_argument(
+        "--metrics", type=Path, help="what `train` wrote (default: metrics.json in MODEL, if it is a folder)"
+    )
     report.set_defaults(run=_report)
 
 
@@ -197,10 +214,7 @@ def _simulate(options: argparse.Namespace) -> int:
         "idle_by_cause_s": [dict(causes) for causes in timeline.idle_by_cause_s],
     }
     if options.output is not None:
-        text = timeline_svg(timeline)
-        if options.output.suffix == ".json":
-            text = json.dumps(timeline.to_chrome_trace())
-        options.output.write_text(text)
+        write_timeline(timeline, options.output)
     if options.json:
         print(json.dumps(figures))
         return 0
@@ -218,11 +232,33 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     if is_onnx(options):
+        if options.metrics is not None:
+            raise InputError("--metrics are of a training run; an ONNX file is split for inference")
         parts = named_onnx(options)
-        page = page_html(parts.graph, parts.costs, parts.plan, ())
+        if options.part is None:
+            options.output.write_text(page_html(parts.graph, parts.costs, parts.plan, ()))
+        else:
+            write_part(
+                options.part,
+                options.output,
+                graph=parts.graph,
+                plan=parts.plan,
+                timeline=None,
+                metrics=None,
+            )
     else:
-        pipe = named_pipeline(options)
-        page = page_html(pipe.graph, pipe.costs, pipe.plan, pipe.programs, pipe.simulate())
-    options.output.write_text(page)
+        pipe, metrics = named_pipeline(options), _metrics(options)
+        if options.part is None:
+            pipe.report(options.output, metrics=metrics)
+        else:
+            pipe.draw(options.part, options.output, metrics=metrics)
     print(f"{options.output} written")
     return 0
+
+
+def _metrics(options: argparse.Namespace) -> Metrics | None:
+    """What a training run measured, if there was one."""
+    if options.metrics is not None:
+        return Metrics.load(options.metrics)
+    folder = saved_folder(options)
+    return Metrics.load(folder) if folder is not None and (folder / FILE).is_file() else None

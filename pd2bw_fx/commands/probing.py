@@ -86,7 +86,8 @@ def _probe_here(options: argparse.Namespace) -> int:
     if "--processes" in kept:
         at = kept.index("--processes")
         del kept[at : at + 2]
-    return 1 if start_processes(count, kept) else 0
+    start_processes(count, kept)
+    return 0
 
 
 def _check_writable(path: Path) -> None:

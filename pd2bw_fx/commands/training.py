@@ -11,9 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from pd2bw_fx.commands.common import command, loaded, model_command, named_pipeline
+from pd2bw_fx.commands.common import command, loaded, model_command, named_pipeline, saved_folder
 from pd2bw_fx.demo import run_demo
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.metrics import FILE
 from pd2bw_fx.train import (
     TrainOptions,
     is_under_torchrun,
@@ -53,6 +54,11 @@ def add(commands: Any) -> None:
     train.add_argument("--checkpoint", type=Path, help="folder to write to, and to go on from")
     train.add_argument("--every", type=int, default=100, help="updates between checkpoints (default 100)")
     train.add_argument("--json", action="store_true", help="a line of JSON for each report, for machines")
+    train.add_argument(
+        "--metrics",
+        type=Path,
+        help="file for losses and times, for report (default: metrics.json in MODEL or --checkpoint)",
+    )
     train.add_argument("-o", "--output", type=Path, help="the trained weights, as safetensors")
     train.set_defaults(run=_train)
 
@@ -67,6 +73,8 @@ def _demo(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     if options.updates < 1 or options.every < 1:
         raise InputError("--updates and --every must be 1 or more")
+    if options.metrics is None and (folder := saved_folder(options) or options.checkpoint) is not None:
+        options.metrics = Path(folder) / FILE
     if not is_under_torchrun():
         return _train_here(options)
     is_first = int(os.environ["RANK"]) == 0
@@ -84,6 +92,7 @@ def _train(options: argparse.Namespace) -> int:
             checkpoint_every=options.every,
             as_json=options.json,
             output=options.output,
+            metrics=options.metrics,
         ),
         console=Console(quiet=not is_first),
     )
@@ -91,8 +100,10 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_here(options: argparse.Namespace) -> int:
-    """Split once, and have torchrun start one process for each stage."""
+    """Split once, and have torchrun's launcher start one process for each stage."""
     given = sys.argv[1:] if options.arguments is None else list(options.arguments)
+    if options.metrics is not None:
+        given += ["--metrics", str(options.metrics)]
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         pipe = named_pipeline(options)
         pipe.save(Path(folder) / "pipeline")
@@ -102,4 +113,5 @@ def _train_here(options: argparse.Namespace) -> int:
             if at is not None:
                 del given[at : at + 2]
         given[given.index(options.model)] = str(Path(folder) / "pipeline")
-        return 1 if start_processes(pipe.plan.num_stages, given) else 0
+        start_processes(pipe.plan.num_stages, given)
+        return 0

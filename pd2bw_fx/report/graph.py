@@ -55,7 +55,7 @@ def graph_data(
         cost = costs.operators.get(name)
         nodes.append({
             "name": name,
-            "label": _label(operator),
+            "label": label_of(operator),
             "at": made.places[name],
             "stage": stage,
             "target": operator.target,
@@ -84,7 +84,7 @@ def graph_data(
             {
                 "stage": r.stage,
                 "at": [r.x, r.y, r.width, r.height],
-                "title": _title(r.stage, plan),
+                "title": title_of(r.stage, plan),
                 "short": "each" if r.stage == EVERYWHERE else str(r.stage),
             }
             for r in made.regions
@@ -119,11 +119,11 @@ def _input(name: str, spec: TensorSpec, place: tuple[float, float]) -> dict[str,
     }
 
 
-def _title(stage: int, plan: Plan) -> str:
+def title_of(stage: int, plan: Plan) -> str:
     return "in each stage" if stage == EVERYWHERE else f"stage {stage} · {plan.stages[stage].device_name}"
 
 
-def _label(operator: Operator) -> str:
+def label_of(operator: Operator) -> str:
     """aten.linear.default -> linear"""
     parts = operator.target.split(".")
     return parts[1] if len(parts) > 1 else parts[0]

@@ -18,8 +18,11 @@ def losses_svg(
     width: float = 1100,
     height: float = 320,
     title: str = "Training loss",
+    first: int = 1,
 ) -> str:
     """An SVG of the loss of each update, a curve for each name; a loss that is no number is a gap.
+
+    `first` is the number of the first update that is drawn.
 
     Raises InputError where there is nothing to draw.
     """
@@ -37,7 +40,7 @@ def losses_svg(
         svg.style({**svg.BASE_STYLE, **hues}),
         svg.text("ink", 16, 26, title, size=15, bold=True),
         *_legend(names),
-        *_grid(low, high, longest, across, down, width, height),
+        *_grid(low, high, longest, across, down, width, height, first),
     ]
     for index, losses in enumerate(curves.values()):
         line = _line(losses, low, across, down, height)
@@ -57,7 +60,14 @@ def _legend(names: Sequence[str]) -> Iterable[str]:
 
 
 def _grid(
-    low: float, high: float, longest: int, across: float, down: float, width: float, height: float
+    low: float,
+    high: float,
+    longest: int,
+    across: float,
+    down: float,
+    width: float,
+    height: float,
+    first: int,
 ) -> Iterable[str]:
     step = svg.ticks(0, high - low, 5)
     apart = step[1] - step[0] if len(step) > 1 else high - low
@@ -65,8 +75,8 @@ def _grid(
         y = height - _BOTTOM - (tick - low) * down
         yield svg.rect("rule", _LEFT, y - 0.5, width - _LEFT - _RIGHT, 1)
         yield svg.text("muted", _LEFT - 8, y + 4, f"{tick:.4g}", size=11, anchor="end")
-    for tick in svg.ticks(1, max(longest, 2), 10):
-        x = _LEFT + (tick - 1) * across
+    for tick in svg.ticks(first, first + max(longest, 2) - 1, 10):
+        x = _LEFT + (tick - first) * across
         yield svg.text("muted", x, height - 19, f"{tick:g}", size=11, anchor="middle")
     yield svg.text("muted", width - _RIGHT, height - 4, "update", size=11, anchor="end")
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from html import escape
 
 from pd2bw_fx.costs import Costs
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.report import svg
 from pd2bw_fx.report.code import code_html
 from pd2bw_fx.report.graph import graph_html, graph_style
 from pd2bw_fx.report.loads import loads_svg
 from pd2bw_fx.report.losses import losses_svg
+from pd2bw_fx.report.measured import measured_html
 from pd2bw_fx.report.memory import memory_svg
 from pd2bw_fx.report.notebook import plan_html, plan_style
 from pd2bw_fx.report.timeline import timeline_svg
@@ -37,22 +40,24 @@ def page_html(
     programs: Sequence[StageProgram],
     timeline: Timeline | None = None,
     *,
-    measured: Timeline | None = None,
-    losses: Mapping[str, Sequence[float]] | None = None,
+    metrics: Metrics | None = None,
 ) -> str:
     """A whole HTML document without fonts, scripts or links to anywhere else.
 
-    `timeline` is the simulated one, `measured` that of a real run, shown below it. `losses`: curves by name.
+    `timeline` is the simulated one; what a real run measured is shown beside it.
     """
     title = f"{graph.model_name} in {plan.num_stages} {'stage' if plan.num_stages == 1 else 'stages'}"
     parts = [
         _part("plan", "The plan", f'<div class="pd-pipeline">{plan_html(graph, costs, plan)}</div>'),
         _part("graph", "The graph", graph_html(graph, costs, plan, programs)),
-        _part("time", "Time", _pictures([loads_svg(plan), *_timelines(timeline, measured)])),
+        _part("time", "Time", _pictures([loads_svg(plan), *_timelines(timeline, metrics)])),
         _part("memory", "Memory", _pictures([memory_svg(plan)])),
     ]
-    if losses:
-        parts.append(_part("loss", "Loss", _pictures([losses_svg(losses)])))
+    if metrics is not None and timeline is not None:
+        parts.insert(1, _part("measured", "Predicted and measured", measured_html(timeline, metrics)))
+    if metrics is not None and any(map(math.isfinite, metrics.losses)):
+        curve = {metrics.method: metrics.losses}
+        parts.append(_part("loss", "Loss", _pictures([losses_svg(curve, first=metrics.first_update + 1)])))
     if programs:
         stages = "".join(_stage_html(graph, program) for program in programs)
         parts.append(_part("code", "The code of each stage", stages))
@@ -73,7 +78,8 @@ def _pictures(pictures: Sequence[str]) -> str:
     return "".join(f'<div class="pd-picture-box">{picture}</div>' for picture in pictures)
 
 
-def _timelines(timeline: Timeline | None, measured: Timeline | None) -> list[str]:
+def _timelines(timeline: Timeline | None, metrics: Metrics | None) -> list[str]:
+    measured = None if metrics is None else metrics.timeline
     return [timeline_svg(shown) for shown in (timeline, measured) if shown is not None]
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from pd2bw_fx.errors import InputError, WorkerError
+from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.runtime.job import Job, jobs, work_for
 from pd2bw_fx.runtime.messages import (
     BEAT_S,
@@ -53,10 +54,14 @@ _REASONS_S = 3.0  # after a first failure, how long to wait for a better reason
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """The mean loss of every update, and the weights after the last, by name in the operator graph."""
+    """The mean loss of every update, and the weights after the last, by name in the operator graph.
+
+    `metrics` is what a report shows: `result.metrics.save(folder)`.
+    """
 
     losses: tuple[float, ...]
     tensors: Mapping[str, Tensor]
+    metrics: Metrics
 
 
 def train_local(
@@ -121,6 +126,8 @@ class _Workers:
     def __init__(self, starts: list[Start], on_update: Callable[[int, float], None] | None) -> None:
         self.jobs: list[Job] = [start.job for start in starts]
         self.losses: list[float] = []
+        self._update_s: list[float] = []
+        self._told_s = time.monotonic()
         self._on_update = on_update
         self._sent = 0
         self._done = [0] * len(starts)
@@ -163,7 +170,9 @@ class _Workers:
             for rank in sorted(self._finished, reverse=True)
             for name, t in self._finished[rank].tensors.items()
         }
-        return TrainResult(tuple(self.losses), tensors)
+        losses, job = tuple(self.losses), self.jobs[0]
+        metrics = Metrics(job.method, job.microbatches_per_update, losses, tuple(self._update_s))
+        return TrainResult(losses, tensors, metrics)
 
     def end(self) -> None:
         """No process outlives the run, whatever happened."""
@@ -240,6 +249,8 @@ class _Workers:
         self._done[rank] += 1
         if message.loss is not None:
             self.losses.append(message.loss)
+            before_s, self._told_s = self._told_s, time.monotonic()
+            self._update_s.append(self._told_s - before_s)
             if self._on_update is not None:
                 self._on_update(len(self.losses) - 1, message.loss)
 

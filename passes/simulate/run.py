@@ -1,11 +1,16 @@
-"""Execute a schedule's action lists on a model of time.
+"""Action by action: who does what when.
 
     rank 0   F0 F1 F2 .... B0 F3 B1 F4 B2          a receive waits until its data has arrived;
                \\  \\  \\    /     /                   a send takes latency + bytes / bandwidth, and the rank
     rank 1      F0 B0 F1 B1 F2 B2                  goes on meanwhile
 
-Each rank performs its own list in order. Only the sender's list decides when a link is used, so the times do
-not depend on the order in which the ranks are visited: the simulation is deterministic.
+Each rank performs its own list in order. A message goes to the rank that runs its microbatch at the stage it
+is for. Where several ranks hold a stage, an update waits until all of them have posted their gradients, and
+then for the all-reduce: at once where there is one weight version, at the first use of the new version where
+there are more, so that the ranks go on meanwhile.
+
+Only the sender's list decides when a link is used, so the times do not depend on the order in which the ranks
+are visited: the simulation is deterministic.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 from pd2bw_fx.actions import Action, Kind, Schedule
 from pd2bw_fx.cluster import Cluster
@@ -22,100 +27,9 @@ from pd2bw_fx.errors import InputError, ScheduleError
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.timeline import Event, Timeline
 
+from .durations import Durations, LinkTimes
+
 Links = Literal["busy", "latency"]
-
-
-@dataclass(frozen=True, slots=True)
-class LinkTimes:
-    """What one microbatch takes from stage `source` to stage `target`, and its gradient on the way back.
-
-    `activation_s` and `gradient_s` are bytes / bandwidth, for which the link is busy; the latency comes on
-    top of it. `gradient_s` is None where no gradient flows back, and the source waits for none.
-    """
-
-    source: int
-    target: int
-    latency_s: float = 0.0
-    activation_s: float = 0.0
-    gradient_s: float | None = 0.0
-    gradient_latency_s: float | None = None  # None: the same as `latency_s`
-
-
-@dataclass(frozen=True, slots=True)
-class Durations:
-    """The model of time: seconds for one microbatch at each stage and on each link, and for an update.
-
-    `backward_s` has everything in it that a backward does, recomputation of the forward included.
-    """
-
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    update_s: tuple[float, ...]
-    links: tuple[LinkTimes, ...]
-
-    @classmethod
-    def chain(
-        cls,
-        forward_s: Sequence[float],
-        backward_s: Sequence[float],
-        *,
-        update_s: float = 0.0,
-        latency_s: float = 0.0,
-    ) -> Self:
-        """Stages in a row, each linked to the next with a pure latency: the setting of published numbers."""
-        links = tuple(LinkTimes(stage, stage + 1, latency_s) for stage in range(len(forward_s) - 1))
-        return cls(tuple(forward_s), tuple(backward_s), (update_s,) * len(forward_s), links)
-
-    @classmethod
-    def of(cls, plan: Plan, cluster: Cluster, *, update_s: float = 0.0) -> Self:
-        """Compute times from the plan, link times from its transfers on the cluster's links.
-
-        All values that a stage sends another for one microbatch travel as one message.
-        """
-        beyond = [stage for stage in plan.stages if stage.device >= len(cluster)]
-        if beyond:
-            raise InputError(
-                f"stage {beyond[0].stage} is on device {beyond[0].device}, and the cluster has "
-                f"{len(cluster)}; simulate on the cluster that the plan was made for"
-            )
-        recomputed_s = [stage.forward_s if stage.recompute else 0.0 for stage in plan.stages]
-        return cls(
-            forward_s=tuple(stage.forward_s for stage in plan.stages),
-            backward_s=tuple(
-                stage.backward_s + again_s for stage, again_s in zip(plan.stages, recomputed_s, strict=True)
-            ),
-            update_s=(update_s,) * plan.num_stages,
-            links=_links(plan, cluster),
-        )
-
-
-def _links(plan: Plan, cluster: Cluster) -> tuple[LinkTimes, ...]:
-    sizes: dict[tuple[int, int], tuple[int, int]] = {}
-    for transfer in plan.transfers:
-        pair = (transfer.source, transfer.target)
-        there, back = sizes.get(pair, (0, 0))
-        sizes[pair] = (there + transfer.bytes, back + transfer.gradient_bytes)
-    links = []
-    for (source, target), (num_bytes, gradient_bytes) in sorted(sizes.items()):
-        a, b = plan.stages[source].device, plan.stages[target].device
-        local = a == b
-        links.append(
-            LinkTimes(
-                source,
-                target,
-                latency_s=0.0 if local else cluster.latency_s[a][b],
-                activation_s=0.0 if local else num_bytes / cluster.bytes_per_s[a][b],
-                gradient_s=_gradient_s(cluster, b, a, gradient_bytes),
-                gradient_latency_s=0.0 if local else cluster.latency_s[b][a],
-            )
-        )
-    return tuple(links)
-
-
-def _gradient_s(cluster: Cluster, source: int, target: int, num_bytes: int) -> float | None:
-    if num_bytes == 0:
-        return None
-    return 0.0 if source == target else num_bytes / cluster.bytes_per_s[source][target]
 
 
 def simulate(
@@ -136,7 +50,11 @@ def simulate(
     Raises ScheduleError naming the first action that waits for ever, InputError where schedule, plan and
     cluster do not belong together.
     """
-    durations = Durations.of(plan, cluster, update_s=update_s)
+    holders: list[set[int]] = [set() for _ in plan.stages]
+    for rank, actions in enumerate(schedule.ranks):
+        for stage in {action.stage for action in actions}:
+            holders[stage].add(rank)
+    durations = Durations.of(plan, cluster, update_s=update_s, num_holders=[len(h) for h in holders])
     return simulate_durations(schedule, durations, links=links, jitter=jitter, seed=seed)
 
 
@@ -170,11 +88,13 @@ def _check_order(schedule: Schedule, durations: Durations) -> None:
                 needed = [Kind.RECEIVE_ACTIVATION]
             elif kind is Kind.SEND_ACTIVATION:
                 needed = [Kind.FORWARD]
-            elif kind is Kind.BACKWARD:
+            elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
                 gradient = [Kind.RECEIVE_GRADIENT] if action.stage in with_gradient else []
                 needed = [Kind.FORWARD, *gradient]
+            elif kind is Kind.WEIGHT_GRADIENT:
+                needed = [Kind.INPUT_GRADIENT]
             elif kind is Kind.SEND_GRADIENT:
-                needed = [Kind.BACKWARD]
+                needed = [Kind.INPUT_GRADIENT if piece in done[Kind.INPUT_GRADIENT] else Kind.BACKWARD]
             for before in needed:
                 if piece not in done[before]:
                     raise ScheduleError(
@@ -212,13 +132,36 @@ class _Mailbox:
 
 @dataclass(slots=True)
 class _Wire:
-    """One direction of a link: where it leads, what it costs, and until when it is busy."""
+    """One direction of a link between stages: where it leads and what it costs."""
 
     mailbox: _Mailbox
-    rank: int  # that reads the mailbox
+    stage: int  # that reads the mailbox
     latency_s: float
     transmit_s: float
-    shared: list[float]  # busy until; one entry, common to all wires between the same two ranks
+
+
+class _AllReduces:
+    """Updates of the stages that several ranks hold: who has posted, and when the sum is there."""
+
+    def __init__(self, holders: Sequence[set[int]], all_reduce_s: Sequence[float]) -> None:
+        self.holders = holders
+        self.all_reduce_s = all_reduce_s
+        self.posted_s: dict[tuple[int, int], dict[int, float]] = {}  # by stage and version, then rank
+
+    def post(self, stage: int, version: int, rank: int, now_s: float) -> bool:
+        """Whether the rank is the last one; it posts once, however often it asks."""
+        posted_s = self.posted_s.setdefault((stage, version), {})
+        if rank in posted_s:
+            return False
+        posted_s[rank] = now_s
+        return len(posted_s) == len(self.holders[stage])
+
+    def done_s(self, stage: int, version: int) -> float | None:
+        """When the new version is there; None as long as somebody has not posted."""
+        posted_s = self.posted_s.get((stage, version), {})
+        if len(posted_s) < len(self.holders[stage]):
+            return None
+        return max(posted_s.values()) + self.all_reduce_s[stage]
 
 
 class _Simulation:
@@ -236,35 +179,49 @@ class _Simulation:
         self.clock_s = [0.0] * len(schedule.ranks)
         self.position = [0] * len(schedule.ranks)
         self.events: list[list[Event]] = [[] for _ in schedule.ranks]
+        stages = range(schedule.num_stages)
+        self.seconds: dict[Kind, Sequence[float]] = {
+            Kind.FORWARD: durations.forward_s,
+            Kind.BACKWARD: tuple(durations.whole_backward_s(stage) for stage in stages),
+            Kind.INPUT_GRADIENT: durations.backward_s,
+            Kind.WEIGHT_GRADIENT: durations.weight_backward_s or (0.0,) * len(stages),
+            Kind.UPDATE: durations.update_s,
+        }
         self._connect()
 
     def _connect(self) -> None:
         stages = range(self.schedule.num_stages)
-        rank_of = {a.stage: rank for rank, actions in enumerate(self.schedule.ranks) for a in actions}
-        missing = [stage for stage in stages if stage not in rank_of]
+        holders: list[set[int]] = [set() for _ in stages]
+        for rank, actions in enumerate(self.schedule.ranks):
+            for action in actions:
+                holders[action.stage].add(rank)
+        missing = [stage for stage in stages if not holders[stage]]
         if missing:
             raise ScheduleError(f"no rank has an action of stage {missing[0]}; every stage needs a rank")
+        self.reduces = _AllReduces(holders, self.durations.all_reduce_s or (0.0,) * len(stages))
+        self.shared = {stage for stage in stages if len(holders[stage]) > 1}
+        self.only = [min(ranks) for ranks in holders]
+        self.runs = {
+            (action.stage, action.microbatch): rank
+            for rank, actions in enumerate(self.schedule.ranks)
+            for action in actions
+            if action.kind is Kind.FORWARD and action.stage in self.shared
+        }
         links = self.durations.links
         back = [link for link in links if link.gradient_s is not None]
         into = [_Mailbox(sum(link.target == stage for link in links)) for stage in stages]
         home = [_Mailbox(sum(link.source == stage for link in back)) for stage in stages]
-        busy: dict[tuple[int, int], list[float]] = {}
-
-        def wire(mailbox: _Mailbox, a: int, b: int, latency_s: float, transmit_s: float) -> _Wire:
-            source, target = rank_of[a], rank_of[b]
-            shared = busy.setdefault((source, target), [0.0])
-            return _Wire(mailbox, target, latency_s, transmit_s, shared)
-
+        self.busy_until_s: dict[tuple[int, int], float] = {}  # one for all wires between the same two ranks
         forth: list[list[_Wire]] = [[] for _ in stages]
         gradients: list[list[_Wire]] = [[] for _ in stages]
         for link in links:
-            out = wire(into[link.target], link.source, link.target, link.latency_s, link.activation_s)
+            out = _Wire(into[link.target], link.target, link.latency_s, link.activation_s)
             forth[link.source].append(out)
             if link.gradient_s is not None:
                 given_s = link.gradient_latency_s
                 latency_s = link.latency_s if given_s is None else given_s
                 gradients[link.target].append(
-                    wire(home[link.source], link.target, link.source, latency_s, link.gradient_s)
+                    _Wire(home[link.source], link.source, latency_s, link.gradient_s)
                 )
         self.mailboxes = {Kind.RECEIVE_ACTIVATION: into, Kind.RECEIVE_GRADIENT: home}
         self.wires = {Kind.SEND_ACTIVATION: forth, Kind.SEND_GRADIENT: gradients}
@@ -292,24 +249,28 @@ class _Simulation:
         )
 
     def _advance(self, rank: int) -> list[int]:
-        """Perform the rank's actions until one has to wait for a message that is not yet sent.
+        """Perform the rank's actions until one has to wait for what is not yet sent.
 
-        Returns the ranks for which a receive has become possible. (Everything at one level and looked up
-        once: this loop runs for every action.)
+        Returns the ranks that can go on now. (Everything at one level and looked up once: this loop runs for
+        every action.)
         """
         actions, events, noise = self.schedule.ranks[rank], self.events[rank], self.noise[rank]
-        seconds = {
-            Kind.FORWARD: self.durations.forward_s,
-            Kind.BACKWARD: self.durations.backward_s,
-            Kind.UPDATE: self.durations.update_s,
-        }
-        mailboxes, wires, jitter = self.mailboxes, self.wires, self.jitter
+        seconds, mailboxes, wires = self.seconds, self.mailboxes, self.wires
+        jitter, shared = self.jitter, self.shared
         now_s, position, woken = self.clock_s[rank], self.position[rank], list[int]()
         while position < len(actions):
             action = actions[position]
             kind, stage, microbatch = action.kind, action.stage, action.microbatch
             start_s = now_s
             if kind in seconds:
+                if stage in shared:
+                    gate_s = self._gate_s(rank, action, now_s, woken)
+                    if gate_s is None:
+                        break
+                    if gate_s > now_s:
+                        wait = (rank, Kind.ALL_REDUCE, stage, -1, action.version, now_s, gate_s)
+                        events.append(Event(*wait))
+                        start_s = now_s = gate_s
                 length_s = seconds[kind][stage]
                 if jitter:
                     length_s *= max(0.05, noise.gauss(1.0, jitter))
@@ -322,26 +283,41 @@ class _Simulation:
             else:
                 end_s = now_s
                 for wire in wires[kind][stage]:
-                    arrival_s = self._send(wire, now_s)
+                    to = self.runs[wire.stage, microbatch] if wire.stage in shared else self.only[wire.stage]
+                    arrival_s = self._send(wire, rank, to, now_s)
                     end_s = max(end_s, arrival_s)
                     if wire.mailbox.put(microbatch, arrival_s):
-                        woken.append(wire.rank)
+                        woken.append(to)
             events.append(Event(rank, kind, stage, microbatch, action.version, start_s, end_s))
             position += 1
         self.clock_s[rank], self.position[rank] = now_s, position
         return woken
 
-    def _send(self, wire: _Wire, now_s: float) -> float:
+    def _gate_s(self, rank: int, action: Action, now_s: float, woken: list[int]) -> float | None:
+        """When a computation of a stage that several ranks hold may begin; None: when all have posted."""
+        stage, version = action.stage, action.version
+        if action.kind is not Kind.UPDATE:
+            # With one version the update itself has waited.
+            if self.schedule.weight_versions == 1 or version <= self.schedule.updates.start:
+                return now_s
+            return self.reduces.done_s(stage, version)
+        if self.reduces.post(stage, version, rank, now_s):
+            woken.extend(self.reduces.holders[stage] - {rank})
+        return now_s if self.schedule.weight_versions > 1 else self.reduces.done_s(stage, version)
+
+    def _send(self, wire: _Wire, source: int, target: int, now_s: float) -> float:
         """When a message that is sent now has arrived."""
         if not self.busy_links:
             return now_s + wire.transmit_s + wire.latency_s
-        free_s = max(now_s, wire.shared[0]) + wire.transmit_s
-        wire.shared[0] = free_s
+        link = (source, target)
+        free_s = max(now_s, self.busy_until_s.get(link, 0.0)) + wire.transmit_s
+        self.busy_until_s[link] = free_s
         return free_s + wire.latency_s
 
     def _refuse(self, waiting: set[int]) -> None:
         """Name the receive that nobody will ever send for, or, in a circle of waits, the earliest one."""
         left = {rank: self.schedule.ranks[rank][self.position[rank] :] for rank in waiting}
+        receivers = [rank for rank in waiting if left[rank][0].kind in self.mailboxes] or sorted(waiting)
         to_come = {(a.kind, a.stage, a.microbatch) for actions in left.values() for a in actions}
 
         def urgency(rank: int) -> tuple[bool, float, int]:
@@ -350,15 +326,18 @@ class _Simulation:
             hopeful = any((kind, stage, action.microbatch) in to_come for stage in stages)
             return hopeful, self.clock_s[rank], rank
 
-        rank = min(waiting, key=urgency)
+        rank = min(receivers, key=urgency)
         action = left[rank][0]
         kind, stages = _senders(action, self.durations.links)
         what = "activation" if kind is Kind.SEND_ACTIVATION else "gradient"
+        whose = f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"
+        if action.kind not in self.mailboxes:
+            others = self.reduces.holders[action.stage] - {rank}
+            what, whose = f"update to W{action.version}", f"ranks {', '.join(map(str, sorted(others)))}"
         raise ScheduleError(
             f"the schedule never ends: rank {rank} waits in action {self.position[rank]}, {action}, for the "
-            f"{what} of {'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}; "
-            f"{len(waiting)} of {len(self.schedule.ranks)} ranks stand still; look for a send "
-            "that is missing or comes too late"
+            f"{what} of {whose}; {len(waiting)} of {len(self.schedule.ranks)} ranks stand still; look for a "
+            "send that is missing or comes too late"
         )
 
 

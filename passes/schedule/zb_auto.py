@@ -1,0 +1,272 @@
+"""The zero-bubble schedule that is best for given times and memory (arXiv 2401.10241, section 4): zb-auto.
+
+The search begins with lists like those of zb-h1 and zb-h2, with as long a warm-up and as late weight
+gradients as each stage's memory allows, and asks an integer program for something better: a start for each
+piece of work, and for each two pieces of one stage which of them comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+from pd2bw_fx.actions import Kind, Shape
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.passes.solver import IntegerProgram
+
+from .flushed import Turns
+from .method import StageMethod
+from .zero_bubble import weights_behind
+
+_Piece = tuple[Kind, int]  # kind and microbatch
+_Order = tuple[_Piece, ...]
+_KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+_MOST_BINARIES = 3000
+_MARGIN = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a microbatch at each stage, of a message between two, and the microbatches (between forward
+    and weight gradient) that each stage's memory holds.
+    """
+
+    forward_s: tuple[float, ...]
+    input_gradient_s: tuple[float, ...]
+    weight_gradient_s: tuple[float, ...]
+    latency_s: float
+    in_flight: tuple[int, ...]
+
+    @classmethod
+    def equal(cls, num_stages: int, *, in_flight: int | None = None) -> Times:
+        """F = I = W = 1 at every stage, and the memory of 1F1B's first stage."""
+        one = (1.0,) * num_stages
+        return cls(one, one, one, 0.0, (in_flight or num_stages,) * num_stages)
+
+    def of(self, stage: int, kind: Kind) -> float:
+        position = _KINDS.index(kind)
+        return (self.forward_s, self.input_gradient_s, self.weight_gradient_s)[position][stage]
+
+    def work_s(self, stage: int) -> float:
+        return sum(self.of(stage, kind) for kind in _KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`cost_s`: the longest time of a stage from its first piece to its last; none is below `bound_s`."""
+
+    orders: tuple[str, ...]
+    cost_s: float
+    bound_s: float
+
+
+class ZeroBubbleAuto(StageMethod):
+    """Runs the lists of `shape.orders`, which `prepared` finds; every rank must be given the same."""
+
+    name = "zb-auto"
+    splits_backward = True
+
+    def prepared(self, shape: Shape) -> Shape:
+        if shape.orders is not None:
+            return shape
+        times = Times.equal(shape.num_stages)
+        m = shape.microbatches_per_update // shape.replicas_of(0)
+        return replace(shape, orders=find_orders(m, times).orders)
+
+    def check(self, shape: Shape) -> None:
+        super().check(shape)
+        if shape.orders is None:
+            raise InputError(
+                "zb-auto runs lists that were searched for; complete the shape with "
+                "METHODS['zb-auto'].prepared(shape)"
+            )
+        if len(shape.orders) != shape.num_stages:
+            raise InputError(
+                f"found orders of {len(shape.orders)} stages; expected {shape.num_stages}: search again"
+            )
+        for stage, order in enumerate(shape.orders):
+            m = self.turns_per_update(shape, stage)
+            if sorted(_read(order)) != sorted((kind, k) for kind in _KINDS for k in range(m)):
+                raise InputError(
+                    f"the order of stage {stage} has not each of F, I and W once for {m} microbatches: "
+                    f"{order[:60]}; search again for this number"
+                )
+
+    def turns(self, shape: Shape, stage: int, updates: range, *, drain: bool, empty_before: int) -> Turns:
+        assert shape.orders is not None
+        m = self.turns_per_update(shape, stage)
+        for update in updates:
+            for kind, turn in _read(shape.orders[stage]):
+                yield kind, update * m + turn
+            yield Kind.UPDATE, update
+
+
+@lru_cache(maxsize=4096)
+def _read(order: str) -> _Order:
+    try:
+        return tuple((Kind(word[0]), int(word[1:])) for word in order.split())
+    except ValueError:
+        raise InputError(f"an order is written like 'F0 F1 I0 W0'; found {order[:60]!r}") from None
+
+
+@lru_cache(maxsize=64)
+def find_orders(num_microbatches: int, times: Times, *, time_limit_s: float = 5.0) -> Found:
+    """The best order known for every stage, and what is proven about all others.
+
+    Programs of more than 3,000 binary choices (8 stages with 16 microbatches have 2,880) are not tried; then,
+    and when `time_limit_s` is over, `bound_s` is what the work alone takes.
+    Raises InputError where a stage cannot hold one microbatch.
+    """
+    d, m = len(times.forward_s), num_microbatches
+    if min(times.in_flight) < 1:
+        stage = times.in_flight.index(min(times.in_flight))
+        raise InputError(
+            f"the memory of stage {stage} holds no microbatch; try more stages, or recompute=True"
+        )
+    candidates = list(_like_the_handmade(d, m, times))
+    cost_s, orders = min(
+        (_cost_s(orders, times), number, orders) for number, orders in enumerate(candidates)
+    )[::2]
+    work_s = max(m * times.work_s(stage) for stage in range(d))
+    bound_s = work_s
+    if cost_s > work_s * (1 + _MARGIN) and 3 * d * m * (m - 1) // 2 <= _MOST_BINARIES:
+        program = _Program(m, times, cost_s)
+        better, bound_s = program.solve(time_limit_s)
+        bound_s = max(work_s, min(bound_s, cost_s))
+        if better is not None and (better_s := _cost_s(better, times)) < cost_s:
+            orders, cost_s = better, better_s
+    texts = tuple(" ".join(f"{kind.value}{k}" for kind, k in order) for order in orders)
+    return Found(texts, cost_s, min(bound_s, cost_s))
+
+
+def _like_the_handmade(d: int, m: int, times: Times) -> Iterator[tuple[_Order, ...]]:
+    for quarters in range(4, 9):
+        warm_ups = [
+            min(m - 1, limit - 1, -(-quarters * (d - 1 - stage) // 4))
+            for stage, limit in enumerate(times.in_flight)
+        ]
+        for most in (d - 1, 2 * d - 2, m):
+            lags = [
+                min(limit - 1 - warm_up, most)
+                for warm_up, limit in zip(warm_ups, times.in_flight, strict=True)
+            ]
+            yield tuple(
+                tuple(weights_behind(range(m), warm_up=warm_up, lag=lag))
+                for warm_up, lag in zip(warm_ups, lags, strict=True)
+            )
+
+
+def _cost_s(orders: Sequence[_Order], times: Times) -> float:
+    """The longest time of a stage, with links of pure latency; infinite if the orders wait in a circle."""
+    d = len(orders)
+    done_s: dict[tuple[int, Kind, int], float] = {}
+    first_s, now_s, positions = [-1.0] * d, [0.0] * d, [0] * d
+    moved = True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            while positions[stage] < len(order):
+                kind, k = order[positions[stage]]
+                step = {Kind.FORWARD: -1, Kind.INPUT_GRADIENT: 1}.get(kind, 0)
+                start_s = now_s[stage]
+                if step and 0 <= stage + step < d:
+                    if (stage + step, kind, k) not in done_s:
+                        break
+                    start_s = max(start_s, done_s[stage + step, kind, k] + times.latency_s)
+                first_s[stage] = start_s if first_s[stage] < 0 else first_s[stage]
+                now_s[stage] = done_s[stage, kind, k] = start_s + times.of(stage, kind)
+                positions[stage] += 1
+                moved = True
+    if any(position < len(order) for position, order in zip(positions, orders, strict=True)):
+        return float("inf")
+    return max(end_s - start_s for end_s, start_s in zip(now_s, first_s, strict=True))
+
+
+class _Program:
+    """Start times, and for each undecided pair of pieces of a stage a binary: the first one goes before.
+
+    Pieces of one kind go in the order of microbatches. That leaves open F_i against I_j and W_j, and I_i
+    against W_j, for i > j; and W_j must go before F_i where the memory holds no more than i - j microbatches.
+    """
+
+    def __init__(self, m: int, times: Times, cost_s: float) -> None:
+        self.m, self.times, self.d = m, times, len(times.forward_s)
+        self.program = IntegerProgram("zero_bubble")
+        hops_s = sum(times.forward_s) + sum(times.input_gradient_s) + 2 * self.d * times.latency_s
+        self.horizon_s = cost_s + hops_s
+        self.start = {
+            (stage, kind, k): self.program.continuous(f"{kind.value}_{stage}_{k}", high=self.horizon_s)
+            for stage in range(self.d)
+            for kind in _KINDS
+            for k in range(m)
+        }
+        self.cost = self.program.continuous("cost", high=cost_s * (1 - _MARGIN))
+        for stage in range(self.d):
+            self._follow_data(stage)
+            self._take_turns(stage)
+            first, last = self.start[stage, Kind.FORWARD, 0], self.start[stage, Kind.WEIGHT_GRADIENT, m - 1]
+            length_s = times.of(stage, Kind.WEIGHT_GRADIENT)
+            self.program.at_most([(last, 1.0), (first, -1.0), (self.cost, -1.0)], -length_s)
+            # A valid cut: a stage cannot take less than its work.
+            self.program.at_most([(self.cost, -1.0)], -m * times.work_s(stage))
+        self.program.minimise([(self.cost, 1.0)])
+
+    def _before(self, stage: int, first: _Piece, then: _Piece, *, delay_s: float = 0.0, to: int = 0) -> None:
+        """The piece `first` ends, and after the delay `then` may begin, `to` stages further on."""
+        length_s = self.times.of(stage, first[0]) + delay_s
+        terms = [(self.start[stage, *first], 1.0), (self.start[stage + to, *then], -1.0)]
+        self.program.at_most(terms, -length_s)
+
+    def _follow_data(self, stage: int) -> None:
+        forward, inputs, weights = _KINDS
+        for k in range(self.m):
+            self._before(stage, (forward, k), (inputs, k))
+            self._before(stage, (inputs, k), (weights, k))
+            if stage + 1 < self.d:
+                latency_s = self.times.latency_s
+                self._before(stage, (forward, k), (forward, k), delay_s=latency_s, to=1)
+                self._before(stage + 1, (inputs, k), (inputs, k), delay_s=latency_s, to=-1)
+        for kind in _KINDS:
+            for k, after in pairwise(range(self.m)):
+                self._before(stage, (kind, k), (kind, after))
+
+    def _take_turns(self, stage: int) -> None:
+        forward, inputs, weights = _KINDS
+        limit = self.times.in_flight[stage]
+        for early, late in ((inputs, forward), (weights, forward), (weights, inputs)):
+            first = dict[tuple[int, int], object]()  # (i, j): late_i goes before early_j
+            for i in range(self.m):
+                for j in range(i):
+                    if late is forward and i - j >= limit:
+                        self._before(stage, (early, j), (late, i))
+                        continue
+                    name = f"{late.value}{i}_{early.value}{j}_{stage}"
+                    chosen = first[i, j] = self.program.binary(name)
+                    self._either(stage, (late, i), (early, j), chosen)
+                    if (i - 1, j) in first:  # what goes before late_i does so before early_j too
+                        self.program.at_most([(chosen, 1.0), (first[i - 1, j], -1.0)], 0.0)
+                    if (i, j - 1) in first:
+                        self.program.at_most([(first[i, j - 1], 1.0), (chosen, -1.0)], 0.0)
+
+    def _either(self, stage: int, one: _Piece, other: _Piece, chosen: object) -> None:
+        a, b = self.start[stage, *one], self.start[stage, *other]
+        big_s = self.horizon_s + max(self.times.of(stage, kind) for kind in _KINDS)
+        one_s, other_s = self.times.of(stage, one[0]), self.times.of(stage, other[0])
+        self.program.at_most([(a, 1.0), (b, -1.0), (chosen, big_s)], big_s - one_s)
+        self.program.at_most([(b, 1.0), (a, -1.0), (chosen, -big_s)], -other_s)
+
+    def solve(self, time_limit_s: float) -> tuple[tuple[_Order, ...] | None, float]:
+        """Orders that beat the cost given, or None, and a bound on all orders (infinite: none beats it)."""
+        outcome = self.program.solve(time_limit_s=time_limit_s)
+        if not outcome.has_solution:
+            is_proof = outcome.status.value == "infeasible"
+            return None, float("inf") if is_proof else outcome.bound or 0.0
+        orders = []
+        for stage in range(self.d):
+            pieces = [(kind, k) for k in range(self.m) for kind in _KINDS]
+            # Equal starts can only be those of pieces without length.
+            key = {piece: outcome.values[f"{piece[0].value}_{stage}_{piece[1]}"] for piece in pieces}
+            orders.append(tuple(sorted(pieces, key=lambda piece: (key[piece], piece[1]))))
+        return tuple(orders), outcome.bound or 0.0

@@ -1,0 +1,157 @@
+"""What a training run measured, as a file that the report shows beside what was predicted."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, Self
+
+from pd2bw_fx.actions import Kind
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.timeline import Event, Timeline
+
+SCHEMA = 1
+FILE = "metrics.json"
+
+
+class Record(NamedTuple):
+    """One action of one rank as it really was: `action` is its text, "F3(stage 0, W1)".
+
+    Seconds are of one clock for all ranks.
+    """
+
+    rank: int
+    action: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The loss of each update, and the seconds from one loss to the next (the first: from the start).
+
+    `first_update` is where the run began: 0, or the update of its checkpoint. `records`: who did what when.
+    """
+
+    method: str
+    microbatches_per_update: int
+    losses: tuple[float, ...]
+    update_s: tuple[float, ...]
+    first_update: int = 0
+    records: tuple[Record, ...] = ()
+
+    @property
+    def throughput(self) -> float:
+        """Microbatches a second by the median update: neither the start nor a checkpoint counts."""
+        typical_s = median(self.update_s) if self.update_s else 0.0
+        return self.microbatches_per_update / typical_s if typical_s > 0 else 0.0
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The records as the report draws them; None where there are none."""
+        if not self.records:
+            return None
+        return timeline_of(
+            self.records, method=self.method, microbatches_per_update=self.microbatches_per_update
+        )
+
+    def after(self, earlier: Metrics) -> Metrics:
+        """This run and the one that it went on from, as one: of updates that both made, this one's."""
+        kept = self.first_update - earlier.first_update
+        if not 0 < kept <= len(earlier.losses):
+            return self
+        return replace(
+            self,
+            losses=(*earlier.losses[:kept], *self.losses),
+            update_s=(*earlier.update_s[:kept], *self.update_s),
+            first_update=earlier.first_update,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Into a file, or as metrics.json into a folder that is there (one that `Pipeline.save` wrote)."""
+        _file(path).write_text(json.dumps(self.to_json()) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """What `save` wrote. Raises InputError for anything else."""
+        file = _file(path)
+        try:
+            return cls.from_json(json.loads(file.read_text()))
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{file} does not hold what a training run measured: {error}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "method": self.method,
+            "microbatches_per_update": self.microbatches_per_update,
+            "first_update": self.first_update,
+            "microbatches_per_s": self.throughput,
+            # JSON knows no infinity.
+            "losses": [loss if math.isfinite(loss) else None for loss in self.losses],
+            "update_s": list(self.update_s),
+            "records": [list(record) for record in self.records],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"schema {data.get('schema')!r}; this version reads {SCHEMA}")
+        return cls(
+            method=data["method"],
+            microbatches_per_update=data["microbatches_per_update"],
+            losses=tuple(math.nan if loss is None else float(loss) for loss in data["losses"]),
+            update_s=tuple(map(float, data["update_s"])),
+            first_update=data["first_update"],
+            records=tuple(Record(*record) for record in data["records"]),
+        )
+
+
+def _file(path: str | Path) -> Path:
+    return Path(path) / FILE if Path(path).is_dir() else Path(path)
+
+
+# F3(stage 0, W1); U(stage 0 -> W2)
+_ACTION = re.compile(
+    r"(?P<kind>[A-Z]+)(?P<microbatch>\d*)\(stage (?P<stage>\d+)(?:,| ->) W(?P<version>-?\d+)\)"
+)
+_KINDS = frozenset(kind.value for kind in Kind)
+
+
+def timeline_of(
+    records: Iterable[tuple[int, str, float, float]], *, method: str, microbatches_per_update: int
+) -> Timeline:
+    """Records of (rank, action's text, start, end) as a timeline that begins with the first of them.
+
+    The text is what `str(action)` says. Raises InputError for one that says something else.
+    """
+    told = sorted(records, key=lambda record: (record[0], record[2], record[3]))
+    began_s = min((start_s for _, _, start_s, _ in told), default=0.0)
+    return Timeline(
+        method=method,
+        num_ranks=max((rank for rank, *_ in told), default=-1) + 1,
+        microbatches_per_update=microbatches_per_update,
+        events=tuple(
+            _event(rank, text, start_s - began_s, end_s - began_s) for rank, text, start_s, end_s in told
+        ),
+        origin="measured",
+    )
+
+
+def _event(rank: int, text: str, start_s: float, end_s: float) -> Event:
+    found = _ACTION.fullmatch(text)
+    if found is None or found["kind"] not in _KINDS:
+        raise InputError(f"{text!r} is no action; 'F3(stage 0, W1)' or 'U(stage 0 -> W2)' was expected")
+    if end_s < start_s:
+        raise InputError(f"{text} of rank {rank} ends before it begins")
+    microbatch = int(found["microbatch"]) if found["microbatch"] else -1
+    return Event(
+        rank, Kind(found["kind"]), int(found["stage"]), microbatch, int(found["version"]), start_s, end_s
+    )

@@ -1,0 +1,57 @@
+"""What was predicted beside what a training run measured, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from html import escape
+
+from pd2bw_fx.metrics import Metrics
+from pd2bw_fx.timeline import Timeline
+from pd2bw_fx.units import format_seconds
+
+_COLUMNS = ("", "predicted", "measured", "measured / predicted")
+
+
+def measured_html(predicted: Timeline, metrics: Metrics) -> str:
+    """A row for each figure that both have. Style: `plan_style` of the notebook."""
+    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in comparison(predicted, metrics)
+    )
+    told = (
+        f"{metrics.method}, {metrics.microbatches_per_update} microbatches an update, "
+        f"{len(metrics.losses)} updates measured: the median of them"
+    )
+    return (
+        f'<div class="pd-pipeline"><p class="pd-head">{escape(told)}</p><div class="pd-scroll">'
+        f'<table class="pd-plan"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></div>'
+    )
+
+
+def comparison(predicted: Timeline, metrics: Metrics) -> Iterable[tuple[str, str, str, str]]:
+    """What is compared, both figures, and their ratio."""
+    m = metrics.microbatches_per_update
+    yield _row("microbatches/s", predicted.throughput, metrics.throughput, "{:.4g}".format)
+    if predicted.throughput > 0 and metrics.throughput > 0:
+        yield _row("an update", m / predicted.throughput, m / metrics.throughput, format_seconds)
+    measured = metrics.timeline
+    if measured is None or measured.num_ranks != predicted.num_ranks:
+        return
+    yield _row("idle share of all time", predicted.bubble, measured.bubble, "{:.1%}".format)
+    for rank in range(predicted.num_ranks):
+        work_s = (_work_s(predicted, rank), _work_s(measured, rank))
+        yield _row(f"work of rank {rank} on a microbatch", *work_s, format_seconds)
+
+
+def _row(
+    name: str, predicted: float, measured: float, shown: Callable[[float], str]
+) -> tuple[str, str, str, str]:
+    ratio = f"{measured / predicted:.2f}" if predicted > 0 else "-"
+    return name, shown(predicted), shown(measured), ratio
+
+
+def _work_s(timeline: Timeline, rank: int) -> float:
+    """Computation of one rank for each microbatch that it worked on."""
+    microbatches = {event.microbatch for event in timeline.compute() if event.rank == rank} - {-1}
+    return timeline.busy_s[rank] / max(1, len(microbatches))

@@ -1,0 +1,96 @@
+"""A picture as a file: the SVG as it is, or the same drawn as PNG.
+
+Pictures here consist of rectangles, texts and lines (see svg.py), so that a page of matplotlib draws them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, PathPatch, Rectangle
+from matplotlib.path import Path as Line
+
+from pd2bw_fx.errors import InputError
+
+_SVG = "{http://www.w3.org/2000/svg}"
+_UNITS_PER_INCH = 100.0
+_POINTS = 72.0 / _UNITS_PER_INCH  # of a unit
+_ANCHORS = {"start": "left", "middle": "center", "end": "right"}
+
+
+def write_picture(svg: str, path: str | Path, *, scale: float = 2.0) -> None:
+    """As .svg, or in its light colours as .png with `scale` pixels a unit.
+
+    Raises InputError for another suffix.
+    """
+    path = Path(path)
+    if path.suffix == ".svg":
+        path.write_text(svg)
+    elif path.suffix == ".png":
+        _drawn(svg).savefig(path, dpi=_UNITS_PER_INCH * scale)
+    else:
+        raise InputError(f"{path.name} ends with {path.suffix!r}; give a name that ends with .svg or .png")
+
+
+def _drawn(svg: str) -> Figure:
+    root = ElementTree.fromstring(svg)
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    light = svg.partition("@media")[0]
+    fills = dict(re.findall(r"\.(pd-\w+)\{fill:(#\w{6})\}", light))
+    figure = Figure(figsize=(width / _UNITS_PER_INCH, height / _UNITS_PER_INCH))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, width)
+    axes.set_ylim(height, 0)
+    axes.axis("off")
+    for order, element in enumerate(root.iter()):
+        _draw(element, axes, fills, order)
+    return figure
+
+
+def _draw(element: ElementTree.Element, axes: Axes, fills: Mapping[str, str], order: int) -> None:
+    kind, given = element.tag.removeprefix(_SVG), element.attrib
+    colour = fills.get(given.get("class", ""), given.get("fill", "none"))
+    if kind == "rect":
+        x, y, width, height = (float(given[name]) for name in ("x", "y", "width", "height"))
+        radius = min(float(given.get("rx", 0)), width / 2, height / 2)
+        look: dict[str, Any] = {"facecolor": colour, "linewidth": 0, "zorder": order}
+        if radius:
+            style = f"round,pad=0,rounding_size={radius}"
+            axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, **look))
+        else:
+            axes.add_patch(Rectangle((x, y), width, height, **look))
+    elif kind == "text":
+        axes.text(
+            float(given["x"]),
+            float(given["y"]),
+            (element.text or "").replace("$", r"\$"),
+            color=colour,
+            fontsize=float(given["font-size"]) * _POINTS * 0.94,
+            fontweight="bold" if "font-weight" in given else "normal",
+            ha=_ANCHORS[given.get("text-anchor", "start")],
+            va="baseline",
+            zorder=order,
+            clip_on=True,
+        )
+    elif kind == "path":
+        steps = re.findall(r"([ML])(-?[\d.]+) (-?[\d.]+)", given["d"])
+        line = Line(
+            [(float(x), float(y)) for _, x, y in steps],
+            [Line.MOVETO if step == "M" else Line.LINETO for step, _, _ in steps],
+        )
+        axes.add_patch(
+            PathPatch(
+                line,
+                facecolor="none",
+                edgecolor=given.get("stroke", colour),
+                alpha=float(given.get("stroke-opacity", 1)),
+                linewidth=float(given["stroke-width"]) * _POINTS,
+                zorder=order,
+            )
+        )

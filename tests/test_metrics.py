@@ -1,0 +1,152 @@
+"""What a run measured: kept in a file, and shown beside what was predicted."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import pd2bw_fx
+from pd2bw_fx.actions import Action, Kind
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.metrics import Metrics, Record, timeline_of
+from pd2bw_fx.models import build
+from pd2bw_fx.report.measured import comparison, measured_html
+from pd2bw_fx.timeline import SENDS, Timeline
+
+METRICS = Metrics("2bw", 4, (3.0, math.nan, 2.0), (9.0, 0.5, 0.4))
+
+# rank 0   F0 SF0 ....... RB0 B0 U        a send goes on beside the next action
+# rank 1        RF0 F0 B0 SB0 U
+RECORDS = (
+    Record(0, "F0(stage 0, W0)", 100.0, 101.0),
+    Record(0, "SF0(stage 0, W0)", 101.0, 101.5),
+    Record(1, "RF0(stage 1, W0)", 100.0, 101.5),
+    Record(1, "F0(stage 1, W0)", 101.5, 102.5),
+    Record(1, "B0(stage 1, W0)", 102.5, 104.5),
+    Record(1, "SB0(stage 1, W0)", 104.5, 105.5),
+    Record(1, "U(stage 1 -> W1)", 104.5, 105.0),
+    Record(0, "RB0(stage 0, W0)", 101.0, 105.5),
+    Record(0, "B0(stage 0, W0)", 105.5, 107.5),
+    Record(0, "U(stage 0 -> W1)", 107.5, 108.0),
+)
+
+
+def test_metrics_come_back_from_their_file_and_a_loss_that_is_no_number_too(tmp_path: Path) -> None:
+    metrics = replace(METRICS, records=RECORDS)
+
+    metrics.save(tmp_path)
+
+    found = Metrics.load(tmp_path / "metrics.json")
+    assert found.losses[::2] == (3.0, 2.0)
+    assert math.isnan(found.losses[1])
+    assert found.records == RECORDS
+    assert found.throughput == 4 / 0.5  # by the median update
+    json.loads((tmp_path / "metrics.json").read_text(), parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": 7}', '{"schema": 1, "method": "2bw"}'])
+def test_what_is_no_metrics_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "metrics.json").write_text(text)
+
+    with pytest.raises(InputError, match=r"metrics\.json does not hold"):
+        Metrics.load(tmp_path)
+    with pytest.raises(InputError, match="cannot be read"):
+        Metrics.load(tmp_path / "nothing")
+
+
+def test_a_run_that_went_on_replaces_the_updates_after_its_checkpoint() -> None:
+    later = Metrics("2bw", 4, (1.5, 1.0), (0.7, 0.6), first_update=1)
+
+    whole = later.after(METRICS)
+
+    assert (whole.losses, whole.update_s) == ((3.0, 1.5, 1.0), (9.0, 0.7, 0.6))
+    assert whole.first_update == 0
+    assert replace(later, first_update=5).after(METRICS).first_update == 5  # a gap: nothing to join
+
+
+def test_every_kind_of_action_is_read_from_its_text() -> None:
+    actions = [Action(kind, 1, -1 if kind is Kind.UPDATE else 7, 2) for kind in Kind]
+    records = [(0, str(action), at, at + 1.0) for at, action in enumerate(actions)]
+
+    events = timeline_of(records, method="2bw", microbatches_per_update=4).events
+
+    found = [Action(event.kind, event.stage, event.microbatch, event.version) for event in events]
+    assert found == actions
+
+
+def test_records_become_a_timeline_of_one_clock() -> None:
+    timeline = replace(METRICS, records=RECORDS).timeline
+
+    assert timeline is not None
+    assert (timeline.start_s, timeline.end_s, timeline.num_ranks) == (0.0, 8.0, 2)
+    assert timeline.busy_s == (3.5, 3.5)
+    assert timeline.origin == "measured"
+    assert METRICS.timeline is None
+    with pytest.raises(InputError, match="'jump' is no action"):
+        timeline_of([(0, "jump", 0.0, 1.0)], method="2bw", microbatches_per_update=1)
+    with pytest.raises(InputError, match="ends before it begins"):
+        timeline_of([(0, "F0(stage 0, W0)", 1.0, 0.0)], method="2bw", microbatches_per_update=1)
+
+
+def test_a_chrome_trace_is_well_formed_simulated_and_measured(tmp_path: Path) -> None:
+    """What Perfetto's importer asks for: slices of a thread nest, every asynchronous begin has its end."""
+    pipe = pd2bw_fx.split(build("mlp"), cluster=3, costs="analytic", check=False)
+    metrics = replace(METRICS, records=RECORDS)
+    pipe.draw("timeline", tmp_path / "simulated.json")
+    pipe.draw("measured", tmp_path / "measured.json", metrics=metrics)
+
+    for name, timeline in (("simulated", pipe.simulate()), ("measured", metrics.timeline)):
+        assert isinstance(timeline, Timeline)
+        trace = json.loads((tmp_path / f"{name}.json").read_text())
+        assert trace["displayTimeUnit"] in ("ms", "ns")
+        events = trace["traceEvents"]
+        assert {event["ph"] for event in events} == {"M", "X", "b", "e"}
+        threads = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+        assert threads == {rank: f"rank {rank}" for rank in range(timeline.num_ranks)}
+        for rank in threads:
+            slices = [event for event in events if event["ph"] == "X" and event["tid"] == rank]
+            ends = -1.0
+            for event in sorted(slices, key=lambda event: (event["ts"], event["ts"] + event["dur"])):
+                assert event["ts"] >= ends - 1e-6, "two slices of a thread overlap"
+                assert event["dur"] >= 0
+                ends = event["ts"] + event["dur"]
+        begins = {(e["id"], e["cat"], e["name"], e["pid"]): e["ts"] for e in events if e["ph"] == "b"}
+        for end in (event for event in events if event["ph"] == "e"):
+            assert begins.pop((end["id"], end["cat"], end["name"], end["pid"])) <= end["ts"]
+        assert not begins
+        assert sum(1 for event in timeline.events if event.kind in SENDS) > 0
+
+
+def test_predicted_stands_beside_measured() -> None:
+    measured = replace(METRICS, records=RECORDS)
+    predicted = measured.timeline
+    assert predicted is not None
+
+    rows = {name: rest for name, *rest in comparison(predicted, measured)}
+
+    assert rows["microbatches/s"] == ["0.125", "8", "64.00"]
+    assert rows["idle share of all time"] == ["56.2%", "56.2%", "1.00"]
+    assert rows["work of rank 1 on a microbatch"] == ["3.5 s", "3.5 s", "1.00"]
+    assert "3 updates measured" in measured_html(predicted, METRICS)
+
+
+def test_training_gives_metrics_and_the_report_shows_them(tmp_path: Path) -> None:
+    pipe = pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False)
+    draw = torch.Generator().manual_seed(0)
+    batch = (torch.randn(16, 32, generator=draw), torch.zeros(16, dtype=torch.long))
+
+    result = pipe.train_local([batch] * 4, optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
+
+    assert result.metrics.losses == result.losses
+    assert len(result.metrics.update_s) == 4
+    assert result.metrics.throughput > 0
+    pipe.report(tmp_path / "report.html", metrics=result.metrics)
+    page = (tmp_path / "report.html").read_text()
+    assert "Predicted and measured" in page
+    assert 'id="loss"' in page
+    pipe.draw("loss", tmp_path / "loss.svg", metrics=result.metrics)
+    with pytest.raises(InputError, match="no training run has told"):
+        pipe.draw("measured", tmp_path / "measured.svg", metrics=result.metrics)
