@@ -36,7 +36,7 @@ and a test checks that it is current. What to look at:
   called after what it is for. The comment at the end of a line is the author's line, with the shape where it
   changes.
 - A class is written once, however many blocks there are of it, and equal blocks run in a loop: this stage has
-  {blocks} of them, and would be as long with twice as many. Where blocks differ in sizes, these are arguments.
+  {blocks} of them, and would be as long with twice as many. Sizes that differ are arguments.
 - Masks and positions are computed here rather than sent, and labels are an input of the stage itself.
 - No size of the batch and no device is written down: both are read off the inputs.
 - It imports torch and nothing else: `python stage_1.py` runs it forward and backward.
