@@ -309,9 +309,7 @@ def main() -> int:
     if not arguments.names:
         versions = _PREFACE.format(torch=torch.__version__.partition("+")[0], transformers=hf.__version__)
         TABLE.write_text(versions + "\n".join(_table(results)) + "\n")
-    failed = [
-        c.name for c, found in results if not found.verified and not (c.refused and c.refused in found.reason)
-    ]
+    failed = [case.name for case, found in results if not found.verified]
     if failed:
         print(f"did not go through: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -30,13 +30,13 @@ Below is all of stage 1 of 2 of GPT-2 (124 million parameters, from transformers
 
 and a test checks that it is current. What to look at:
 
-- The head says where inputs come from and outputs go, which parameters are tied to another stage's, and what
-  was predicted for the stage.
+- The head says where inputs come from and outputs go, which parameters are tied to another stage's, what
+  was predicted for the stage, and why it is cut here.
 - Classes, attributes, parameters and variables have the model's own names; what the author gave no name is
   called after what it is for. The comment at the end of a line is the author's line, with the shape where it
   changes.
 - A class is written once, however many blocks there are of it, and equal blocks run in a loop: this stage has
-  {blocks} of them, and would be as long with twice as many.
+  {blocks} of them, and would be as long with twice as many. Sizes that differ are arguments.
 - Masks and positions are computed here rather than sent, and labels are an input of the stage itself.
 - No size of the batch and no device is written down: both are read off the inputs.
 - It imports torch and nothing else: `python stage_1.py` runs it forward and backward.

@@ -17,8 +17,7 @@ from pd2bw_fx.train import STARTED_HERE, tell_parent
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     options.arguments = arguments
     try:
         code: int = options.run(options)
@@ -36,14 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """What takes every command's words apart."""
+    made = argparse.ArgumentParser(
         prog="pd2bw-fx",
         description="Split a PyTorch model into pipeline stages you can read, and train them with 2BW.",
     )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument(STARTED_HERE, action="store_true", help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    made.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    made.add_argument(STARTED_HERE, action="store_true", help=argparse.SUPPRESS)
+    commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for group in (planning, probing, training, onnx):
         group.add(commands)
-    return parser
+    return made

@@ -65,12 +65,19 @@ class MemoryModel:
     """Copies of each trainable parameter that a method and an optimizer keep on a stage's device.
 
     PipeDream-2BW (arXiv 2006.09503, section 3.1): two weight versions at every stage, whatever the depth.
-    `optimizer_copies`: 0 for SGD, 1 with momentum, 2 for Adam. The gradient is one flat copy.
+    `optimizer_copies`: 0 for SGD, 1 with momentum, 2 for Adam. The gradient is one copy. While a parameter is
+    stepped, torch's optimizers hold temporaries of as much as they keep for it: Adam the root of its second
+    moment and a quotient. (On CUDA they step all parameters at once by default, which takes another copy.)
     """
 
     weight_versions: int = 2
     gradient_copies: int = 1
     optimizer_copies: int = 2
+
+    @property
+    def step_copies(self) -> int:
+        """Of the largest parameter of a stage, while it is stepped."""
+        return self.optimizer_copies
 
     @property
     def copies(self) -> int:

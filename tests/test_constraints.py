@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -66,10 +67,10 @@ def test_what_lies_between_two_that_stay_together_stays_with_them() -> None:
 
 
 def test_capped_device_holds_no_more_than_its_cap() -> None:
-    capped = Constraints(memory_bytes={"cpu:0": 1100})
+    capped = Constraints(memory_bytes={"cpu:0": 1300})
     plan = partition(chain(6, 2), roomy(2), constraints=capped)
     small = next(stage for stage in plan.stages if stage.device_name == "cpu:0")
-    assert small.memory.total_bytes <= small.memory_limit_bytes == 1100
+    assert small.memory.total_bytes <= small.memory_limit_bytes == 1300
     assert len(small.operators) == 2
 
 
@@ -140,10 +141,38 @@ def test_wishes_that_exclude_one_another_are_the_only_ones_named() -> None:
 
 
 def test_infeasible_memory_names_the_devices_that_matter_and_what_would_do() -> None:
-    capped = Constraints(memory_bytes={"cpu:0": 600, "cpu:1": 1700})
-    # 500 bytes a block and 20 for each tensor at a cut: room for one on cpu:0, three on cpu:1.
+    capped = Constraints(memory_bytes={"cpu:0": 800, "cpu:1": 1900})
+    # 500 bytes a block, 200 to step one, 20 a tensor at a cut: room for one on cpu:0, three on cpu:1.
     with pytest.raises(InfeasibleError, match=r"impossible because of cpu:0 .*; cpu:1") as caught:
         partition(chain(6, 2), roomy(2), constraints=capped)
     share = float(str(caught.value).split("All fits with ")[1].split(" times")[0]) * 1.01
-    enough = Constraints(memory_bytes={"cpu:0": int(600 * share), "cpu:1": int(1700 * share)})
+    enough = Constraints(memory_bytes={"cpu:0": int(800 * share), "cpu:1": int(1900 * share)})
     assert partition(chain(6, 2), roomy(2), constraints=enough).num_stages == 2
+
+
+def test_nearest_change_is_enough_and_little_less_is_not() -> None:
+    capped = Constraints(memory_bytes={"cpu:0": 800, "cpu:1": 1900})
+    with pytest.raises(InfeasibleError, match=r"With .* more on cpu:\d \(bottleneck") as caught:
+        partition(chain(6, 2), roomy(2), constraints=capped)
+    message = str(caught.value)
+    found = re.findall(r"\((\d+) bytes\) more on (cpu:\d) \(bottleneck ([\d.]+) s\)", message)
+    assert len(found) == 2
+    for num_bytes, device, bottleneck_s in found:
+        limit = {"cpu:0": 800, "cpu:1": 1900}
+        enough = Constraints(memory_bytes=limit | {device: limit[device] + int(num_bytes)})
+        plan = partition(chain(6, 2), roomy(2), constraints=enough)
+        assert plan.bottleneck_s == pytest.approx(float(bottleneck_s), rel=0.01)
+        less = Constraints(memory_bytes=limit | {device: limit[device] + int(int(num_bytes) * 0.97)})
+        with pytest.raises(InfeasibleError):
+            partition(chain(6, 2), roomy(2), constraints=less)
+
+
+def test_recomputation_is_named_where_it_is_enough() -> None:
+    problem = chain(6, 2)
+    blocks = tuple(dataclasses.replace(block, saved_bytes=1000) for block in problem.blocks)
+    problem = dataclasses.replace(problem, blocks=blocks)
+    cluster = Cluster.uniform(2, memory_bytes=5200, bytes_per_s=1e3, latency_s=0.0)
+    with pytest.raises(InfeasibleError, match=r'recompute="auto" \(bottleneck') as caught:
+        partition(problem, cluster)
+    stated = float(re.findall(r'recompute="auto" \(bottleneck ([\d.]+) s', str(caught.value))[0])
+    assert partition(problem, cluster, recompute="auto").bottleneck_s == pytest.approx(stated, rel=0.01)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
+from pd2bw_fx import cli
+from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models import build
 from pd2bw_fx.pipeline import Pipeline
 
@@ -26,7 +34,10 @@ def test_the_how_to_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
         exec(compile(block, "HOWTO.md", "exec"), names)
 
     assert (tmp_path / "gpt_2" / "stage_1.py").exists()
-    assert len(names["result"].losses) == 4  # type: ignore[attr-defined]
+    metrics = Metrics.load(tmp_path / "gpt_2")
+    assert len(metrics.losses) == len(metrics.update_s) == 4
+    assert metrics.throughput > 0
+    assert "Predicted and measured" in (tmp_path / "report.html").read_text()
 
 
 def test_the_ten_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,3 +51,75 @@ def test_the_ten_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert isinstance(pipe, Pipeline)
     assert pipe.state_dict().keys() == build("gpt").state_dict().keys()
     assert (tmp_path / "gpt_onnx" / "stage_1.onnx").exists()
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each command in a block, lines that end with a backslash joined."""
+    joined = text.replace("\\\n", " ").splitlines()
+    return [words for line in joined if (words := shlex.split(line, comments=True))]
+
+
+def documents() -> list[str]:
+    return ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("document", sorted(documents()))
+def test_every_command_in_the_documents_is_one_that_its_program_takes(document: str) -> None:
+    text = (ROOT / document).read_text()
+    blocks = re.findall(r"```(\w*)\n(.*?)```", text, flags=re.DOTALL)
+    told = "".join(block for language, block in blocks if language in ("", "sh"))
+    told += "".join(re.findall(r"(?m)^    .*\n", text))
+    programs = r"(?m)^ *((?:pd2bw-fx|python|torchrun|srun) (?:.*\\\n)*.*)$"
+    for words in commands("\n".join(re.findall(programs, told))):
+        if words[0] == "srun":
+            words = shlex.split(words[-1].replace("$SLURM_NODEID", "0"))
+        if words[0] == "torchrun":
+            given = get_args_parser().parse_args(words[1:])
+            if not given.module:
+                continue
+            words = ["pd2bw-fx", *given.training_script_args]
+        if words[0] == "python":
+            assert (ROOT / words[1]).is_file(), words
+        elif words[0] == "pd2bw-fx" and "--help" not in words:
+            cli.parser().parse_args(words[1:])
+
+
+def test_the_tutorial_goes_from_a_hugging_face_model_to_two_machines_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    names: dict[str, object] = {}
+    text = (ROOT / "docs/TUTORIAL.md").read_text()
+
+    for language, block in re.findall(r"```(\w+)\n(.*?)```", text, flags=re.DOTALL):
+        block = block.replace("count=20", "count=8").replace("--updates 20", "--updates 8")
+        file = re.match(r"# file: (\S+)\n", block)
+        if file is not None:
+            (tmp_path / file[1]).write_text(block)
+        elif language == "python":
+            exec(compile(block, "TUTORIAL.md", "exec"), names)
+        elif "torchrun" in block:
+            run_at_once(commands(block), tmp_path)
+        else:
+            for words in commands(block):
+                assert cli.main(words[1:]) == 0
+
+    assert "Predicted and measured" in (tmp_path / "report.html").read_text()
+    assert "Predicted and measured" in (tmp_path / "far.html").read_text()
+
+
+def run_at_once(lines: list[list[str]], folder: Path) -> None:
+    """Each machine of the page is a process here."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
+    path = os.pathsep.join([str(ROOT), str(folder)])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    machines = []
+    for words in lines:
+        words = [{"HOST": "localhost", "29500": port}.get(word, word) for word in words[1:]]
+        command = [sys.executable, "-m", "torch.distributed.run", *words]
+        machines.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE))
+    for machine in machines:
+        _, error = machine.communicate(timeout=120)
+        assert machine.returncode == 0, error.decode()

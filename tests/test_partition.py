@@ -59,7 +59,12 @@ def _stage_load(
     forward = here @ np.array([block.forward_s[device] for block in problem.blocks])
     backward = here @ np.array([block.backward_s[device] for block in problem.blocks])
     links = np.zeros(len(grid))
-    memory = (here * np.array([block.workspace_bytes for block in problem.blocks])).max(axis=1)
+    stepped = [
+        max((problem.parameters[name].trainable_bytes for name in block.parameters), default=0)
+        for block in problem.blocks
+    ]  # with momentum, a temporary as large as the largest parameter
+    workspace = [max(b.workspace_bytes, size) for b, size in zip(problem.blocks, stepped, strict=True)]
+    memory = (here * np.array(workspace)).max(axis=1)
     for parameter, size in problem.parameters.items():
         users = [at for at, block in enumerate(problem.blocks) if parameter in block.parameters]
         num_bytes = copies * size.trainable_bytes + size.frozen_bytes
@@ -314,7 +319,7 @@ def test_too_little_memory_names_device_need_and_limit() -> None:
 def test_block_larger_than_any_device_is_named() -> None:
     cluster = Cluster.uniform(2, memory_bytes=400, bytes_per_s=1e3, latency_s=0.0)
     with pytest.raises(
-        InfeasibleError, match=r"block 'b0' alone needs .*\(500 bytes\).*try a device with more"
+        InfeasibleError, match=r"block 'b0' alone needs .*\(700 bytes\).*try a device with more"
     ):
         partition(chain(6, 2), cluster)
 

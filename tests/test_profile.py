@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,12 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pd2bw_fx.cluster import Device
+from pd2bw_fx.costs import Costs
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.models import build
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.profile import profile
 from pd2bw_fx.passes.profile.analytic import LAUNCH_S
+from pd2bw_fx.passes.profile.cache import ProfileCache
+from pd2bw_fx.passes.profile.measured import Stopwatch
+from pd2bw_fx.passes.profile.walk import ONLY_HERE, Walk
 from pd2bw_fx.passes.trace import trace
 
 CPU = Device("cpu:0", 2**33)
@@ -122,6 +129,87 @@ def test_measuring_leaves_buffers_gradients_and_random_state_alone() -> None:
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]), name
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def profiled(tmp_path: Path, width: int = 8) -> Costs:
+    traced = trace(
+        nn.Sequential(nn.Linear(width, 8), nn.GELU(), nn.Linear(8, 8)), (torch.randn(4, width),), {}
+    )
+    graph = normalise(traced)
+    return profile(
+        graph, traced.examples, device=CPU, method="measured", whole=traced.call, cache=tmp_path / "profiles"
+    )
+
+
+def test_what_was_measured_before_is_not_measured_again(tmp_path: Path) -> None:
+    first = profiled(tmp_path)
+
+    again = profiled(tmp_path)
+
+    assert again.operators == first.operators
+    assert profiled(tmp_path, width=16).operators.keys() == first.operators.keys()
+    assert profiled(tmp_path) == first
+    assert [path.suffix for path in (tmp_path / "profiles").iterdir()] == [".json"]
+
+
+def test_a_cache_that_was_deleted_or_broken_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiled(tmp_path)
+    (path,) = (tmp_path / "profiles").iterdir()
+
+    path.write_text(path.read_text()[:-20])
+    profiled(tmp_path)
+
+    assert "what it held is measured again" in caplog.text
+    assert json.loads(path.read_text())["seconds"]
+    path.unlink()
+    profiled(tmp_path)
+    assert path.exists()
+
+
+def test_times_hold_for_one_torch_and_one_number_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = ProfileCache(tmp_path, torch.device("cpu"))
+    cache.put(("add", (2, 3)), (1.0, 2.0))
+    cache.put(((ONLY_HERE, "mine"), (2, 3)), (1.0, 2.0))
+    cache.save()
+
+    assert ProfileCache(tmp_path, torch.device("cpu")).get(("add", (2, 3))) == (1.0, 2.0)
+    assert ProfileCache(tmp_path, torch.device("cpu")).get(((ONLY_HERE, "mine"), (2, 3))) is None
+    monkeypatch.setattr(torch, "__version__", "another")
+    assert ProfileCache(tmp_path, torch.device("cpu")).get(("add", (2, 3))) is None
+
+
+def test_operators_too_short_to_be_timed_alone_share_the_time_they_take_together() -> None:
+    traced = trace(nn.Sequential(*(nn.ReLU() for _ in range(40))), (torch.randn(4, 4),), {})
+    graph = normalise(traced)
+    timed: list[int] = []
+
+    class Counting(Stopwatch):
+        def end_pass(self) -> None:
+            timed.append(len(self._forwards))
+            super().end_pass()
+
+    with Counting(graph, torch.device("cpu")) as stopwatch:
+        costs = Walk(graph, stopwatch).run(traced.examples)
+
+    assert timed[:2] == [40, 40]
+    assert max(timed[2:]) < 20
+    assert len({cost.forward_s for cost in costs.values()}) == 1  # equal operators take equally long
+    assert all(0 < cost.forward_s < 50e-6 for cost in costs.values())
+
+
+def test_workspace_holds_the_gradients_that_are_added_to_those_there_are() -> None:
+    traced = trace(Uneven(), (torch.randn(8, 16),), {})
+    graph = normalise(traced)
+
+    costs = profile(graph, traced.examples, device=CPU, method="analytic")
+
+    large = next(n for n, o in graph.operators.items() if "large.weight" in o.parameters)
+    results, operands, parameters = 8 * 4096, 8 * 512, 4096 * 512 + 4096
+    assert costs.operators[large].workspace_bytes == 4 * (results + operands + parameters)
 
 
 def flops_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, float]:

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .literals import is_plain_name, literal, quoted
+from .literals import is_plain_name, quoted
+from .template import Fixed, Template
+
+Spell = Callable[[str, Template], str]
 
 
 @dataclass(slots=True)
 class Attribute:
-    """A module, parameter or buffer (`text` builds it), or a holder of further ones (`children`)."""
+    """A module, parameter or buffer (`template` builds it), or a holder of further ones (`children`)."""
 
-    text: str | None = None
+    template: Template | None = None
     kind: str = "module"  # or "parameter", "buffer"
     children: dict[str, Attribute] = field(default_factory=dict)
 
@@ -27,12 +30,12 @@ class Attributes:
         self.module_at = module_at
         self.root = Attribute()
 
-    def add(self, relative: str, text: str, kind: str = "module") -> None:
+    def add(self, relative: str, template: Template, kind: str = "module") -> None:
         node = self.root
         for part in relative.split("."):
             node = node.children.setdefault(part, Attribute())
-        if node.text is None:
-            node.text, node.kind = text, kind
+        if node.template is None:
+            node.template, node.kind = template, kind
 
     def holds(self, relative: str) -> bool:
         """Whether something that stands for itself is built at this path or above it."""
@@ -41,26 +44,36 @@ class Attributes:
             if part not in node.children:
                 return False
             node = node.children[part]
-            if node.text is not None:
+            if node.template is not None:
                 return True
         return False
 
-    def statements(self) -> list[str]:
-        """The lines of __init__, one statement each."""
-        return list(self._statements("self", "", self.root))
+    def templates(self) -> Iterator[tuple[str, Template]]:
+        """What stands for itself, with its path, in the order of __init__."""
+        yield from self._templates("", self.root)
 
-    def _statements(self, owner: str, path: str, node: Attribute) -> Iterator[str]:
+    def _templates(self, path: str, node: Attribute) -> Iterator[tuple[str, Template]]:
+        if node.template is not None:
+            yield path, node.template
+        for name in sorted(node.children, key=lambda name: self._position(_join(path, name))):
+            yield from self._templates(_join(path, name), node.children[name])
+
+    def statements(self, spell: Spell) -> list[str]:
+        """The lines of __init__, one statement each; `spell` gives the source of the template at a path."""
+        return list(self._statements("self", "", self.root, spell))
+
+    def _statements(self, owner: str, path: str, node: Attribute, spell: Spell) -> Iterator[str]:
         for name in sorted(node.children, key=lambda name: self._position(_join(path, name))):
             child, below = node.children[name], _join(path, name)
-            if child.text is not None and child.kind == "buffer":
-                yield f"{owner}.register_buffer({quoted(name)}, {child.text})"
-            elif child.text is not None:
-                yield _assignment(owner, name, child.text, child.kind)
+            if child.template is not None and child.kind == "buffer":
+                yield f"{owner}.register_buffer({quoted(name)}, {spell(below, child.template)})"
+            elif child.template is not None:
+                yield _assignment(owner, name, spell(below, child.template), child.kind)
             elif self._is_indexed(below, child):
-                yield _assignment(owner, name, self._container(below, child), "module")
+                yield _assignment(owner, name, self._container(below, child, spell), "module")
             else:
                 yield _assignment(owner, name, "nn.Module()", "module")
-                yield from self._statements(_attribute(owner, name), below, child)
+                yield from self._statements(_attribute(owner, name), below, child, spell)
 
     def _position(self, relative: str) -> tuple[int, str]:
         """Parameters first, then modules, in the order in which the original holds them."""
@@ -82,9 +95,9 @@ class Attributes:
         whole = keys == [str(number) for number in range(len(keys))]
         return isinstance(module, nn.ModuleList | nn.Sequential) and whole
 
-    def _container(self, relative: str, node: Attribute) -> str:
+    def _container(self, relative: str, node: Attribute, spell: Spell) -> str:
         keys = sorted(node.children, key=lambda key: (int(key) if key.isdigit() else -1, key))
-        texts = [self._element(_join(relative, key), node.children[key]) for key in keys]
+        texts = [self._element(_join(relative, key), node.children[key], spell) for key in keys]
         if self._is_list(relative, node):
             runs = [
                 f"{text} for _ in range({len(members)})" if len(members) > 1 else text
@@ -105,12 +118,15 @@ class Attributes:
             return f"nn.ModuleDict({parts[0].removeprefix('**')})"
         return f"nn.ModuleDict({{{', '.join(parts)}}})"
 
-    def _element(self, relative: str, node: Attribute) -> str:
-        if node.text is not None:
-            return node.text
+    def _element(self, relative: str, node: Attribute, spell: Spell) -> str:
+        if node.template is not None:
+            return spell(relative, node.template)
         if self._is_indexed(relative, node):
-            return self._container(relative, node)
-        pairs = (f"{quoted(k)}: {self._element(_join(relative, k), v)}" for k, v in node.children.items())
+            return self._container(relative, node, spell)
+        pairs = (
+            f"{quoted(name)}: {self._element(_join(relative, name), child, spell)}"
+            for name, child in node.children.items()
+        )
         return f"nn.ModuleDict({{{', '.join(pairs)}}})"
 
     def refer(self, relative: str, owner: str = "self") -> str:
@@ -118,16 +134,16 @@ class Attributes:
         text, node, walked = owner, self.root, ""
         inside_container = False
         for part in relative.split("."):
-            indexed = walked != "" and node.text is None and self._is_indexed(walked, node)
+            indexed = walked != "" and node.template is None and self._is_indexed(walked, node)
             if indexed and self._is_list(walked, node):
                 text = f"{text}[{part}]"
-            elif indexed or (inside_container and node.text is None):
+            elif indexed or (inside_container and node.template is None):
                 text = f"{text}[{quoted(part)}]"
             else:
                 text = _attribute(text, part, node.children.get(part, Attribute()).kind)
             inside_container = inside_container or indexed
-            node = node.children.get(part, Attribute(text=""))
-            if node.text is not None:
+            node = node.children.get(part, Attribute(Fixed("")))
+            if node.template is not None:
                 inside_container = False
             walked = _join(walked, part)
         return text
@@ -140,7 +156,7 @@ class Attributes:
             if part not in node.children:
                 return None
             node = node.children[part]
-        if not holder or node.text is not None or not self._is_indexed(holder, node):
+        if not holder or node.template is not None or not self._is_indexed(holder, node):
             return None
         keys = sorted(node.children, key=lambda key: (int(key) if key.isdigit() else -1, key))
         return holder, self._is_list(holder, node), keys
@@ -178,7 +194,3 @@ def _assignment(owner: str, name: str, text: str, kind: str) -> str:
         return f"{owner}.{name} = {text}"
     register = "register_parameter" if kind == "parameter" else "add_module"
     return f"{owner}.{register}({quoted(name)}, {text})"
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    return ", ".join(literal(int(size)) for size in shape)

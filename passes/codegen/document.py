@@ -10,10 +10,11 @@ from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import Port
 from pd2bw_fx.units import format_bytes, format_seconds
 
+from .classes import ClassText
 from .layout import WIDTH, laid_out
 from .literals import plain
 from .reason import cut_reason
-from .write import ClassText, StageWriter, docstring
+from .write import StageWriter, docstring
 
 
 def document(

@@ -10,7 +10,7 @@ from torch import nn
 
 from pd2bw_fx.graph import dtype_name
 
-from .literals import literal
+from .template import NO_DEFAULT, Call, Fixed, Leaf, Part
 
 # Layers whose forward takes one tensor and gives one (LSTM and GRU: a tuple). Anything else is printed as
 # the operators that it was traced to.
@@ -44,23 +44,14 @@ def is_layer(module: nn.Module, *, training: bool) -> bool:
     )
 
 
-def constructor(module: nn.Module) -> str:
+def constructor(module: nn.Module) -> Call:
     """`nn.Linear(768, 3072, bias=False)`: arguments that have their default are left out."""
-    name = type(module).__name__
     pairs = _recurrent(module) if isinstance(module, nn.LSTM | nn.GRU) else _by_signature(module)
-    texts: list[str] = []
-    positional = True
-    for argument, value, default in pairs:
-        if default is not inspect.Parameter.empty and type(value) is type(default) and value == default:
-            positional = False
-            continue
-        positional = positional and not isinstance(value, bool)
-        text = literal(value)
-        texts.append(text if positional else f"{argument}={text}")
+    parts = [Part(Leaf(argument, value), argument, default) for argument, value, default in pairs]
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     if dtype != torch.float32:
-        texts.append(f"dtype=torch.{dtype_name(dtype)}")
-    return f"nn.{name}({', '.join(texts)})"
+        parts.append(Part(Fixed(f"torch.{dtype_name(dtype)}"), "dtype", by_name=True))
+    return Call(f"nn.{type(module).__name__}", tuple(parts))
 
 
 def _by_signature(module: nn.Module) -> list[tuple[str, Any, Any]]:
@@ -79,7 +70,7 @@ def _by_signature(module: nn.Module) -> list[tuple[str, Any, Any]]:
 
 def _recurrent(module: nn.RNNBase) -> list[tuple[str, Any, Any]]:
     defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False}
-    pairs = [(n, getattr(module, n), defaults.get(n, inspect.Parameter.empty)) for n in _RECURRENT]
+    pairs = [(n, getattr(module, n), defaults.get(n, NO_DEFAULT)) for n in _RECURRENT]
     if module.proj_size:
         pairs.append(("proj_size", module.proj_size, 0))
     return pairs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .attributes import Attributes
 from .body import Region
@@ -32,7 +32,8 @@ def resolve(text: str, attributes: Attributes) -> str:
 def rolled(statements: Sequence[Statement], attributes: Attributes) -> list[Statement | Loop]:
     """Statements that repeat for every member of a container, as a loop over it.
 
-    Lines that are equal but for the member's number do the same one after another as in a loop.
+    Lines that are equal but for the member's number do the same one after another as in a loop. Where their
+    comments differ, the last one's serves for all.
     """
     found: list[Statement | Loop] = []
     words = {word for statement in statements for word in re.findall(r"\w+", statement.text)}
@@ -75,8 +76,7 @@ def _loop_at(
     names = _loop_names(members, counter, words, attributes)
     assert bodies[0] is not None
     body = tuple(
-        Statement(_named(text, names), _common_comment(chunks[:count], place), chunks[0][place].region)
-        for place, text in enumerate(bodies[0])
+        replace(chunks[count - 1][place], text=_named(text, names)) for place, text in enumerate(bodies[0])
     )
     return Loop(_header(members, names, span, counter, attributes), body, first), count * length
 
@@ -157,11 +157,6 @@ def _first_input(first: str, other: str) -> str | None:
     if a is None or b is None or a[1] != b[1] or a[2] != b[2] or b[1] != b[3]:
         return None
     return f"{b[3]} = {a[3]}"
-
-
-def _common_comment(chunks: Sequence[Sequence[Statement]], place: int) -> str:
-    comments = {chunk[place].comment for chunk in chunks}
-    return comments.pop() if len(comments) == 1 else chunks[-1][place].comment
 
 
 def _free(name: str, words: set[str]) -> str:

@@ -17,15 +17,25 @@ from .spell import spell
 from .stage_tree import DEVICE, StageTree
 
 _LONGEST_FOLDED = 88  # characters of a line that still reads well with its parts folded in
+_SHORT_OPERAND = 40  # of an operand that has a line to itself where the whole is laid out over several
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A line of a body: `text` holds module references still in their written-out form (see `reference`)."""
+    """A line of a body: `text` holds module references still in their written-out form (see `reference`).
+
+    `place` is the author's line, `shape` the result's, where it is another than the operand's.
+    """
 
     text: str
-    comment: str = ""
+    place: str = ""
+    shape: tuple[int | str, ...] = ()
     region: Region = (None, None)
+
+    @property
+    def comment(self) -> str:
+        shape = f"({', '.join(str(size) for size in self.shape)})" if self.shape else ""
+        return f"{self.place} {shape}".strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +169,8 @@ class _Draft:
         target = self._target(index, item, results)
         text = f"{target} = {source.text}" if target else source.text
         if len(text) > _LONGEST_FOLDED:
-            self._unfold(item)
-        return Statement(text, self._comment(item, results), self.body.region(item))
+            self._unfold(item, len(text))
+        return Statement(text, *self._comment(item, results), self.body.region(item))
 
     def _target(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> str:
         elements = self.body.elements(item)
@@ -247,11 +257,25 @@ class _Draft:
             return f"{self.bound[self.body.reads[0]]}.device"
         return "None"
 
-    def _unfold(self, item: fx.Node | Scope) -> None:
-        """The longest of what is folded into this line gets a line of its own."""
+    def _unfold(self, item: fx.Node | Scope, length: int) -> bool:
+        """Of what is folded into a line too long, the longest part that fits gets a line of its own.
+
+        False where that would not help: what has many operands is long without them being so.
+        """
         inside = [node for node in self.body.operands_of(item) if node in self.folding.folded]
-        if inside:
-            self.too_long.add(max(inside, key=lambda node: len(self.sources[node].text)))
+        lengths = {node: len(self.sources[node].text) for node in inside}
+        for node, inner_length in lengths.items():
+            if inner_length > _LONGEST_FOLDED:
+                if not self._unfold(self.body.items[self.folding.maker[node]], inner_length):
+                    self.too_long.add(node)
+                return True
+        longest = max(inside, key=lengths.__getitem__, default=None)
+        if longest is None:
+            return False
+        if length - sum(lengths.values()) > _LONGEST_FOLDED and lengths[longest] <= _SHORT_OPERAND:
+            return False
+        self.too_long.add(longest)
+        return True
 
     def _return(self) -> Statement:
         texts = [self._expression(node).text for node in self.body.gives]
@@ -260,19 +284,21 @@ class _Draft:
             self.too_long |= {node for node in self.body.gives if node in self.folding.folded}
         last = self.body.items[-1] if self.body.items else None
         if last is not None and len(self.body.gives) == 1 and self.body.gives[0] in self.folding.folded:
-            comment = self._comment(last, self.body.gives)
-            return replace(statement, comment=comment, region=self.body.region(last))
+            place, shape = self._comment(last, self.body.gives)
+            return replace(statement, place=place, shape=shape, region=self.body.region(last))
         return statement
 
-    def _comment(self, item: fx.Node | Scope, results: Sequence[fx.Node]) -> str:
+    def _comment(
+        self, item: fx.Node | Scope, results: Sequence[fx.Node]
+    ) -> tuple[str, tuple[int | str, ...]]:
         """The author's line, and the shape where it is another than the operand's."""
         line = self.body.line(item)
-        parts = [plain(str(line))] if line is not None else []
-        if len(results) == 1 and (shape := self.body.tree.shape(results[0])):
-            before = [self.body.tree.shape(node) for node in self._unfolded_operands(item)]
-            if not before or before[0] != shape:
-                parts.append(f"({', '.join(str(size) for size in shape)})")
-        return " ".join(parts)
+        place = "" if line is None else plain(str(line))
+        if len(results) != 1:
+            return place, ()
+        shape = self.body.tree.shape(results[0])
+        before = [self.body.tree.shape(node) for node in self._unfolded_operands(item)]
+        return place, () if before and before[0] == shape else shape
 
     def _unfolded_operands(self, item: fx.Node | Scope) -> list[fx.Node]:
         found: list[fx.Node] = []

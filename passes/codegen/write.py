@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from pd2bw_fx.graph import ParameterSpec, dtype_name
 
-from .attributes import Attributes, shape_text
+from .attributes import Attributes
+from .classes import ClassText, Draft, class_texts
 from .layers import constructor
-from .layout import WIDTH, laid_out, rolled, signature_lines, written
+from .layout import WIDTH, signature_lines, written
 from .literals import identifier, plain, quoted
 from .method import Method, reference, write_method
 from .scopes import Scope, line_at
 from .stage_tree import StageTree, walk
-
-
-@dataclass(slots=True)
-class ClassText:
-    """A class without its docstring, which names all the places where it serves."""
-
-    name: str
-    lines: tuple[str, ...]
-    paths: list[str] = field(default_factory=list)
-    whole: bool = True
-    origin: str = ""
+from .template import Call, ClassOf, Fixed, Leaf, Part, Template
 
 
 class StageWriter:
@@ -41,19 +30,20 @@ class StageWriter:
         self.root_name = root_name
         self.ties: dict[str, str] = {}
         self._by_path: dict[str, list[Scope]] = defaultdict(list)
-        self._constructors: dict[str, str] = {}  # class path -> "Block()"
+        self._drafts: dict[str, Draft] = {}  # by path, what is inside first
         self._methods: dict[int, str] = {}  # scope -> the method's name in its class
         self._function_names: dict[int, str] = {}
-        self.root_attributes: Attributes | None = None
         for scope in walk(tree.root):
             if scope.function is None and not tree.is_chain(scope):
                 self._by_path[scope.path].append(scope)
 
     def write(self) -> Method:
         """All classes, the root's last; returns the root's forward."""
-        return self._write_class("")
+        method = self._draft_class("")
+        self.classes = class_texts(list(self._drafts.values()), self.tree.modules)
+        return method
 
-    def _write_class(self, path: str) -> Method:
+    def _draft_class(self, path: str) -> Method:
         scopes = self._by_path[path]
         attributes = Attributes(path, self._module_at)
         for scope in scopes:
@@ -70,10 +60,19 @@ class StageWriter:
             if same is None:
                 methods.append((name, method))
             self._methods[id(scope)] = name
-        if not path:
-            self.root_attributes = attributes
-        lines = self._class_lines(path, attributes, methods)
-        self._constructors[path] = f"{self._register(path, lines)}()"
+        scope = scopes[0]
+        whole = self.tree.is_whole(scope)
+        base = self.root_name if not path else identifier(scope.type_name, fallback="Module")
+        line = next((line_at(node, scope.depth) for node in scope.nodes), None)
+        self._drafts[path] = Draft(
+            path=path,
+            base=base if whole or not path else f"{base}Part",
+            whole=whole,
+            origin="" if line is None else plain(line.file.rpartition("/")[2]),
+            attributes=attributes,
+            methods=tuple((name, method, _returned(scope, self.tree)) for name, method in methods),
+            endings=() if path else tuple(self._root_endings(attributes)),
+        )
         return methods[0][1]
 
     def _write_inner(self, scope: Scope, attributes: Attributes) -> None:
@@ -87,17 +86,18 @@ class StageWriter:
             else:
                 attributes.add(relative, self._constructor(item))
 
-    def _constructor(self, scope: Scope) -> str:
-        """What builds the module of a call; its class is written first, if it has one."""
+    def _constructor(self, scope: Scope) -> Template:
+        """What builds the module of a call; its class is drafted first, if it has one."""
         if self.tree.is_layer(scope):
             return constructor(self.tree.modules[scope.path])
         if not self.tree.is_chain(scope):
-            if scope.path not in self._constructors:
-                self._write_class(scope.path)
-            return self._constructors[scope.path]
+            if scope.path not in self._drafts:
+                self._draft_class(scope.path)
+            return ClassOf(scope.path)
         called = {s.path: self._constructor(s) for s in scope.items if isinstance(s, Scope)}
         members = (f"{scope.path}.{name}" for name, _ in self.tree.modules[scope.path].named_children())
-        return f"nn.Sequential({', '.join(called.get(path, 'nn.Identity()') for path in members)})"
+        idle = Fixed("nn.Identity()")
+        return Call("nn.Sequential", tuple(Part(called.get(path, idle)) for path in members))
 
     def _write_function(self, scope: Scope) -> None:
         method = write_method(self.tree, scope, self._call_text)
@@ -126,17 +126,19 @@ class StageWriter:
     def _module_at(self, path: str) -> nn.Module | None:
         return self.tree.modules.get(path)
 
-    def _tensor(self, name: str) -> tuple[str, str]:
+    def _tensor(self, name: str) -> tuple[Template, str]:
         """What builds a parameter or buffer that no layer holds."""
         spec = self._spec(name)
         shape = spec.spec.example_shape or tuple(int(size) for size in spec.spec.shape or ())
-        dtype = spec.spec.dtype
-        kind = "" if dtype_name(dtype) == "float32" else f", dtype=torch.{dtype_name(dtype)}"
-        empty = f"torch.empty({shape_text(shape) or '()'}{kind})"
+        dtype = dtype_name(spec.spec.dtype)
+        parts = [Part(Leaf("size", int(size))) for size in shape]
+        parts += [] if shape else [Part(Fixed("()"))]
+        parts += [] if dtype == "float32" else [Part(Fixed(f"torch.{dtype}"), "dtype", by_name=True)]
+        empty = Call("torch.empty", tuple(parts))
         if spec.name in self.tree.graph.buffers:
             return empty, "buffer"
-        frozen = "" if spec.trainable else ", requires_grad=False"
-        return f"nn.Parameter({empty}{frozen})", "parameter"
+        frozen = () if spec.trainable else (Part(Fixed("False"), "requires_grad", by_name=True),)
+        return Call("nn.Parameter", (Part(empty), *frozen)), "parameter"
 
     def _spec(self, name: str) -> ParameterSpec:
         graph = self.tree.graph
@@ -145,26 +147,6 @@ class StageWriter:
             return found
         specs = (*graph.parameters.values(), *graph.buffers.values())
         return next(spec for spec in specs if name in spec.tied_names)
-
-    def _class_lines(
-        self, path: str, attributes: Attributes, methods: Sequence[tuple[str, Method]]
-    ) -> tuple[str, ...]:
-        lines: list[str] = []
-        statements = attributes.statements()
-        if not path:
-            statements += self._root_endings(attributes)
-        if statements:
-            lines += ["    def __init__(self) -> None:", "        super().__init__()"]
-            for statement in statements:
-                lines += laid_out(statement, 8)
-        for name, method in methods:
-            if lines:
-                lines.append("")
-            signature = ["self", *_annotated(method)]
-            scope = self._by_path[path][0]
-            lines += signature_lines(name, signature, _returned(scope, self.tree), 4)
-            lines += written(rolled(method.body, attributes), attributes, 8)
-        return tuple(lines)
 
     def _root_endings(self, attributes: Attributes) -> list[str]:
         """Ties between modules of this stage, and parameters that are not trained."""
@@ -197,7 +179,7 @@ class StageWriter:
         return current.refer(relative, text)
 
     def _class_chain(self, name: str) -> list[str]:
-        classes = {path for path in self._constructors if path}
+        classes = {path for path in self._drafts if path}
         return sorted((p for p in classes if name.startswith(p + ".")), key=len)
 
     def _attributes_of(self, path: str) -> Attributes:
@@ -205,7 +187,7 @@ class StageWriter:
         for scope in self._by_path[path]:
             for item in scope.items:
                 if isinstance(item, Scope) and item.function is None:
-                    attributes.add(item.path[len(path) + 1 :], "")
+                    attributes.add(item.path[len(path) + 1 :], Fixed(""))
         return attributes
 
     def held_names(self) -> dict[str, str]:
@@ -219,25 +201,6 @@ class StageWriter:
         for names in self.tree.owned.values():
             held |= {name: self._spec(name).name for name in sorted(names)}
         return held
-
-    def _register(self, path: str, lines: tuple[str, ...]) -> str:
-        scope = self._by_path[path][0]
-        whole = self.tree.is_whole(scope)
-        base = self.root_name if not path else identifier(scope.type_name, fallback="Module")
-        base = base if whole or not path else f"{base}Part"
-        for known in self.classes:
-            if known.lines == lines and known.name.startswith(base):
-                known.paths.append(path)
-                return known.name
-        taken = {known.name for known in self.classes} | ({self.root_name} if path else set())
-        name, count = base, 1
-        while name in taken:
-            count += 1
-            name = f"{base}{count}"
-        line = next((line_at(node, scope.depth) for node in scope.nodes), None)
-        origin = "" if line is None else plain(line.file.rpartition("/")[2])
-        self.classes.append(ClassText(name, lines, [path], whole, origin))
-        return name
 
 
 def _annotated(method: Method) -> list[str]:

@@ -14,6 +14,7 @@ from pd2bw_fx.units import format_bytes
 
 from .constrain import Pin
 from .instance import Floats, Instance, evaluate
+from .nearest import nearest_changes
 from .program import FeasibilityProgram, Windows
 from .reader import topological_order
 from .search import Choices, Deadline, search
@@ -176,11 +177,13 @@ def _least_excess(
     reasons = [_reason(cluster, other, needs.get(other)) for other in limited]
     if fewest:
         reasons.append(_wishes(fewest))
+    changes = nearest_changes(choices, orders, cluster, limited, solver=solver)
+    enough = f"With {', or '.join(changes)} it fits. " if changes else ""
     return InfeasibleError(
         f"no assignment fits: at best stage {stage} needs {format_bytes(need[stage])} ({need[stage]:.0f} "
         f"bytes) on {device.name}, which has {format_bytes(device.memory_bytes)} ({device.memory_bytes} "
         f"bytes). It is impossible because of {'; '.join(reasons)}; without any of these there is a plan. "
-        f"All fits with {share:.3g} times the memory on every device; or {advice}"
+        f"{enough}All fits with {share:.3g} times the memory on every device; or {advice}"
     )
 
 

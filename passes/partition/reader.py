@@ -125,7 +125,7 @@ class Reader:
         self.forward_s = np.array([block.forward_s for block in blocks], dtype=float).T
         self.backward_s = np.array([block.backward_s for block in blocks], dtype=float).T
         self.saved = np.array([float(block.saved_bytes) for block in blocks])
-        self.workspace = np.array([float(block.workspace_bytes) for block in blocks])
+        self.workspace = np.array([_workspace_bytes(block, problem, memory_model) for block in blocks])
         self.in_flight = np.array(in_flight, dtype=np.int64)
         self.overlap = overlap
         self.recompute = recompute
@@ -161,6 +161,12 @@ class Reader:
         for pin in self.pins:
             forbidden[:, self.node[pin.block]] |= [not pin.allows(s, d) for s, d in enumerate(order)]
         return forbidden
+
+
+def _workspace_bytes(block: Block, problem: Problem, memory_model: MemoryModel) -> float:
+    """The block's own, or what stepping its largest parameter takes: never both at a time."""
+    largest = max((problem.parameters[name].trainable_bytes for name in block.parameters), default=0)
+    return float(max(block.workspace_bytes, memory_model.step_copies * largest))
 
 
 def _net(value: Value, node: Mapping[str, int]) -> Net:

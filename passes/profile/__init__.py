@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -21,10 +22,13 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
 
 from .analytic import Estimator
+from .cache import ProfileCache, default_cache_folder
 from .measured import Stopwatch
 from .walk import Walk
 
 Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+__all__ = ["METHODS", "default_cache_folder", "profile"]
 
 METHODS = ("auto", "measured", "analytic")
 
@@ -36,13 +40,16 @@ def profile(
     device: Device,
     method: Literal["auto", "measured", "analytic"] = "auto",
     whole: Forward | None = None,
+    cache: Path | None = None,
 ) -> Costs:
     """The costs of every operator for one microbatch of the size of `inputs`, on `device`.
 
     "auto" measures where a device of that kind is at hand and the tensors hold values, and estimates
     elsewhere; what was done stands in `Costs.origin` and `Costs.note`. Measuring leaves buffers and random
     state as they were. `whole` runs the model on the inputs: an operator repeated alone finds its operands in
-    the cache, so measured times are scaled, all alike, to add up to what the whole model takes.
+    the cache, so measured times are scaled, all alike, to add up to what the whole model takes. `cache` is a
+    folder of times measured before, on the same device with the same torch: what is in it is not timed again,
+    and what is timed is added.
 
     Raises InputError for another method, or to measure what cannot be run here.
     """
@@ -63,16 +70,23 @@ def profile(
         )
     if method == "analytic" or not here or not has_values:
         return _estimated(graph, inputs, device)
-    return _measured(graph, inputs, device, whole)
+    return _measured(graph, inputs, device, whole, cache)
 
 
 def _measured(
-    graph: OperatorGraph, inputs: Mapping[str, Tensor], device: Device, whole: Forward | None
+    graph: OperatorGraph,
+    inputs: Mapping[str, Tensor],
+    device: Device,
+    whole: Forward | None,
+    cache: Path | None,
 ) -> Costs:
-    with Stopwatch(graph, torch.device(device.kind)) as stopwatch:
-        costs = Walk(graph, stopwatch).run(inputs)
+    where = torch.device(device.kind)
+    known = None if cache is None else ProfileCache(cache, where)
+    with Stopwatch(graph, where, known) as stopwatch:
+        walk = Walk(graph, stopwatch)
+        costs = walk.run(inputs)
         if whole is not None and all(tensor.device.type == device.kind for tensor in inputs.values()):
-            costs = _scaled(costs, *stopwatch.whole(lambda: whole(inputs)))
+            costs = _scaled(costs, *stopwatch.whole(lambda: whole(inputs), key=("whole", walk.keys)))
     return Costs(costs, device.kind, _microbatch_size(graph, inputs), origin="measured")
 
 

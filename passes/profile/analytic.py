@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -96,6 +96,9 @@ class Estimator:
             return tensor
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return made.requires_grad_(tensor.requires_grad)
+
+    def expect(self, keys: Collection[Hashable]) -> None:
+        """Each is run once, whatever they are."""
 
     def wants_more(self) -> bool:
         return not self._is_done

@@ -1,11 +1,16 @@
-"""The clock: forward of every operator in program order, then every backward in the opposite one."""
+"""The clock: forward of every operator in program order, then every backward in the opposite one.
+
+An operator that is too short to be timed alone is timed with its short neighbours, in one go, and has the
+share of their time that it has of the sum of their times alone. Passes are repeated until what the program
+takes settles; the lower quartile counts, since what else runs on the machine only ever makes a sample longer.
+What the clock itself costs is measured first and taken off: reading it, calling nothing, entering autograd.
+"""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,102 +20,211 @@ from torch import Tensor, nn
 
 from pd2bw_fx.graph import OperatorGraph
 
+from .cache import ProfileCache, Seconds
 from .tape import differentiable, leaves
 from .walk import Call
 
 _T = TypeVar("_T")
 
-_ENOUGH_S = 0.5
-_FEWEST, _MOST = 3, 30  # passes that count, besides a first one that meets cold allocators
+_ALONE = 2  # passes in which each is timed alone; the first of them meets cold allocators
+_FEWEST, _MOST = 5, 30  # passes that count after those
+_MOST_S = 1.0
+_SETTLED = 0.01  # relative change over the last three passes
+_SHORT_S = {"cpu": 50e-6, "cuda": 500e-6}
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """One forward that its backward has yet to follow."""
+    """One forward, of an operator or of several in one go, that its backward has yet to follow."""
 
-    key: Hashable
+    keys: tuple[Hashable, ...]
     forward_s: float
-    result: Any
+    results: list[Any]
 
 
 class Stopwatch:
-    """Measures calls on a device; while it is open the caller's random state and buffers are safe."""
+    """Measures calls on a device; while it is open the caller's random state and buffers are safe.
 
-    def __init__(self, graph: OperatorGraph, device: torch.device) -> None:
+    A backward adds the gradients of parameters to those there are, as all microbatches of an update but the
+    first one do.
+    """
+
+    def __init__(self, graph: OperatorGraph, device: torch.device, cache: ProfileCache | None = None) -> None:
         self._graph = graph
         self._device = device
+        self._cache = cache
         self._stack = ExitStack()
-        self._autograd_s = 0.0
+        self._clock_s = self._call_s = self._autograd_s = 0.0
+        self._wanted: frozenset[Hashable] = frozenset()
+        self._group: list[tuple[Hashable, Call]] = []
         self._forwards: list[_Sample] = []
         self._passes = 0
         self._spent_s = 0.0
-        self._seconds: dict[Hashable, list[tuple[float, float]]] = defaultdict(list)
+        self._totals_s: list[float] = []
+        self._alone_s: dict[Hashable, Seconds] = {}
+        self._seconds: dict[Hashable, list[Seconds]] = defaultdict(list)
+        self._sums: dict[int, Tensor] = {}
 
     def __enter__(self) -> Stopwatch:
         devices = list(range(torch.cuda.device_count())) if self._device.type == "cuda" else []
         self._stack.enter_context(torch.random.fork_rng(devices=devices))
         self._stack.callback(_restorer(self._graph))
+        self._clock_s = _quartile(self._timed(_nothing)[0] for _ in range(_MOST))
+        calls = [_nothing] * 100
+        self._call_s = (
+            _quartile(self._timed(lambda: [call() for call in calls])[0] for _ in range(_MOST)) / 100
+        )
         self._autograd_s = self._empty_backward_s()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+        if self._cache is not None:
+            self._cache.save()
 
     def convert(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device.type == self._device.type else tensor.to(self._device)
 
+    def expect(self, keys: Collection[Hashable]) -> None:
+        self._wanted = frozenset(key for key in keys if self._known(key) is None)
+
     def wants_more(self) -> bool:
-        return self._passes <= _FEWEST or (self._spent_s < _ENOUGH_S and self._passes <= _MOST)
+        counted = self._passes - _ALONE
+        if not self._wanted:
+            return False
+        if counted < _FEWEST:
+            return True
+        last = self._totals_s[-3:]
+        is_settled = max(last) <= min(last) * (1 + _SETTLED)
+        return not is_settled and counted < _MOST and self._spent_s < _MOST_S
 
     def run(self, key: Hashable, call: Call) -> Any:
+        if key not in self._wanted:
+            return call.run()
+        if self._passes >= _ALONE and not call.copies_operands and self._is_short(key):
+            self._group.append((key, call))
+            if sum(sum(self._alone_s[each]) for each, _ in self._group) >= self._short_s:
+                self._end_group()
+            return call.run()
+        self._end_group()
         copies_s = 0.0
         if call.copies_operands:
             copies_s, _ = self._timed(lambda: [operand.clone() for operand in call.operands])
         forward_s, result = self._timed(call.run)
-        self._forwards.append(_Sample(key, max(forward_s - copies_s, 0.0), result))
+        self._forwards.append(_Sample((key,), max(forward_s - copies_s - self._call_s, 0.0), [result]))
         return result
 
     def end_pass(self) -> None:
-        is_first = self._passes == 0
+        self._end_group()
         while self._forwards:
             sample = self._forwards.pop()
-            backward_s = self._backward_s(differentiable(sample.result))
-            if not is_first:
-                self._seconds[sample.key].append((sample.forward_s, backward_s))
-                self._spent_s += sample.forward_s + backward_s
+            self._add(sample, self._backward_s(sample.results))
+        if self._passes >= _ALONE:
+            self._totals_s.append(sum(sum(_lower(own)) for own in self._seconds.values()))
         self._passes += 1
 
-    def seconds(self, key: Hashable) -> tuple[float, float]:
-        forward_s, backward_s = zip(*self._seconds[key], strict=True)
-        return statistics.median(forward_s), statistics.median(backward_s)
+    def seconds(self, key: Hashable) -> Seconds:
+        known = self._known(key)
+        if known is not None:
+            return known
+        seconds = _lower(self._seconds[key])
+        if self._cache is not None:
+            self._cache.put(key, seconds)
+        return seconds
 
-    def _backward_s(self, outputs: list[Tensor]) -> float:
+    def _known(self, key: Hashable) -> Seconds | None:
+        return None if self._cache is None else self._cache.get(key)
+
+    @property
+    def _short_s(self) -> float:
+        return _SHORT_S.get(self._device.type, 50e-6)
+
+    def _is_short(self, key: Hashable) -> bool:
+        return sum(self._alone_s[key]) < self._short_s
+
+    def _end_group(self) -> None:
+        """Everything in it once more, in one go: operands are there already, nothing stands between."""
+        group, self._group = self._group, []
+        if not group:
+            return
+        forward_s, results = self._timed(lambda: [call.run() for _, call in group])
+        keys = tuple(key for key, _ in group)
+        self._forwards.append(_Sample(keys, max(forward_s - len(group) * self._call_s, 0.0), results))
+
+    def _add(self, sample: _Sample, backward_s: float) -> None:
+        self._spent_s += sample.forward_s + backward_s
+        if self._passes < _ALONE:
+            self._alone_s[sample.keys[0]] = sample.forward_s, backward_s
+        if self._passes == 0 or (self._passes < _ALONE and self._is_short(sample.keys[0])):
+            return
+        alone_s = [self._alone_s[key] for key in sample.keys]
+        forward, backward = (sum(column) or 1.0 for column in zip(*alone_s, strict=True))
+        for key, (alone_forward_s, alone_backward_s) in zip(sample.keys, alone_s, strict=True):
+            share = alone_forward_s / forward, alone_backward_s / backward
+            self._seconds[key].append((sample.forward_s * share[0], backward_s * share[1]))
+
+    def _backward_s(self, results: list[Any]) -> float:
+        outputs = [output for result in results for output in differentiable(result)]
         wanted = leaves(outputs)
         if not wanted:
             return 0.0
         seeds = [torch.ones_like(output) for output in outputs]
-        took_s, _ = self._timed(lambda: torch.autograd.grad(outputs, wanted, seeds, allow_unused=True))
+        sums = [self._sum_of(leaf) if isinstance(leaf, nn.Parameter) else None for leaf in wanted]
+
+        def backward() -> None:
+            gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+            for total, gradient in zip(sums, gradients, strict=True):
+                if total is not None and gradient is not None:
+                    total.add_(gradient)
+
+        took_s, _ = self._timed(backward)
         return max(took_s - self._autograd_s, 0.0)
 
-    def whole(self, run: Callable[[], Mapping[str, Tensor]]) -> tuple[float, float]:
+    def _sum_of(self, parameter: nn.Parameter) -> Tensor:
+        if id(parameter) not in self._sums:
+            self._sums[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
+        return self._sums[id(parameter)]
+
+    def whole(self, run: Callable[[], Mapping[str, Tensor]], *, key: Hashable) -> Seconds:
         """Forward and backward seconds of the whole model, which `run` runs forward."""
+        known = self._known(key)
+        if known is not None:
+            return known
+        self._sums.clear()
         parameters = [p for p in _root(self._graph).parameters() if p.requires_grad]
-        forward_s: list[float] = []
-        backward_s: list[float] = []
-        spent = 0.0
-        while len(forward_s) <= _FEWEST or (spent < _ENOUGH_S and len(forward_s) <= _MOST):
-            took_s, outputs = self._timed(run)
+        samples: list[Seconds] = []
+        totals_s: list[float] = []
+        while len(samples) <= _FEWEST or (
+            sum(map(sum, samples)) < _MOST_S
+            and len(samples) <= _MOST
+            and max(totals_s[-3:]) > min(totals_s[-3:]) * (1 + _SETTLED)
+        ):
+            forward_s, outputs = self._timed(run)
             roots = [output for output in outputs.values() if output.requires_grad]
             if self._graph.loss is not None:
                 roots = roots[:1]  # the loss comes first, and it alone is trained on
-            forward_s.append(took_s)
-            backward_s.append(self._whole_backward_s(roots, parameters) if roots and parameters else 0.0)
-            spent += forward_s[-1] + backward_s[-1]
-        return statistics.median(forward_s[1:]), statistics.median(backward_s[1:])
+            backward_s = self._whole_backward_s(roots, parameters) if roots and parameters else 0.0
+            samples.append((forward_s, backward_s))
+            totals_s.append(sum(_lower(samples[1:] or samples)))
+        seconds = _lower(samples[1:])
+        if self._cache is not None:
+            self._cache.put(key, seconds)
+        return seconds
 
     def _whole_backward_s(self, roots: list[Tensor], parameters: list[nn.Parameter]) -> float:
         seeds = [torch.ones_like(root) for root in roots]
-        took_s, _ = self._timed(lambda: torch.autograd.grad(roots, parameters, seeds, allow_unused=True))
+        if any(parameter._post_accumulate_grad_hooks for parameter in parameters):
+            # They would be called as in training, and might well change the weights.
+            took_s, _ = self._timed(lambda: torch.autograd.grad(roots, parameters, seeds, allow_unused=True))
+            return took_s
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = self._sum_of(parameter)
+        try:
+            took_s, _ = self._timed(lambda: torch.autograd.backward(roots, seeds, inputs=parameters))
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
         return took_s
 
     def _timed(self, run: Callable[[], _T]) -> tuple[float, _T]:
@@ -118,7 +232,7 @@ class Stopwatch:
         began = time.perf_counter()
         result = run()
         self._wait()
-        return time.perf_counter() - began, result
+        return max(time.perf_counter() - began - self._clock_s, 0.0), result
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -128,11 +242,25 @@ class Stopwatch:
         """What entering and leaving autograd costs, which a stage pays once and not for each operator."""
         leaf = torch.zeros(1, device=self._device, requires_grad=True)
         output, seed = leaf.view(1), torch.ones(1, device=self._device)
-        samples = (
-            self._timed(lambda: torch.autograd.grad(output, leaf, seed, retain_graph=True))
+        return _quartile(
+            self._timed(lambda: torch.autograd.grad(output, leaf, seed, retain_graph=True))[0]
             for _ in range(_MOST)
         )
-        return statistics.median(took_s for took_s, _ in samples)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _quartile(samples: Iterable[float]) -> float:
+    """The lower one: of four samples at most, the least."""
+    ordered = sorted(samples)
+    return ordered[(len(ordered) - 1) // 4]
+
+
+def _lower(samples: Sequence[Seconds]) -> Seconds:
+    forward_s, backward_s = zip(*samples, strict=True)
+    return _quartile(forward_s), _quartile(backward_s)
 
 
 def _root(graph: OperatorGraph) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.program import ProgramInterpreter, region
 
 from .tape import differentiable
+
+ONLY_HERE = "only in this process"
 
 _WRITING = frozenset(
     {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.setitem}
@@ -45,6 +47,9 @@ class Meter(Protocol):
 
     def convert(self, tensor: Tensor) -> Tensor:
         """The tensor as this meter runs it: on its device, or without values."""
+
+    def expect(self, keys: Collection[Hashable]) -> None:
+        """The keys that calls will have; told once, before any of them is run."""
 
     def wants_more(self) -> bool:
         """Whether to go through the program once more; asked before each time."""
@@ -92,10 +97,16 @@ class Walk(ProgramInterpreter):
         run_once()
         self._alive.clear()
         self._is_counting = False
+        self._meter.expect(self.keys)
         while self._meter.wants_more():
             run_once()
             self._meter.end_pass()
         return {name: self._timed(name, cost) for name, cost in self._costs.items()}
+
+    @property
+    def keys(self) -> tuple[Hashable, ...]:
+        """Of every operator, in program order; known when `run` has counted bytes."""
+        return tuple(self._keys.values())
 
     def _timed(self, name: str, cost: OperatorCost) -> OperatorCost:
         forward_s, backward_s = self._meter.seconds(self._keys[name])
@@ -124,13 +135,15 @@ class Walk(ProgramInterpreter):
         self._alive.append(result)
         given = sum(_num_bytes(tensor) for tensor in _tensors(result))
         taken = sum(_num_bytes(operand) for operand in call.operands if operand.requires_grad)
+        # Gradients of parameters are added to those there are, and until then stand beside them.
+        added = sum(_num_bytes(parameter) for parameter in call.parameters if parameter.requires_grad)
         self._costs[node.name] = OperatorCost(
             forward_s=0.0,
             backward_s=0.0,
             output_bytes=given,
             saved_bytes=saved.num_bytes,
             # While its backward runs, the gradients of its results and of its operands are both alive.
-            workspace_bytes=given + taken if differentiable(result) else given,
+            workspace_bytes=given + taken + added if differentiable(result) else given,
         )
         return result
 
@@ -216,8 +229,6 @@ class Walk(ProgramInterpreter):
 
     def _key(self, node: fx.Node) -> Hashable:
         """Equal for calls that take equally long: same operator, sizes, types and constants."""
-        if node.op == "call_module":
-            return node.name
         args, kwargs = self.fetch_args_kwargs_from_env(node)
 
         def describe(value: Any) -> Hashable:
@@ -230,7 +241,22 @@ class Walk(ProgramInterpreter):
             return (type(value), str(value))
 
         regions = (node.meta.get("no_grad"), node.meta.get("autocast"))
-        return (str(node.target), describe(args), describe(kwargs), regions)
+        return (self._target(node), describe(args), describe(kwargs), regions)
+
+    def _target(self, node: fx.Node) -> Hashable:
+        """What is called. Only torch's own functions and layers are known by what they are called; others
+        may be other ones in the next run, so that theirs begin with ONLY_HERE."""
+        if node.op == "call_module":
+            layer = self.fetch_attr(str(node.target))
+            if not type(layer).__module__.startswith("torch."):
+                return (ONLY_HERE, node.name)
+            state = [(name, tuple(t.shape), t.dtype) for name, t in layer.state_dict(keep_vars=True).items()]
+            return (repr(layer), layer.training, tuple(state))
+        if isinstance(node.target, str) or hasattr(node.target, "_schema"):
+            return str(node.target)
+        module = getattr(node.target, "__module__", None) or ""
+        name = f"{module}.{getattr(node.target, '__name__', node.name)}"
+        return name if module.partition(".")[0] in ("torch", "_operator") else (ONLY_HERE, name)
 
 
 class _SavedStorages:

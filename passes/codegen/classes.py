@@ -1,0 +1,318 @@
+"""From drafts of classes to their text: those that differ in constants alone become one with arguments."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from .attributes import Attributes
+from .layout import laid_out, rolled, signature_lines, written
+from .literals import identifier, is_plain_name, literal
+from .method import Method, Statement
+from .template import ClassOf, Leaf, Template, leaves, outline, spelled
+
+# A class of more arguments says less than two classes do.
+_MOST_ARGUMENTS = 8
+_MOST_POSITIONAL = 2
+# A number in a body: not one in a module's path, a string, a name, or of a dimension of a shape.
+_TOKEN = re.compile(
+    '(?P<other>\ue000[^\ue001]*\ue001|"(?:[^"\\\\]|\\\\.)*"|\\.shape\\[\\d+\\]|[A-Za-z_]\\w*)'
+    "|(?P<number>\\d+(?:\\.\\d+)?(?:e-?\\d+)?)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The class of the module at `path`: what its __init__ builds, and its methods by name.
+
+    `base` is what it should be called, `endings` closes its __init__, `returned` is each method's annotation.
+    """
+
+    path: str
+    base: str
+    whole: bool
+    origin: str
+    attributes: Attributes
+    methods: tuple[tuple[str, Method, str], ...]
+    endings: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class ClassText:
+    """A class without its docstring, which names all the places where it serves."""
+
+    name: str
+    lines: tuple[str, ...]
+    paths: list[str]
+    whole: bool
+    origin: str
+
+
+@dataclass(slots=True)
+class _Family:
+    """Drafts that are equal but for constants: for each its constants, in one order for all of them.
+
+    `arguments` are the constructor's, by name; `words` says for each constant which one stands for it.
+    """
+
+    number: int
+    members: list[Draft] = field(default_factory=list)
+    constants: list[tuple[Leaf, ...]] = field(default_factory=list)
+    name: str = ""
+    arguments: dict[str, int] = field(default_factory=dict)  # -> the first constant that it stands for
+    words: list[str | None] = field(default_factory=list)
+
+    def values(self, column: int) -> list[Any]:
+        return [constants[column].value for constants in self.constants]
+
+    def columns(self) -> dict[tuple[str, ...], list[int]]:
+        """The constants that are not the same in all members; those that go together, together."""
+        found: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for column in range(len(self.constants[0])):
+            texts = tuple(literal(value) for value in self.values(column))
+            if len(set(texts)) > 1:
+                found[texts].append(column)
+        return found
+
+
+def class_texts(drafts: Sequence[Draft], modules: Mapping[str, nn.Module]) -> list[ClassText]:
+    """The classes in order of definition, each distinct one once. `drafts` have what is inside first."""
+    apart: set[str] = set()  # outlines whose drafts differ in too much to be one class
+    while True:
+        families, family_of = _families(drafts, apart)
+        crowded = {
+            outline
+            for outline, family in families.items()
+            if len(family.columns()) > _MOST_ARGUMENTS and outline not in apart
+        }
+        if not crowded:
+            break
+        apart |= crowded
+    writer = _Writer(list(families.values()), family_of, modules)
+    return [writer.text(family) for family in families.values()]
+
+
+def _families(
+    drafts: Sequence[Draft], apart: set[str]
+) -> tuple[dict[str, _Family], dict[str, tuple[_Family, int]]]:
+    """The families by outline, and for each path its family and its place among the members."""
+    families: dict[str, _Family] = {}
+    family_of: dict[str, tuple[_Family, int]] = {}
+    for draft in drafts:
+        numbers = {path: family.number for path, (family, _) in family_of.items()}
+        constants = tuple(_constants(draft, family_of))
+        text = _outline(draft, numbers)
+        if text in apart:
+            text += "".join(f"\n{literal(leaf.value)}" for leaf in constants)
+        family = families.setdefault(text, _Family(len(families)))
+        family_of[draft.path] = family, len(family.members)
+        family.members.append(draft)
+        family.constants.append(constants)
+    return families, family_of
+
+
+def _outline(draft: Draft, numbers: Mapping[str, int]) -> str:
+    lines = [draft.base if draft.path else ""]  # the stage itself is a class apart
+    lines += draft.attributes.statements(lambda _, template: outline(template, numbers))
+    lines += draft.endings
+    for name, method, returned in draft.methods:
+        lines.append(f"{name} {method.arguments} {method.annotations} {returned}")
+        lines += [f"{_without_numbers(s.text)} {s.region}" for s in method.body]
+    return "\n".join(lines)
+
+
+def _constants(draft: Draft, family_of: Mapping[str, tuple[_Family, int]]) -> Iterator[Leaf]:
+    """All that may be an argument: first what __init__ says, then what the bodies do."""
+
+    def inner(path: str) -> tuple[Leaf, ...]:
+        family, place = family_of[path]
+        return family.constants[place]
+
+    for _, template in draft.attributes.templates():
+        yield from leaves(template, inner)
+    for _, method, _ in draft.methods:
+        for statement in method.body:
+            yield from (Leaf("", value) for value in _numbers(statement.text))
+
+
+def _numbers(text: str) -> list[int | float]:
+    found = [match["number"] for match in _TOKEN.finditer(text) if match["number"] is not None]
+    return [int(number) if number.isdigit() else float(number) for number in found]
+
+
+def _without_numbers(text: str) -> str:
+    return _TOKEN.sub(lambda match: match["other"] or "?", text)
+
+
+class _Writer:
+    """Names the arguments of every family, inner ones first, and writes their classes."""
+
+    def __init__(
+        self,
+        families: Sequence[_Family],
+        family_of: Mapping[str, tuple[_Family, int]],
+        modules: Mapping[str, nn.Module],
+    ) -> None:
+        self.family_of = family_of
+        self.modules = modules
+        taken = {draft.base for family in families for draft in family.members if not draft.path}
+        for family in families:
+            family.name = _free(family.members[0].base, set() if not family.members[0].path else taken)
+            taken.add(family.name)
+            self._name_arguments(family)
+
+    # Arguments.
+
+    def _name_arguments(self, family: _Family) -> None:
+        """After an attribute of the model's own that has these values, else as the layers call them."""
+        hints = list(self._hints(family.members[0]))
+        modules = [self.modules[draft.path] for draft in family.members]
+        family.words = [None] * len(family.constants[0])
+        taken = {*family.members[0].attributes.root.children, *dir(nn.Module)}
+        for columns in family.columns().values():
+            attribute, hint = next((hints[c] for c in columns if c < len(hints) and hints[c][1]), ("", ""))
+            own = _own_name(modules, family.values(columns[0]), hint, taken)
+            wanted = own or identifier(hint or "size", fallback="size")
+            if wanted in taken and attribute:
+                wanted = identifier(f"{attribute}_{hint}", fallback="size")
+            name = _free(wanted, taken, "_")
+            taken.add(name)
+            family.arguments[name] = columns[0]
+            for column in columns:
+                family.words[column] = name
+
+    def _hints(self, draft: Draft) -> Iterator[tuple[str, str]]:
+        """For each constant of __init__ the attribute that it builds, and what is built calls it."""
+        for path, template in draft.attributes.templates():
+            name = path.rpartition(".")[2]
+            name = name if is_plain_name(name) else ""
+            yield from ((name, hint) for hint in self._called(template))
+
+    def _called(self, template: Template) -> Iterator[str]:
+        if isinstance(template, ClassOf):
+            yield from (word or "" for word in self.family_of[template.path][0].words)
+        elif isinstance(template, Leaf):
+            yield template.name
+        else:
+            for part in getattr(template, "parts", ()):
+                yield from self._called(part.value)
+
+    # Lines.
+
+    def text(self, family: _Family) -> ClassText:
+        first = family.members[0]
+        lines: list[str] = []
+        statements = [*self._init(family), *first.endings]
+        if statements:
+            signature = ["self", *self._annotated(family)]
+            lines += signature_lines("__init__", signature, "None", 4)
+            lines.append("        super().__init__()")
+            for statement in statements:
+                lines += laid_out(statement, 8)
+        words = iter(family.words[len(list(self._hints(first))) :])
+        for place, (name, method, returned) in enumerate(first.methods):
+            if lines:
+                lines.append("")
+            arguments = [f"{a}: {kind}" for a, kind in zip(method.arguments, method.annotations, strict=True)]
+            lines += signature_lines(name, ["self", *arguments], returned, 4)
+            bodies = [draft.methods[place][1].body for draft in family.members]
+            body = [
+                _common([body[line] for body in bodies], words, family) for line in range(len(method.body))
+            ]
+            lines += written(rolled(body, first.attributes), first.attributes, 8)
+        paths = [draft.path for draft in family.members]
+        return ClassText(family.name, tuple(lines), paths, first.whole, first.origin)
+
+    def _init(self, family: _Family) -> Iterator[str]:
+        first = family.members[0]
+        words = iter(family.words)
+        texts = {path: self._spelled(template, words) for path, template in first.attributes.templates()}
+        in_bodies = set(words)
+        yield from (f"self.{name} = {name}" for name in family.arguments if name in in_bodies)
+        yield from first.attributes.statements(lambda path, _: texts[path])
+
+    def _spelled(self, template: Template, words: Iterator[str | None]) -> str:
+        return spelled(template, words, self._construct)
+
+    def _construct(self, path: str, words: Iterator[str | None]) -> str:
+        """`Block(768, 3072)`, the arguments by name where there are many."""
+        family, place = self.family_of[path]
+        constants = family.constants[place]
+        given = [next(words) for _ in constants]
+        texts = {
+            name: given[column] or literal(constants[column].value)
+            for name, column in family.arguments.items()
+        }
+        if len(texts) <= _MOST_POSITIONAL:
+            return f"{family.name}({', '.join(texts.values())})"
+        return f"{family.name}({', '.join(f'{name}={text}' for name, text in texts.items())})"
+
+    def _annotated(self, family: _Family) -> Iterator[str]:
+        for name, column in family.arguments.items():
+            kinds = dict.fromkeys(_annotation(value) for value in family.values(column))
+            yield f"{name}: {' | '.join(sorted(kinds, key=lambda kind: kind == 'None'))}"
+
+
+def _common(statements: Sequence[Statement], words: Iterator[str | None], family: _Family) -> Statement:
+    """One line for all members: `self.name` where they differ, and as much of the comment as they share."""
+    first = statements[0]
+
+    def word(match: re.Match[str]) -> str:
+        if match["number"] is None:
+            return match[0]
+        name = next(words)
+        return match[0] if name is None else f"self.{name}"
+
+    text = _TOKEN.sub(word, first.text)
+    if len(statements) == 1:
+        return replace(first, text=text)
+    place = first.place if len({s.place for s in statements}) == 1 else ""
+    shape: tuple[int | str, ...] = ()
+    if len({len(s.shape) for s in statements}) == 1:
+        shape = tuple(
+            _common_size(sizes, family) for sizes in zip(*(s.shape for s in statements), strict=True)
+        )
+    return replace(first, text=text, place=place, shape=shape)
+
+
+def _common_size(sizes: Sequence[int | str], family: _Family) -> int | str:
+    if len(set(sizes)) == 1:
+        return sizes[0]
+    named = (name for name, column in family.arguments.items() if family.values(column) == list(sizes))
+    return next(named, "?")
+
+
+def _own_name(modules: Sequence[nn.Module], values: Sequence[Any], hint: str, taken: Set[str]) -> str | None:
+    """An attribute of the model's own that has these values; better one that its constructor takes."""
+    parameters = list(inspect.signature(type(modules[0]).__init__).parameters)
+    names = [hint, *parameters, *vars(modules[0])]
+    for name in names:
+        if not name or name in taken or name != identifier(name):
+            continue
+        found = [vars(module).get(name) for module in modules]
+        if all(type(a) is type(b) and a == b for a, b in zip(found, values, strict=True)):
+            return name
+    return None
+
+
+def _annotation(value: Any) -> str:
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return "None" if value is None else kind.__name__
+    if kind in (tuple, list) and all(type(item) is int for item in value):
+        return "tuple[int, ...]" if kind is tuple else "list[int]"
+    return "object"
+
+
+def _free(wanted: str, taken: Set[str], joint: str = "") -> str:
+    name, count = wanted, 1
+    while name in taken:
+        count += 1
+        name = f"{wanted}{joint}{count}"
+    return name

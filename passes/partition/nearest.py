@@ -1,0 +1,107 @@
+"""Where nothing fits: the nearest changes with which something does, each planned, with what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.errors import SolverError
+from pd2bw_fx.units import format_bytes, format_seconds
+
+from .instance import Instance, evaluate
+from .search import Choices, Deadline, Found, search
+
+_TIME_S = 4.0
+_PLENTY_BYTES = 1e18
+_HALVINGS = 7
+_ANY, _FINE = 0.999, 0.01  # gaps: whatever fits, and a figure to print
+_DEVICES_TRIED = 3
+
+
+def nearest_changes(
+    choices: Choices,
+    orders: Sequence[tuple[int, ...]],
+    cluster: Cluster,
+    devices: Sequence[int],
+    *,
+    solver: str,
+) -> list[str]:
+    """One line for each change that is enough by itself: so much more memory on one of `devices`,
+    recomputation where it was off."""
+    deadline = Deadline(_TIME_S)
+    changes = []
+    for device in list(devices)[:_DEVICES_TRIED]:
+        more = _least_more(choices, orders, device, solver=solver, deadline=deadline)
+        if more is not None:
+            name = cluster.devices[device].name
+            changes.append(f"{_rounded_up(more[0])} more on {name} ({_time(more[1])})")
+    if choices[0].recompute is False:
+        again = Choices(len(choices), lambda choice: replace(choices[choice], recompute="auto"))
+        found = _planned(again, _FINE, solver=solver, deadline=deadline)
+        if found is not None:
+            changes.append(f'recompute="auto" ({_time(found)})')
+    return changes
+
+
+def _least_more(
+    choices: Choices,
+    orders: Sequence[tuple[int, ...]],
+    device: int,
+    *,
+    solver: str,
+    deadline: Deadline,
+) -> tuple[float, Found] | None:
+    """The fewest bytes that this device needs besides its own, to a hundredth or so, and a plan with them."""
+    placed = [choice for choice, order in enumerate(orders) if device in order]
+
+    def with_more(num_bytes: float) -> Choices:
+        def larger(at: int) -> Instance:
+            instance, order = choices[placed[at]], orders[placed[at]]
+            limit = instance.limit_bytes + np.where(np.array(order) == device, num_bytes, 0.0)
+            return replace(instance, limit_bytes=limit)
+
+        return Choices(len(placed), larger)
+
+    def excess(found: Found) -> float:
+        choice = placed[found.choice]
+        stage = orders[choice].index(device)
+        instance = choices[choice]
+        return float(evaluate(instance, found.stage_of).memory_bytes[stage] - instance.limit_bytes[stage])
+
+    if not placed:
+        return None
+    found = _planned(with_more(_PLENTY_BYTES), _ANY, solver=solver, deadline=deadline)
+    if found is None:
+        return None
+    too_few, enough = 0.0, excess(found)
+    for _ in range(_HALVINGS):
+        middle = (too_few + enough) / 2
+        smaller = _planned(with_more(middle), _ANY, solver=solver, deadline=deadline)
+        if smaller is None:
+            too_few = middle
+        else:
+            enough = min(middle, excess(smaller))
+    found = _planned(with_more(enough), _FINE, solver=solver, deadline=deadline)
+    return None if found is None else (enough, found)
+
+
+def _planned(choices: Choices, gap: float, *, solver: str, deadline: Deadline) -> Found | None:
+    """None also where the time did not tell: what is named as enough was planned."""
+    if deadline.left_s <= 0:
+        return None
+    try:
+        return search(choices, solver=solver, max_gap=gap, deadline=Deadline(deadline.left_s / 2))
+    except SolverError:
+        return None
+
+
+def _time(found: Found) -> str:
+    return f"bottleneck {format_seconds(found.bottleneck_s)}"
+
+
+def _rounded_up(num_bytes: float) -> str:
+    """With the exact number, since three digits may have been rounded down."""
+    return f"{format_bytes(num_bytes)} ({int(np.ceil(num_bytes))} bytes)"

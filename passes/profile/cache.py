@@ -1,0 +1,90 @@
+"""Times measured before, on disk: one small file for each machine, device and torch version.
+
+Deleting the folder costs nothing but measuring again. What cannot be read is measured again and said so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Hashable
+from pathlib import Path
+
+import torch
+
+from .walk import ONLY_HERE
+
+_LOG = logging.getLogger(__name__)
+_FORMAT = 1
+
+Seconds = tuple[float, float]  # forward and backward
+
+
+def default_cache_folder() -> Path:
+    """`pd2bw_fx/profiles` in the user's cache directory."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "pd2bw_fx" / "profiles"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pd2bw_fx" / "profiles"
+
+
+class ProfileCache:
+    """Seconds by key for one device of this machine; `save` adds what was put to the file, whole or not at
+    all. A key names an operator, the shapes and types of its operands, and its constants."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.environment = {
+            "format": _FORMAT,
+            "torch": torch.__version__,
+            "machine": platform.node(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "threads": torch.get_num_threads(),
+        }
+        self.path = folder / f"{_digest(tuple(self.environment.values()))}.json"
+        self._seconds = self._read()
+        self._new: dict[str, Seconds] = {}
+
+    def get(self, key: Hashable) -> Seconds | None:
+        return self._seconds.get(_digest(key))
+
+    def put(self, key: Hashable, seconds: Seconds) -> None:
+        """Keys that mean something in this process alone are not kept."""
+        if ONLY_HERE not in repr(key):
+            self._new[_digest(key)] = seconds
+
+    def save(self) -> None:
+        """Two processes that save at the same time may lose what one of them measured, and nothing else."""
+        if not self._new:
+            return
+        self._seconds = self._read() | self._new
+        self._new = {}
+        text = json.dumps({"environment": self.environment, "seconds": self._seconds})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, fresh = tempfile.mkstemp(prefix=".", dir=self.path.parent)
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            Path(fresh).replace(self.path)
+        except OSError as error:
+            _LOG.warning("measured times cannot be kept for the next run: %s", error)
+
+    def _read(self) -> dict[str, Seconds]:
+        try:
+            data = json.loads(self.path.read_text())
+            if data["environment"] != self.environment:
+                return {}
+            return {key: (float(f), float(b)) for key, (f, b) in data["seconds"].items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            _LOG.warning("%s cannot be read (%s); what it held is measured again", self.path, error)
+            return {}
+
+
+def _digest(key: Hashable) -> str:
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:32]

@@ -1,0 +1,171 @@
+"""One class for what differs in sizes alone: what is different is an argument of its constructor."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.coverage import CASES, built
+from pd2bw_fx.passes.codegen import generate
+from pd2bw_fx.stage import StageProgram
+from tests.stages import Case, by_hand, case_of, compared, planned, ruff_faults
+
+
+class Projection(nn.Module):
+    """Holds its sizes as Hugging Face's Conv1D does, and reads one of them in its forward."""
+
+    def __init__(self, nx: int, nf: int, rate: float) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.view(-1, x.shape[-1]) @ self.weight
+        return torch.tanh(self.drop(y.view(x.shape[0], -1, self.nf)))
+
+
+class Hourglass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = Projection(8, 6, 0.5)
+        self.up = Projection(6, 8, 0.25)
+        self.again = Projection(8, 6, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.up(self.down(x))).square().mean()
+
+
+PROJECTION = '''\
+class Projection(nn.Module):
+    """down, up, again, from test_generated_classes.py."""
+
+    def __init__(self, size: int, nf: int, p: float) -> None:
+        super().__init__()
+        self.size = size
+        self.nf = nf
+        self.weight = nn.Parameter(torch.empty(size, nf, dtype=torch.float64))
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.view(-1, self.size) @ self.weight  # (5*batch, nf)
+        return self.drop(y.view(x.shape[0], -1, self.nf)).tanh()
+'''
+
+
+def in_one_stage(case: Case) -> StageProgram:
+    (program,) = generate(case.graph, by_hand(case, {block.name: 0 for block in case.problem.blocks}))
+    return program
+
+
+def test_sizes_rates_and_the_numbers_of_a_body_become_arguments_under_the_models_names() -> None:
+    torch.manual_seed(0)
+    case = case_of(Hourglass().double(), (torch.randn(3, 5, 8).double(),))
+
+    program = in_one_stage(case)
+
+    assert PROJECTION in re.sub(r"test_generated_classes.py:\d+ ", "", program.source)
+    assert "self.down = Projection(size=8, nf=6, p=0.5)" in program.source
+    assert "self.up = Projection(size=6, nf=8, p=0.25)" in program.source
+    assert compared(case, planned(case, 2)).exact
+
+
+def test_what_encloses_a_class_of_several_sizes_takes_arguments_for_it() -> None:
+    class Pair(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.steps = nn.ModuleList(Projection(width, width, 0.0) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for step in self.steps:
+                x = step(x)
+            return x
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.narrow, self.wide, self.between = Pair(4), Pair(6), nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wide(self.between(self.narrow(x))).square().mean()
+
+    case = case_of(Both().double(), (torch.randn(3, 5, 4).double(),))
+
+    source = in_one_stage(case).source
+
+    assert source.count("class Pair") == source.count("class Projection") == 1
+    assert "self.steps = nn.ModuleList(Projection(nf) for _ in range(3))" in source
+    assert "self.narrow = Pair(4)" in source
+    assert "self.wide = Pair(6)" in source
+
+
+def test_an_argument_never_takes_the_place_of_what_a_module_has() -> None:
+    class Rooted(nn.Module):
+        def __init__(self, float_: int, kind: int) -> None:
+            super().__init__()
+            self.modules_, self.float = float_, kind  # type: ignore[assignment]
+            self.weight = nn.Parameter(torch.ones(kind))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).view(-1, self.weight.shape[0] // 2).sum()
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Rooted(1, 4), Rooted(2, 1 * 8)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.a(x) + self.b(y)
+
+    case = case_of(Sum().double(), (torch.randn(3, 4).double(), torch.randn(3, 8).double()))
+
+    source = in_one_stage(case).source
+
+    assert "def __init__(self, size: int, size_2: int) -> None:" in source
+    assert compared(case, planned(case, 1)).exact
+
+
+def test_classes_that_differ_in_more_than_a_few_numbers_stay_apart() -> None:
+    class Tower(nn.Module):
+        def __init__(self, start: int) -> None:
+            super().__init__()
+            sizes = [start * factor for factor in (1, 3, 4, 7, 2, 9, 5, 8, 6, 11, 1)]
+            self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.layers(x))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.large = Tower(1), Tower(2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.small(x).sum() + self.large(y).sum()
+
+    case = case_of(Two(), (torch.randn(3, 1), torch.randn(3, 2)))
+
+    source = in_one_stage(case).source
+
+    assert "class Tower(" in source
+    assert "class Tower2(" in source
+    assert "nn.Linear(22, 2)" in source
+
+
+@pytest.mark.parametrize(("name", "classes"), [("hf-resnet", 2), ("hf-swin", 1), ("resnet", 2)])
+def test_known_models_repeat_no_class_for_its_sizes(name: str, classes: int, tmp_path: Path) -> None:
+    """Layers with and without an activation, blocks with and without a projection: two classes each."""
+    model, inputs = built({case.name: case for case in CASES}[name])
+    case = case_of(model, (), inputs)
+    repeated = {"hf-resnet": "ResNetConvLayer", "hf-swin": "SwinMLP", "resnet": "BasicBlock"}[name]
+
+    program = in_one_stage(case)
+
+    (tmp_path / "stage_0.py").write_text(program.source)
+    assert program.source.count(f"class {repeated}") == classes
+    assert ruff_faults(tmp_path) == ""
