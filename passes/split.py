@@ -20,12 +20,13 @@ from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.program import tensors
 
+from .arrange import arrange, memory_of, wished_shape
 from .coarsen import coarsen
 from .codegen import generate
 from .normalise import normalise
-from .partition import check_plan, partition
+from .partition import check_plan
 from .profile import profile
-from .schedule import build_schedule
+from .schedule import schedule_of, shape_of
 from .split_onnx import takes_onnx_too
 from .trace import find_example_inputs, trace
 
@@ -44,6 +45,7 @@ def split(
     num_stages: int | None = None,
     microbatches_per_update: int | None = None,
     method: str = "2bw",
+    chunks: int | None = None,
     memory_model: MemoryModel | None = None,
     recompute: bool | Literal["auto"] = False,
     costs: Literal["auto", "measured", "analytic"] = "auto",
@@ -71,6 +73,10 @@ def split(
     solver proves the plan to within `max_gap` or stops after `time_limit_s`; `progress` hears how it stands,
     and Ctrl-C takes the best plan so far.
 
+    `method` is a name in `passes.schedule.METHODS`; `chunks` are the stages on each device of "interleaved"
+    (two unless said), which has `num_stages` in all. The memory of the method's weight versions and of its
+    activations in flight is planned for, with Adam's state, unless `memory_model` says otherwise.
+
     `costs` are measured on this machine where there is something to run, or estimated ("analytic") from each
     operator's arithmetic and bytes. `check="fast"` compares loss, gradients and buffers of the stages with
     the model's on the example inputs, "full" also on another batch of another size.
@@ -89,39 +95,31 @@ def split(
         graph, traced.examples or None, device=chosen.devices[0], method=costs, whole=traced.call
     )
     problem = coarsen(graph, measured, chosen)
+    method = plan.method if plan else method
+    wish = wished_shape(
+        method,
+        chosen,
+        num_stages=plan.num_stages if plan else num_stages,
+        microbatches_per_update=plan.microbatches_per_update if plan else microbatches_per_update,
+        chunks=chunks,
+    )
     setting: dict[str, Any] = {
-        "memory_model": memory_model or MemoryModel(),
+        "memory_model": memory_model or memory_of(method, wish),
         "recompute": recompute,
         "constraints": constraints,
     }
     if plan is None:
-        plan = partition(
-            problem,
-            chosen,
-            num_stages=num_stages,
-            microbatches_per_update=microbatches_per_update,
-            method=method,
-            solver=solver,
-            max_gap=max_gap,
-            time_limit_s=time_limit_s,
-            progress=progress,
-            **setting,
-        )
+        search = {"solver": solver, "max_gap": max_gap, "time_limit_s": time_limit_s, "progress": progress}
+        plan, shape = arrange(problem, chosen, method, wish, options=search, **setting)
     else:
         plan = check_plan(plan, problem, chosen, memory_model=setting["memory_model"])
-    schedule = build_schedule(
-        plan.method,
-        plan.num_stages,
-        microbatches_per_update=plan.microbatches_per_update,
-        updates=range(_UPDATES_SHOWN),
-        drain=True,
-    )
+        shape = shape_of(plan, method, microbatches_per_update=plan.microbatches_per_update)
     pipeline = Pipeline(
         graph=graph,
         costs=measured,
         cluster=chosen,
         plan=plan,
-        schedule=schedule,
+        schedule=schedule_of(method, shape, updates=range(_UPDATES_SHOWN), drain=True),
         programs=generate(graph, plan),
         tensors=tensors(graph),
         batch_layout=None if args is None else _layout(model, args, kwargs, example_targets, graph),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from pd2bw_fx.actions import Schedule
+from pd2bw_fx.actions import Schedule, Shape
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Costs
@@ -21,12 +21,12 @@ from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.export_onnx import Form, Original, export_onnx
 from pd2bw_fx.passes.partition import explain
-from pd2bw_fx.passes.schedule import build_schedule
+from pd2bw_fx.passes.schedule import schedule_of, shape_of
 from pd2bw_fx.passes.simulate import simulate
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
 from pd2bw_fx.passes.verify import Forward, Verification, verify
-from pd2bw_fx.plan import Plan
+from pd2bw_fx.plan import Plan, whole
 from pd2bw_fx.report.notebook import pipeline_html
 from pd2bw_fx.report.page import page_html
 from pd2bw_fx.report.parts import Part, write_part
@@ -40,6 +40,7 @@ from pd2bw_fx.traced import TraceReport
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+_AS_PLANNED = (None, None, None, 0.0, None, False)
 _UPDATES_COMPARED = 8  # enough for a steady state
 
 
@@ -221,28 +222,70 @@ class Pipeline:
         microbatches_per_update: int | None = None,
         num_updates: int | None = None,
         slack: float = 0.0,
+        replicas: int | Sequence[int] | None = None,
+        vertical_sync: bool = False,
         cluster: Cluster | int | str | Path | None = None,
         **options: Any,
     ) -> Timeline:
         """The plan's stages on a model of time: the pipeline's own schedule, or another one.
 
+        `replicas` are ranks of each stage (one number for all, or one each) on devices like those of the
+        plan. `method="ddp"` puts the stages together, and a copy of the whole on each device of the plan.
         `cluster` may have other links than the one that was planned for. `options` are those of
         `passes.simulate.simulate` (`links`, `jitter`, `seed`, `update_s`).
 
-        Raises InputError for a schedule that cannot be, such as fewer microbatches than stages for 2bw.
+        Raises InputError for a schedule that cannot be, such as fewer microbatches than stages for 2bw, or
+        a method that needs another plan (interleaved).
         """
-        schedule = self.schedule
-        if (method, microbatches_per_update, num_updates, slack) != (None, None, None, 0.0):
-            schedule = build_schedule(
-                method or self.plan.method,
-                self.plan.num_stages,
-                microbatches_per_update=microbatches_per_update or self.plan.microbatches_per_update,
-                updates=range(num_updates or len(self.schedule.updates)),
-                drain=True,
+        plan, schedule = self.plan, self.schedule
+        if (method, microbatches_per_update, num_updates, slack, replicas, vertical_sync) != _AS_PLANNED:
+            method = method or plan.method
+            if method == "ddp" and plan.num_stages > 1:
+                replicas = replicas or plan.num_stages
+                plan = whole(plan)
+            shape = self.shape(
+                method,
+                microbatches_per_update=microbatches_per_update,
                 slack=slack,
+                replicas=replicas,
+                vertical_sync=vertical_sync,
+                plan=plan,
             )
+            updates = range(num_updates or len(self.schedule.updates))
+            schedule = schedule_of(method, shape, updates=updates, drain=True)
         chosen = self.cluster if cluster is None else Cluster.of(cluster)
-        return simulate(schedule, self.plan, chosen, **options)
+        return simulate(schedule, plan, chosen, **options)
+
+    def shape(
+        self,
+        method: str | None = None,
+        *,
+        microbatches_per_update: int | None = None,
+        slack: float = 0.0,
+        replicas: int | Sequence[int] | None = None,
+        vertical_sync: bool = False,
+        plan: Plan | None = None,
+    ) -> Shape:
+        """What the method's schedule is built for on this pipeline's plan (or another one).
+
+        As it was planned, if nothing else is asked for; zb-auto searches with the plan's times otherwise.
+        """
+        plan = plan or self.plan
+        method = method or plan.method
+        m = microbatches_per_update or plan.microbatches_per_update
+        own = self.schedule.shape
+        as_planned = plan is self.plan and not (slack or replicas or vertical_sync)
+        if own is not None and as_planned and (method, m) == (plan.method, own.microbatches_per_update):
+            return own
+        counts = (replicas,) * plan.num_stages if isinstance(replicas, int) else replicas
+        return shape_of(
+            plan,
+            method,
+            microbatches_per_update=m,
+            slack=slack,
+            replicas=None if counts is None else tuple(counts),
+            vertical_sync=vertical_sync,
+        )
 
     def report(self, path: str | Path, *, metrics: Metrics | None = None) -> None:
         """Write one HTML page that needs no network: the plan, its graph, its time and memory, its code.

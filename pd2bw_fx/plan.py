@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from pd2bw_fx.costs import StageMemory
@@ -143,6 +143,41 @@ class Plan:
         except ValueError as error:
             raise PlanMismatchError(f"the plan is no valid JSON: {error}") from None
         return cls.from_json(data)
+
+
+def whole(plan: Plan) -> Plan:
+    """The plan's stages as one, on the first one's device: what data parallelism runs on every rank.
+
+    Its memory is the sum of theirs, with the activations of one microbatch.
+    """
+    stages = plan.stages
+    first = stages[0]
+    held = [max(1, stage.microbatches_in_flight) for stage in stages]
+    memory = StageMemory(
+        weight_bytes=sum(stage.memory.weight_bytes for stage in stages),
+        gradient_bytes=sum(stage.memory.gradient_bytes for stage in stages),
+        optimizer_bytes=sum(stage.memory.optimizer_bytes for stage in stages),
+        activation_bytes=sum(
+            stage.memory.activation_bytes // (1 if stage.recompute else count)
+            for stage, count in zip(stages, held, strict=True)
+        ),
+        transfer_bytes=sum(s.memory.transfer_bytes // count for s, count in zip(stages, held, strict=True)),
+        workspace_bytes=max(stage.memory.workspace_bytes for stage in stages),
+    )
+    again_s = sum(stage.forward_s for stage in stages if stage.recompute)
+    together = replace(
+        first,
+        operators=tuple(name for stage in stages for name in stage.operators),
+        parameters=tuple(dict.fromkeys(name for stage in stages for name in stage.parameters)),
+        forward_s=sum(stage.forward_s for stage in stages),
+        backward_s=sum(stage.backward_s for stage in stages) + again_s,
+        send_s=0.0,
+        receive_s=0.0,
+        memory=memory,
+        microbatches_in_flight=1,
+        recompute=False,
+    )
+    return replace(plan, stages=(together,), transfers=(), bottleneck_s=together.load_s, bound_s=0.0)
 
 
 def _stage_from_json(data: Mapping[str, Any]) -> StagePlan:

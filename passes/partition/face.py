@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from pd2bw_fx.cluster import Cluster
@@ -39,6 +39,8 @@ def partition(
     recompute: bool | Literal["auto"] = False,
     constraints: Constraints | None = None,
     progress: Callable[[Progress], None] | None = None,
+    in_flight: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
 ) -> Plan:
     """The plan whose slowest stage is fastest, among those that fit in every device's memory.
 
@@ -52,6 +54,8 @@ def partition(
     `max_gap`: the plan is proven to be within this share of the optimum (a millionth at best, which is what
     solvers keep to), unless `time_limit_s` ends the search before that; then the plan is the best so far and
     `plan.gap` says what is proven. Ctrl-C ends it in the same way. `progress` is told of every step.
+    `in_flight`: microbatches whose activations each stage holds, for a method that is not known here;
+    `order`: the device of each stage, where the method has places for them (else every order is tried).
 
     Raises InputError for a problem or an argument that makes no sense, InfeasibleError where no assignment
     fits in memory, SolverError where the solver is missing or time ran out before the first plan.
@@ -60,14 +64,14 @@ def partition(
     check_problem(problem, cluster)
     k = len(cluster) if num_stages is None else num_stages
     m = 2 * k if microbatches_per_update is None else microbatches_per_update
-    _check_arguments(problem, cluster, k, m, method, max_gap, time_limit_s, recompute)
+    _check_arguments(problem, cluster, k, m, None if in_flight else method, max_gap, time_limit_s, recompute)
     check_solver(solver)
     deadline = Deadline(time_limit_s)
-    in_flight = microbatches_in_flight(method, k, m)
+    in_flight = in_flight or microbatches_in_flight(method, k, m)
     constrained = constrain(problem, cluster, constraints or Constraints(), num_stages=k)
     problem, cluster = constrained.problem, constrained.cluster
     pinned = {pin.device for pin in constrained.pins if pin.device is not None}
-    orders = list(device_orders(problem, cluster, k, pinned=pinned))
+    orders = [tuple(order)] if order else list(device_orders(problem, cluster, k, pinned=pinned))
     reader = Reader(
         problem,
         cluster,
@@ -100,7 +104,7 @@ def _check_arguments(
     cluster: Cluster,
     num_stages: int,
     microbatches_per_update: int,
-    method: str,
+    method: str | None,
     max_gap: float,
     time_limit_s: float,
     recompute: object,
@@ -118,7 +122,7 @@ def _check_arguments(
             f"{num_stages} stages for {len(problem.blocks)} blocks; a stage needs at least one, "
             f"so at most num_stages={len(problem.blocks)}"
         )
-    if method not in METHODS:
+    if method is not None and method not in METHODS:
         raise InputError(f"method {method!r} is unknown; known are {', '.join(METHODS)}")
     if method == "2bw" and microbatches_per_update < num_stages:
         raise InputError(

@@ -21,12 +21,14 @@ from .check import check_schedule
 from .flushed import warm_up_forwards
 from .method import Method
 from .methods import METHODS, method_of
+from .of_plan import UPDATES_OF_ONE, shape_of
 from .zb_auto import Found, Times, find_orders
 
 __all__ = [
     "METHODS",
     "Found",
     "SYNCHRONOUS",
+    "UPDATES_OF_ONE",
     "Method",
     "Times",
     "build_schedule",
@@ -35,6 +37,7 @@ __all__ = [
     "method_of",
     "num_versions",
     "schedule_of",
+    "shape_of",
     "stage_actions",
     "warm_up_forwards",
     "weight_version",

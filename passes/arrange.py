@@ -1,0 +1,186 @@
+"""A plan for a method: which stages stand on which devices, and what each of them holds.
+
+2bw, 1f1b, ..   a stage on each device
+interleaved     v stages on each device in turn: stage s of v d on device s mod d
+chimera         stage s on devices s and d - 1 - s
+bapipe          planned for each order that it may choose, timed, and the fastest that fits is kept
+ddp             one stage; the other devices of the cluster hold it too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pd2bw_fx.actions import Shape
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.problem import Problem
+
+from .partition import partition
+from .schedule import UPDATES_OF_ONE, Method, method_of, schedule_of, shape_of
+from .simulate import simulate
+
+_WITHIN_A_DEVICE = 1e15  # bytes per second: no time at all
+_BAPIPE = (("1f1b", 0.0), ("1f1b", 1.0), ("gpipe", 0.0))  # base and slack: 1.0 overlaps the messages
+_UPDATES_TIMED = 3
+
+
+def wished_shape(
+    method: str,
+    cluster: Cluster,
+    *,
+    num_stages: int | None,
+    microbatches_per_update: int | None,
+    chunks: int | None,
+) -> Shape:
+    """The method on this cluster, with what the user left open: a stage (interleaved: `chunks`, else two) for
+    each device, twice as many microbatches as devices (one for methods that update after each).
+
+    Raises InputError for an unknown method, and for numbers that it cannot use.
+    """
+    chosen = method_of(method)
+    v = chunks or (2 if method == "interleaved" else 1)
+    d = 1 if method == "ddp" else len(cluster) * v
+    d = d if num_stages is None else num_stages
+    m = 1 if method in UPDATES_OF_ONE else 2 * d // v
+    replicas = None
+    if method == "ddp":
+        replicas = (len(cluster),) * d
+        m = 2 * len(cluster)
+    m = m if microbatches_per_update is None else microbatches_per_update
+    shape = Shape(d, m, replicas=replicas, chunks=v)
+    if method == "zb-auto":  # the order is found for the plan; its numbers are those of zb-h1
+        chosen = method_of("zb-h1")
+    chosen.check(chosen.prepared(shape))
+    return shape
+
+
+def memory_of(method: str, shape: Shape) -> MemoryModel:
+    """As many weight versions as the method keeps, at the stage with most; Adam's two copies."""
+    return MemoryModel(weight_versions=_versions(method_of(method), shape))
+
+
+def arrange(
+    problem: Problem,
+    cluster: Cluster,
+    method: str,
+    shape: Shape,
+    *,
+    memory_model: MemoryModel,
+    options: Mapping[str, Any],
+    **setting: Any,
+) -> tuple[Plan, Shape]:
+    """The fastest plan for the method, and the shape of its schedule. `options` and what else is given are
+    those of `partition`.
+
+    Where a device has several stages, each may use its equal share of the memory.
+    Raises what `partition` raises, and InputError where the cluster is too small.
+    """
+    options = {**options, **setting}
+    if method == "bapipe":
+        return _explored(problem, cluster, shape, memory_model=memory_model, options=options)
+    counting = method_of("zb-h1" if method == "zb-auto" else method)
+    settings: dict[str, Any] = {
+        "num_stages": shape.num_stages,
+        "microbatches_per_update": shape.microbatches_per_update,
+        "method": method,
+        "memory_model": memory_model,
+        "in_flight": [counting.in_flight(shape, stage) for stage in range(shape.num_stages)],
+        **options,
+    }
+    if method == "interleaved":
+        plan = _in_turn(problem, cluster, counting.num_ranks(shape), shape.chunks, settings)
+    elif method == "chimera":
+        devices = tuple(replace(d, memory_bytes=d.memory_bytes // 2) for d in cluster.devices)
+        plan = partition(problem, replace(cluster, devices=devices), **settings)
+    else:
+        plan = partition(problem, cluster, **settings)
+    return plan, shape_of(
+        plan, method, microbatches_per_update=shape.microbatches_per_update, replicas=shape.replicas
+    )
+
+
+def _versions(method: Method, shape: Shape) -> int:
+    prepared = shape if method.name == "zb-auto" else method.prepared(shape)
+    return max(method.num_versions(prepared, stage) for stage in range(shape.num_stages))
+
+
+def _in_turn(
+    problem: Problem, cluster: Cluster, num_ranks: int, chunks: int, settings: Mapping[str, Any]
+) -> Plan:
+    """Each device stands in the planner's cluster `chunks` times, with its share of the memory."""
+    if num_ranks > len(cluster):
+        raise InputError(
+            f"{num_ranks * chunks} stages, {chunks} on each device, need {num_ranks} devices, and the "
+            f"cluster has {len(cluster)}; try num_stages={len(cluster) * chunks}"
+        )
+    real = [place % num_ranks for place in range(num_ranks * chunks)]
+    copies = Cluster(
+        devices=tuple(
+            replace(
+                cluster.devices[device],
+                name=f"{cluster.devices[device].name}, place {place // num_ranks}",
+                memory_bytes=cluster.devices[device].memory_bytes // chunks,
+            )
+            for place, device in enumerate(real)
+        ),
+        bytes_per_s=tuple(
+            tuple(cluster.bytes_per_s[a][b] if a != b else _WITHIN_A_DEVICE for b in real) for a in real
+        ),
+        latency_s=tuple(tuple(cluster.latency_s[a][b] if a != b else 0.0 for b in real) for a in real),
+    )
+    blocks = tuple(
+        replace(block, forward_s=_at(block.forward_s, real), backward_s=_at(block.backward_s, real))
+        for block in problem.blocks
+    )
+    plan = partition(replace(problem, blocks=blocks), copies, order=range(len(real)), **settings)
+    stages = tuple(
+        replace(stage, device=real[stage.device], device_name=cluster.devices[real[stage.device]].name)
+        for stage in plan.stages
+    )
+    return replace(plan, stages=stages)
+
+
+def _at(values: Sequence[float], places: Sequence[int]) -> tuple[float, ...]:
+    return tuple(values[place] for place in places)
+
+
+def _explored(
+    problem: Problem,
+    cluster: Cluster,
+    shape: Shape,
+    *,
+    memory_model: MemoryModel,
+    options: Mapping[str, Any],
+) -> tuple[Plan, Shape]:
+    """BaPipe's exploration (arXiv 2012.12544): balance the stages for each order, and time the update."""
+    found: list[tuple[float, int, Plan, Shape]] = []
+    trouble: list[InfeasibleError] = []
+    method = method_of("bapipe")
+    for number, (base, slack) in enumerate(_BAPIPE):
+        candidate = replace(shape, base=base, slack=slack)
+        try:
+            plan = partition(
+                problem,
+                cluster,
+                num_stages=shape.num_stages,
+                microbatches_per_update=shape.microbatches_per_update,
+                method="bapipe",
+                memory_model=memory_model,
+                in_flight=[method.in_flight(candidate, stage) for stage in range(shape.num_stages)],
+                overlap=slack > 0,
+                **options,
+            )
+        except InfeasibleError as error:
+            trouble.append(error)
+            continue
+        schedule = schedule_of("bapipe", candidate, updates=range(_UPDATES_TIMED), drain=True)
+        found.append((simulate(schedule, plan, cluster).span_s, number, plan, candidate))
+    if not found:
+        raise trouble[0]
+    _, _, plan, chosen = min(found, key=lambda each: each[:2])
+    return plan, chosen

@@ -1,0 +1,83 @@
+"""The shape of a schedule for a plan: what the method needs to know of the plan's stages and devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pd2bw_fx.actions import Shape
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.plan import Plan, StagePlan
+
+from .methods import method_of
+from .zb_auto import Times, find_orders
+
+UPDATES_OF_ONE = ("pipedream", "pb", "pipemare")  # usually updated after every microbatch
+
+
+def shape_of(
+    plan: Plan,
+    method: str,
+    *,
+    microbatches_per_update: int,
+    slack: float = 0.0,
+    replicas: tuple[int, ...] | None = None,
+    vertical_sync: bool = False,
+    base: str | None = None,
+) -> Shape:
+    """What to build the method's schedule for, on this plan; zb-auto searches for it with the plan's times
+    and memory. Give the same shape to all ranks.
+
+    Raises InputError for a plan whose stages stand on devices in another way than the method runs them, and
+    as `Method.check` does.
+    """
+    chosen = method_of(method)
+    chunks = plan.num_stages // len({stage.device for stage in plan.stages})
+    if chunks > 1 and method not in ("interleaved", "inference"):
+        raise InputError(
+            f"the plan has {chunks} stages on a device, which only interleaved runs, not {method}; split the "
+            "model for it"
+        )
+    if method == "interleaved" and chunks == 1:
+        raise InputError(
+            "the plan has one stage on each device, and interleaved runs several; split the model for it: "
+            "split(.., method='interleaved', chunks=2)"
+        )
+    shape = Shape(
+        plan.num_stages,
+        microbatches_per_update,
+        slack,
+        replicas,
+        chunks if method == "interleaved" else 1,
+        vertical_sync,
+        base=base,
+    )
+    if method == "zb-auto":
+        times = _times_of(plan)
+        shape = replace(shape, orders=find_orders(microbatches_per_update, times).orders)
+    shape = chosen.prepared(shape)
+    chosen.check(shape)
+    return shape
+
+
+def _times_of(plan: Plan) -> Times:
+    """Half of a backward is that of the weights; a message takes as long as the plan's slowest."""
+    links = [t.seconds / (2 if t.gradient_bytes else 1) for t in plan.transfers]
+    return Times(
+        forward_s=tuple(stage.forward_s for stage in plan.stages),
+        input_gradient_s=tuple(
+            stage.backward_s / 2 + (stage.forward_s if stage.recompute else 0.0) for stage in plan.stages
+        ),
+        weight_gradient_s=tuple(stage.backward_s / 2 for stage in plan.stages),
+        latency_s=max(links, default=0.0),
+        in_flight=tuple(min(_held(stage), 2 * plan.num_stages - 1) for stage in plan.stages),
+    )
+
+
+def _held(stage: StagePlan) -> int:
+    """Microbatches that the stage's memory holds between forward and weight gradient."""
+    memory, planned = stage.memory, max(1, stage.microbatches_in_flight)
+    each_bytes = memory.transfer_bytes / planned
+    if not stage.recompute:
+        each_bytes += memory.activation_bytes / planned
+    free_bytes = stage.memory_limit_bytes - memory.total_bytes
+    return planned + int(free_bytes / each_bytes) if each_bytes > 0 else 2**30

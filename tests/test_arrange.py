@@ -1,0 +1,132 @@
+"""Plans for methods that place stages in their own way, and what a pipeline simulates of each method."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.actions import Kind
+from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.passes.schedule import METHODS, check_schedule
+from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.plan import whole
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return ((x - y) ** 2).mean()
+
+
+def cluster_of(num_devices: int, memory: str = "1GiB") -> pd2bw_fx.Cluster:
+    return pd2bw_fx.Cluster.uniform(num_devices, memory_bytes=memory, bytes_per_s=1e12, latency_s=1e-7)
+
+
+def split(num_devices: int, **options: object) -> Pipeline:
+    torch.manual_seed(0)
+    example = (torch.randn(64, 256), torch.randn(64, 256))
+    options = {"cluster": cluster_of(num_devices), "costs": "analytic", "check": False} | options
+    return pd2bw_fx.split(Net(), example, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> Pipeline:
+    return split(2)
+
+
+def test_interleaved_has_its_stages_on_the_devices_in_turn() -> None:
+    pipe = split(2, method="interleaved", chunks=2, check="fast")
+
+    assert [stage.device for stage in pipe.plan.stages] == [0, 1, 0, 1]
+    assert [stage.memory_limit_bytes for stage in pipe.plan.stages] == [2**29] * 4
+    assert {a.stage for a in pipe.schedule.ranks[1]} == {1, 3}
+    check_schedule(pipe.schedule)
+    assert pipe.simulate().num_ranks == 2
+
+
+def test_interleaved_is_faster_than_1f1b_by_the_smaller_bubble() -> None:
+    once, twice = (split(2, method=name).simulate(num_updates=1) for name in ("1f1b", "interleaved"))
+
+    assert twice.bubble < 0.75 * once.bubble
+    assert twice.span_s < once.span_s
+
+
+def test_chimera_plans_for_two_stages_on_each_device() -> None:
+    pipe = split(2, method="chimera")
+
+    assert [stage.memory_limit_bytes for stage in pipe.plan.stages] == [2**29] * 2
+    assert all({a.stage for a in rank} == {0, 1} for rank in pipe.schedule.ranks)
+
+
+def test_bapipe_keeps_the_order_that_fits_and_is_fastest() -> None:
+    pipe = split(2, method="bapipe")
+    shape = pipe.schedule.shape
+
+    assert shape is not None
+    assert shape.base in ("1f1b", "gpipe")
+    for method in ("1f1b", "gpipe"):
+        assert pipe.simulate().span_s <= split(2, method=method).simulate().span_s * (1 + 1e-9)
+
+
+def test_bapipe_says_what_does_not_fit() -> None:
+    with pytest.raises(InfeasibleError, match=r"no assignment fits|alone needs"):
+        split(2, method="bapipe", cluster=cluster_of(2, "1MiB"))
+
+
+def test_memory_counts_the_versions_of_the_method(on_two: Pipeline) -> None:
+    versions = {
+        method: split(2, method=method).plan.stages[0].memory.weight_bytes
+        for method in ("1f1b", "pb", "pipedream")
+    }
+
+    assert versions["pb"] == versions["1f1b"]
+    assert versions["pipedream"] == on_two.plan.stages[0].memory.weight_bytes == 2 * versions["1f1b"]
+
+
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"interleaved", "inference"}))
+def test_every_method_is_simulated_on_an_ordinary_plan(on_two: Pipeline, method: str) -> None:
+    timeline = on_two.simulate(method=method, microbatches_per_update=4, num_updates=2)
+
+    assert timeline.method == method
+    assert timeline.num_ranks == 2
+    assert timeline.num_microbatches == 8
+    assert 0 <= timeline.bubble < 1
+
+
+def test_replicas_wait_for_one_another_at_an_update(on_two: Pipeline) -> None:
+    timeline = on_two.simulate(method="1f1b", microbatches_per_update=8, replicas=2, num_updates=2)
+
+    waits = [event for event in timeline.events if event.kind is Kind.ALL_REDUCE]
+    assert timeline.num_ranks == 4
+    assert waits
+    assert all("all-reduce" in causes for causes in timeline.idle_by_cause_s)
+
+
+def test_data_parallelism_has_the_whole_model_on_every_rank(on_two: Pipeline) -> None:
+    together = whole(on_two.plan)
+    timeline = on_two.simulate(method="ddp", num_updates=1)
+
+    m, d = on_two.plan.microbatches_per_update, on_two.plan.num_stages
+    assert together.stages[0].forward_s == sum(stage.forward_s for stage in on_two.plan.stages)
+    work_s = together.stages[0].forward_s + together.stages[0].backward_s
+    assert timeline.busy_s == pytest.approx([m / d * work_s] * d)
+
+
+def test_a_plan_for_another_placement_is_refused_with_what_to_do(on_two: Pipeline) -> None:
+    with pytest.raises(InputError, match=r"split\(.., method='interleaved', chunks=2\)"):
+        on_two.simulate(method="interleaved")
+    with pytest.raises(InputError, match="only interleaved runs"):
+        split(2, method="interleaved").simulate(method="2bw")
+    with pytest.raises(InputError, match="try num_stages=4"):
+        split(3, method="chimera")
+    with pytest.raises(InputError, match="need 3 devices, and the cluster has 2; try num_stages=4"):
+        split(2, method="interleaved", num_stages=6, microbatches_per_update=6)
+    with pytest.raises(InputError, match="expected one of"):
+        split(2, method="zigzag")
