@@ -107,7 +107,7 @@ class Corrector:
             self._shown = "prediction"
 
     def show_backward(self) -> None:
-        if self._pipemare is None or self._pipemare.decay is None or self._delay == 0:
+        if self._pipemare is None or self._pipemare.decay is None or self._delay == 0 or self._begun < 0:
             self.show_newest()
         elif self._shown != "past":
             for dtype, flat in self._seen.items():
@@ -150,10 +150,16 @@ class Corrector:
             self.newest[dtype].copy_(flat)
         self._shown = "newest"
 
+    @property
+    def _begun(self) -> int:
+        """Updates since the synchronous ones at the beginning; negative during them."""
+        return self._updates - (0 if self._pipemare is None else self._pipemare.synchronous_updates)
+
     def _rate_factor(self) -> float:
-        if self._pipemare is None or self._delay <= 1 or not self._pipemare.rescale_updates:
+        pipemare = self._pipemare
+        if pipemare is None or self._delay <= 1 or not pipemare.rescale_updates or self._begun < 0:
             return 1.0
-        annealed = min(self._updates / self._pipemare.rescale_updates, 1.0)
+        annealed = min(self._begun / pipemare.rescale_updates, 1.0)
         return float(self._delay ** -(1.0 - annealed))
 
     def _share_kept(self) -> float:

@@ -1,0 +1,151 @@
+"""Run by torchrun: trains with every method and compares with a reference of the method's own rule.
+
+torchrun --nproc-per-node N equals_methods.py RESULT.json
+"""
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import pd2bw_fx
+from pd2bw_fx.models.gpt import GPT, GPTConfig
+from pd2bw_fx.runtime.corrections import PipeMare, SpikeCompensation, WeightPrediction
+from pd2bw_fx.runtime.reference import train_reference
+from tests.programs.delayed_reference import DelayedReference
+from tests.programs.equals_reference import OPTIMIZERS, difference, model_of
+
+UPDATES = 7
+
+
+@dataclass(frozen=True)
+class Run:
+    """`stages` of the cut; the options are the engine's."""
+
+    name: str
+    method: str
+    stages: int
+    m: int
+    model: str = "mlp"
+    optimizer: str = "momentum"
+    options: dict[str, Any] = field(default_factory=dict)
+    chunks: int = 1
+    replicas: tuple[int, ...] | None = None
+
+
+def runs(n: int) -> Iterator[Run]:
+    for optimizer in ("sgd", "momentum", "adamw"):
+        yield Run(f"pipedream {optimizer}", "pipedream", n, 1, optimizer=optimizer)
+        yield Run(f"pb {optimizer}", "pb", n, 1, optimizer=optimizer)
+    yield Run("pipedream gpt", "pipedream", n, 1, model="gpt", optimizer="adamw")
+    yield Run("pipedream m=2", "pipedream", n, 2)
+    yield Run("pb m=2", "pb", n, 2)
+    yield Run("vertical sync", "pipedream", n, 1, options={"vertical_sync": True})
+    yield Run("spike compensation", "pb", n, 1, options={"corrections": [SpikeCompensation()]})
+    for form in ("velocity", "weights"):
+        yield Run(f"prediction {form}", "pb", n, 1, options={"corrections": [WeightPrediction(form)]})
+    both = [SpikeCompensation(), WeightPrediction()]
+    yield Run("both", "pb", n, 1, options={"corrections": both})
+    yield Run("pipemare", "pipemare", n, 1, options={"corrections": [PipeMare(rescale_updates=4)]})
+    warm = PipeMare(rescale_updates=3, synchronous_updates=3)
+    yield Run("pipemare warm-up", "pipemare", n, 1, options={"corrections": [warm]})
+    for method in ("zb-h1", "zb-h2"):
+        yield Run(f"{method} gpt", method, n, 2 * n, model="gpt", optimizer="adamw")
+        yield Run(f"{method} resnet", method, n, n, model="resnet")
+    yield Run("ddp", "ddp", 1, 2 * n, model="gpt", optimizer="adamw", replicas=(n,))
+    if n % 2 == 0:
+        yield Run("chimera", "chimera", n, n, model="gpt", optimizer="adamw")
+        yield Run("interleaved", "interleaved", 2 * n, 2 * n, model="gpt", optimizer="adamw", chunks=2)
+        clipped = {"max_gradient_norm": 0.5}
+        yield Run("chimera 2n", "chimera", n, 2 * n, options=clipped)
+    if n == 3:
+        yield Run("unequal replicas", "pipedream", 2, 2, replicas=(2, 1))
+    if n == 4:
+        yield Run("2bw replicas", "2bw", 2, 4, model="gpt", optimizer="adamw", replicas=(2, 2))
+        yield Run("1f1b replicas", "1f1b", 2, 4, replicas=(2, 2), options={"max_gradient_norm": 0.5})
+
+
+def model_for(run: Run) -> nn.Module:
+    if run.model != "gpt" or run.method in ("zb-h1", "zb-h2", "chimera", "interleaved", "2bw", "ddp"):
+        return model_of(run.model)
+    torch.manual_seed(0)  # a tied weight has one version in one process, and several in stages
+    config = GPTConfig(num_layers=3, width=32, num_heads=2, dropout=0.0, tied=False)
+    return GPT.from_config(config).double()
+
+
+def pipeline_for(run: Run, model: nn.Module) -> pd2bw_fx.Pipeline:
+    pipe = pd2bw_fx.split(model, cluster=run.stages, num_stages=run.stages, costs="analytic", check=False)
+    if run.chunks > 1:
+        ranks = run.stages // run.chunks
+        stages = tuple(replace(stage, device=stage.stage % ranks) for stage in pipe.plan.stages)
+        pipe.plan = replace(pipe.plan, stages=stages)
+    return pipe
+
+
+def expected(run: Run, pipe: pd2bw_fx.Pipeline, model: nn.Module, batches: Any) -> tuple[Any, Any]:
+    if run.method not in ("pipedream", "pb", "pipemare"):
+        given = {k: v for k, v in run.options.items() if k == "max_gradient_norm"}
+        reference = train_reference(
+            model,
+            batches,
+            optimizer=OPTIMIZERS[run.optimizer],
+            microbatches_per_update=run.m,
+            method="2bw" if run.method == "2bw" else "synchronous",
+            **given,
+        )
+        return reference.losses, reference.state_dict
+    held = {name: program.stage for program in pipe.programs for name in program.parameters}
+    stage_of = {name: held[name] for name, _ in model.named_parameters()}
+    rule = "vertical" if run.options.get("vertical_sync") else run.method
+    delayed = DelayedReference(
+        copy.deepcopy(model),
+        stage_of,
+        rule,
+        run.m,
+        OPTIMIZERS[run.optimizer],
+        run.replicas or (1,) * run.stages,
+        run.options.get("corrections", ()),
+    )
+    weights = delayed.train(batches)
+    return delayed.losses, weights
+
+
+def main() -> None:
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    results = {}
+    for run in runs(num_ranks):
+        model = model_for(run)
+        pipe = pipeline_for(run, model) if rank == 0 else None
+        drawn = model.example_inputs(batch_size=UPDATES * 2 * run.m)  # type: ignore[operator]
+        batches = list(zip(*(tensor.split(2 * run.m) for tensor in drawn), strict=True))
+        engine = pd2bw_fx.Engine.from_pipeline(
+            pipe,
+            optimizer=OPTIMIZERS[run.optimizer],
+            microbatches_per_update=run.m,
+            method=run.method,
+            replicas=run.replicas,
+            **run.options,
+        )
+        losses = [float(engine.step(batch)) for batch in batches]
+        weights = engine.state_dict()
+        if pipe is not None:
+            known, state = expected(run, pipe, model, batches)
+            loss = max(abs(a - b) / abs(b) for a, b in zip(losses, known, strict=True))
+            results[run.name] = {"loss": loss, "weights": difference(weights, state)}
+            print(run.name, results[run.name], flush=True)
+    if rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
