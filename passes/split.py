@@ -68,6 +68,9 @@ def split(
     of a dict or ModelOutput, the first of a tuple), or `loss_fn(output, targets)` computes it, with
     `example_targets` beside the example inputs.
 
+    Any batch size can be run later; with `tracer="export-sequence"` any length of token sequences too, where
+    the model allows it, which `trace_report` says.
+
     `cluster` is a count of equal local devices, a Cluster or the path of a TOML file; left out, what this
     machine has. `constraints` pin operators and modules, keep them whole, or cap a device's memory. `plan` is
     one that is there already, edited perhaps (`Plan.loads`): it is checked and priced, not solved. The
