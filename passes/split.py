@@ -25,7 +25,7 @@ from .coarsen import coarsen
 from .codegen import generate
 from .normalise import normalise
 from .partition import check_plan
-from .profile import profile
+from .profile import default_cache_folder, profile
 from .schedule import schedule_of, shape_of
 from .split_onnx import takes_onnx_too
 from .trace import find_example_inputs, trace
@@ -49,6 +49,7 @@ def split(
     memory_model: MemoryModel | None = None,
     recompute: bool | Literal["auto"] = False,
     costs: Literal["auto", "measured", "analytic"] = "auto",
+    profile_cache: bool = True,
     tracer: str = "auto",
     constraints: Constraints | None = None,
     plan: Plan | None = None,
@@ -67,6 +68,9 @@ def split(
     of a dict or ModelOutput, the first of a tuple), or `loss_fn(output, targets)` computes it, with
     `example_targets` beside the example inputs.
 
+    Any batch size can be run later; with `tracer="export-sequence"` any length of token sequences too, where
+    the model allows it, which `trace_report` says.
+
     `cluster` is a count of equal local devices, a Cluster or the path of a TOML file; left out, what this
     machine has. `constraints` pin operators and modules, keep them whole, or cap a device's memory. `plan` is
     one that is there already, edited perhaps (`Plan.loads`): it is checked and priced, not solved. The
@@ -78,8 +82,10 @@ def split(
     activations in flight is planned for, with Adam's state, unless `memory_model` says otherwise.
 
     `costs` are measured on this machine where there is something to run, or estimated ("analytic") from each
-    operator's arithmetic and bytes. `check="fast"` compares loss, gradients and buffers of the stages with
-    the model's on the example inputs, "full" also on another batch of another size.
+    operator's arithmetic and bytes. Measured times are kept in the user's cache directory, by operator,
+    shapes, device and torch version, unless `profile_cache=False`. `check="fast"` compares loss, gradients
+    and buffers of the stages with the model's on the example inputs, "full" also on another batch of another
+    size.
 
     Raises InputError for arguments that cannot be, TraceError naming the line that cannot be traced,
     ClusterError, InfeasibleError if no assignment fits in memory, VerificationError if the stages were wrong.
@@ -92,7 +98,12 @@ def split(
     traced = trace(model, args, kwargs, loss_fn=loss_fn, targets=example_targets, tracer=tracer)
     graph = normalise(traced)
     measured = profile(
-        graph, traced.examples or None, device=chosen.devices[0], method=costs, whole=traced.call
+        graph,
+        traced.examples or None,
+        device=chosen.devices[0],
+        method=costs,
+        whole=traced.call,
+        cache=default_cache_folder() if profile_cache else None,
     )
     problem = coarsen(graph, measured, chosen)
     method = plan.method if plan else method
@@ -114,6 +125,7 @@ def split(
     else:
         plan = check_plan(plan, problem, chosen, memory_model=setting["memory_model"])
         shape = shape_of(plan, method, microbatches_per_update=plan.microbatches_per_update)
+    plan = replace(plan, costs_origin=measured.origin)
     pipeline = Pipeline(
         graph=graph,
         costs=measured,

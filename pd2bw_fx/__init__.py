@@ -26,6 +26,7 @@ from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.export_onnx import merge_onnx
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.passes.split_onnx import split_onnx
+from pd2bw_fx.passes.tune import tune
 from pd2bw_fx.pipeline import Pipeline, load
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.runtime.engine import Engine
@@ -57,4 +58,5 @@ __all__ = [
     "merge_onnx",
     "split",
     "split_onnx",
+    "tune",
 ]

@@ -45,3 +45,8 @@ class Sweep:
     @property
     def best(self) -> Setting:
         return self.settings[0]
+
+    def __str__(self) -> str:
+        lines = [str(setting) for setting in self.settings]
+        lines += [f"{name}: {reason.partition(':')[0]}" for name, reason in self.skipped]
+        return "\n".join(lines)

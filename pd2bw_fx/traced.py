@@ -26,8 +26,8 @@ class Attempt:
 class TraceReport:
     """Which front end won, why the ones before it did not, and what a user should know of the result.
 
-    `tracer` is "export" (sizes follow the batch), "export-static" (one batch size only), "fx", or "given"
-    for a program that was the user's own.
+    `tracer` is "export" (sizes follow the batch), "export-sequence" (and the lengths of sequences),
+    "export-static" (one batch size only), "fx", or "given" for a program that was the user's own.
     """
 
     tracer: str
@@ -79,6 +79,7 @@ class Traced:
     batch_size: int | None = None
     batched_inputs: frozenset[str] = frozenset()  # dimension 0 is the batch
     dynamic_batch: bool = False
+    lengths: Mapping[str, str] = field(default_factory=dict)  # by input: what its open dimension 1 is called
     loss_module: nn.Module | None = None  # a loss_fn that holds tensors of its own
     examples: Mapping[str, torch.Tensor] = field(default_factory=dict)
     call: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = field(

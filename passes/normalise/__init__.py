@@ -89,14 +89,19 @@ def _module(draft: Draft, traced: Traced) -> ProgramModule:
 
 
 def _symbols(traced: Traced, placeholders: Any) -> dict[str, str]:
-    """The tracer's symbols in our words: the size of dimension 0 of a batched input is the batch."""
+    """The tracer's symbols in our words: the size of dimension 0 of a batched input is the batch, that of
+    dimension 1 of a sequence its length."""
     symbols: dict[str, str] = {}
     for node in placeholders:
         value = node.meta.get("val")
-        if traced.dynamic_batch and node.name in traced.batched_inputs and isinstance(value, torch.Tensor):
-            size: Any = value.shape[0]
+        if not traced.dynamic_batch or not isinstance(value, torch.Tensor):
+            continue
+        words = {0: "batch"} if node.name in traced.batched_inputs else {}
+        words |= {1: traced.lengths[node.name]} if node.name in traced.lengths else {}
+        for dimension, word in words.items():
+            size: Any = value.shape[dimension]
             if isinstance(size, torch.SymInt):
-                symbols[str(size.node.expr)] = "batch"
+                symbols[str(size.node.expr)] = word
     return symbols
 
 

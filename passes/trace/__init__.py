@@ -5,6 +5,7 @@
 2. `export-static`: the same at the example's sizes alone, with a note that says so.
 3. `fx`: `torch.fx` symbolic tracing; the only one where there are no example inputs.
 
+`export-sequence`, on request, is tried before these: `export` with the length of token sequences open too.
 The reason of each one that failed is kept in the report.
 """
 
@@ -42,6 +43,7 @@ _FRONT_ENDS: dict[str, tuple[str, ...]] = {
     "auto": ("export", "export-static", "fx"),
     "export": ("export", "export-static"),
     "fx": ("fx",),
+    "export-sequence": ("export-sequence", "export", "export-static"),
 }
 
 _ADVICE = (
@@ -80,7 +82,7 @@ def trace(
     if args is None and kwargs is None:
         flat, batch_size = arguments_without_examples(model, has_targets=loss_fn is not None), None
         front_ends: tuple[str, ...] = ("fx",)
-        if tracer == "export":
+        if tracer not in ("auto", "fx"):
             raise InputError("torch.export needs example inputs; pass example_args, or tracer='fx'")
     else:
         flat = flatten_arguments(model, () if args is None else args, kwargs or {}, targets)
@@ -128,9 +130,10 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
             require_eager_run(program)  # only now is it known which result is the loss
         notes: tuple[str, ...] = ("torch.fx does not see data types, and keeps torch.nn layers whole",)
     else:
-        graph = export(program, batch_size if name == "export" else None)
+        batch = None if name == "export-static" else batch_size
+        graph = export(program, batch, with_lengths=name == "export-sequence")
         static = f"traced at batch size {batch_size} alone: no other one can be run"
-        notes = () if name == "export" else (static,)
+        notes = (static,) if name == "export-static" else ()
         notes += tuple(
             f"operator {foreign} is registered by a library that every stage will need; choose an "
             "implementation of torch's own (for Hugging Face experts: experts_implementation='batched_mm')"
@@ -146,7 +149,8 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
         prefix=MODEL_PREFIX,
         batch_size=batch_size,
         batched_inputs=frozenset() if batch_size is None else flat.batched(batch_size),
-        dynamic_batch=name == "export",
+        dynamic_batch=name in ("export", "export-sequence"),
+        lengths=flat.lengths(batch_size) if name == "export-sequence" and batch_size is not None else {},
         loss_module=program.loss_fn if isinstance(program.loss_fn, nn.Module) else None,
         examples=examples,
         call=program.call if examples else None,

@@ -1,14 +1,17 @@
-"""The main front end: torch.export, non-strict, with a named batch dimension or at one size."""
+"""The main front end: torch.export, non-strict, with a named batch dimension and lengths, or at one size."""
 
 from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
+from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
 from pd2bw_fx.errors import TraceError
 
@@ -19,17 +22,22 @@ from .watch import Change, Watch
 _OF_TORCH = {"aten", "prims", "prim", "higher_order", "_quantized", "quantized"}
 
 
-def export(program: Program, batch_size: int | None) -> ExportedProgram:
-    """The exported program; sizes follow the batch where `batch_size` says which size is the batch's.
+def export(program: Program, batch_size: int | None, *, with_lengths: bool = False) -> ExportedProgram:
+    """The exported program; sizes follow the batch where `batch_size` says which size is the batch's, and
+    `with_lengths` the lengths of token sequences too.
 
     Raises TraceError for what would be traced and be wrong, and whatever torch raises for what cannot be.
     """
-    exported = _exported(program, batch_size)
+    lengths = program.flat.lengths(batch_size) if with_lengths and batch_size is not None else {}
+    if with_lengths and not lengths:
+        raise ValueError("no input is a batch of sequences: whole numbers of shape (batch, length)")
+    exported = _exported(program, batch_size, lengths)
+    _require_open(exported, program, lengths)
     watch = program.watch
     if watch.custom_functions:
         raise TraceError(_custom_function_message(watch.custom_functions[0]))
     if watch.changes or watch.drew_python_random:
-        _require_the_same_again(program, exported, batch_size, watch)
+        _require_the_same_again(program, exported, batch_size, lengths)
     return exported
 
 
@@ -41,18 +49,48 @@ def foreign_operators(exported: ExportedProgram) -> list[str]:
     return sorted({name for name in names if name.partition("::")[0] not in _OF_TORCH})
 
 
-def _exported(program: Program, batch_size: int | None) -> ExportedProgram:
+def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, str]) -> ExportedProgram:
     tensors, shapes = program.flat.tensors, None
     if batch_size is not None:
-        batch = Dim("batch", min=2)
-        batched = program.flat.batched(batch_size)
-        shapes = {"tensors": tuple({0: batch} if name in batched else None for name in program.flat.names)}
+        shapes = {"tensors": _open_sizes(program.flat, batch_size, lengths)}
         if batch_size == 1:  # torch takes a size of 1 for a constant
             tensors = _doubled(program.flat)
     with warnings.catch_warnings():
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")
-        return torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
+        try:
+            return torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
+        except UserError as error:
+            _, said, fixes = str(error).partition("Suggested fixes:")
+            if not lengths or not said:
+                raise
+            # The model bounds a length, by its table of positions for example: torch says by how much.
+            wanted = said + fixes.strip().partition("\n\n")[0]
+            refined = refine_dynamic_shapes_from_suggested_fixes(wanted, shapes or {})
+            return torch.export.export(program, tensors, strict=False, dynamic_shapes=refined)
+
+
+def _open_sizes(
+    flat: FlatArguments, batch_size: int, lengths: Mapping[str, str]
+) -> tuple[dict[int, Any] | None, ...]:
+    batch, batched = Dim("batch", min=2), flat.batched(batch_size)
+    open_lengths = {name: Dim(name, min=2) for name in lengths.values()}
+    return tuple(
+        ({0: batch} | ({1: open_lengths[lengths[name]]} if name in lengths else {}))
+        if name in batched
+        else None
+        for name in flat.names
+    )
+
+
+def _require_open(exported: ExportedProgram, program: Program, lengths: Mapping[str, str]) -> None:
+    """Raises ValueError, as any front end may, where a length came out as the example's after all."""
+    inputs = exported.graph_signature.user_inputs
+    values = {node.name: node.meta.get("val") for node in exported.graph.find_nodes(op="placeholder")}
+    for name, placeholder in zip(program.flat.names, inputs, strict=True):
+        value = values.get(str(placeholder))
+        if name in lengths and isinstance(value, torch.Tensor) and isinstance(value.shape[1], int):
+            raise ValueError(f"the model fixes the length of {name} at {value.shape[1]}")
 
 
 def _doubled(flat: FlatArguments) -> tuple[torch.Tensor, ...]:
@@ -77,15 +115,16 @@ def _custom_function_message(name: str) -> str:
 
 
 def _require_the_same_again(
-    program: Program, exported: ExportedProgram, batch_size: int | None, watch: Watch
+    program: Program, exported: ExportedProgram, batch_size: int | None, lengths: Mapping[str, str]
 ) -> None:
     """Traces once more as a second call would run, and refuses a program that is another one then."""
-    changes, state = watch.changes, random.getstate()
+    watch, state = program.watch, random.getstate()
+    changes = watch.changes
     try:
         for change in changes:
             setattr(change.module, change.attribute, change.after)
         program.watch = Watch()
-        again = [_exported(program, batch_size) for _ in range(3 if watch.drew_python_random else 1)]
+        again = [_exported(program, batch_size, lengths) for _ in range(3 if watch.drew_python_random else 1)]
     finally:
         for change in changes:
             setattr(change.module, change.attribute, change.before)

@@ -33,6 +33,28 @@ class FlatArguments:
         pairs = zip(self.names, self.tensors, strict=True)
         return frozenset(name for name, t in pairs if t.dim() > 0 and t.shape[0] == batch_size)
 
+    def lengths(self, batch_size: int) -> dict[str, str]:
+        """By batched input of whole numbers (batch, length): what its length is called.
+
+        Tokens, their labels and masks; inputs of one length have one name. A length of 1 is a column.
+        """
+        found: dict[int, str] = {}
+        named: dict[str, str] = {}
+        batched = self.batched(batch_size)
+        for name, tensor in zip(self.names, self.tensors, strict=True):
+            if (
+                name in batched
+                and tensor.dim() == 2
+                and tensor.shape[1] > 1
+                and not tensor.is_floating_point()
+            ):
+                number = len(found) + 1
+                length = found.setdefault(
+                    tensor.shape[1], "sequence" if number == 1 else f"sequence_{number}"
+                )
+                named[name] = length
+        return named
+
     def rebuild(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
         args, kwargs, targets = pytree.tree_unflatten(leaves, self.spec)

@@ -43,6 +43,9 @@ def model_command(
         + ("; or an ONNX file" if takes_onnx else ""),
     )
     parser.add_argument("--cluster", help="number of devices, or a cluster file (default: this machine)")
+    parser.add_argument(
+        "--no-profile-cache", action="store_true", help="time every operator anew, and keep no times on disk"
+    )
     return parser
 
 
@@ -72,7 +75,9 @@ def named_pipeline(options: argparse.Namespace) -> Pipeline:
         if options.cluster is not None:
             raise InputError("a saved folder has its plan already; leave out --cluster, or split it again")
         return load(options.model)
-    return split(_model(options.model), cluster=named_cluster(options))
+    return split(
+        _model(options.model), cluster=named_cluster(options), profile_cache=not options.no_profile_cache
+    )
 
 
 def named_cluster(options: argparse.Namespace) -> int | str | None:

@@ -1,0 +1,126 @@
+"""Before splitting: the microbatch, stages and copies of the pipeline that train a batch fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
+from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.problem import Problem
+from pd2bw_fx.sweep import Sweep
+
+from .coarsen import coarsen
+from .normalise import normalise
+from .partition import sweep
+from .profile import default_cache_folder, profile
+from .trace import find_example_inputs, trace
+
+
+def tune(
+    model: nn.Module,
+    example_args: Sequence[Any] | Tensor | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    batch_size: int,
+    microbatch_sizes: Sequence[int] | None = None,
+    num_stages: Sequence[int] | None = None,
+    num_replicas: Sequence[int] = (1,),
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    example_targets: Any = None,
+    cluster: Cluster | int | str | Path | None = None,
+    method: str = "2bw",
+    memory_model: MemoryModel | None = None,
+    recompute: bool | Literal["auto"] = "auto",
+    constraints: Constraints | None = None,
+    costs: Literal["auto", "measured", "analytic"] = "auto",
+    profile_cache: bool = True,
+    max_gap: float = 0.01,
+    time_limit_s: float = 120.0,
+) -> Sweep:
+    """The fastest ways to train batches of `batch_size` samples that fit in memory, fastest first.
+
+    The example inputs are as `split` takes them; dimension 0 of the first tensor is the batch, and tensors
+    that have the same there are cut or repeated to each of `microbatch_sizes` (left out: the powers of two
+    that divide the batch, up to 32). For each size the model is traced and profiled anew. `num_stages` and
+    `num_replicas` are what may be chosen; equal copies need devices and links that are alike.
+
+    Raises what `split` raises, and InputError where no size divides the batch into enough microbatches.
+    """
+    chosen = Cluster.of(cluster)
+    args, kwargs = _inputs(model, example_args, example_kwargs)
+    given = _batch_size((args, kwargs))
+    sizes = _powers_of_two(batch_size) if microbatch_sizes is None else microbatch_sizes
+    problems: dict[int, Problem] = {}
+    for size in sizes:
+        if size < 1:
+            raise InputError(f"a microbatch of {size} samples was asked for; at least one was expected")
+        sized_args, sized_kwargs, targets = _sized((args, kwargs, example_targets), given, size)
+        traced = trace(model, sized_args, sized_kwargs, loss_fn=loss_fn, targets=targets)
+        graph = normalise(traced)
+        measured = profile(
+            graph,
+            traced.examples,
+            device=chosen.devices[0],
+            method=costs,
+            whole=traced.call,
+            cache=default_cache_folder() if profile_cache else None,
+        )
+        problems[size] = coarsen(graph, measured, chosen)
+    return sweep(
+        problems,
+        chosen,
+        batch_size=batch_size,
+        num_stages=num_stages,
+        num_replicas=num_replicas,
+        method=method,
+        memory_model=memory_model or MemoryModel(),
+        recompute=recompute,
+        constraints=constraints,
+        max_gap=max_gap,
+        time_limit_s=time_limit_s,
+    )
+
+
+def _inputs(
+    model: nn.Module, args: Sequence[Any] | Tensor | None, kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(args, Tensor):
+        return (args,), dict(kwargs or {})
+    if args is not None or kwargs is not None:
+        return tuple(args or ()), dict(kwargs or {})
+    found = find_example_inputs(model)
+    if found is None:
+        raise InputError(
+            "the microbatch's size cannot be chosen without example inputs: pass example_args=(...)"
+        )
+    return found
+
+
+def _batch_size(inputs: Any) -> int:
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    raise InputError("no example input is a tensor with a batch dimension, so there is nothing to size")
+
+
+def _sized(inputs: Any, given: int, size: int) -> Any:
+    """With `size` rows in place of `given`, the same ones again where there are too few."""
+
+    def sized(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != given:
+            return leaf
+        return leaf[torch.arange(size, device=leaf.device) % given]
+
+    return tree_map(sized, inputs)
+
+
+def _powers_of_two(batch_size: int) -> list[int]:
+    return [size for size in (1, 2, 4, 8, 16, 32) if batch_size % size == 0]
