@@ -12,9 +12,6 @@ engine.flush()
 from __future__ import annotations
 
 import datetime
-import math
-import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,9 +31,10 @@ from pd2bw_fx.runtime.failure import shared_fate, translated
 from pd2bw_fx.runtime.job import Job, merged_tensors
 from pd2bw_fx.runtime.loss import Loss, LossPost
 from pd2bw_fx.runtime.rank_runner import evaluation_actions
-from pd2bw_fx.runtime.reports import UpdateReport
+from pd2bw_fx.runtime.reports import LossLog, UpdateReport
 from pd2bw_fx.runtime.setup import Precision, make_runner, make_weights
 from pd2bw_fx.runtime.stage_runner import Microbatch
+from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.weights import OptimizerFactory, ParameterOptions, SchedulerFactory
 from pd2bw_fx.runtime.world import compare_batches, job_of_this_rank, join_world, local_device
 
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 600.0
 _UPDATES_COMPARED = 2  # in how many updates ranks tell each other what batch they were given
-_LOSSES_UNDER_WAY = 4
 
 
 class Engine:
@@ -78,15 +75,12 @@ class Engine:
         self.device = torch.device(device) if device is not None else local_device(job.device_name)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._stop_at_nan = stop_at_nan
-        self._on_update = on_update
         self._owns_world = False
         self._empty_before = 0
         self._is_broken = False
+        self._watch: Watch | None = None
         self._of_this_loss = job.microbatches_per_update  # microbatches, over all ranks
         self._losses_here = 0
-        self._under_way: deque[Loss] = deque()
-        self._last_report_s = time.perf_counter()
         self._synchronous_updates = max(
             (c.synchronous_updates for c in corrections if isinstance(c, PipeMare)), default=0
         )
@@ -107,6 +101,13 @@ class Engine:
             corrections=corrections,
         )
         self._weights.optimize_with(optimizer, lr_scheduler, parameter_options)
+        self._log = LossLog(
+            on_update,
+            stop_at_nan=stop_at_nan,
+            source=job.name_of(job.ranks_of(job.loss_stage)[0]),
+            microbatches_per_update=job.microbatches_per_update,
+            learning_rates=lambda: self._weights.learning_rates,
+        )
         self._runner = make_runner(
             job,
             self._weights,
@@ -128,6 +129,7 @@ class Engine:
         slack: float | Literal["auto"] = "auto",
         replicas: int | tuple[int, ...] | None = None,
         vertical_sync: bool = False,
+        silence_s: float = 8.0,
         **options: Any,
     ) -> Self:
         """This rank's engine for rank 0's pipeline; other ranks may have split it too, or pass None.
@@ -150,7 +152,8 @@ class Engine:
 
         `on_update` is called on every rank with an `UpdateReport` when an update's loss has arrived, in order
         and a few updates late. `stop_at_nan` ends the run a few updates after a loss that is no finite
-        number. `device` and `timeout_s` (of a rank that does not answer) complete the options.
+        number. A rank that gives no sign of life for `silence_s` while others wait for it ends them (0:
+        never, but for `timeout_s`). `device` completes the options.
 
         Joins the process group that torchrun describes, if none is there: gloo for CPU, nccl for GPU.
         Raises InputError on every rank where there are not as many processes as the method needs, where it
@@ -167,6 +170,14 @@ class Engine:
         )
         engine = cls(job, optimizer=optimizer, **options)
         engine._owns_world = joined
+        if silence_s and job.num_ranks > 1:
+            engine._watch = Watch(
+                job.rank,
+                job.num_ranks,
+                silence_s=silence_s,
+                described=job.name_of,
+                doing=engine._doing,
+            )
         return engine
 
     @property
@@ -238,8 +249,7 @@ class Engine:
                 self._empty_before = self.updates
             self._weights.finish_update()
             self._runner.settle()
-            while self._under_way:
-                self._retire(self._under_way.popleft())
+            self._log.finish()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The newest weights of the whole model under its own names, on the CPU, on every rank.
@@ -293,6 +303,8 @@ class Engine:
 
     def close(self) -> None:
         """Leave the process group, if the engine joined it."""
+        if self._watch is not None:
+            self._watch.close()
         if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
             self._owns_world = False
@@ -354,37 +366,29 @@ class Engine:
             with self._shared_fate("waiting for the loss"):
                 arrived()
 
-        self._under_way.append(Loss(update, mean, wait, is_of_training=training))
-        while len(self._under_way) > _LOSSES_UNDER_WAY:
-            self._retire(self._under_way.popleft())
-        return Loss(update, mean) if self._post.is_known_here else self._under_way[-1]
-
-    def _retire(self, loss: Loss) -> None:
-        """An old loss has arrived everywhere: all ranks see the same, and end alike if it is no number."""
-        loss.wait()
-        if self._stop_at_nan and not math.isfinite(loss.item()):
-            raise WorkerError(
-                f"the loss of update {loss.update} is {loss.item()}, computed by rank "
-                f"{self.job.ranks_of(self.job.loss_stage)[0]} (stage {self.job.loss_stage}); try a lower "
-                "learning rate, a warm-up or max_gradient_norm, or go on regardless with stop_at_nan=False"
-            )
-        if self._on_update is not None and loss.is_of_training:
-            now_s = time.perf_counter()
-            seconds, self._last_report_s = now_s - self._last_report_s, now_s
-            rate = self.job.microbatches_per_update / seconds
-            rates = self._weights.learning_rates
-            self._on_update(UpdateReport(loss.update, loss.item(), seconds, rate, rates))
+        loss = Loss(update, mean, wait, is_of_training=training)
+        self._log.add(loss)
+        return Loss(update, mean) if self._post.is_known_here else loss
 
     @contextmanager
     def _shared_fate(self, doing: str) -> Iterator[None]:
         if self._is_broken:
             raise WorkerError("this engine failed before and its pipeline is torn; make a new one")
+        if self._watch is not None:
+            self._watch.enter()
         try:
             with shared_fate(self.rank, self.job.described(), doing):
                 yield
         except BaseException:
             self._is_broken = True
             raise
+        finally:
+            if self._watch is not None:
+                self._watch.leave()
+
+    def _doing(self) -> str:
+        action = self._runner.current
+        return f"in update {self.updates}" + ("" if action is None else f", at {action}")
 
 
 def _size(inputs: Mapping[str, Tensor]) -> Hashable:

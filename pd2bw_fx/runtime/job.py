@@ -107,10 +107,14 @@ class Job:
         wanted = {port.value: None for p in self.programs for port in p.inputs if port.source is None}
         return tuple(wanted)
 
-    def described(self) -> str:
-        if len(self.stages) == 1:
-            return f"stage {self.stages[0]}"
-        return f"stages {', '.join(map(str, self.stages))}"
+    def described(self, rank: int | None = None) -> str:
+        """The stages of this rank, or of another."""
+        place = self.ranks.index(self.rank if rank is None else rank)
+        stages = self.work.rules.stages_of(self.shape, place)
+        return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+    def name_of(self, rank: int) -> str:
+        return f"rank {rank} ({self.described(rank)})"
 
 
 def work_for(

@@ -8,7 +8,16 @@ engine = pipe.engine(
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from pd2bw_fx.errors import WorkerError
+from pd2bw_fx.runtime.loss import Loss
+
+_UNDER_WAY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +29,51 @@ class UpdateReport:
     seconds: float
     microbatches_per_s: float
     learning_rates: tuple[float, ...]  # of the optimizer's groups, as they are now
+
+
+class LossLog:
+    """Losses on their way, and what happens when they have arrived: the same on all ranks, some updates late.
+
+    `source` names the rank that computes them.
+    """
+
+    def __init__(
+        self,
+        on_update: Callable[[UpdateReport], None] | None,
+        *,
+        stop_at_nan: bool,
+        source: str,
+        microbatches_per_update: int,
+        learning_rates: Callable[[], tuple[float, ...]],
+    ) -> None:
+        self._on_update = on_update
+        self._stop_at_nan = stop_at_nan
+        self._source = source
+        self._microbatches_per_update = microbatches_per_update
+        self._learning_rates = learning_rates
+        self._under_way: deque[Loss] = deque()
+        self._told_s = time.perf_counter()
+
+    def add(self, loss: Loss) -> None:
+        self._under_way.append(loss)
+        while len(self._under_way) > _UNDER_WAY:
+            self._retire(self._under_way.popleft())
+
+    def finish(self) -> None:
+        while self._under_way:
+            self._retire(self._under_way.popleft())
+
+    def _retire(self, loss: Loss) -> None:
+        """Raises WorkerError, on every rank, for a loss that is no number."""
+        loss.wait()
+        if self._stop_at_nan and not math.isfinite(loss.item()):
+            raise WorkerError(
+                f"the loss of update {loss.update} is {loss.item()}, computed by {self._source}; try a lower "
+                "learning rate, a warm-up or max_gradient_norm, or go on regardless with stop_at_nan=False"
+            )
+        if self._on_update is None or not loss.is_of_training:
+            return
+        now_s = time.perf_counter()
+        seconds, self._told_s = now_s - self._told_s, now_s
+        rate = self._microbatches_per_update / seconds
+        self._on_update(UpdateReport(loss.update, loss.item(), seconds, rate, self._learning_rates()))

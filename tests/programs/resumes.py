@@ -2,7 +2,7 @@
 
     resumes.py FOLDER CHECKPOINTS UPDATES [KILL]
 
-With KILL, rank 1 is killed in the middle of writing the checkpoint of that update.
+With KILL, rank 1 is killed in the middle of writing the checkpoint of that update, the first time.
 """
 
 import functools
@@ -25,7 +25,8 @@ from pd2bw_fx.runtime import checkpoint
 
 def main() -> None:
     folder, checkpoints, num_updates = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    kill_at = int(sys.argv[4]) if len(sys.argv) > 4 else None
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    kill_at = int(sys.argv[4]) if len(sys.argv) > 4 and is_first else None
     torch.manual_seed(0)
     dropout = 0.1 if os.environ["WORLD_SIZE"] == "2" else 0.0
     model = GPT.from_config(GPTConfig(num_layers=2, width=32, dropout=dropout))

@@ -1,0 +1,115 @@
+"""A rank that is stopped or hangs closes no connection: ranks also tell each other that they are alive.
+
+    every second   set alive/RANK to a count in the store of the process group; look at the others' counts
+    inside a call  of the engine, a rank whose count has stood still for `silence_s` ends this one too
+
+What waits in a process group cannot be interrupted, so the end is that of the process: one message, and exit
+code 1.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+_BEAT_S = 1.0
+_MOST_WATCHED = 64
+_DONE = b"done"
+
+
+class Watch:
+    """Watches the other ranks from threads of its own, between `enter` and `leave`.
+
+    `described` names a rank with its stages, `doing` what this one is at.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        *,
+        silence_s: float,
+        described: Callable[[int], str],
+        doing: Callable[[], str],
+    ) -> None:
+        self._rank = rank
+        self._silence_s = silence_s
+        self._described = described
+        self._doing = doing
+        self._others = [(rank + step) % num_ranks for step in range(1, min(num_ranks, _MOST_WATCHED + 1))]
+        self._depth = 0
+        self._is_closed = threading.Event()
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = store.clone()  # the other one may be waiting for something
+        self._counts: dict[int, bytes] = {}
+        self._heard_s = dict.fromkeys(self._others, time.monotonic())
+        self._answered_s = time.monotonic()  # by the store
+        self._store.set(_key(rank), "0")
+        atexit.register(self.close)
+        for loop in (self._listen, self._judge):
+            threading.Thread(target=loop, name="pd2bw_fx watch", daemon=True).start()
+
+    def enter(self) -> None:
+        self._depth += 1
+
+    def leave(self) -> None:
+        self._depth -= 1
+
+    def close(self) -> None:
+        """This rank has no part in the pipeline any longer."""
+        atexit.unregister(self.close)
+        if not self._is_closed.is_set():
+            self._is_closed.set()
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_key(self._rank), _DONE)
+
+    def _listen(self) -> None:
+        """Tell and ask. A store whose process is stopped answers nothing, without any time limit."""
+        beat = 0
+        while not self._is_closed.wait(_BEAT_S):
+            beat += 1
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_key(self._rank), str(beat))
+                there = [other for other in self._others if self._store.check([_key(other)])]
+                values = self._store.multi_get([_key(other) for other in there]) if there else []
+                self._answered_s = time.monotonic()
+                for other, value in zip(there, values, strict=True):
+                    if value == _DONE or self._counts.get(other) != value:
+                        self._counts[other], self._heard_s[other] = value, self._answered_s
+
+    def _judge(self) -> None:
+        before_s = time.monotonic()
+        while not self._is_closed.wait(_BEAT_S):
+            now_s = time.monotonic()
+            if now_s - before_s > 3 * _BEAT_S:
+                # This process itself stood still: what it has not heard says nothing of others.
+                self._heard_s, self._answered_s = dict.fromkeys(self._others, now_s), now_s
+            before_s = now_s
+            if not self._depth:
+                continue
+            if now_s - self._answered_s > self._silence_s:
+                self._end("the process that holds the store of the process group", now_s - self._answered_s)
+            for other, heard_s in self._heard_s.items():
+                silence_s = self._answered_s - heard_s
+                if other in self._counts and silence_s > self._silence_s:
+                    self._end(self._described(other), silence_s)
+
+    def _end(self, who: str, silence_s: float) -> None:
+        sys.stderr.write(
+            f"WorkerError: {who} has given no sign of life for {silence_s:.0f} s: it was stopped, or hangs\n"
+            f"(seen by {self._described(self._rank)}, {self._doing()})\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _key(rank: int) -> str:
+    return f"pd2bw_fx/alive/{rank}"
