@@ -265,6 +265,7 @@ def test_wrong_use_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
         "train",
         "report",
         "check",
+        "compare",
         "verify",
         "probe",
     ],

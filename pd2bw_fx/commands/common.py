@@ -87,6 +87,14 @@ def named_pipeline(options: argparse.Namespace) -> Pipeline:
     return pipe
 
 
+def named_model(options: argparse.Namespace) -> nn.Module:
+    """The model that MODEL names, not split."""
+    name = str(options.model)
+    if is_onnx(options) or saved_folder(options) is not None:
+        raise InputError(f"{name} is split already, or for inference; name the model itself")
+    return _model(name)
+
+
 def named_cluster(options: argparse.Namespace) -> int | str | None:
     """A number of devices, or the path of a cluster file."""
     given: str | None = options.cluster

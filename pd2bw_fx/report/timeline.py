@@ -34,7 +34,7 @@ def timeline_svg(
     says which. Hovering a box tells its times.
     """
     start_s = timeline.start_s if start_s is None else start_s
-    end_s = _readable_end_s(timeline, start_s) if end_s is None else end_s
+    end_s = readable_end_s(timeline, start_s) if end_s is None else end_s
     shown = [e for e in timeline.between(start_s, end_s).events if e.kind in COMPUTE]
     scale = _Scale(start_s, max(end_s, start_s + 1e-12), width)
     row_height = 34.0 if timeline.num_ranks <= 4 else 26.0 if timeline.num_ranks <= 16 else 18.0
@@ -69,7 +69,8 @@ class _Scale:
         return self.left + (inside_s - self.start_s) * self._pixels_per_s
 
 
-def _readable_end_s(timeline: Timeline, start_s: float) -> float:
+def readable_end_s(timeline: Timeline, start_s: float) -> float:
+    """How far a picture may go so that its boxes can be told apart."""
     boxes, most = [0] * timeline.num_ranks, max(_MOST_BOXES, 5 * timeline.num_ranks)
     ends_s = []
     for event in timeline.events:
