@@ -34,7 +34,7 @@ class DeviceMemory:
 class Figures:
     """One method's. The first three are simulated; `loss` and `measured_per_s` are of a real run.
 
-    `delays`: by how many updates the weights of a backward are behind, the least and the most.
+    `delays`: by how many updates the weights of a forward or backward are behind, the least and the most.
     """
 
     method: str
@@ -151,6 +151,7 @@ def _delays(timeline: Timeline) -> tuple[int, int]:
     behind = [
         event.microbatch // m - event.version
         for event in timeline.events
-        if event.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and event.microbatch // m > last // 2
+        if event.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT)
+        and event.microbatch // m > last // 2
     ]
     return min(behind, default=0), max(behind, default=0)
