@@ -124,6 +124,11 @@ class Pipeline:
         (`time_limit_s`, `max_gap`, ..); a pipeline that was loaded needs the `memory_model`, `recompute` and
         `constraints` it was split with, where they were not the defaults.
         """
+        if self.plan.method in ("interleaved", "chimera"):
+            raise InputError(
+                f"{self.plan.method} has several stages on a device, and explain is for plans with one; "
+                "explain the plan of 1f1b, which cuts by the same rules"
+            )
         problem = coarsen(self.graph, self.costs, self.cluster)
         return explain(self.plan, problem, self.cluster, **(self._setting | options))
 

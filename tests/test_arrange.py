@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -147,6 +149,20 @@ def test_the_versions_alive_in_a_timeline_are_those_of_the_method(method: str, v
     )
 
     assert versions_alive(timeline)[0, 0] == METHODS[method].num_versions(shape, 0) == versions
+
+
+def test_plans_of_all_methods_are_saved_and_those_with_a_device_for_each_stage_explained(
+    tmp_path: Path,
+) -> None:
+    for method in ("zb-auto", "interleaved"):
+        pipe = split(2, method=method)
+        pipe.save(tmp_path / method)
+        assert pd2bw_fx.load(tmp_path / method).schedule == pipe.schedule
+
+    explained = split(2, method="zb-h1").explain(time_limit_s=2.0)
+    assert len(explained.cuts) == 1
+    with pytest.raises(InputError, match="explain the plan of 1f1b"):
+        split(2, method="interleaved").explain()
 
 
 def test_a_plan_for_another_placement_is_refused_with_what_to_do(on_two: Pipeline) -> None:
