@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test lint install clean
+.PHONY: demo test lint reference install clean
 
 demo: .venv/installed
 	$(BIN)/python -m pd2bw_fx demo -o demo_out
@@ -18,6 +18,9 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+reference: .venv/installed
+	$(BIN)/python docs/reference.py > docs/REFERENCE.md
 
 install: .venv/installed
 

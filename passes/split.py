@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.costs import Costs, MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.pipeline import Pipeline
@@ -48,7 +48,7 @@ def split(
     chunks: int | None = None,
     memory_model: MemoryModel | None = None,
     recompute: bool | Literal["auto"] = False,
-    costs: Literal["auto", "measured", "analytic"] = "auto",
+    costs: Costs | Literal["auto", "measured", "analytic"] = "auto",
     profile_cache: bool = True,
     tracer: str = "auto",
     constraints: Constraints | None = None,
@@ -82,10 +82,10 @@ def split(
     activations in flight is planned for, with Adam's state, unless `memory_model` says otherwise.
 
     `costs` are measured on this machine where there is something to run, or estimated ("analytic") from each
-    operator's arithmetic and bytes. Measured times are kept in the user's cache directory, by operator,
-    shapes, device and torch version, unless `profile_cache=False`. `check="fast"` compares loss, gradients
-    and buffers of the stages with the model's on the example inputs, "full" also on another batch of another
-    size.
+    operator's arithmetic and bytes, or those of another pipeline of this model. Measured times are kept in
+    the user's cache directory, by operator, shapes, device and torch version, unless `profile_cache=False`.
+    `check="fast"` compares loss, gradients and buffers of the stages with the model's on the example inputs,
+    "full" also on another batch of another size.
 
     Raises InputError for arguments that cannot be, TraceError naming the line that cannot be traced,
     ClusterError, InfeasibleError if no assignment fits in memory, VerificationError if the stages were wrong.
@@ -97,14 +97,17 @@ def split(
 
     traced = trace(model, args, kwargs, loss_fn=loss_fn, targets=example_targets, tracer=tracer)
     graph = normalise(traced)
-    measured = profile(
-        graph,
-        traced.examples or None,
-        device=chosen.devices[0],
-        method=costs,
-        whole=traced.call,
-        cache=default_cache_folder() if profile_cache else None,
-    )
+    if isinstance(costs, Costs):
+        measured = _same(costs, graph)
+    else:
+        measured = profile(
+            graph,
+            traced.examples or None,
+            device=chosen.devices[0],
+            method=costs,
+            whole=traced.call,
+            cache=default_cache_folder() if profile_cache else None,
+        )
     problem = coarsen(graph, measured, chosen)
     method = plan.method if plan else method
     wish = wished_shape(
@@ -145,6 +148,14 @@ def split(
     if check == "full" and (another := _another_batch(graph, traced.examples)) is not None:
         pipeline.verify(example=another)
     return pipeline
+
+
+def _same(costs: Costs, graph: OperatorGraph) -> Costs:
+    """The costs, if they are those of this graph's operators."""
+    unknown = sorted(graph.operators.keys() ^ costs.operators.keys())
+    if unknown:
+        raise InputError(f"the costs are another model's: operator {unknown[0]!r} is in one of them only")
+    return costs
 
 
 def _layout(

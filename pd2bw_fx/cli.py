@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pd2bw_fx.commands import onnx, planning, probing, training
+from pd2bw_fx.commands import comparing, onnx, planning, probing, training
 from pd2bw_fx.errors import Pd2bwError
 from pd2bw_fx.train import STARTED_HERE, tell_parent
 
@@ -44,6 +44,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--debug", action="store_true", help="show the traceback of an error")
     made.add_argument(STARTED_HERE, action="store_true", help=argparse.SUPPRESS)
     commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for group in (planning, probing, training, onnx):
+    for group in (planning, probing, training, onnx, comparing):
         group.add(commands)
     return made

@@ -16,6 +16,7 @@ from rich.syntax import Syntax
 from torch import Tensor
 
 from pd2bw_fx.errors import ExportError
+from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.models.text import byte_batches
 from pd2bw_fx.passes.export_onnx import run_onnx
@@ -56,11 +57,12 @@ def run_demo(output: Path, *, num_updates: int, console: Console) -> None:
     console.print(Syntax(source, "python").highlight(source), soft_wrap=True)
 
     console.rule("3. train on real text")
-    curves = _train_three_ways(pipe, model, num_updates, console)
+    curves, metrics = _train_three_ways(pipe, model, num_updates, console)
     loss_curves(
         curves, output / "loss.png", title=f"GPT on the text of the Python manual, {num_updates} updates"
     )
     (output / "timeline.svg").write_text(timeline_svg(pipe.simulate()))
+    pipe.report(output / "report.html", metrics=metrics)
 
     console.rule("4. export")
     pipe.save(output / "pipeline")
@@ -74,7 +76,7 @@ def run_demo(output: Path, *, num_updates: int, console: Console) -> None:
 
 def _train_three_ways(
     pipe: Pipeline, model: GPT, num_updates: int, console: Console
-) -> dict[str, Sequence[float]]:
+) -> tuple[dict[str, Sequence[float]], Metrics]:
     optimizer = functools.partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.01)
     # A gradient that is one update late asks for a gentle beginning.
     warm_up = functools.partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.02, total_iters=50)
@@ -88,9 +90,8 @@ def _train_three_ways(
     curves: dict[str, Sequence[float]] = {}
     with _bars(console) as bar:
         advance = bar(f"2BW, {_STAGES} processes", num_updates)
-        curves[f"2BW on {_STAGES} processes"] = pipe.train_local(
-            batches(), optimizer=optimizer, lr_scheduler=warm_up, on_update=advance
-        ).losses
+        result = pipe.train_local(batches(), optimizer=optimizer, lr_scheduler=warm_up, on_update=advance)
+        curves[f"2BW on {_STAGES} processes"] = result.losses
         for label, method in (("one process, synchronous", "synchronous"), ("one process, 2BW rule", "2bw")):
             advance = bar(label, num_updates)
             with _one_thread():
@@ -104,7 +105,7 @@ def _train_three_ways(
                     on_update=advance,
                 ).losses
     _report(curves, console)
-    return curves
+    return curves, result.metrics
 
 
 def _report(curves: dict[str, Sequence[float]], console: Console) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pd2bw_fx.actions import Schedule, Shape
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.costs import Costs
+from pd2bw_fx.costs import Costs, MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.explanation import Explanation
 from pd2bw_fx.folder import read_pipeline, save_pipeline
@@ -22,7 +22,7 @@ from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.export_onnx import Form, Original, export_onnx
 from pd2bw_fx.passes.partition import explain
 from pd2bw_fx.passes.schedule import schedule_of, shape_of
-from pd2bw_fx.passes.simulate import simulate
+from pd2bw_fx.passes.simulate import peak_memory_bytes, simulate
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
 from pd2bw_fx.passes.verify import Forward, Verification, verify
@@ -124,6 +124,11 @@ class Pipeline:
         (`time_limit_s`, `max_gap`, ..); a pipeline that was loaded needs the `memory_model`, `recompute` and
         `constraints` it was split with, where they were not the defaults.
         """
+        if self.plan.method in ("interleaved", "chimera"):
+            raise InputError(
+                f"{self.plan.method} has several stages on a device, and explain is for plans with one; "
+                "explain the plan of 1f1b, which cuts by the same rules"
+            )
         problem = coarsen(self.graph, self.costs, self.cluster)
         return explain(self.plan, problem, self.cluster, **(self._setting | options))
 
@@ -255,6 +260,14 @@ class Pipeline:
             schedule = schedule_of(method, shape, updates=updates, drain=True)
         chosen = self.cluster if cluster is None else Cluster.of(cluster)
         return simulate(schedule, plan, chosen, **options)
+
+    def peak_memory_bytes(self, timeline: Timeline) -> tuple[int, ...]:
+        """What each rank of a timeline from `simulate` (of three updates or more) holds at its worst moment:
+        the plan's sizes, times the weight versions and microbatches that the timeline has at one time.
+        """
+        plan = whole(self.plan) if timeline.method == "ddp" else self.plan
+        model = self._setting.get("memory_model", MemoryModel())
+        return peak_memory_bytes(timeline, plan, model)
 
     def shape(
         self,

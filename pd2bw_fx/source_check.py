@@ -32,7 +32,7 @@ _NODES: tuple[type[ast.AST], ...] = (
     ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
 )  # fmt: skip
 _BUILTINS = frozenset({
-    "super", "range", "zip", "enumerate", "len", "str", "int", "float", "bool", "complex", "tuple",
+    "super", "range", "zip", "enumerate", "len", "next", "str", "int", "float", "bool", "complex", "tuple",
     "list", "dict", "slice", "isinstance", "print", "sum", "min", "max", "abs", "getattr", "type", "None",
     "True", "False",
 })  # fmt: skip

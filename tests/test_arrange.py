@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
-from pd2bw_fx.actions import Kind
+from pd2bw_fx.actions import Kind, Shape
 from pd2bw_fx.errors import InfeasibleError, InputError
-from pd2bw_fx.passes.schedule import METHODS, check_schedule
+from pd2bw_fx.passes.schedule import METHODS, check_schedule, schedule_of
+from pd2bw_fx.passes.simulate import Durations, simulate_durations, versions_alive
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import whole
 
@@ -117,6 +120,49 @@ def test_data_parallelism_has_the_whole_model_on_every_rank(on_two: Pipeline) ->
     assert together.stages[0].forward_s == sum(stage.forward_s for stage in on_two.plan.stages)
     work_s = together.stages[0].forward_s + together.stages[0].backward_s
     assert timeline.busy_s == pytest.approx([m / d * work_s] * d)
+
+
+def test_the_peak_of_a_timeline_is_what_the_plan_allows_for(on_two: Pipeline) -> None:
+    planned = [stage.memory.total_bytes for stage in on_two.plan.stages]
+
+    assert on_two.peak_memory_bytes(on_two.simulate()) == pytest.approx(planned, rel=1e-3)
+
+
+def test_methods_hold_what_their_versions_and_microbatches_take(on_two: Pipeline) -> None:
+    peaks = {
+        method: on_two.peak_memory_bytes(on_two.simulate(method=method, microbatches_per_update=4))
+        for method in ("2bw", "1f1b", "gpipe", "chimera", "ddp")
+    }
+    weights = [stage.memory.gradient_bytes for stage in on_two.plan.stages]
+
+    assert peaks["2bw"][0] - peaks["1f1b"][0] == weights[0]
+    assert peaks["gpipe"][1] > peaks["1f1b"][1]
+    for method in ("chimera", "ddp"):  # the whole model on both ranks
+        assert min(peaks[method]) > sum(4 * size for size in weights)
+
+
+@pytest.mark.parametrize(("method", "versions"), [("2bw", 2), ("1f1b", 1), ("pb", 1), ("pipedream", 3)])
+def test_the_versions_alive_in_a_timeline_are_those_of_the_method(method: str, versions: int) -> None:
+    shape = Shape(3, 3 if method == "2bw" else 1)
+    timeline = simulate_durations(
+        schedule_of(method, shape, updates=range(6), drain=True), Durations.chain([1.0] * 3, [2.0] * 3)
+    )
+
+    assert versions_alive(timeline)[0, 0] == METHODS[method].num_versions(shape, 0) == versions
+
+
+def test_plans_of_all_methods_are_saved_and_those_with_a_device_for_each_stage_explained(
+    tmp_path: Path,
+) -> None:
+    for method in ("zb-auto", "interleaved"):
+        pipe = split(2, method=method)
+        pipe.save(tmp_path / method)
+        assert pd2bw_fx.load(tmp_path / method).schedule == pipe.schedule
+
+    explained = split(2, method="zb-h1").explain(time_limit_s=2.0)
+    assert len(explained.cuts) == 1
+    with pytest.raises(InputError, match="explain the plan of 1f1b"):
+        split(2, method="interleaved").explain()
 
 
 def test_a_plan_for_another_placement_is_refused_with_what_to_do(on_two: Pipeline) -> None:

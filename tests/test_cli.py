@@ -198,6 +198,7 @@ def test_the_demo_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "in onnxruntime" in out
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
     assert (tmp_path / "out" / "timeline.svg").read_text().startswith("<svg")
+    assert "Predicted and measured" in (tmp_path / "out" / "report.html").read_text()
     assert len(pd2bw_fx.load(tmp_path / "out" / "pipeline").stages) == 2
 
 
@@ -265,6 +266,7 @@ def test_wrong_use_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
         "train",
         "report",
         "check",
+        "compare",
         "verify",
         "probe",
     ],

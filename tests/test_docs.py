@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+import pd2bw_fx
 from pd2bw_fx import cli
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models import build
@@ -51,6 +52,22 @@ def test_the_ten_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert isinstance(pipe, Pipeline)
     assert pipe.state_dict().keys() == build("gpt").state_dict().keys()
     assert (tmp_path / "gpt_onnx" / "stage_1.onnx").exists()
+
+
+def test_the_reference_has_every_public_name_with_its_docstring() -> None:
+    made = subprocess.run(
+        [sys.executable, ROOT / "docs" / "reference.py"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    page = made.stdout
+    for name in pd2bw_fx.__all__:
+        assert f"\n## {name}\n" in page
+        assert (getattr(pd2bw_fx, name).__doc__ or "?").splitlines()[0] in page
+    assert "model: nn.Module,\n" in page
 
 
 def commands(text: str) -> list[list[str]]:

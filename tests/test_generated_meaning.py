@@ -117,3 +117,49 @@ class TestWhatTheModelSays:
 
         assert all(program.source.count("nn.Linear(") == 1 for program in programs)
         assert compared(case, plan, programs).worst.relative <= 1e-14
+
+    def test_a_stage_without_inputs_makes_its_tensors_where_its_parameters_are(self) -> None:
+        class Tables(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.scale = nn.Parameter(torch.rand(4))
+                self.head = nn.Linear(4, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                table = torch.arange(4, dtype=x.dtype, device=x.device) * self.scale
+                return (self.head(x) + torch.tanh(table)).mean()
+
+        case = case_of(Tables().double(), (torch.randn(3, 4).double(),))
+        blocks = [block.name for block in case.problem.blocks]
+        plan = by_hand(
+            case, {name: int(index >= blocks.index("linear")) for index, name in enumerate(blocks)}
+        )
+
+        programs = generate(case.graph, plan)
+
+        assert programs[0].inputs == ()
+        assert "device=next(self.parameters()).device" in programs[0].source
+        assert compared(case, plan, programs).exact
+
+    def test_two_autocast_regions_that_touch_where_it_is_cut_stay_two(self) -> None:
+        class Touching(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    hidden = torch.tanh(self.first(x))
+                with torch.autocast("cpu", dtype=torch.float16):
+                    hidden = self.last(hidden)
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    hidden = hidden @ self.first.weight
+                return hidden.float().square().mean()
+
+        torch.manual_seed(0)
+        case = case_of(Touching(), (torch.randn(3, 8),))
+        blocks = [block.name for block in case.problem.blocks]
+
+        for cut in range(1, len(blocks)):
+            plan = by_hand(case, {name: int(index >= cut) for index, name in enumerate(blocks)})
+            assert compared(case, plan).worst.relative <= 2**-8

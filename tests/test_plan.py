@@ -46,7 +46,7 @@ def test_edited_plan_gets_the_times_memory_and_transfers_that_it_has(plan: Plan)
     assert checked.gap == pytest.approx(1 - plan.bound_s / checked.bottleneck_s)
     assert [t.value for t in checked.transfers] == ["v0", "v3"]
     assert checked.stages[1].parameters == ("w1", "w2", "w3")
-    assert checked.stages[0].memory.total_bytes == 5 * 100 + 3 * (1000 + 10)
+    assert checked.stages[0].memory.total_bytes == (5 + 2) * 100 + 3 * (1000 + 10)
 
 
 def test_recomputation_switched_on_by_hand_is_paid_for(plan: Plan) -> None:
@@ -57,7 +57,7 @@ def test_recomputation_switched_on_by_hand_is_paid_for(plan: Plan) -> None:
 
 
 def test_stage_that_no_longer_fits_is_named_with_its_bytes(plan: Plan) -> None:
-    with pytest.raises(InfeasibleError, match=r"stage 0 needs .*\(14030 bytes\) on cpu:0.*\(9000 bytes\)"):
+    with pytest.raises(InfeasibleError, match=r"stage 0 needs .*\(14230 bytes\) on cpu:0.*\(9000 bytes\)"):
         check_plan(edited(plan, (0, 1, 2, 3), (4,), (5,)), PROBLEM, CLUSTER)
 
 

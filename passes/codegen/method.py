@@ -14,7 +14,7 @@ from .literals import identifier, plain
 from .naming import argument_name, hands_on, name_within, result_name
 from .scopes import Scope, assigned_names
 from .spell import spell
-from .stage_tree import DEVICE, StageTree
+from .stage_tree import DEVICE, StageTree, walk
 
 _LONGEST_FOLDED = 88  # characters of a line that still reads well with its parts folded in
 _SHORT_OPERAND = 40  # of an operand that has a line to itself where the whole is laid out over several
@@ -255,7 +255,17 @@ class _Draft:
             return DEVICE
         if self.body.reads:
             return f"{self.bound[self.body.reads[0]]}.device"
-        return "None"
+        return self._device_without_inputs()
+
+    def _device_without_inputs(self) -> str:
+        """Where the stage's own tensors are; a stage that holds none runs where torch makes tensors."""
+        tree = self.body.tree
+        layers = [tree.modules[scope.path] for scope in walk(tree.root) if tree.is_layer(scope)]
+        owned = {name for names in tree.owned.values() for name in names}
+        held = any(next(layer.parameters(), None) is not None for layer in layers)
+        if held or not owned.isdisjoint(tree.graph.parameters):
+            return "next(self.parameters()).device"
+        return "next(self.buffers()).device" if owned else "torch.get_default_device()"
 
     def _unfold(self, item: fx.Node | Scope, length: int) -> bool:
         """Of what is folded into a line too long, the longest part that fits gets a line of its own.

@@ -4,8 +4,9 @@
 user's wishes in them (`constrain.py`); `search.py` finds the fastest assignment and proves it (`intervals.py`
 upper bounds, `windows.py` reductions, `relaxation.py` and `downsets.py` enumeration where there is little to
 enumerate, `program.py` the integer program), `planning.py` writes the plan. `infeasible.py` says why there is
-none, `explain.py` why it is as it is, `check.py` what an edited one costs; `sweep.py` chooses what is around
-the program, `baselines.py` prices what others would have done.
+none, `nearest.py` what would be enough, `explain.py` why it is as it is, `check.py` what an edited one costs;
+`sweep.py` chooses what is around the program, `replicas.py` the copies of single stages, `baselines.py`
+prices what others would have done.
 """
 
 from .baselines import Baseline, baselines
@@ -14,6 +15,7 @@ from .explain import explain
 from .face import partition
 from .instance import evaluate
 from .placement import Placement, plan_workload
+from .replicas import partition_replicated
 from .sweep import sweep
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "evaluate",
     "explain",
     "partition",
+    "partition_replicated",
     "plan_workload",
     "sweep",
 ]

@@ -19,6 +19,7 @@ from pd2bw_fx.units import format_bytes, format_seconds
 
 from .constrain import constrain
 from .face import partition
+from .inflight import METHODS
 from .instance import Flags, Instance, Integers, evaluate
 from .reader import Reader, check_problem, topological_order
 from .search import Choices, Deadline, search
@@ -77,6 +78,8 @@ def explain(
         "recompute": recompute,
         "constraints": wishes,
     }
+    if plan.method not in METHODS:
+        setting["in_flight"] = [stage.microbatches_in_flight for stage in plan.stages]
     what_ifs = list(_what_ifs(plan, problem, cluster, setting))
     per_change_s = time_limit_s / 2 / max(1, len(what_ifs))
     changes = [_tried(what_if, per_change_s) for what_if in what_ifs]
@@ -193,6 +196,9 @@ class _WhatIf:
 
 
 def _tried(what_if: _WhatIf, time_limit_s: float) -> Change | None:
+    in_flight = what_if.setting.get("in_flight")
+    if in_flight is not None and len(in_flight) != what_if.setting["num_stages"]:
+        return None  # What other stages hold in flight is known to the method alone.
     try:
         plan = partition(what_if.problem, what_if.cluster, time_limit_s=time_limit_s, **what_if.setting)
     except (InfeasibleError, SolverError):

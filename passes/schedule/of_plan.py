@@ -25,7 +25,7 @@ def shape_of(
     base: str | None = None,
 ) -> Shape:
     """What to build the method's schedule for, on this plan; zb-auto searches for it with the plan's times
-    and memory. Give the same shape to all ranks.
+    and memory. Give the same shape to all ranks. bapipe is 1f1b unless `base` says otherwise.
 
     Raises InputError for a plan whose stages stand on devices in another way than the method runs them, and
     as `Method.check` does.
@@ -53,7 +53,8 @@ def shape_of(
     )
     if method == "zb-auto":
         times = _times_of(plan)
-        shape = replace(shape, orders=find_orders(microbatches_per_update, times).orders)
+        turns = microbatches_per_update // shape.replicas_of(0)  # of one replica
+        shape = replace(shape, orders=find_orders(turns, times).orders)
     shape = chosen.prepared(shape)
     chosen.check(shape)
     return shape

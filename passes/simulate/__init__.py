@@ -1,6 +1,17 @@
 """Execute a schedule's action lists on a model of time."""
 
 from .durations import Durations, LinkTimes
+from .memory import peak_memory_bytes, versions_alive
 from .run import simulate, simulate_durations
+from .wavefront import Totals, simulate_totals
 
-__all__ = ["Durations", "LinkTimes", "simulate", "simulate_durations"]
+__all__ = [
+    "Durations",
+    "LinkTimes",
+    "Totals",
+    "peak_memory_bytes",
+    "simulate",
+    "simulate_durations",
+    "simulate_totals",
+    "versions_alive",
+]

@@ -6,7 +6,8 @@
 3. `fx`: `torch.fx` symbolic tracing; the only one where there are no example inputs.
 
 `export-sequence`, on request, is tried before these: `export` with the length of token sequences open too.
-The reason of each one that failed is kept in the report.
+The reason of each one that failed is kept in the report, and beside it the lines of the model that stop
+`export`, as its draft mode finds them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 from pd2bw_fx.program import surrounding_autocast, training_context
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
-from .diagnose import one_line, require_eager_run, source_line, torch_errors_unlogged
+from .diagnose import one_line, require_eager_run, source_line, state_kept, torch_errors_unlogged
+from .draft import draft_findings
 from .exported import export, foreign_operators
 from .given import accept_exported, accept_graph_module
 from .inputs import (
@@ -88,15 +90,20 @@ def trace(
         flat = flatten_arguments(model, () if args is None else args, kwargs or {}, targets)
         batch_size, front_ends = common_batch_size(flat), _FRONT_ENDS[tracer]
     program, traced, attempts = _first_that_works(front_ends, model, flat, loss_fn, batch_size)
+    findings = draft_findings(program, batch_size) if _failed_to_export(attempts) else ()
     if traced is None:
-        raise _cannot_be_traced(program, attempts)
+        raise _cannot_be_traced(program, attempts, findings)
     report = TraceReport(
         tracer=traced.report.tracer,
         attempts=tuple(Attempt(name, one_line(error)) for name, error in attempts),
-        notes=(*_notes(program, flat, batch_size), *traced.report.notes),
+        notes=(*findings, *_notes(program, flat, batch_size), *traced.report.notes),
         duration_s=time.perf_counter() - started,
     )
     return replace(traced, report=report)
+
+
+def _failed_to_export(attempts: Sequence[tuple[str, Exception]]) -> bool:
+    return any(name == "export" for name, _ in attempts)
 
 
 def _first_that_works(
@@ -125,7 +132,8 @@ def _first_that_works(
 def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
     flat, examples = program.flat, dict(zip(program.flat.names, program.flat.tensors, strict=False))
     if name == "fx":
-        graph: ExportedProgram | fx.GraphModule = trace_symbolically(program)
+        with state_kept(program):  # what the forward does to a buffer, it does while it is traced
+            graph: ExportedProgram | fx.GraphModule = trace_symbolically(program)
         if examples:
             require_eager_run(program)  # only now is it known which result is the loss
         notes: tuple[str, ...] = ("torch.fx does not see data types, and keeps torch.nn layers whole",)
@@ -215,12 +223,15 @@ def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> lis
     return notes
 
 
-def _cannot_be_traced(program: Program, attempts: Sequence[tuple[str, Exception]]) -> TraceError:
+def _cannot_be_traced(
+    program: Program, attempts: Sequence[tuple[str, Exception]], findings: Sequence[str]
+) -> TraceError:
     lines = [f"{type(program.model).__name__} cannot be traced."]
     lines += [f"  {name}: {one_line(error)}" for name, error in attempts]
     places = [place for place in (source_line(error) for _, error in attempts) if place]
     if places:
         lines.append(f"  stopped at {places[0]}")
+    lines += [f"  {finding}" for finding in findings]
     advice = _ADVICE if program.flat.tensors else _ADVICE_WITHOUT_EXAMPLES
     error = TraceError("\n".join([*lines, f"  Try: {advice}."]))
     error.__cause__ = attempts[0][1] if attempts else None

@@ -73,7 +73,7 @@ def require_eager_run(program: Program) -> None:
     if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
         return
     try:
-        with _state_kept(program), attributes_kept(program.model), torch.enable_grad():
+        with state_kept(program), attributes_kept(program.model), torch.enable_grad():
             program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
     except Pd2bwError:
         raise
@@ -92,7 +92,8 @@ def require_eager_run(program: Program) -> None:
 
 
 @contextmanager
-def _state_kept(module: nn.Module) -> Iterator[None]:
+def state_kept(module: nn.Module) -> Iterator[None]:
+    """Buffers and random generators come out as they went in."""
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     with torch.random.fork_rng():
         try:

@@ -52,7 +52,7 @@ def foreign_operators(exported: ExportedProgram) -> list[str]:
 def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, str]) -> ExportedProgram:
     tensors, shapes = program.flat.tensors, None
     if batch_size is not None:
-        shapes = {"tensors": _open_sizes(program.flat, batch_size, lengths)}
+        shapes = {"tensors": open_sizes(program.flat, batch_size, lengths)}
         if batch_size == 1:  # torch takes a size of 1 for a constant
             tensors = _doubled(program.flat)
     with warnings.catch_warnings():
@@ -70,7 +70,7 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
             return torch.export.export(program, tensors, strict=False, dynamic_shapes=refined)
 
 
-def _open_sizes(
+def open_sizes(
     flat: FlatArguments, batch_size: int, lengths: Mapping[str, str]
 ) -> tuple[dict[int, Any] | None, ...]:
     batch, batched = Dim("batch", min=2), flat.batched(batch_size)

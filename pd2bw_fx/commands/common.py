@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from pd2bw_fx.commands.progress import ProgressLine
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.models import MODELS, build
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
@@ -75,9 +76,23 @@ def named_pipeline(options: argparse.Namespace) -> Pipeline:
         if options.cluster is not None:
             raise InputError("a saved folder has its plan already; leave out --cluster, or split it again")
         return load(options.model)
-    return split(
-        _model(options.model), cluster=named_cluster(options), profile_cache=not options.no_profile_cache
+    line = ProgressLine()
+    pipe = split(
+        _model(options.model),
+        cluster=named_cluster(options),
+        profile_cache=not options.no_profile_cache,
+        progress=line,
     )
+    line.close()
+    return pipe
+
+
+def named_model(options: argparse.Namespace) -> nn.Module:
+    """The model that MODEL names, not split."""
+    name = str(options.model)
+    if is_onnx(options) or saved_folder(options) is not None:
+        raise InputError(f"{name} is split already, or for inference; name the model itself")
+    return _model(name)
 
 
 def named_cluster(options: argparse.Namespace) -> int | str | None:

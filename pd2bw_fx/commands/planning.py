@@ -19,6 +19,7 @@ from pd2bw_fx.commands.common import (
     named_pipeline,
     saved_folder,
 )
+from pd2bw_fx.commands.progress import ProgressLine, in_workload_units
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.metrics import FILE, Metrics
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
@@ -130,9 +131,11 @@ def _plan(options: argparse.Namespace) -> int:
     if (options.model is None) == (options.workload is None):
         raise InputError("plan takes a MODEL or --workload FILE; give one of them")
     if options.workload is not None:
+        line = ProgressLine(text=in_workload_units)
         placement = plan_workload(
-            read_workload(options.workload), accelerators_only=options.accelerators_only
+            read_workload(options.workload), accelerators_only=options.accelerators_only, progress=line
         )
+        line.close()
         print(json.dumps(placement.to_json()) if options.json else placement)
         return 0
     pipe = named_onnx(options) if is_onnx(options) else named_pipeline(options)

@@ -6,7 +6,7 @@ Pictures here consist of rectangles, texts and lines (see svg.py), so that a pag
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -48,16 +48,28 @@ def _drawn(svg: str) -> Figure:
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
     axes.axis("off")
-    for order, element in enumerate(root.iter()):
-        _draw(element, axes, fills, order)
+    for order, (element, down) in enumerate(_placed(root, 0.0)):
+        _draw(element, axes, fills, order, down)
     return figure
 
 
-def _draw(element: ElementTree.Element, axes: Axes, fills: Mapping[str, str], order: int) -> None:
+def _placed(element: ElementTree.Element, down: float) -> Iterator[tuple[ElementTree.Element, float]]:
+    """Every element, and how far the groups around it move it down."""
+    moved = re.fullmatch(r"translate\(0 ([\d.]+)\)", element.get("transform", ""))
+    down += float(moved[1]) if moved else 0.0
+    yield element, down
+    for child in element:
+        yield from _placed(child, down)
+
+
+def _draw(
+    element: ElementTree.Element, axes: Axes, fills: Mapping[str, str], order: int, down: float
+) -> None:
     kind, given = element.tag.removeprefix(_SVG), element.attrib
     colour = fills.get(given.get("class", ""), given.get("fill", "none"))
     if kind == "rect":
         x, y, width, height = (float(given[name]) for name in ("x", "y", "width", "height"))
+        y += down
         radius = min(float(given.get("rx", 0)), width / 2, height / 2)
         look: dict[str, Any] = {"facecolor": colour, "linewidth": 0, "zorder": order}
         if radius:
@@ -68,7 +80,7 @@ def _draw(element: ElementTree.Element, axes: Axes, fills: Mapping[str, str], or
     elif kind == "text":
         axes.text(
             float(given["x"]),
-            float(given["y"]),
+            float(given["y"]) + down,
             (element.text or "").replace("$", r"\$"),
             color=colour,
             fontsize=float(given["font-size"]) * _POINTS * 0.94,
@@ -81,7 +93,7 @@ def _draw(element: ElementTree.Element, axes: Axes, fills: Mapping[str, str], or
     elif kind == "path":
         steps = re.findall(r"([ML])(-?[\d.]+) (-?[\d.]+)", given["d"])
         line = Line(
-            [(float(x), float(y)) for _, x, y in steps],
+            [(float(x), float(y) + down) for _, x, y in steps],
             [Line.MOVETO if step == "M" else Line.LINETO for step, _, _ in steps],
         )
         axes.add_patch(

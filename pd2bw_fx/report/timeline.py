@@ -16,6 +16,13 @@ from pd2bw_fx.units import format_seconds
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 82.0, 88.0, 40.0
 _FONT = 11.0
 _BOX_FONTS = (11.0, 9.0, 8.0)  # the first in which the number fits
+_WHAT = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "gradient of the inputs",
+    Kind.WEIGHT_GRADIENT: "gradient of the weights",
+    Kind.UPDATE: "update",
+}
 # More boxes than this in a row are too narrow to tell apart.
 _MOST_BOXES = 72  # and at least five for each rank, so that a deep pipeline is seen filled
 
@@ -34,7 +41,7 @@ def timeline_svg(
     says which. Hovering a box tells its times.
     """
     start_s = timeline.start_s if start_s is None else start_s
-    end_s = _readable_end_s(timeline, start_s) if end_s is None else end_s
+    end_s = readable_end_s(timeline, start_s) if end_s is None else end_s
     shown = [e for e in timeline.between(start_s, end_s).events if e.kind in COMPUTE]
     scale = _Scale(start_s, max(end_s, start_s + 1e-12), width)
     row_height = 34.0 if timeline.num_ranks <= 4 else 26.0 if timeline.num_ranks <= 16 else 18.0
@@ -45,7 +52,7 @@ def timeline_svg(
         svg.style({**svg.BASE_STYLE, **_version_fills()}),
         svg.text("ink", 16, 26, head, size=15, bold=True),
         svg.text("muted", 16, 45, _subtitle(timeline, start_s, end_s), size=12),
-        *_legend(versions),
+        *_legend(versions, is_split=any(e.kind is Kind.WEIGHT_GRADIENT for e in shown)),
         *_axis(scale, height, row_height * timeline.num_ranks),
     ]
     busy_s = timeline.busy_s
@@ -69,7 +76,8 @@ class _Scale:
         return self.left + (inside_s - self.start_s) * self._pixels_per_s
 
 
-def _readable_end_s(timeline: Timeline, start_s: float) -> float:
+def readable_end_s(timeline: Timeline, start_s: float) -> float:
+    """How far a picture may go so that its boxes can be told apart."""
     boxes, most = [0] * timeline.num_ranks, max(_MOST_BOXES, 5 * timeline.num_ranks)
     ends_s = []
     for event in timeline.events:
@@ -99,17 +107,22 @@ def _subtitle(timeline: Timeline, start_s: float, end_s: float) -> str:
 def _fill(event: Event) -> str:
     if event.kind is Kind.UPDATE:
         return "update"
-    side = "f" if event.kind is Kind.FORWARD else "b"
+    side = {Kind.FORWARD: "f", Kind.WEIGHT_GRADIENT: "w"}.get(event.kind, "b")
     return f"{side}{event.version % len(svg.HUES)}"
 
 
 def _version_fills() -> dict[str, tuple[str, str]]:
-    """For each hue a forward and a backward fill ("f0", "b0"), and the text on each ("f0t", "b0t")."""
+    """For each hue a forward, a backward and a weight gradient's fill ("f0", "b0", "w0"), and the text on
+    each ("f0t", ..).
+    """
     fills = {"update": svg.INK}
     for index, hue in enumerate(svg.HUES):
         tint = (svg.mix(hue, svg.SURFACE[0], 0.34), svg.mix(hue, svg.SURFACE[1], 0.45))
         fills[f"f{index}"] = tint
         fills[f"b{index}"] = (hue, hue)
+        between = (svg.mix(hue, svg.SURFACE[0], 0.66), svg.mix(hue, svg.SURFACE[1], 0.72))
+        fills[f"w{index}"] = between
+        fills[f"w{index}t"] = (svg.readable_on(between[0]), svg.readable_on(between[1]))
         fills[f"f{index}t"] = (svg.readable_on(tint[0]), svg.readable_on(tint[1]))
         fills[f"b{index}t"] = (svg.readable_on(hue), svg.readable_on(hue))
     return fills
@@ -123,9 +136,10 @@ def _row(
     yield svg.text("ink", 16, middle, f"rank {rank}", size=12)
     yield svg.rect("track", scale.left, top + gap, scale.right - scale.left, height - 2 * gap, radius=2)
     updates = [event for event in events if event.kind is Kind.UPDATE]
+    names_stage = len({event.stage for event in events}) > 1
     for event in events:
         if event.kind is not Kind.UPDATE:
-            yield from _box(event, scale, top + gap, height - 2 * gap)
+            yield from _box(event, scale, top + gap, height - 2 * gap, names_stage=names_stage)
     # Last, so that an update that takes no time is a line on top of its neighbours.
     for event in updates:
         left = scale.x(event.start_s)
@@ -134,14 +148,15 @@ def _row(
     yield svg.text("muted", scale.right + 10, middle, f"{busy_share:.0%} busy", size=_FONT)
 
 
-def _box(event: Event, scale: _Scale, top: float, height: float) -> Iterable[str]:
+def _box(event: Event, scale: _Scale, top: float, height: float, *, names_stage: bool) -> Iterable[str]:
+    """Numbered by its microbatch, after its stage ("2.5") where the rank has several and there is room."""
     left, right = scale.x(event.start_s), scale.x(event.end_s)
     # A hair of track between neighbours, where a box can spare it.
     length = max(right - left - (0.8 if right - left > 3 else 0.0), 0.2)
     name = _fill(event)
     yield svg.rect(name, left, top, length, height, tooltip=_tooltip(event))
-    label = str(event.microbatch)
-    for size in _BOX_FONTS:
+    labels = [f"{event.stage}.{event.microbatch}"] * names_stage + [str(event.microbatch)]
+    for label, size in ((label, size) for label in labels for size in _BOX_FONTS):
         if length >= svg.text_width(label, size) + 1:
             middle, baseline = left + length / 2, top + height / 2 + size * 0.36
             yield svg.text(f"{name}t", middle, baseline, label, size=size, anchor="middle")
@@ -149,7 +164,7 @@ def _box(event: Event, scale: _Scale, top: float, height: float) -> Iterable[str
 
 
 def _tooltip(event: Event) -> str:
-    what = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}[event.kind]
+    what = _WHAT[event.kind]
     where = f"rank {event.rank}, stage {event.stage}"
     times = f"{format_seconds(event.start_s)} to {format_seconds(event.end_s)}"
     if event.kind is Kind.UPDATE:
@@ -157,10 +172,11 @@ def _tooltip(event: Event) -> str:
     return f"{what} of microbatch {event.microbatch} on weights W{event.version}, {where}: {times}"
 
 
-def _legend(versions: Sequence[int]) -> Iterable[str]:
+def _legend(versions: Sequence[int], *, is_split: bool) -> Iterable[str]:
     """What the shades mean, and which hue is which version."""
     x, y, hues = 16.0, 67.0, len(svg.HUES)
-    for label, name in (("forward", "f0"), ("backward", "b0"), ("update", "update"), ("idle", "track")):
+    halves = [("input gradient", "b0"), ("weight gradient", "w0")] if is_split else [("backward", "b0")]
+    for label, name in (("forward", "f0"), *halves, ("update", "update"), ("idle", "track")):
         swatch = 3.0 if name == "update" else 13.0
         yield svg.rect(name, x, y - 10, swatch, 13, radius=0 if name == "update" else 2)
         yield svg.text("muted", x + swatch + 5, y, label)

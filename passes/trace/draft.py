@@ -1,0 +1,97 @@
+"""What torch.export's draft mode says of a model that export could not carry: each line, and why."""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._logging.structured import INTERN_TABLE
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import draft_export
+
+from pd2bw_fx.program import training_context
+
+from .diagnose import state_kept
+from .exported import open_sizes
+from .program import Program
+from .watch import attributes_kept
+
+_TORCH = Path(torch.__file__).resolve().parent
+_MOST = 3
+
+
+def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
+    """The first few lines that stop a trace, each with its cause; nothing where the draft fails as well.
+
+    The draft runs the model on the example inputs; buffers and random generators are as before afterwards.
+    """
+    tensors = [*program.parameters(), *program.buffers(), *program.flat.tensors]
+    if batch_size is None or any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+        return ()
+    shapes = {"tensors": open_sizes(program.flat, batch_size, {})}
+    try:
+        with (
+            state_kept(program),
+            attributes_kept(program.model),
+            _unlogged(),
+            training_context(),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            draft = draft_export(program, program.flat.tensors, strict=False, dynamic_shapes=shapes)
+    except Exception:  # a diagnosis is extra: the front ends' own reasons stand without it
+        return ()
+    report: Any = getattr(draft, "_report", None)
+    found = () if report is None else dict.fromkeys(_said(report))
+    return tuple(found)[:_MOST]
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without the draft's own report. It is made from what torch logs, so that must go on being logged."""
+    names = ("torch.fx.experimental.symbolic_shapes", "torch.export._draft_export")
+    loggers = [logging.getLogger(name) for name in names]
+    try:
+        for logger in loggers:
+            logger.addFilter(_nothing)
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+def _said(report: Any) -> Iterator[str]:
+    # The report knows the files that it heard of first; torch numbers each once in a process.
+    files = {number: name for name, number in INTERN_TABLE.items()} | report.str_to_filename
+    for failure in report.failures:
+        kind, data = failure.failure_type.name, failure.data
+        if kind == "MISSING_FAKE_KERNEL":
+            yield f"operator {data['op']} has no fake kernel; register one with torch.library.register_fake"
+        elif kind == "MISMATCHED_FAKE_KERNEL":
+            yield f"the fake kernel of operator {data['op']} is wrong: {data['reason']}"
+        elif (line := _line(data["user_stack"], files)) is not None:
+            on_sizes = kind == "GUARD_ADDED" and not re.search(r"\bz?u[f]?\d", data["expr"])
+            depends = "the batch size, and fixes it" if on_sizes else "the values of a tensor"
+            yield f"{line[0]} depends on {depends}: {line[1]}"
+
+
+def _line(stack: list[Mapping[str, Any]], files: Mapping[int, str]) -> tuple[str, str] | None:
+    """The innermost line of the stack outside torch: its place, and its text."""
+    for frame in reversed(stack):
+        name = files.get(frame["filename"])
+        if name is None or _TORCH in Path(name).resolve().parents:
+            continue
+        text = linecache.getline(name, frame["line"]).strip() or str(frame.get("loc", ""))
+        return f"{Path(name).name}:{frame['line']}", text
+    return None

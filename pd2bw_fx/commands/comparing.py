@@ -1,0 +1,109 @@
+"""The command that sets the methods side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.commands.common import loaded, model_command, named_cluster, named_model
+from pd2bw_fx.compare import Figures, LeftOut, Training, compare
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.passes.schedule import METHODS
+from pd2bw_fx.report.compared import compared_svg
+from pd2bw_fx.report.picture import write_picture
+from pd2bw_fx.train import optimizer_named, text_batches
+from pd2bw_fx.units import format_bytes
+
+_COLUMNS = ("method", "simulated/s", "idle", "memory / limit", "versions", "delay")
+_TRAINED = ("measured/s", "loss")
+
+
+def add(commands: Any) -> None:
+    """compare"""
+    parser = model_command(
+        commands,
+        "compare",
+        "every training method on one model and one cluster",
+        "pd2bw-fx compare gpt --cluster cluster.toml --simulate -o compare.svg",
+    )
+    parser.add_argument("--simulate", action="store_true", help="do not train, only simulate")
+    parser.add_argument("--updates", type=int, default=20, help="updates to train (default 20)")
+    parser.add_argument("--microbatches", type=int, help="microbatches an update (twice the devices)")
+    parser.add_argument("--data", help="module:callable that gives an iterable of batches (default: text)")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, or module:callable (adamw)")
+    parser.add_argument("--lr", type=float, help="learning rate (default: torch's)")
+    parser.add_argument("-o", "--output", type=Path, help="the timelines on one axis, as .svg or .png")
+    parser.add_argument("--json", action="store_true", help="the figures as JSON, for machines")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    if options.updates < 1:
+        raise InputError(f"--updates is {options.updates}; at least one is needed")
+    model, cluster = named_model(options), Cluster.of(named_cluster(options))
+    training = None
+    if not options.simulate:
+        training = Training(
+            batches=loaded(options.data)
+            if options.data
+            else lambda pipe: text_batches(pipe, options.updates),
+            optimizer=optimizer_named(options.optimizer, options.lr, loaded),
+        )
+    found = []
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("methods", total=sum(method.trains for method in METHODS.values()))
+        figures = compare(model, cluster, microbatches_per_update=options.microbatches, training=training)
+        for each in figures:
+            found.append(each)
+            progress.update(task, advance=1, description=each.method)
+    used = [each for each in found if isinstance(each, Figures)]
+    left_out = [each for each in found if isinstance(each, LeftOut)]
+    if options.output is not None:
+        if not used:
+            raise InputError("no method can be used here; there is no timeline to draw")
+        write_picture(compared_svg([each.timeline for each in used]), options.output)
+    if options.json:
+        rest = [{"method": e.method, "reason": e.reason, "fits": e.fits} for e in left_out]
+        print(json.dumps({"methods": [each.to_json() for each in used], "left_out": rest}))
+    else:
+        _print(used, left_out, is_trained=training is not None)
+    return 0
+
+
+def _print(used: Sequence[Figures], left_out: Sequence[LeftOut], *, is_trained: bool) -> None:
+    table = Table(*_COLUMNS, *(_TRAINED if is_trained else ()))
+    for each in used:
+        memory = each.fullest
+        least, most = each.delays
+        cells = [
+            each.method,
+            f"{each.microbatches_per_s:.4g}",
+            f"{each.bubble:.1%}",
+            f"{format_bytes(memory.total_bytes)} of {format_bytes(memory.limit_bytes)}",
+            str(each.versions),
+            str(most) if least == most else f"{least} to {most}",
+        ]
+        if is_trained:
+            cells += [_shown(each.measured_per_s), _shown(each.loss)]
+        table.add_row(*cells)
+    Console().print(table)
+    print("/s: microbatches a second; memory: the fullest device's; delay: updates a gradient is behind")
+    for left in left_out:
+        print(f"{left.method} {'is left out' if left.fits else 'does not fit'}: {left.reason}")
+    for each in used:
+        if each.not_trained is not None:
+            print(f"{each.method} was not trained: {each.not_trained}")
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

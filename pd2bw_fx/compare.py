@@ -1,0 +1,157 @@
+"""Every training method on one model and one cluster: what it would take, and what its loss is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pd2bw_fx.actions import Kind
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.errors import InfeasibleError, InputError, Pd2bwError
+from pd2bw_fx.passes.schedule import METHODS
+from pd2bw_fx.passes.split import split
+from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.timeline import Timeline
+
+_UPDATES_SIMULATED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a device holds at its worst moment, all of its stages together, and what it has."""
+
+    device: str
+    total_bytes: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One method's. The first three are simulated; `loss` and `measured_per_s` are of a real run.
+
+    `delays`: by how many updates the weights of a forward or backward are behind, the least and the most.
+    """
+
+    method: str
+    microbatches_per_s: float
+    bubble: float
+    timeline: Timeline
+    memory: tuple[DeviceMemory, ...]
+    versions: int
+    delays: tuple[int, int]
+    loss: float | None = None
+    measured_per_s: float | None = None
+    not_trained: str | None = None  # why
+
+    @property
+    def fullest(self) -> DeviceMemory:
+        return max(self.memory, key=lambda device: device.total_bytes / device.limit_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "method": self.method,
+            "microbatches_per_s": self.microbatches_per_s,
+            "bubble": self.bubble,
+            "memory": {d.device: [d.total_bytes, d.limit_bytes] for d in self.memory},
+            "versions": self.versions,
+            "delays": list(self.delays),
+            "loss": self.loss,
+            "measured_microbatches_per_s": self.measured_per_s,
+            "not_trained": self.not_trained,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A method that cannot be used here, and why. `fits`: it is refused for another reason than memory."""
+
+    method: str
+    reason: str
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What each method is trained with, for as many updates as there are batches."""
+
+    batches: Callable[[Pipeline], Iterable[Any]]
+    optimizer: Callable[[Any], Optimizer]
+
+
+def compare(
+    model: nn.Module,
+    cluster: Cluster,
+    *,
+    microbatches_per_update: int | None = None,
+    training: Training | None = None,
+    **options: Any,
+) -> Iterator[Figures | LeftOut]:
+    """One after another, every method that trains, planned for itself with the same microbatches an update.
+
+    `microbatches_per_update`: twice the devices unless said otherwise. With `training` each is also trained
+    with local processes, from the model's weights. `options` are those of `split`.
+    """
+    m = microbatches_per_update or 2 * len(cluster)
+    for name, method in METHODS.items():
+        if not method.trains:
+            continue
+        try:
+            pipe = split(model, cluster=cluster, method=name, microbatches_per_update=m, **options)
+            timeline = pipe.simulate(num_updates=_UPDATES_SIMULATED)
+        except (InputError, InfeasibleError) as error:
+            yield LeftOut(name, str(error), not isinstance(error, InfeasibleError))
+        else:
+            # Measured twice, the same operator has two times: one measurement is for all.
+            options = {**options, "costs": pipe.costs}
+            yield _figures(name, pipe, timeline, training)
+
+
+def _figures(name: str, pipe: Pipeline, timeline: Timeline, training: Training | None) -> Figures:
+    loss, measured_per_s, not_trained = None, None, None
+    if training is not None:
+        try:
+            result = pipe.train_local(training.batches(pipe), optimizer=training.optimizer)
+            loss, measured_per_s = result.losses[-1], result.metrics.throughput
+        except Pd2bwError as error:
+            not_trained = str(error)
+    return Figures(
+        method=name,
+        microbatches_per_s=timeline.throughput,
+        bubble=timeline.bubble,
+        timeline=timeline,
+        memory=tuple(_memory(pipe.plan)),
+        versions=pipe.schedule.weight_versions,
+        delays=_delays(timeline),
+        loss=loss,
+        measured_per_s=measured_per_s,
+        not_trained=not_trained,
+    )
+
+
+def _memory(plan: Plan) -> Iterator[DeviceMemory]:
+    for name in dict.fromkeys(stage.device_name for stage in plan.stages):
+        held = [stage for stage in plan.stages if stage.device_name == name]
+        # Where a device has several stages, each was given its share of the limit.
+        yield DeviceMemory(
+            name,
+            sum(stage.memory.total_bytes for stage in held),
+            sum(stage.memory_limit_bytes for stage in held),
+        )
+
+
+def _delays(timeline: Timeline) -> tuple[int, int]:
+    """Of the last updates, for the first ones run on the initial weights whatever the method."""
+    m = timeline.microbatches_per_update
+    last = max((event.microbatch // m for event in timeline.events), default=0)
+    behind = [
+        event.microbatch // m - event.version
+        for event in timeline.events
+        if event.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT)
+        and event.microbatch // m > last // 2
+    ]
+    return min(behind, default=0), max(behind, default=0)

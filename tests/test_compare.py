@@ -1,0 +1,103 @@
+"""All methods side by side: whoever is registered is there, with figures or with a reason."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from pd2bw_fx import compare as module
+from pd2bw_fx.cli import main
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.compare import Figures, LeftOut, Training, compare
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.models import build
+from pd2bw_fx.passes.schedule import METHODS
+from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.report.compared import compared_svg
+
+FAST = {"bytes_per_s": 1e12, "latency_s": 1e-9, "memory_bytes": "1 GiB"}
+
+
+def test_every_method_that_trains_has_figures_or_a_reason() -> None:
+    found = list(compare(build("mlp"), Cluster.uniform(3, **FAST), costs="analytic", check=False))
+
+    assert [each.method for each in found] == [n for n, method in METHODS.items() if method.trains]
+    figures = {each.method: each for each in found if isinstance(each, Figures)}
+    assert all(each.reason for each in found if isinstance(each, LeftOut))
+    assert (figures["2bw"].versions, figures["2bw"].delays) == (2, (1, 1))
+    assert (figures["1f1b"].versions, figures["1f1b"].delays) == (1, (0, 0))
+    assert figures["2bw"].microbatches_per_s > figures["gpipe"].microbatches_per_s
+    assert figures["2bw"].bubble < figures["gpipe"].bubble
+    assert len(figures["2bw"].memory) == 3
+    assert json.loads(json.dumps(figures["2bw"].to_json()))["delays"] == [1, 1]
+    assert {each.timeline.microbatches_per_update for each in figures.values()} == {6}
+
+
+def test_a_method_that_does_not_fit_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "METHODS", {"2bw": METHODS["2bw"]})
+    small = Cluster.uniform(2, **(FAST | {"memory_bytes": "1 KiB"}))
+
+    (found,) = compare(build("mlp"), small, costs="analytic", check=False)
+
+    assert isinstance(found, LeftOut)
+    assert not found.fits
+
+
+def test_training_adds_loss_and_speed_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "METHODS", {name: METHODS[name] for name in ("1f1b", "gpipe")})
+    batch = (torch.zeros(8, 32), torch.zeros(8, dtype=torch.long))
+
+    def batches(pipe: Pipeline) -> list[tuple[torch.Tensor, ...]]:
+        if pipe.plan.method == "1f1b":
+            raise InputError("no data for it")
+        return [batch] * 2
+
+    training = Training(batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    first, second = compare(
+        build("mlp"), Cluster.uniform(2, **FAST), training=training, costs="analytic", check=False
+    )
+
+    assert isinstance(first, Figures)
+    assert isinstance(second, Figures)
+    assert first.loss is None
+    assert first.not_trained == "no data for it"
+    assert second.loss is not None
+    assert second.measured_per_s is not None
+
+
+def test_timelines_stand_above_one_another_on_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "METHODS", {name: METHODS[name] for name in ("2bw", "gpipe")})
+    found = compare(build("mlp"), Cluster.uniform(2, **FAST), costs="analytic", check=False)
+    timelines = [each.timeline for each in found if isinstance(each, Figures)]
+
+    picture = ElementTree.fromstring(compared_svg(timelines))
+
+    namespace = "{http://www.w3.org/2000/svg}"
+    groups = picture.findall(f"{namespace}g")
+    assert len(groups) == len(timelines)
+    ticks = [
+        [(text.get("x"), text.text) for text in group.iter(f"{namespace}text") if text.get("text-anchor")]
+        for group in groups
+    ]
+    axes = [{tick for tick in own if tick[0] and tick[1] in ("0", "ms", "us")} for own in ticks]
+    assert all(axis & axes[0] for axis in axes)
+
+
+def test_the_command_prints_a_table_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = {name: METHODS[name] for name in ("2bw", "gpipe")}
+    monkeypatch.setattr(module, "METHODS", chosen)
+    monkeypatch.setattr("pd2bw_fx.commands.comparing.METHODS", chosen)
+    arguments = ["compare", "mlp", "--cluster", "2", "--simulate"]
+
+    assert main([*arguments, "-o", str(tmp_path / "compare.png")]) == 0
+    table = capsys.readouterr().out
+
+    assert "simulated/s" in table
+    assert "gpipe" in table
+    assert (tmp_path / "compare.png").stat().st_size > 5000
+    assert main(["compare", str(tmp_path), "--simulate"]) == 1
+    assert "name the model itself" in capsys.readouterr().err

@@ -1,0 +1,54 @@
+"""What stops torch.export is named by line and cause, whether or not another front end carries the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx.errors import TraceError
+from pd2bw_fx.passes.trace import trace
+
+
+def test_the_error_names_every_line_that_depends_on_values() -> None:
+    class Choosy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.head(x)
+            self.calls += 1
+            if y.sum() > 0:
+                y = y * 2
+            if x.mean() > 0:
+                y = y + 1
+            return y.mean()
+
+    model = Choosy()
+    before = torch.get_rng_state()
+
+    with pytest.raises(TraceError) as raised:
+        trace(model, (torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),))
+
+    assert "depends on the values of a tensor: if y.sum() > 0:" in str(raised.value)
+    assert "depends on the values of a tensor: if x.mean() > 0:" in str(raised.value)
+    assert model.calls == 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_report_names_the_line_that_fixes_the_batch_size() -> None:
+    class Even(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = 2.0 if x.shape[0] == 6 else 1.0
+            return (self.head(x) * scale).mean()
+
+    report = trace(Even(), (torch.randn(6, 4),)).report
+
+    assert report.tracer == "export-static"
+    assert any("x.shape[0] == 6" in note and "fixes it" in note for note in report.notes)
