@@ -5,19 +5,25 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
+import time
+import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from pd2bw_fx.errors import InputError, Pd2bwError
+from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
 from pd2bw_fx.runtime.failure import translated
 from pd2bw_fx.runtime.job import Job, Work, jobs, work_for
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
+
+_MEETING = "pd2bw_fx/meeting"
+_MEETING_S = 0.05  # between two looks
 
 
 def local_device(name: str) -> torch.device:
@@ -42,8 +48,41 @@ def join_world(timeout_s: float) -> bool:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    limit = datetime.timedelta(seconds=timeout_s)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        dist.init_process_group(backend, timeout=limit)
+    else:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+        store = _of_this_attempt(store, rank, world_size, timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     return True
+
+
+def _of_this_attempt(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+    """The store without what ranks of an earlier attempt have left in it: addresses that nobody listens at.
+
+    Every rank says a word that it has made up, rank 0 answers it with a name for the attempt, until all have
+    taken the answer to their own word.
+    """
+    deadline = time.monotonic() + timeout_s
+    word = attempt = uuid.uuid4().hex
+    store.set(f"{_MEETING}/word/{rank}", word)
+    while time.monotonic() < deadline:
+        if rank == 0:
+            for other in range(world_size):
+                if store.check([f"{_MEETING}/word/{other}"]):
+                    heard = store.get(f"{_MEETING}/word/{other}").decode()
+                    store.set(f"{_MEETING}/answer/{other}", f"{heard} {attempt}")
+        if store.check([f"{_MEETING}/answer/{rank}"]):
+            heard, answer = store.get(f"{_MEETING}/answer/{rank}").decode().split()
+            if heard == word:
+                store.set(f"{_MEETING}/taken/{answer}/{rank}", "")
+                if rank != 0:
+                    return PrefixStore(answer, store)
+        if rank == 0 and store.check([f"{_MEETING}/taken/{attempt}/{other}" for other in range(world_size)]):
+            return PrefixStore(attempt, store)
+        time.sleep(_MEETING_S)
+    raise WorkerError(f"not all of {world_size} ranks have come together within {timeout_s:.0f} s")
 
 
 def job_of_this_rank(
