@@ -33,6 +33,7 @@ from pd2bw_fx.models.text import byte_batches
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.loss import Loss
+from pd2bw_fx.runtime.setup import Precision
 
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 _REPORTS_A_RUN = 20
@@ -51,6 +52,8 @@ class TrainOptions:
     as_json: bool = False
     output: Path | None = None  # for the trained weights, as safetensors
     metrics: Path | None = None  # for what the run measured
+    replicas: int | None = None
+    precision: Precision | None = None
 
 
 def is_under_torchrun() -> bool:
@@ -160,6 +163,8 @@ def run_training(
         optimizer=optimizer,
         microbatches_per_update=options.microbatches_per_update,
         method=options.method,
+        replicas=options.replicas,
+        precision=options.precision,
     )
     with engine:
         first = 0

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from pd2bw_fx.actions import Action, Kind, Schedule
+from pd2bw_fx.actions import Action, Kind, Schedule, Shape
 from pd2bw_fx.errors import InputError, ScheduleError
-from pd2bw_fx.passes.schedule import build_schedule, check_schedule, weight_version
+from pd2bw_fx.passes.schedule import build_schedule, check_schedule, method_of
 from pd2bw_fx.passes.simulate import Durations, simulate_durations
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
@@ -89,8 +89,8 @@ def test_microbatches_in_flight_are_as_few_as_the_depth_below() -> None:
 
 
 def test_the_first_two_updates_run_on_the_initial_weights() -> None:
-    assert [weight_version("2bw", k, 2) for k in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
-    assert [weight_version("1f1b", k, 2) for k in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert [method_of("2bw").forward_version(Shape(2, 2), 0, k) for k in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert [method_of("1f1b").forward_version(Shape(2, 2), 0, k) for k in range(6)] == [0, 0, 1, 1, 2, 2]
 
 
 def test_after_a_flush_the_pipeline_fills_again_and_versions_go_on() -> None:

@@ -16,7 +16,7 @@ on which weight version. The engine executes its lists, the simulator times them
     zb-auto       zb_auto.py      synchronous: the same, in an order that an integer program found
 """
 
-from .build import SYNCHRONOUS, build_schedule, num_versions, schedule_of, stage_actions, weight_version
+from .build import SYNCHRONOUS, build_schedule, schedule_of
 from .check import check_schedule
 from .flushed import warm_up_forwards
 from .method import Method
@@ -35,10 +35,7 @@ __all__ = [
     "check_schedule",
     "find_orders",
     "method_of",
-    "num_versions",
     "schedule_of",
     "shape_of",
-    "stage_actions",
     "warm_up_forwards",
-    "weight_version",
 ]

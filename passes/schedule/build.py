@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pd2bw_fx.actions import Action, Schedule, Shape
+from pd2bw_fx.actions import Schedule, Shape
 
 from .methods import METHODS, method_of
 
@@ -52,29 +52,3 @@ def schedule_of(method: str, shape: Shape, *, updates: range, drain: bool, empty
         weight_versions=max(chosen.num_versions(shape, stage) for stage in range(shape.num_stages)),
         shape=shape,
     )
-
-
-def stage_actions(
-    method: str,
-    num_stages: int,
-    stage: int,
-    *,
-    microbatches_per_update: int,
-    updates: range,
-    drain: bool,
-    empty_before: int = 0,
-    slack: float = 0.0,
-) -> tuple[Action, ...]:
-    """One stage's list of `build_schedule`, where every stage has one rank."""
-    shape = Shape(num_stages, microbatches_per_update, slack)
-    return method_of(method).actions(shape, stage, updates=updates, drain=drain, empty_before=empty_before)
-
-
-def num_versions(method: str) -> int:
-    """Weight versions alive at any one time, of a method that has as many at every stage."""
-    return method_of(method).num_versions(Shape(1, 1), 0)
-
-
-def weight_version(method: str, microbatch: int, microbatches_per_update: int) -> int:
-    """The version that a microbatch runs on, of a method that has the same at every stage."""
-    return method_of(method).forward_version(Shape(1, microbatches_per_update), 0, microbatch)

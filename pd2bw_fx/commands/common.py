@@ -14,6 +14,7 @@ from pd2bw_fx.commands.progress import ProgressLine
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.models import MODELS, build
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
+from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline, load
 
@@ -65,6 +66,15 @@ def named_onnx(options: argparse.Namespace) -> OnnxPipeline:
     return split(str(options.model), cluster=named_cluster(options))
 
 
+def add_method(parser: argparse.ArgumentParser) -> None:
+    """--method, and what a model is split for with it."""
+    trained = [name for name, method in METHODS.items() if method.trains]
+    parser.add_argument(
+        "--method", metavar="METHOD", help=f"{', '.join(trained)} (default: the plan's, else 2bw)"
+    )
+    parser.add_argument("--chunks", type=int, help="interleaved: stages on each device (default 2)")
+
+
 def named_pipeline(options: argparse.Namespace) -> Pipeline:
     """The pipeline that MODEL and --cluster mean: a saved one as it is, a model split here."""
     if is_onnx(options):
@@ -77,11 +87,14 @@ def named_pipeline(options: argparse.Namespace) -> Pipeline:
             raise InputError("a saved folder has its plan already; leave out --cluster, or split it again")
         return load(options.model)
     line = ProgressLine()
+    method = getattr(options, "method", None)
+    planned = {} if method is None else {"method": method, "chunks": getattr(options, "chunks", None)}
     pipe = split(
         _model(options.model),
         cluster=named_cluster(options),
         profile_cache=not options.no_profile_cache,
         progress=line,
+        **planned,
     )
     line.close()
     return pipe

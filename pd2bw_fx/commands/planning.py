@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from pd2bw_fx.commands.common import (
+    add_method,
     command,
     is_onnx,
     model_command,
@@ -97,7 +98,7 @@ def add(commands: Any) -> None:
         "what a schedule would take on the plan's times",
         "pd2bw-fx simulate gpt --cluster 4 --method 1f1b -o timeline.svg",
     )
-    simulate.add_argument("--method", help="2bw, 1f1b or gpipe (default: the plan's)")
+    add_method(simulate)
     simulate.add_argument("--microbatches", type=int, help="microbatches an update (default: the plan's)")
     simulate.add_argument("--updates", type=int, default=8, help="updates to simulate (default 8)")
     simulate.add_argument("--jitter", type=float, default=0.0, help="relative spread of compute times")

@@ -11,10 +11,11 @@ from typing import Any
 
 from rich.console import Console
 
-from pd2bw_fx.commands.common import command, loaded, model_command, named_pipeline, saved_folder
+from pd2bw_fx.commands.common import add_method, command, loaded, model_command, named_pipeline, saved_folder
 from pd2bw_fx.demo import run_demo
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.metrics import FILE
+from pd2bw_fx.runtime.job import work_for
 from pd2bw_fx.train import (
     TrainOptions,
     is_under_torchrun,
@@ -49,8 +50,10 @@ def add(commands: Any) -> None:
     train.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, or module:callable (adamw)")
     train.add_argument("--lr", type=float, help="learning rate (default: torch's)")
     train.add_argument("--updates", type=int, default=300, help="updates in all (default 300)")
-    train.add_argument("--method", help="2bw, 1f1b or gpipe (default: the plan's)")
+    add_method(train)
     train.add_argument("--microbatches", type=int, help="microbatches an update (default: the plan's)")
+    train.add_argument("--replicas", type=int, help="processes for each stage (default 1)")
+    train.add_argument("--precision", choices=("bf16", "fp16"), help="compute under autocast")
     train.add_argument("--checkpoint", type=Path, help="folder to write to, and to go on from")
     train.add_argument("--every", type=int, default=100, help="updates between checkpoints (default 100)")
     train.add_argument("--json", action="store_true", help="a line of JSON for each report, for machines")
@@ -93,6 +96,8 @@ def _train(options: argparse.Namespace) -> int:
             as_json=options.json,
             output=options.output,
             metrics=options.metrics,
+            replicas=options.replicas,
+            precision=options.precision,
         ),
         console=Console(quiet=not is_first),
     )
@@ -100,7 +105,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_here(options: argparse.Namespace) -> int:
-    """Split once, and have torchrun's launcher start one process for each stage."""
+    """Split once, and have torchrun's launcher start one process for each rank."""
     given = sys.argv[1:] if options.arguments is None else list(options.arguments)
     if options.metrics is not None:
         given += ["--metrics", str(options.metrics)]
@@ -113,5 +118,11 @@ def _train_here(options: argparse.Namespace) -> int:
             if at is not None:
                 del given[at : at + 2]
         given[given.index(options.model)] = str(Path(folder) / "pipeline")
-        start_processes(pipe.plan.num_stages, given)
+        work = work_for(
+            pipe,
+            method=options.method,
+            microbatches_per_update=options.microbatches,
+            replicas=options.replicas,
+        )
+        start_processes(work.num_ranks, given)
         return 0

@@ -61,7 +61,7 @@ class Engine:
         max_gradient_norm: float | None = None,
         precision: Precision | None = None,
         corrections: Sequence[Correction] = (),
-        on_update: Callable[[UpdateReport], None] | None = None,
+        on_report: Callable[[UpdateReport], None] | None = None,
         stop_at_nan: bool = True,
         device: torch.device | str | None = None,
         timeout_s: float = _TIMEOUT_S,
@@ -102,7 +102,7 @@ class Engine:
         )
         self._weights.optimize_with(optimizer, lr_scheduler, parameter_options)
         self._log = LossLog(
-            on_update,
+            on_report,
             stop_at_nan=stop_at_nan,
             source=job.name_of(job.ranks_of(job.loss_stage)[0]),
             microbatches_per_update=job.microbatches_per_update,
@@ -150,7 +150,7 @@ class Engine:
         - `vertical_sync` (pipedream): all stages use the version that every one of them has.
         - `corrections` (pb, pipemare): what is done about the delay, from `pd2bw_fx.runtime.corrections`.
 
-        `on_update` is called on every rank with an `UpdateReport` when an update's loss has arrived, in order
+        `on_report` is called on every rank with an `UpdateReport` when an update's loss has arrived, in order
         and a few updates late. `stop_at_nan` ends the run a few updates after a loss that is no finite
         number. A rank that gives no sign of life for `silence_s` while others wait for it ends them (0:
         never, but for `timeout_s`). `device` completes the options.

@@ -12,7 +12,7 @@ from pd2bw_fx.actions import Shape
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ParameterSpec
-from pd2bw_fx.passes.schedule import Method, method_of, warm_up_forwards
+from pd2bw_fx.passes.schedule import METHODS, Method, method_of, warm_up_forwards
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
 
@@ -34,10 +34,6 @@ class Work:
     @property
     def num_ranks(self) -> int:
         return self.rules.num_ranks(self.shape)
-
-    def check(self) -> None:
-        """Raises InputError for numbers that do not go with the method."""
-        self.rules.check(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +114,7 @@ class Job:
 
 
 def work_for(
-    plan: Plan,
+    pipeline: Pipeline,
     *,
     method: str | None = None,
     microbatches_per_update: int | None = None,
@@ -126,28 +122,25 @@ def work_for(
     replicas: int | tuple[int, ...] | None = None,
     vertical_sync: bool = False,
 ) -> Work:
-    """What a plan, and what a user wants otherwise than the plan, come to.
+    """What a pipeline, and what a user wants otherwise than it was planned, come to.
 
     `replicas` is one number for all stages, or one for each. Raises InputError for a method that does not
-    train; whether it can use the numbers, `Work.check` says.
+    train, and for numbers that do not go with the method.
     """
-    rules = method_of(method or plan.method)
+    rules = method_of(method or pipeline.plan.method)
     if not rules.trains:
-        trained = "2bw, 1f1b or gpipe"
-        raise InputError(f"method {rules.name!r} does not train; expected one that does, such as {trained}")
-    devices = {stage.device for stage in plan.stages}
-    if isinstance(replicas, int):
-        replicas = None if replicas == 1 else (replicas,) * plan.num_stages
-    shape = Shape(
-        plan.num_stages,
-        microbatches_per_update or plan.microbatches_per_update,
-        replicas=replicas,
-        chunks=plan.num_stages // len(devices),
+        trained = [name for name, known in METHODS.items() if known.trains]
+        raise InputError(f"method {rules.name!r} does not train; expected one of {', '.join(trained)}")
+    shape = pipeline.shape(
+        method,
+        microbatches_per_update=microbatches_per_update,
+        slack=0.0 if slack == "auto" else slack,
+        replicas=None if replicas == 1 else replicas,
         vertical_sync=vertical_sync,
     )
-    if slack == "auto":
-        slack = chosen_slack(plan, rules.name, shape)
-    return Work(rules.name, replace(shape, slack=slack))
+    if slack == "auto" and rules.name == "2bw":
+        shape = replace(shape, slack=chosen_slack(pipeline.plan, shape))
+    return Work(rules.name, shape)
 
 
 def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
@@ -203,10 +196,8 @@ def _ranks(plan: Plan, work: Work) -> tuple[int, ...]:
     return tuple(range(work.num_ranks))
 
 
-def chosen_slack(plan: Plan, method: str, shape: Shape) -> float:
+def chosen_slack(plan: Plan, shape: Shape) -> float:
     """The most slack of 1, 1/2 and 0 that two weight versions allow and every device's memory holds."""
-    if method != "2bw":
-        return 0.0
     each = shape.microbatches_per_update // shape.replicas_of(0)
     return next(s for s in (1.0, 0.5, 0.0) if s == 0.0 or _holds(plan, each, s))
 

@@ -89,14 +89,13 @@ def train_local(
     leave no process behind.
     """
     work = work_for(
-        pipeline.plan,
+        pipeline,
         method=method,
         microbatches_per_update=microbatches_per_update,
         slack=slack,
         replicas=replicas,
         vertical_sync=vertical_sync,
     )
-    work.check()
     prepared = jobs(pipeline, work)
     threads = threads_per_worker or max(1, len(os.sched_getaffinity(0)) // len(prepared))
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:

@@ -2,7 +2,7 @@
 
 writer = SummaryWriter()
 engine = pipe.engine(
-    optimizer=..., on_update=lambda report: writer.add_scalar("loss", report.loss, report.update)
+    optimizer=..., on_report=lambda report: writer.add_scalar("loss", report.loss, report.update)
 )
 """
 
@@ -39,14 +39,14 @@ class LossLog:
 
     def __init__(
         self,
-        on_update: Callable[[UpdateReport], None] | None,
+        on_report: Callable[[UpdateReport], None] | None,
         *,
         stop_at_nan: bool,
         source: str,
         microbatches_per_update: int,
         learning_rates: Callable[[], tuple[float, ...]],
     ) -> None:
-        self._on_update = on_update
+        self._on_report = on_report
         self._stop_at_nan = stop_at_nan
         self._source = source
         self._microbatches_per_update = microbatches_per_update
@@ -71,9 +71,9 @@ class LossLog:
                 f"the loss of update {loss.update} is {loss.item()}, computed by {self._source}; try a lower "
                 "learning rate, a warm-up or max_gradient_norm, or go on regardless with stop_at_nan=False"
             )
-        if self._on_update is None or not loss.is_of_training:
+        if self._on_report is None or not loss.is_of_training:
             return
         now_s = time.perf_counter()
         seconds, self._told_s = now_s - self._told_s, now_s
         rate = self._microbatches_per_update / seconds
-        self._on_update(UpdateReport(loss.update, loss.item(), seconds, rate, self._learning_rates()))
+        self._on_report(UpdateReport(loss.update, loss.item(), seconds, rate, self._learning_rates()))

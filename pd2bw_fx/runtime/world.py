@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
 from pd2bw_fx.runtime.failure import translated
@@ -52,7 +53,7 @@ def join_world(timeout_s: float) -> bool:
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         dist.init_process_group(backend, timeout=limit)
     else:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+        store, rank, world_size = next(rendezvous("env://", timeout=limit))
         store = _of_this_attempt(store, rank, world_size, timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     return True
@@ -101,16 +102,15 @@ def job_of_this_rank(
         try:
             if pipeline is None:
                 raise InputError("rank 0 must have the pipeline; the other ranks may pass None")
-            work = work_for(
-                pipeline.plan,
+            work = _checked_work(
+                pipeline,
+                world_size,
                 method=method,
                 microbatches_per_update=microbatches_per_update,
                 slack=slack,
                 replicas=replicas,
                 vertical_sync=vertical_sync,
             )
-            _check_size(work, world_size)
-            work.check()
             answers = list(jobs(pipeline, work))
         except Pd2bwError as error:
             answers = [error] * world_size
@@ -123,16 +123,27 @@ def job_of_this_rank(
     return job
 
 
-def _check_size(work: Work, world_size: int) -> None:
-    if world_size == work.num_ranks:
-        return
-    shape = work.shape
-    has = f"has {shape.num_stages} stages"
-    if work.num_ranks != shape.num_stages:
-        has += f", which {work.method} runs on {work.num_ranks} ranks,"
-    raise InputError(
-        f"the pipeline {has} and there are {world_size} processes; start {work.num_ranks} "
-        f"(torchrun --nproc-per-node {work.num_ranks}), or split for {world_size}"
+def _checked_work(pipeline: Pipeline, world_size: int, **wanted: Any) -> Work:
+    """Where the number of processes is wrong too, that is said first."""
+    try:
+        work = work_for(pipeline, **wanted)
+    except InputError:
+        num_devices = len({stage.device for stage in pipeline.plan.stages})
+        if wanted["replicas"] is None and world_size != num_devices:
+            raise _wrong_size(pipeline.plan.num_stages, num_devices, world_size) from None
+        raise
+    if world_size != work.num_ranks:
+        raise _wrong_size(work.shape.num_stages, work.num_ranks, world_size)
+    return work
+
+
+def _wrong_size(num_stages: int, num_ranks: int, world_size: int) -> InputError:
+    has = f"has {num_stages} stages"
+    if num_ranks != num_stages:
+        has += f", which are trained on {num_ranks} ranks,"
+    return InputError(
+        f"the pipeline {has} and there are {world_size} processes; start {num_ranks} "
+        f"(torchrun --nproc-per-node {num_ranks}), or split for {world_size}"
     )
 
 
