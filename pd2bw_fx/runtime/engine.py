@@ -185,6 +185,11 @@ class Engine:
         return self.job.rank
 
     @property
+    def loss_scale(self) -> float:
+        """fp16's, for the newest weights; 1 without."""
+        return self._weights.loss_scale(self._weights.newest)
+
+    @property
     def stages(self) -> tuple[int, ...]:
         return self.job.stages
 

@@ -1,0 +1,76 @@
+"""Optimizers that lose less than AdamW to gradients that are one update late, as 2BW's are.
+
+`docs/PERFORMANCE.md` has what each of them loses; none is a default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Muon, NAdam, Optimizer
+
+
+def nadamw(
+    parameters: Any,
+    lr: float = 1e-3,
+    *,
+    betas: tuple[float, float] = (0.99, 0.999),
+    weight_decay: float = 0.01,
+    **options: Any,
+) -> NAdam:
+    """torch's NAdam with decoupled decay and a long first moment: asynchronous Nesterov (ICML 2025)."""
+    return NAdam(
+        parameters, lr=lr, betas=betas, weight_decay=weight_decay, decoupled_weight_decay=True, **options
+    )
+
+
+class MuonWithAdamW(Optimizer):
+    """torch's Muon for matrices, AdamW for everything else, as one optimizer.
+
+    Muon's step is given AdamW's size (`adjust_lr_fn="match_rms_adamw"`), so that one learning rate serves
+    both. A group with `"kind": "adamw"` leaves its matrices to AdamW, as is usual for embeddings and heads.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Any], lr: float = 1e-3, *, weight_decay: float = 0.01, **adamw: Any
+    ) -> None:
+        given = list(parameters)
+        groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
+        parts: list[dict[str, Any]] = []
+        for group in groups:
+            own = {"lr": lr, "weight_decay": weight_decay} | group
+            held = list(own.pop("params"))
+            kind = own.pop("kind", "muon")
+            matrices = [p for p in held if p.ndim == 2 and kind == "muon"]
+            others = [p for p in held if not (p.ndim == 2 and kind == "muon")]
+            parts += [own | {"params": matrices, "kind": "muon"}] * bool(matrices)
+            parts += [own | {"params": others, "kind": "adamw"}] * bool(others)
+        self._inner: dict[str, Optimizer] = {}
+        muon, rest = ([p for p in parts if p["kind"] == kind] for kind in ("muon", "adamw"))
+        if muon:
+            self._inner["muon"] = Muon(muon, lr=lr, adjust_lr_fn="match_rms_adamw")
+        if rest:
+            self._inner["adamw"] = AdamW(rest, lr=lr, **adamw)
+        super().__init__([g for inner in self._inner.values() for g in inner.param_groups], {})
+        self._join()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:  # type: ignore[override]
+        """One step of both. Raises ValueError for a closure, which would be evaluated twice."""
+        if closure is not None:
+            raise ValueError("MuonWithAdamW takes no closure; compute the gradients before the step")
+        for inner in self._inner.values():
+            inner.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._join()
+
+    def _join(self) -> None:
+        """Groups and state are the inner optimizers' own."""
+        for kind, inner in self._inner.items():
+            inner.param_groups = [group for group in self.param_groups if group["kind"] == kind]
+            inner.state = self.state
