@@ -3,8 +3,8 @@
     python benchmarks/delay.py [--updates 300] [--seeds 3] [-o delay.json] [--plot docs/delay.png]
 
 A GPT of 4 layers on real text, in one process by the rules of `runtime/reference.py`, which the engine
-equals. Every optimizer has its own learning rate, found with `--search` for synchronous training; all warm up over 20
-updates. The last loss is the mean of the last 20 updates.
+equals. Every optimizer has its own learning rate, found with `--search` for synchronous training; all warm up
+over 20 updates. The last loss is the mean of the last 20 updates.
 """
 
 from __future__ import annotations

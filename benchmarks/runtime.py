@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,11 @@ def made(pipe: pd2bw_fx.Pipeline | None, model: GPT, m: int) -> dict[str, tuple[
     """Each contender: one update, and what to do at the end of a round."""
     engines = {
         method: pd2bw_fx.Engine.from_pipeline(
-            pipe, optimizer=OPTIMIZER, microbatches_per_update=m, method=method
+            pipe, optimizer=OPTIMIZER, microbatches_per_update=m, method=method, silence_s=0
         )
         for method in ("2bw", "1f1b", "gpipe")
     }
-    job = engines["2bw"].job
+    job = replace(engines["2bw"].job, tensors=engines["2bw"].tensors())
     batch = model.example_inputs(batch_size=MICROBATCH * m)
     contenders: dict[str, tuple[Update, Update]] = {
         method: (functools.partial(engine.step, batch), engine.flush) for method, engine in engines.items()

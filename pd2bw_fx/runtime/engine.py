@@ -14,6 +14,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -100,6 +101,7 @@ class Engine:
             precision=precision,
             corrections=corrections,
         )
+        self.job = replace(job, tensors={})  # the weights are the store's now
         self._weights.optimize_with(optimizer, lr_scheduler, parameter_options)
         self._log = LossLog(
             on_report,

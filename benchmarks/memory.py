@@ -1,0 +1,126 @@
+"""Peak memory of every stage, as planned and as the engine allocates it, for methods with and without
+recomputation.
+
+    python benchmarks/memory.py [--processes 2] [-o memory.json]
+
+Each rank records all that torch's allocator gives out, from the making of the engine on, over three updates.
+Exits with 1 if a peak is more than 5% from its plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+
+import pd2bw_fx
+from pd2bw_fx.models.gpt import GPT, GPTConfig
+
+CONFIG = GPTConfig(
+    vocab_size=512, sequence_length=128, num_layers=8, num_heads=8, width=256, dropout=0.0, tied=False
+)
+MICROBATCH, UPDATES = 4, 3
+METHODS = {"2bw": 4, "1f1b": 4, "gpipe": 4, "pipedream": 1}  # microbatches an update, a process
+OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
+TOLERANCE = 0.05
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        work(options)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        output = options.output or Path(folder) / "memory.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.processes)]
+        command += [__file__, *sys.argv[1:], "-o", str(output)]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        rows = json.loads(output.read_text())
+    print_table(rows)
+    return int(any(abs(row["planned"] / row["measured"] - 1) > TOLERANCE for row in rows))
+
+
+def work(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = GPT.from_config(CONFIG)
+    rows: list[dict[str, Any]] = []
+    for method, m in METHODS.items():
+        m = m if m == 1 else m * dist.get_world_size() // 2
+        for recompute in (False, True):
+            rows += compared(model, method, m, recompute)
+    if dist.get_rank() == 0:
+        options.output.write_text(json.dumps(rows, indent=1))
+    dist.destroy_process_group()
+
+
+def compared(model: GPT, method: str, m: int, recompute: bool) -> list[dict[str, Any]]:
+    pipe = None
+    if dist.get_rank() == 0:
+        pipe = pd2bw_fx.split(
+            model,
+            model.example_inputs(batch_size=MICROBATCH),
+            cluster=dist.get_world_size(),
+            method=method,
+            microbatches_per_update=m,
+            recompute=recompute,
+            check=False,
+        )
+    batch = model.example_inputs(batch_size=MICROBATCH * m)
+    with torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        engine = pd2bw_fx.Engine.from_pipeline(pipe, optimizer=OPTIMIZER, slack=0.0)
+        for _ in range(UPDATES * (1 if m > 1 else 8)):
+            engine.step(batch)
+        engine.flush()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    peaks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, most)
+    if pipe is None:
+        return []
+    return [
+        {
+            "method": method,
+            "recompute": recompute,
+            "stage": stage.stage,
+            "planned": stage.memory.total_bytes,
+            "measured": peaks[engine.job.ranks[stage.stage]],
+        }
+        for stage in pipe.plan.stages
+    ]
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    print("| method | recompute | stage | planned MiB | measured MiB | plan over measured |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        planned, measured = row["planned"] / 2**20, row["measured"] / 2**20
+        again = "yes" if row["recompute"] else "no"
+        print(
+            f"| {row['method']} | {again} | {row['stage']} | {planned:.1f} | {measured:.1f} "
+            f"| {planned / measured - 1:+.1%} |"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
