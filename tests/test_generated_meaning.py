@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pd2bw_fx
+from pd2bw_fx.models import build
 from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.program import tensors
 from pd2bw_fx.stage import build_module
@@ -163,3 +165,32 @@ class TestWhatTheModelSays:
         for cut in range(1, len(blocks)):
             plan = by_hand(case, {name: int(index >= cut) for index, name in enumerate(blocks)})
             assert compared(case, plan).worst.relative <= 2**-8
+
+
+def test_a_model_in_evaluation_mode_keeps_it() -> None:
+    pipe = pd2bw_fx.split(build("resnet").eval(), cluster=2, costs="analytic", check=False)
+
+    assert pipe.verify().exact
+    assert pipe.state_dict().keys() == build("resnet").state_dict().keys()
+
+
+class Idle(nn.Module):
+    """Has blocks, norms and a parameter that its forward never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.norm = nn.BatchNorm1d(4)
+        self.lone = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[3](torch.relu(self.blocks[0](x))).sum()
+
+
+def test_what_nobody_reads_keeps_its_place() -> None:
+    model = Idle()
+    pipe = pd2bw_fx.split(model, (torch.randn(2, 4),), cluster=2, costs="analytic")
+
+    found, expected = pipe.state_dict(), model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -127,7 +127,9 @@ class Attributes:
             f"{quoted(name)}: {self._element(_join(relative, name), child, spell)}"
             for name, child in node.children.items()
         )
-        return f"nn.ModuleDict({{{', '.join(pairs)}}})"
+        kinds = {child.kind for child in node.children.values()}
+        kind = "Parameter" if kinds == {"parameter"} else "Module"
+        return f"nn.{kind}Dict({{{', '.join(pairs)}}})"
 
     def refer(self, relative: str, owner: str = "self") -> str:
         """The expression for what is built at a path: self.blocks[3], self.blocks["7"].norm.weight."""

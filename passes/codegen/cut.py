@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ class Cut:
     source: Mapping[str, int | None]
     targets: Mapping[str, tuple[int, ...]]
     model_outputs: Mapping[str, str]  # value -> the model's name for it
+    unread: tuple[str, ...]  # parameters and buffers that no operator of any stage reads, and this one holds
 
 
 def cut(graph: OperatorGraph, plan: Plan) -> tuple[Cut, ...]:
@@ -38,9 +40,35 @@ def cut(graph: OperatorGraph, plan: Plan) -> tuple[Cut, ...]:
     outputs_at = _stages_of_outputs(graph, stage_of, plan.num_stages)
     needed = [_needed(graph, nodes, stage_of, outputs_at[s], s) for s in range(plan.num_stages)]
     received = [_received(graph, nodes, stage_of, names, s) for s, names in enumerate(needed)]
+    unread = _unread(graph, needed)
     return tuple(
-        _cut(graph, nodes, stage_of, s, needed[s], received, outputs_at[s]) for s in range(plan.num_stages)
+        _cut(graph, nodes, stage_of, s, needed[s], received, outputs_at[s], unread[s])
+        for s in range(plan.num_stages)
     )
+
+
+def _unread(graph: OperatorGraph, needed: Sequence[set[str]]) -> list[tuple[str, ...]]:
+    """They keep their place all the same: with the stage that has most of the modules around them."""
+    read = [
+        {name for o in operators if o in graph.operators for name in _tensors_of(graph, o)}
+        for operators in needed
+    ]
+    homes: list[list[str]] = [[] for _ in needed]
+    for name in (*graph.parameters, *graph.buffers):
+        if not any(name in names for names in read):
+            depths = [max((_common_depth(name, other) for other in names), default=0) for names in read]
+            homes[depths.index(max(depths))].append(name)
+    return [tuple(names) for names in homes]
+
+
+def _tensors_of(graph: OperatorGraph, operator: str) -> tuple[str, ...]:
+    return (*graph.operators[operator].parameters, *graph.operators[operator].buffers)
+
+
+def _common_depth(name: str, other: str) -> int:
+    """Of how many modules both are a part."""
+    pairs = zip(name.split(".")[:-1], other.split(".")[:-1], strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def size_symbol(graph: OperatorGraph, node: fx.Node) -> int | str | None:
@@ -127,6 +155,7 @@ def _cut(
     needed: set[str],
     received: Sequence[set[str]],
     outputs: Mapping[str, str],
+    unread: tuple[str, ...],
 ) -> Cut:
     kept = tuple(node for name, node in nodes.items() if name in needed)
     given = {name for target in range(stage + 1, len(received)) for name in received[target]}
@@ -145,6 +174,7 @@ def _cut(
             for name in returned
         },
         model_outputs=outputs,
+        unread=unread,
     )
 
 

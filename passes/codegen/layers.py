@@ -29,14 +29,25 @@ _LAYERS: tuple[type[nn.Module], ...] = (
 _RECURRENT = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
 
 
+_WITH_MODES = (
+    nn.modules.batchnorm._NormBase,
+    nn.modules.dropout._DropoutNd,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+)
+
+
 def is_layer(module: nn.Module, *, training: bool) -> bool:
     """Exactly a layer of torch.nn as its constructor makes it, in the mode that the model is in.
 
+    Stages are built in training mode: in a model that was traced in evaluation mode, a layer that depends on
+    the mode is none.
     A subclass, a hook, a parametrisation or a forward of the instance's own would compute something else.
     """
     return (
         type(module) in _LAYERS
         and module.training == training
+        and (training or not isinstance(module, _WITH_MODES))
         and "forward" not in vars(module)
         and not any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks))
         and not hasattr(module, "parametrizations")

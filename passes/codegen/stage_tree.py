@@ -214,21 +214,14 @@ class StageTree:
                         if operand.op == "get_attr":
                             name = self.parameter(scope, operand) or self._spec(operand).name
                             self._own(name, classes, inside_layers)
-        if self.stage.stage == 0:
-            for name in self._unread():
-                self._own(name, classes, inside_layers)
+        for name in self.stage.unread:
+            self._own(name, classes, inside_layers)
 
     def _own(self, name: str, classes: set[str], layers: set[str]) -> None:
         if any(name.startswith(path + ".") for path in layers):
             return
         owner = max((p for p in classes if not p or name.startswith(p + ".")), key=len)
         self.owned[owner].add(name)
-
-    def _unread(self) -> list[str]:
-        """Parameters and buffers that no operator of any stage reads: they keep their place all the same."""
-        read = {n for o in self.graph.operators.values() for n in (*o.parameters, *o.buffers)}
-        specs = (*self.graph.parameters.values(), *self.graph.buffers.values())
-        return [spec.name for spec in specs if spec.name not in read]
 
 
 def _given_by(tree: StageTree, item: fx.Node | Scope) -> list[fx.Node]:
