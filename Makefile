@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-export OMP_NUM_THREADS ?= 2
+export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint reference install clean
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
@@ -60,7 +59,7 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
         warnings.filterwarnings("ignore", message="The tensor attribute")
         try:
             return torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
-        except UserError as error:
+        except torch._dynamo.exc.UserError as error:  # not imported above: dynamo takes a second
             _, said, fixes = str(error).partition("Suggested fixes:")
             if not lengths or not said:
                 raise

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.report import svg
 
@@ -28,6 +26,8 @@ def loss_curves(
         raise InputError(f"{path.name} ends with {path.suffix!r}; give a name that ends with .png or .svg")
     if not any(len(losses) for losses in curves.values()):
         raise InputError("there is no loss to draw; give at least one curve with one value")
+    from matplotlib.figure import Figure  # half a second, which only who draws shall wait
+
     figure = Figure(figsize=(8.0, 4.5), layout="constrained", facecolor=svg.SURFACE[0])
     axes = figure.add_subplot(facecolor=svg.SURFACE[0])
     for index, (name, losses) in enumerate(curves.items()):

@@ -1,27 +1,10 @@
-"""A picture as a file: the SVG as it is, or the same drawn as PNG.
-
-Pictures here consist of rectangles, texts and lines (see svg.py), so that a page of matplotlib draws them.
-"""
+"""A picture as a file: the SVG as it is, or the same drawn as PNG."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, PathPatch, Rectangle
-from matplotlib.path import Path as Line
 
 from pd2bw_fx.errors import InputError
-
-_SVG = "{http://www.w3.org/2000/svg}"
-_UNITS_PER_INCH = 100.0
-_POINTS = 72.0 / _UNITS_PER_INCH  # of a unit
-_ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 
 def write_picture(svg: str, path: str | Path, *, scale: float = 2.0) -> None:
@@ -33,76 +16,8 @@ def write_picture(svg: str, path: str | Path, *, scale: float = 2.0) -> None:
     if path.suffix == ".svg":
         path.write_text(svg)
     elif path.suffix == ".png":
-        _drawn(svg).savefig(path, dpi=_UNITS_PER_INCH * scale)
+        from pd2bw_fx.report import raster  # matplotlib, which takes half a second to import
+
+        raster.drawn(svg).savefig(path, dpi=raster.UNITS_PER_INCH * scale)
     else:
         raise InputError(f"{path.name} ends with {path.suffix!r}; give a name that ends with .svg or .png")
-
-
-def _drawn(svg: str) -> Figure:
-    root = ElementTree.fromstring(svg)
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    light = svg.partition("@media")[0]
-    fills = dict(re.findall(r"\.(pd-\w+)\{fill:(#\w{6})\}", light))
-    figure = Figure(figsize=(width / _UNITS_PER_INCH, height / _UNITS_PER_INCH))
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, width)
-    axes.set_ylim(height, 0)
-    axes.axis("off")
-    for order, (element, down) in enumerate(_placed(root, 0.0)):
-        _draw(element, axes, fills, order, down)
-    return figure
-
-
-def _placed(element: ElementTree.Element, down: float) -> Iterator[tuple[ElementTree.Element, float]]:
-    """Every element, and how far the groups around it move it down."""
-    moved = re.fullmatch(r"translate\(0 ([\d.]+)\)", element.get("transform", ""))
-    down += float(moved[1]) if moved else 0.0
-    yield element, down
-    for child in element:
-        yield from _placed(child, down)
-
-
-def _draw(
-    element: ElementTree.Element, axes: Axes, fills: Mapping[str, str], order: int, down: float
-) -> None:
-    kind, given = element.tag.removeprefix(_SVG), element.attrib
-    colour = fills.get(given.get("class", ""), given.get("fill", "none"))
-    if kind == "rect":
-        x, y, width, height = (float(given[name]) for name in ("x", "y", "width", "height"))
-        y += down
-        radius = min(float(given.get("rx", 0)), width / 2, height / 2)
-        look: dict[str, Any] = {"facecolor": colour, "linewidth": 0, "zorder": order}
-        if radius:
-            style = f"round,pad=0,rounding_size={radius}"
-            axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, **look))
-        else:
-            axes.add_patch(Rectangle((x, y), width, height, **look))
-    elif kind == "text":
-        axes.text(
-            float(given["x"]),
-            float(given["y"]) + down,
-            (element.text or "").replace("$", r"\$"),
-            color=colour,
-            fontsize=float(given["font-size"]) * _POINTS * 0.94,
-            fontweight="bold" if "font-weight" in given else "normal",
-            ha=_ANCHORS[given.get("text-anchor", "start")],
-            va="baseline",
-            zorder=order,
-            clip_on=True,
-        )
-    elif kind == "path":
-        steps = re.findall(r"([ML])(-?[\d.]+) (-?[\d.]+)", given["d"])
-        line = Line(
-            [(float(x), float(y) + down) for _, x, y in steps],
-            [Line.MOVETO if step == "M" else Line.LINETO for step, _, _ in steps],
-        )
-        axes.add_patch(
-            PathPatch(
-                line,
-                facecolor="none",
-                edgecolor=given.get("stroke", colour),
-                alpha=float(given.get("stroke-opacity", 1)),
-                linewidth=float(given["stroke-width"]) * _POINTS,
-                zorder=order,
-            )
-        )
