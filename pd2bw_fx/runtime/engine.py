@@ -101,7 +101,7 @@ class Engine:
             precision=precision,
             corrections=corrections,
         )
-        self.job = replace(job, tensors={})  # the weights are the store's now
+        self.job = job = replace(job, tensors={})  # the weights are the store's now
         self._weights.optimize_with(optimizer, lr_scheduler, parameter_options)
         self._log = LossLog(
             on_report,
@@ -177,7 +177,7 @@ class Engine:
                 job.rank,
                 job.num_ranks,
                 silence_s=silence_s,
-                described=job.name_of,
+                described=engine.job.name_of,
                 doing=engine._doing,
             )
         return engine
