@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--updates", type=int, default=4, help="updates of each contender in a round")
+    parser.add_argument("--only", nargs="+", help="measure only these contenders")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -86,6 +87,8 @@ def work(options: argparse.Namespace) -> None:
         if m < dist.get_world_size():
             continue
         contenders = made(pipe, model, m)
+        if options.only:
+            contenders = {name: contenders[name] for name in options.only}
         times = measured(contenders, options.rounds, options.updates)
         results.append({"microbatches": m, "seconds": times})
     if dist.get_rank() == 0:
@@ -210,6 +213,7 @@ def measured(
         for name, (update, finish) in contenders.items():
             update()
             dist.barrier()
+            update()
             began = time.perf_counter()
             for _ in range(updates):
                 update()
@@ -228,7 +232,7 @@ def print_table(answer: dict[str, Any]) -> None:
         medians = ", ".join(f"{name} {statistics.median(t) * 1e3:.0f} ms" for name, t in seconds.items())
         print(f"\nm = {run['microbatches']}: {medians}")
         for ours, theirs in RATIOS:
-            if theirs in seconds:
+            if ours in seconds and theirs in seconds:
                 ratios = [b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
                 spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
                 print(f"    {ours:>6} / {theirs:<12} {statistics.median(ratios):.3f}   ({spread})")

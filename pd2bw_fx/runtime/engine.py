@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pd2bw_fx.actions import Action
 from pd2bw_fx.errors import PlanMismatchError, WorkerError
+from pd2bw_fx.metrics import Record
 from pd2bw_fx.passes.schedule import method_of
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.corrections import Correction, PipeMare
@@ -32,6 +33,7 @@ from pd2bw_fx.runtime.failure import shared_fate, translated
 from pd2bw_fx.runtime.job import Job, merged_tensors
 from pd2bw_fx.runtime.loss import Loss, LossPost
 from pd2bw_fx.runtime.rank_runner import evaluation_actions
+from pd2bw_fx.runtime.recorder import Recorder, offset_to_first_rank
 from pd2bw_fx.runtime.reports import LossLog, UpdateReport
 from pd2bw_fx.runtime.setup import Precision, make_runner, make_weights
 from pd2bw_fx.runtime.stage_runner import Microbatch
@@ -65,6 +67,7 @@ class Engine:
         on_report: Callable[[UpdateReport], None] | None = None,
         stop_at_nan: bool = True,
         device: torch.device | str | None = None,
+        record: int = 0,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
         """`torch.distributed` must be initialised; all ranks make their engines at the same time.
@@ -110,6 +113,10 @@ class Engine:
             microbatches_per_update=job.microbatches_per_update,
             learning_rates=lambda: self._weights.learning_rates,
         )
+        self._recorder = None
+        if record:
+            offset_s = offset_to_first_rank(job.rank, job.num_ranks, self._control)
+            self._recorder = Recorder(job.rank, record, offset_s=offset_s)
         self._runner = make_runner(
             job,
             self._weights,
@@ -118,6 +125,7 @@ class Engine:
             gradients=gradients,
             precision=precision,
             on_loss=self._collect_loss,
+            recorder=self._recorder,
         )
 
     @classmethod
@@ -155,7 +163,8 @@ class Engine:
         `on_report` is called on every rank with an `UpdateReport` when an update's loss has arrived, in order
         and a few updates late. `stop_at_nan` ends the run a few updates after a loss that is no finite
         number. A rank that gives no sign of life for `silence_s` while others wait for it ends them (0:
-        never, but for `timeout_s`). `device` completes the options.
+        never, but for `timeout_s`). `record`: of how many last calls `records` tells what was done when.
+        `device` completes the options.
 
         Joins the process group that torchrun describes, if none is there: gloo for CPU, nccl for GPU.
         Raises InputError on every rank where there are not as many processes as the method needs, where it
@@ -307,6 +316,16 @@ class Engine:
         """This rank's newest weights and buffers, by name in the operator graph. Flushes first."""
         self.flush()
         return self._weights.tensors()
+
+    def records(self) -> tuple[Record, ...]:
+        """The actions of all ranks in the last `record` calls of step, eval and flush, on rank 0's clock.
+
+        All ranks call it. `pd2bw_fx.metrics.timeline_of` makes a picture of them.
+        """
+        with self._shared_fate("collecting the records"), translated(None):
+            gathered: list[Any] = [None] * self.job.num_ranks
+            dist.all_gather_object(gathered, list(self._recorder or ()), group=self._control)
+        return tuple(Record(*record) for records in gathered for record in records)
 
     def close(self) -> None:
         """Leave the process group, if the engine joined it."""

@@ -170,7 +170,13 @@ class _Workers:
             for name, t in self._finished[rank].tensors.items()
         }
         losses, job = tuple(self.losses), self.jobs[0]
-        metrics = Metrics(job.method, job.microbatches_per_update, losses, tuple(self._update_s))
+        metrics = Metrics(
+            job.method,
+            job.microbatches_per_update,
+            losses,
+            tuple(self._update_s),
+            records=self._finished[0].records,
+        )
         return TrainResult(losses, tensors, metrics)
 
     def end(self) -> None:

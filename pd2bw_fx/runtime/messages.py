@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.job import Job
 
 BEAT_S = 1.0
@@ -55,9 +56,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The stage's newest tensors by name in the graph."""
+    """The stage's newest tensors by name in the graph; `records` from rank 0, of all ranks."""
 
     tensors: dict[str, Tensor]
+    records: tuple[Record, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from pd2bw_fx.actions import Action, Kind
 from pd2bw_fx.runtime.job import Job
+from pd2bw_fx.runtime.recorder import Recorder
 from pd2bw_fx.runtime.stage_runner import Microbatch, StageRunner
 from pd2bw_fx.runtime.weights import WeightStore
 
@@ -17,8 +19,11 @@ _RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 class RankRunner:
     """The stages of a rank, and their common weights."""
 
-    def __init__(self, stages: Mapping[int, StageRunner], weights: WeightStore) -> None:
+    def __init__(
+        self, stages: Mapping[int, StageRunner], weights: WeightStore, recorder: Recorder | None = None
+    ) -> None:
         self.current: Action | None = None
+        self._recorder = recorder
         self._stages = stages
         self._weights = weights
         self._posted: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in _RECEIVES}
@@ -36,12 +41,16 @@ class RankRunner:
         for stage in self._stages.values():
             stage.training = training
         coming = {kind: self._post(kind, _pieces(actions, kind)) for kind in _RECEIVES}
+        records = None if self._recorder is None else self._recorder.begin()
         for action in actions:
             self.current = action
+            began_s = time.perf_counter()
             if action.kind is Kind.UPDATE:
                 self._update(action)
             else:
                 self._stages[action.stage].perform(action)
+            if records is not None:
+                records.append((action, began_s, time.perf_counter()))
             self._weights.progress()
             if action.kind in coming:
                 self._posted[action.kind].discard((action.stage, action.microbatch))

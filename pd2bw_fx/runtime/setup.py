@@ -15,6 +15,7 @@ from pd2bw_fx.runtime.corrections import Correction, Corrector
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Connections
 from pd2bw_fx.runtime.rank_runner import RankRunner
+from pd2bw_fx.runtime.recorder import Recorder
 from pd2bw_fx.runtime.stage_runner import StageRunner
 from pd2bw_fx.runtime.ties import join_ties
 from pd2bw_fx.runtime.update import Clipping, LossScale
@@ -90,6 +91,7 @@ def make_runner(
     gradients: dist.ProcessGroup,
     precision: Precision | None,
     on_loss: Callable[[int, Tensor], None],
+    recorder: Recorder | None = None,
 ) -> RankRunner:
     connections = Connections(job, activations, gradients, device)
     return RankRunner(
@@ -106,4 +108,5 @@ def make_runner(
             for program in job.programs
         },
         weights,
+        recorder,
     )

@@ -97,7 +97,9 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
         pieces = layout.cut(message.inputs, job.microbatches_per_update)
         loss = engine.step_microbatches([Microbatch(piece, message.size) for piece in pieces])
         parent.tell(Done(float(loss) if tells else None))
-    parent.tell(Finished({name: tensor.cpu() for name, tensor in engine.tensors().items()}))
+    tensors = {name: tensor.cpu() for name, tensor in engine.tensors().items()}
+    records = engine.records() if start.options.get("record") else ()
+    parent.tell(Finished(tensors, records if job.rank == 0 else ()))
     dist.destroy_process_group()
 
 

@@ -1,0 +1,86 @@
+"""What a run tells about itself: every action of every rank once, in its order, on one clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pd2bw_fx
+from pd2bw_fx.actions import Kind
+from pd2bw_fx.metrics import Metrics
+from pd2bw_fx.models import build
+from pd2bw_fx.runtime.local import TrainResult
+from pd2bw_fx.timeline import Event
+
+ROWS, UPDATES = 2, 4
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> pd2bw_fx.Pipeline:
+    model = build("mlp")
+    return pd2bw_fx.split(model, model.example_inputs(batch_size=1), cluster=2, check=False)
+
+
+def trained(pipe: pd2bw_fx.Pipeline, record: int) -> TrainResult:
+    model = build("mlp")
+    batches = [model.example_inputs(batch_size=ROWS) for _ in range(UPDATES)]
+    return pipe.train_local(
+        batches, optimizer=sgd, microbatches_per_update=ROWS, slack=0, record=record, threads_per_worker=1
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(pipe: pd2bw_fx.Pipeline) -> Metrics:
+    return trained(pipe, record=UPDATES + 1).metrics
+
+
+def test_a_run_records_the_schedule_that_it_was_given(pipe: pd2bw_fx.Pipeline, recorded: Metrics) -> None:
+    expected = pipe.simulate(microbatches_per_update=ROWS, num_updates=UPDATES)
+
+    timeline = recorded.timeline
+
+    assert timeline is not None
+    for rank in range(2):
+        told = [key(event) for event in timeline.events if event.rank == rank]
+        planned = [key(event) for event in expected.events if event.rank == rank]
+        assert [k for k in told if k[0] in COMPUTES] == [k for k in planned if k[0] in COMPUTES]
+
+
+def test_nothing_is_received_before_it_was_sent(recorded: Metrics) -> None:
+    timeline = recorded.timeline
+    assert timeline is not None
+
+    began = {key(event): event.start_s for event in timeline.events}
+    ended = {key(event): event.end_s for event in timeline.events}
+
+    for microbatch in range(ROWS * UPDATES):
+        assert began[Kind.SEND_ACTIVATION, 0, microbatch] < ended[Kind.RECEIVE_ACTIVATION, 1, microbatch]
+        assert began[Kind.SEND_GRADIENT, 1, microbatch] < ended[Kind.RECEIVE_GRADIENT, 0, microbatch]
+
+
+def test_only_the_calls_asked_for_are_kept(pipe: pd2bw_fx.Pipeline) -> None:
+    last = trained(pipe, record=1).metrics.timeline  # the flush at the end
+
+    assert last is not None
+    computed = [key(event) for event in last.events if event.rank == 0 and event.kind in COMPUTES]
+    assert computed == [(Kind.BACKWARD, 0, 6), (Kind.BACKWARD, 0, 7), (Kind.UPDATE, 0, -1)]
+
+
+def test_records_are_kept_in_the_file_of_the_run(recorded: Metrics, tmp_path: Path) -> None:
+    recorded.save(tmp_path)
+
+    assert Metrics.load(tmp_path).timeline == recorded.timeline
+
+
+COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+
+
+def key(event: Event) -> tuple[Kind, int, int]:
+    return event.kind, event.stage, event.microbatch
