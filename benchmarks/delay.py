@@ -4,7 +4,8 @@
 
 A GPT of 4 layers on real text, in one process by the rules of `runtime/reference.py`, which the engine
 equals. Every optimizer has its own learning rate, found with `--search` for synchronous training; all warm up
-over 20 updates. The last loss is the mean of the last 20 updates.
+over 20 updates. The last loss is the mean of the last 20 updates. Losses do not depend on the load of the
+machine; a run that was stopped goes on from the runs that its output file has.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import json
 import statistics
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], float]] = {
     "Muon": (MuonWithAdamW, 3e-3),
 }
 RATES = (1e-3, 2e-3, 3e-3, 5e-3)
+Run = tuple[str, str, int]  # optimizer, method, seed
 
 
 def trained(name: str, lr: float, method: str, seed: int, num_updates: int) -> list[float]:
@@ -74,25 +76,38 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--search", action="store_true", help="synchronous losses for several learning rates")
+    parser.add_argument("--processes", type=int, help="runs at a time (default: one for each core)")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    with ProcessPoolExecutor() as pool:
+    with ProcessPoolExecutor(options.processes) as pool:
         if options.search:
             search(pool, options.updates)
             return
-        runs = {
-            (name, method, seed): pool.submit(trained, name, lr, method, seed, options.updates)
-            for name, (_, lr) in OPTIMIZERS.items()
-            for method in ("synchronous", "2bw")
-            for seed in range(options.seeds)
-        }
-        losses = {key: run.result() for key, run in runs.items()}
+        losses = all_runs(pool, options)
     print_table(losses)
-    if options.output:
-        options.output.write_text(json.dumps({"/".join(map(str, k)): v for k, v in losses.items()}))
     if options.plot:
         draw(losses, options.plot)
+
+
+def all_runs(pool: ProcessPoolExecutor, options: argparse.Namespace) -> dict[Run, list[float]]:
+    """Losses by optimizer, method and seed; written to the output file, if there is one, as they come."""
+    path: Path | None = options.output
+    there = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    wanted = {
+        f"{name}/{method}/{seed}/{options.updates}/{lr:g}": (name, lr, method, seed)
+        for seed in range(options.seeds)
+        for name, (_, lr) in OPTIMIZERS.items()
+        for method in ("synchronous", "2bw")
+    }
+    runs = {
+        pool.submit(trained, *run, options.updates): key for key, run in wanted.items() if key not in there
+    }
+    for done in as_completed(runs):
+        there[runs[done]] = done.result()
+        if path is not None:
+            path.write_text(json.dumps(there))
+    return {(name, method, seed): there[key] for key, (name, _, method, seed) in wanted.items()}
 
 
 def search(pool: ProcessPoolExecutor, num_updates: int) -> None:
@@ -105,7 +120,7 @@ def search(pool: ProcessPoolExecutor, num_updates: int) -> None:
         print(f"{name:8} {lr:.0e}  {statistics.mean(run.result()[-LAST:]):.3f}")
 
 
-def print_table(losses: dict[tuple[str, str, int], list[float]]) -> None:
+def print_table(losses: dict[Run, list[float]]) -> None:
     print("| optimizer | learning rate | synchronous | 2BW | 2BW over synchronous |")
     print("|---|---|---|---|---|")
     for name, (_, lr) in OPTIMIZERS.items():
@@ -121,7 +136,7 @@ def print_table(losses: dict[tuple[str, str, int], list[float]]) -> None:
         print(f"| {name} | {lr:g} | {cells[0]} | {cells[1]} | {over} |")
 
 
-def draw(losses: dict[tuple[str, str, int], list[float]], path: Path) -> None:
+def draw(losses: dict[Run, list[float]], path: Path) -> None:
     figure, axes = plt.subplots(1, len(OPTIMIZERS), figsize=(12, 4), sharey=True, layout="constrained")
     colours = {"synchronous": "#e8612c", "2bw": "#2474d5"}
     for axis, name in zip(axes, OPTIMIZERS, strict=True):

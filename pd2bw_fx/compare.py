@@ -16,6 +16,7 @@ from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import Plan
+from pd2bw_fx.runtime.weights import ParameterOptions
 from pd2bw_fx.timeline import Timeline
 
 _UPDATES_SIMULATED = 8
@@ -81,6 +82,7 @@ class Training:
 
     batches: Callable[[Pipeline], Iterable[Any]]
     optimizer: Callable[[Any], Optimizer]
+    parameter_options: Callable[[Pipeline], ParameterOptions | None] = lambda pipe: None
 
 
 def compare(
@@ -115,7 +117,11 @@ def _figures(name: str, pipe: Pipeline, timeline: Timeline, training: Training |
     loss, measured_per_s, not_trained = None, None, None
     if training is not None:
         try:
-            result = pipe.train_local(training.batches(pipe), optimizer=training.optimizer)
+            result = pipe.train_local(
+                training.batches(pipe),
+                optimizer=training.optimizer,
+                parameter_options=training.parameter_options(pipe),
+            )
             loss, measured_per_s = result.losses[-1], result.metrics.throughput
         except Pd2bwError as error:
             not_trained = str(error)

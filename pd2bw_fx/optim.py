@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Muon, NAdam, Optimizer
+
+from pd2bw_fx.graph import OperatorGraph
 
 
 def nadamw(
@@ -74,3 +76,24 @@ class MuonWithAdamW(Optimizer):
         for kind, inner in self._inner.items():
             inner.param_groups = [group for group in self.param_groups if group["kind"] == kind]
             inner.state = self.state
+
+
+def heads_to_adamw(graph: OperatorGraph) -> Callable[[str, nn.Parameter], dict[str, Any]]:
+    """`parameter_options` for MuonWithAdamW: embeddings and the last matrix that the model multiplies with
+    (its head) go to AdamW, all other matrices to Muon.
+    """
+    embeddings = {
+        name for op in graph.operators.values() if "embedding" in op.target for name in op.parameters
+    }
+    multiplied = [
+        name
+        for operator in graph.operators.values()
+        for name in operator.parameters
+        if len(graph.parameters[name].spec.shape or ()) == 2
+    ]
+    others = embeddings | set(multiplied[-1:])
+
+    def kind(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        return {"kind": "adamw" if name in others else "muon"}
+
+    return kind

@@ -28,14 +28,24 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pd2bw_fx import errors
 from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
+from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models.text import byte_batches
+from pd2bw_fx.optim import MuonWithAdamW, heads_to_adamw, nadamw
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.loss import Loss
 from pd2bw_fx.runtime.setup import Precision
+from pd2bw_fx.runtime.weights import ParameterOptions
 
-_OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+_OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
+    "adamw": torch.optim.AdamW,
+    "nadamw": nadamw,
+    "muon": MuonWithAdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
+OPTIMIZER_NAMES = ", ".join(_OPTIMIZERS)
 _REPORTS_A_RUN = 20
 STARTED_HERE = "--started-here"  # tells a rank that its errors are printed by the process that started it
 
@@ -107,13 +117,20 @@ def tell_parent(error: Exception) -> None:
 
 
 def optimizer_named(name: str, lr: float | None, load: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """One of torch's by name, or what `module:callable` gives for parameters."""
+    """One of torch's or of `pd2bw_fx.optim` by name, or what `module:callable` gives for parameters."""
     if name in _OPTIMIZERS:
         return functools.partial(_OPTIMIZERS[name], **({} if lr is None else {"lr": lr}))
+    if ":" not in name:
+        raise InputError(f"--optimizer is {name!r}; expected {OPTIMIZER_NAMES} or module:callable")
     if lr is not None:
-        raise InputError("--lr goes with adamw, adam or sgd; an optimizer of your own brings its rate itself")
+        raise InputError(f"--lr goes with {OPTIMIZER_NAMES}; an optimizer of your own brings its rate itself")
     found: Callable[[Any], Any] = load(name)
     return found
+
+
+def groups_named(name: str, graph: OperatorGraph) -> ParameterOptions | None:
+    """The `parameter_options` that an optimizer of this name wants for the model."""
+    return heads_to_adamw(graph) if name == "muon" else None
 
 
 def text_batches(pipe: Pipeline, num_updates: int) -> Iterable[Any]:
@@ -154,6 +171,7 @@ def run_training(
     batches: Iterable[Any],
     *,
     optimizer: Callable[[Any], Any],
+    parameter_options: ParameterOptions | None = None,
     options: TrainOptions,
     console: Console,
 ) -> None:
@@ -161,6 +179,7 @@ def run_training(
     engine = Engine.from_pipeline(
         pipe,
         optimizer=optimizer,
+        parameter_options=parameter_options,
         microbatches_per_update=options.microbatches_per_update,
         method=options.method,
         replicas=options.replicas,

@@ -158,7 +158,7 @@ def test_simulate_gives_figures_and_a_timeline(
 def test_train_starts_processes_tells_the_loss_and_goes_on_from_a_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    common = ["--cluster", "2", "--microbatches", "2", "--lr", "1e-3", "--json"]
+    common = ["--cluster", "2", "--microbatches", "2", "--optimizer", "muon", "--lr", "1e-3", "--json"]
     common += ["--checkpoint", str(tmp_path / "run"), "--every", "5"]
 
     assert main(["train", "gpt", *common, "--updates", "10"]) == 0

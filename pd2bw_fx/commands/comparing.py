@@ -19,7 +19,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.report.compared import compared_svg
 from pd2bw_fx.report.picture import write_picture
-from pd2bw_fx.train import optimizer_named, text_batches
+from pd2bw_fx.train import OPTIMIZER_NAMES, groups_named, optimizer_named, text_batches
 from pd2bw_fx.units import format_bytes
 
 _COLUMNS = ("method", "simulated/s", "idle", "memory / limit", "versions", "delay")
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--updates", type=int, default=20, help="updates to train (default 20)")
     parser.add_argument("--microbatches", type=int, help="microbatches an update (twice the devices)")
     parser.add_argument("--data", help="module:callable that gives an iterable of batches (default: text)")
-    parser.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, or module:callable (adamw)")
+    parser.add_argument("--optimizer", default="adamw", help=f"{OPTIMIZER_NAMES}, or module:callable (adamw)")
     parser.add_argument("--lr", type=float, help="learning rate (default: torch's)")
     parser.add_argument("-o", "--output", type=Path, help="the timelines on one axis, as .svg or .png")
     parser.add_argument("--json", action="store_true", help="the figures as JSON, for machines")
@@ -56,6 +56,7 @@ def _compare(options: argparse.Namespace) -> int:
             if options.data
             else lambda pipe: text_batches(pipe, options.updates),
             optimizer=optimizer_named(options.optimizer, options.lr, loaded),
+            parameter_options=lambda pipe: groups_named(options.optimizer, pipe.graph),
         )
     found = []
     console = Console(stderr=True)

@@ -17,7 +17,9 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.metrics import FILE
 from pd2bw_fx.runtime.job import work_for
 from pd2bw_fx.train import (
+    OPTIMIZER_NAMES,
     TrainOptions,
+    groups_named,
     is_under_torchrun,
     optimizer_named,
     run_training,
@@ -47,7 +49,7 @@ def add(commands: Any) -> None:
     train.add_argument(
         "--data", help="module:callable that gives an iterable of batches (default: real text)"
     )
-    train.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, or module:callable (adamw)")
+    train.add_argument("--optimizer", default="adamw", help=f"{OPTIMIZER_NAMES}, or module:callable (adamw)")
     train.add_argument("--lr", type=float, help="learning rate (default: torch's)")
     train.add_argument("--updates", type=int, default=300, help="updates in all (default 300)")
     add_method(train)
@@ -76,6 +78,7 @@ def _demo(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     if options.updates < 1 or options.every < 1:
         raise InputError("--updates and --every must be 1 or more")
+    optimizer = optimizer_named(options.optimizer, options.lr, loaded)
     if options.metrics is None and (folder := saved_folder(options) or options.checkpoint) is not None:
         options.metrics = Path(folder) / FILE
     if not is_under_torchrun():
@@ -86,7 +89,8 @@ def _train(options: argparse.Namespace) -> int:
     run_training(
         pipe,
         batches,
-        optimizer=optimizer_named(options.optimizer, options.lr, loaded),
+        optimizer=optimizer,
+        parameter_options=groups_named(options.optimizer, pipe.graph),
         options=TrainOptions(
             num_updates=options.updates,
             method=options.method,

@@ -4,6 +4,7 @@ torchrun --nproc-per-node N equals_methods.py RESULT.json
 """
 
 import copy
+import functools
 import json
 import os
 import sys
@@ -20,9 +21,10 @@ from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.corrections import PipeMare, SpikeCompensation, WeightPrediction
 from pd2bw_fx.runtime.reference import train_reference
 from tests.programs.delayed_reference import DelayedReference
-from tests.programs.equals_reference import OPTIMIZERS, difference, model_of
+from tests.programs.equals_reference import AGAINST_THE_DELAY, OPTIMIZERS, difference, model_of
 
 UPDATES = 7
+ALL_OPTIMIZERS = OPTIMIZERS | AGAINST_THE_DELAY
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,17 @@ def runs(n: int) -> Iterator[Run]:
     for method in ("zb-h1", "zb-h2"):
         yield Run(f"{method} gpt", method, n, 2 * n, model="gpt", optimizer="adamw")
         yield Run(f"{method} resnet", method, n, n, model="resnet")
+    yield Run("zb-auto", "zb-auto", n, 4, model="gpt", optimizer="adamw")
+    yield Run("bapipe", "bapipe", n, n, model="gpt", optimizer="adamw")
     yield Run("ddp", "ddp", 1, 2 * n, model="gpt", optimizer="adamw", replicas=(n,))
     if n % 2 == 0:
         yield Run("chimera", "chimera", n, n, model="gpt", optimizer="adamw")
         yield Run("interleaved", "interleaved", 2 * n, 2 * n, model="gpt", optimizer="adamw", chunks=2)
         clipped = {"max_gradient_norm": 0.5}
         yield Run("chimera 2n", "chimera", n, 2 * n, options=clipped)
+    if n == 2:
+        yield Run("2bw nadamw", "2bw", n, n, optimizer="nadamw")
+        yield Run("2bw muon", "2bw", n, n, optimizer="muon")
     if n == 3:
         yield Run("unequal replicas", "pipedream", 2, 2, replicas=(2, 1))
     if n == 4:
@@ -72,20 +79,23 @@ def runs(n: int) -> Iterator[Run]:
         yield Run("1f1b replicas", "1f1b", 2, 4, replicas=(2, 2), options={"max_gradient_norm": 0.5})
 
 
-def model_for(run: Run) -> nn.Module:
-    if run.model != "gpt" or run.method in ("zb-h1", "zb-h2", "chimera", "interleaved", "2bw", "ddp"):
-        return model_of(run.model)
-    torch.manual_seed(0)  # a tied weight has one version in one process, and several in stages
+@functools.cache
+def model_for(name: str, *, tied: bool) -> nn.Module:
+    if name != "gpt" or tied:
+        return model_of(name)
+    torch.manual_seed(0)
     config = GPTConfig(num_layers=3, width=32, num_heads=2, dropout=0.0, tied=False)
     return GPT.from_config(config).double()
 
 
-def pipeline_for(run: Run, model: nn.Module) -> pd2bw_fx.Pipeline:
-    pipe = pd2bw_fx.split(model, cluster=run.stages, num_stages=run.stages, costs="analytic", check=False)
-    if run.chunks > 1:
-        ranks = run.stages // run.chunks
-        stages = tuple(replace(stage, device=stage.stage % ranks) for stage in pipe.plan.stages)
-        pipe.plan = replace(pipe.plan, stages=stages)
+@functools.cache
+def pipeline_for(model: nn.Module, stages: int, chunks: int, method: str, m: int | None) -> pd2bw_fx.Pipeline:
+    wanted = {"num_stages": stages, "method": method, "microbatches_per_update": m}
+    pipe = pd2bw_fx.split(model, cluster=stages, costs="analytic", check=False, **wanted)  # type: ignore[arg-type]
+    if chunks > 1:
+        ranks = stages // chunks
+        placed = tuple(replace(stage, device=stage.stage % ranks) for stage in pipe.plan.stages)
+        pipe.plan = replace(pipe.plan, stages=placed)
     return pipe
 
 
@@ -95,7 +105,7 @@ def expected(run: Run, pipe: pd2bw_fx.Pipeline, model: nn.Module, batches: Any) 
         reference = train_reference(
             model,
             batches,
-            optimizer=OPTIMIZERS[run.optimizer],
+            optimizer=ALL_OPTIMIZERS[run.optimizer],
             microbatches_per_update=run.m,
             method="2bw" if run.method == "2bw" else "synchronous",
             **given,
@@ -109,7 +119,7 @@ def expected(run: Run, pipe: pd2bw_fx.Pipeline, model: nn.Module, batches: Any) 
         stage_of,
         rule,
         run.m,
-        OPTIMIZERS[run.optimizer],
+        ALL_OPTIMIZERS[run.optimizer],
         run.replicas or (1,) * run.stages,
         run.options.get("corrections", ()),
     )
@@ -123,13 +133,18 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     results = {}
     for run in runs(num_ranks):
-        model = model_for(run)
-        pipe = pipeline_for(run, model) if rank == 0 else None
+        # A tied weight has one version in one process, and several in stages.
+        model = model_for(run.model, tied=run.method not in ("pipedream", "pb", "pipemare"))
+        pipe = None
+        if rank == 0 and run.method in ("zb-auto", "bapipe"):  # plans that are found with their schedules
+            pipe = pipeline_for(model, run.stages, 1, run.method, run.m)
+        elif rank == 0:
+            pipe = pipeline_for(model, run.stages, run.chunks, "2bw", None)
         drawn = model.example_inputs(batch_size=UPDATES * 2 * run.m)  # type: ignore[operator]
         batches = list(zip(*(tensor.split(2 * run.m) for tensor in drawn), strict=True))
         engine = pd2bw_fx.Engine.from_pipeline(
             pipe,
-            optimizer=OPTIMIZERS[run.optimizer],
+            optimizer=ALL_OPTIMIZERS[run.optimizer],
             microbatches_per_update=run.m,
             method=run.method,
             replicas=run.replicas,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.models import build
+from pd2bw_fx.optim import MuonWithAdamW, nadamw
 from pd2bw_fx.runtime.reference import train_reference
 
 # A key's bias has no gradient in theory; eps is well above the rounding that is left of it.
@@ -26,6 +27,10 @@ OPTIMIZERS = {
     "momentum": functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9),
     "adam": functools.partial(torch.optim.Adam, lr=1e-3, eps=1e-6),
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-6, weight_decay=0.1),
+}
+AGAINST_THE_DELAY = {
+    "nadamw": functools.partial(nadamw, lr=1e-3, eps=1e-6),
+    "muon": functools.partial(MuonWithAdamW, lr=1e-2, eps=1e-6),
 }
 UPDATES = 5
 
