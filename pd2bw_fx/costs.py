@@ -61,6 +61,26 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
+class Calibration:
+    """What a recorded run took beside the operators' profile (`passes.simulate.calibrate` finds it out).
+
+    `forward` and `backward` are the run's seconds over the profile's. Where a backward runs in halves, the
+    two take `halves` times the whole one, `weight_share` of it in that of the weights; None: no run had any.
+    Seconds: an update for each byte of trainable weights; starting a send, and taking what has arrived, for
+    each stage that it goes to or comes from; and what lies between the actions of a rank, for each update.
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0
+    halves: float | None = None
+    weight_share: float = 0.5
+    update_s_per_byte: float = 0.0
+    send_s: float = 0.0
+    receive_s: float = 0.0
+    between_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryModel:
     """Copies of each trainable parameter that a method and an optimizer keep on a stage's device.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pd2bw_fx.actions import Schedule, Shape
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.costs import Costs, MemoryModel
+from pd2bw_fx.costs import Calibration, Costs, MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.explanation import Explanation
 from pd2bw_fx.folder import read_pipeline, save_pipeline
@@ -22,7 +22,7 @@ from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.export_onnx import Form, Original, export_onnx
 from pd2bw_fx.passes.partition import explain
 from pd2bw_fx.passes.schedule import schedule_of, shape_of
-from pd2bw_fx.passes.simulate import peak_memory_bytes, simulate
+from pd2bw_fx.passes.simulate import calibrate, peak_memory_bytes, simulate
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
 from pd2bw_fx.passes.verify import Forward, Verification, verify
@@ -237,7 +237,8 @@ class Pipeline:
         `replicas` are ranks of each stage (one number for all, or one each) on devices like those of the
         plan. `method="ddp"` puts the stages together, and a copy of the whole on each device of the plan.
         `cluster` may have other links than the one that was planned for. `options` are those of
-        `passes.simulate.simulate` (`links`, `jitter`, `seed`, `update_s`).
+        `passes.simulate.simulate` (`links`, `jitter`, `seed`, `update_s`, and `calibration`: what the engine
+        takes besides the operators, see `calibration`).
 
         Raises InputError for a schedule that cannot be, such as fewer microbatches than stages for 2bw, or
         a method that needs another plan (interleaved).
@@ -260,6 +261,14 @@ class Pipeline:
             schedule = schedule_of(method, shape, updates=updates, drain=True)
         chosen = self.cluster if cluster is None else Cluster.of(cluster)
         return simulate(schedule, plan, chosen, **options)
+
+    def calibration(self, *timelines: Timeline) -> Calibration:
+        """What measured runs of this pipeline took besides its profile, for `simulate` of any method.
+
+        `timelines` are those of `TrainResult.metrics` or `Engine.records`, recorded (`record=4`) of methods
+        with one stage on a rank: 1f1b, say, and zb-h1 if zero-bubble methods are to be simulated.
+        """
+        return calibrate(self.plan, timelines)
 
     def peak_memory_bytes(self, timeline: Timeline) -> tuple[int, ...]:
         """What each rank of a timeline from `simulate` (of three updates or more) holds at its worst moment:

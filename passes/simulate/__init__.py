@@ -1,5 +1,6 @@
 """Execute a schedule's action lists on a model of time."""
 
+from .calibrate import calibrate
 from .durations import Durations, LinkTimes
 from .memory import peak_memory_bytes, versions_alive
 from .run import simulate, simulate_durations
@@ -9,6 +10,7 @@ __all__ = [
     "Durations",
     "LinkTimes",
     "Totals",
+    "calibrate",
     "peak_memory_bytes",
     "simulate",
     "simulate_durations",

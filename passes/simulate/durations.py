@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import Calibration
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.plan import Plan, StagePlan
 
@@ -16,7 +17,8 @@ class LinkTimes:
     """What one microbatch takes from stage `source` to stage `target`, and its gradient on the way back.
 
     `activation_s` and `gradient_s` are bytes / bandwidth, for which the link is busy; the latency comes on
-    top of it. `gradient_s` is None where no gradient flows back, and the source waits for none.
+    top of it. `gradient_s` is None where no gradient flows back, and the source waits for none. For `send_s`
+    and `receive_s` the rank itself is busy with a message, at either end.
     """
 
     source: int
@@ -25,6 +27,8 @@ class LinkTimes:
     activation_s: float = 0.0
     gradient_s: float | None = 0.0
     gradient_latency_s: float | None = None  # None: the same as `latency_s`
+    send_s: float = 0.0
+    receive_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,8 @@ class Durations:
 
     A backward takes `backward_s + weight_backward_s`, and its halves one of them each: the gradients of the
     inputs, with the recomputation of the forward, and those of the weights. Without `weight_backward_s`
-    everything is in `backward_s`. `all_reduce_s` is what the ranks of a stage that has several need to add up
+    everything is in `backward_s`. `undivided_s` is what a backward that is not divided takes, where that is
+    not their sum. `all_reduce_s` is what the ranks of a stage that has several need to add up
     the gradients of an update, once all of them have theirs.
     """
 
@@ -43,12 +48,15 @@ class Durations:
     links: tuple[LinkTimes, ...]
     weight_backward_s: tuple[float, ...] | None = None
     all_reduce_s: tuple[float, ...] | None = None
+    undivided_s: tuple[float, ...] | None = None
 
     @property
     def num_stages(self) -> int:
         return len(self.forward_s)
 
     def whole_backward_s(self, stage: int) -> float:
+        if self.undivided_s is not None:
+            return self.undivided_s[stage]
         weight_s = 0.0 if self.weight_backward_s is None else self.weight_backward_s[stage]
         return self.backward_s[stage] + weight_s
 
@@ -76,13 +84,22 @@ class Durations:
 
     @classmethod
     def of(
-        cls, plan: Plan, cluster: Cluster, *, update_s: float = 0.0, num_holders: Sequence[int] | None = None
+        cls,
+        plan: Plan,
+        cluster: Cluster,
+        *,
+        update_s: float = 0.0,
+        num_holders: Sequence[int] | None = None,
+        num_ranks: int | None = None,
+        calibration: Calibration | None = None,
     ) -> Self:
         """Compute times from the plan, link times from its transfers on the cluster's links.
 
         All values that a stage sends another for one microbatch travel as one message. Half of a backward is
         that of the weights, as in a matrix product. `num_holders` are the ranks of each stage: r of them add
-        up their gradients in a ring, 2 (r - 1) / r times its bytes over the slowest of the cluster's links.
+        up their gradients in a ring, 2 (r - 1) steps of 1 / r of the bytes each, over the slowest of the
+        cluster's links.
+        `calibration`: what a run on this machine took besides; without it the engine itself takes no time.
         """
         beyond = [stage for stage in plan.stages if stage.device >= len(cluster)]
         if beyond:
@@ -91,30 +108,54 @@ class Durations:
                 f"{len(cluster)}; simulate on the cluster that the plan was made for"
             )
         holders = num_holders or (1,) * plan.num_stages
+        known = calibration or Calibration()
+        halves = [_halves_s(plan, stage, known) for stage in plan.stages]
+        # A rank is between two actions as long as ever, however many stages share it.
+        between_s = known.between_s * (num_ranks or plan.num_stages) / sum(holders)
         return cls(
-            forward_s=tuple(stage.forward_s for stage in plan.stages),
-            backward_s=tuple(
-                stage.backward_s / 2 + (stage.forward_s if stage.recompute else 0.0) for stage in plan.stages
+            forward_s=tuple(known.forward * stage.forward_s for stage in plan.stages),
+            backward_s=tuple(inputs_s for inputs_s, _ in halves),
+            update_s=tuple(
+                update_s + known.update_s_per_byte * stage.memory.gradient_bytes + between_s
+                for stage in plan.stages
             ),
-            update_s=(update_s,) * plan.num_stages,
-            links=_links(plan, cluster),
-            weight_backward_s=tuple(stage.backward_s / 2 for stage in plan.stages),
+            links=_links(plan, cluster, known),
+            weight_backward_s=tuple(weights_s for _, weights_s in halves),
             all_reduce_s=tuple(
                 _all_reduce_s(stage, count, cluster)
                 for stage, count in zip(plan.stages, holders, strict=True)
             ),
+            undivided_s=tuple(
+                known.backward * stage.backward_s
+                + (known.forward * stage.forward_s if stage.recompute else 0.0)
+                for stage in plan.stages
+            ),
         )
 
 
+def _halves_s(plan: Plan, stage: StagePlan, known: Calibration) -> tuple[float, float]:
+    """Of a backward, where it runs in halves. What is recomputed is so in the first one."""
+    again_s = known.forward * stage.forward_s if stage.recompute else 0.0
+    backward_s = known.backward * stage.backward_s
+    if known.halves is None:
+        return backward_s / 2 + again_s, backward_s / 2
+    if not any(transfer.target == stage.stage and transfer.gradient_bytes for transfer in plan.transfers):
+        return again_s, backward_s
+    backward_s *= known.halves
+    return backward_s * (1 - known.weight_share) + again_s, backward_s * known.weight_share
+
+
 def _all_reduce_s(stage: StagePlan, num_ranks: int, cluster: Cluster) -> float:
-    others = range(len(cluster))
-    rates = [cluster.bytes_per_s[a][b] for a in others for b in others if a != b]
-    if num_ranks == 1 or not rates:
+    """Parameter by parameter, as the runtime adds them up: each of a ring's steps has a latency for each."""
+    pairs = [(a, b) for a in range(len(cluster)) for b in range(len(cluster)) if a != b]
+    if num_ranks == 1 or not pairs:
         return 0.0
-    return 2 * (num_ranks - 1) / num_ranks * stage.memory.gradient_bytes / min(rates)
+    bytes_per_s = min(cluster.bytes_per_s[a][b] for a, b in pairs)
+    latency_s = max(cluster.latency_s[a][b] for a, b in pairs) * len(stage.parameters)
+    return 2 * (num_ranks - 1) * (latency_s + stage.memory.gradient_bytes / num_ranks / bytes_per_s)
 
 
-def _links(plan: Plan, cluster: Cluster) -> tuple[LinkTimes, ...]:
+def _links(plan: Plan, cluster: Cluster, known: Calibration) -> tuple[LinkTimes, ...]:
     sizes: dict[tuple[int, int], tuple[int, int]] = {}
     for transfer in plan.transfers:
         pair = (transfer.source, transfer.target)
@@ -132,6 +173,8 @@ def _links(plan: Plan, cluster: Cluster) -> tuple[LinkTimes, ...]:
                 activation_s=0.0 if local else num_bytes / cluster.bytes_per_s[a][b],
                 gradient_s=_gradient_s(cluster, b, a, gradient_bytes),
                 gradient_latency_s=0.0 if local else cluster.latency_s[b][a],
+                send_s=0.0 if local else known.send_s,
+                receive_s=0.0 if local else known.receive_s,
             )
         )
     return tuple(links)

@@ -23,6 +23,7 @@ from typing import Literal
 
 from pd2bw_fx.actions import Action, Kind, Schedule
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import Calibration
 from pd2bw_fx.errors import InputError, ScheduleError
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.timeline import Event, Timeline
@@ -41,11 +42,13 @@ def simulate(
     jitter: float = 0.0,
     seed: int = 0,
     update_s: float = 0.0,
+    calibration: Calibration | None = None,
 ) -> Timeline:
     """When every action of the schedule happens, with the plan's compute times and the cluster's links.
 
     `links="busy"`: a link sends one message after another; `"latency"`: any number at once.
     `jitter` is the relative standard deviation of every compute time (normal, mean 1, not below 0.05).
+    `calibration` (of `calibrate`): what a run took besides the plan's times.
 
     Raises ScheduleError naming the first action that waits for ever, InputError where schedule, plan and
     cluster do not belong together.
@@ -54,7 +57,14 @@ def simulate(
     for rank, actions in enumerate(schedule.ranks):
         for stage in {action.stage for action in actions}:
             holders[stage].add(rank)
-    durations = Durations.of(plan, cluster, update_s=update_s, num_holders=[len(h) for h in holders])
+    durations = Durations.of(
+        plan,
+        cluster,
+        update_s=update_s,
+        num_holders=[len(ranks) for ranks in holders],
+        num_ranks=len(schedule.ranks),
+        calibration=calibration,
+    )
     return simulate_durations(schedule, durations, links=links, jitter=jitter, seed=seed)
 
 
@@ -138,6 +148,7 @@ class _Wire:
     stage: int  # that reads the mailbox
     latency_s: float
     transmit_s: float
+    send_s: float  # that the sending rank is busy
 
 
 class _AllReduces:
@@ -215,15 +226,19 @@ class _Simulation:
         forth: list[list[_Wire]] = [[] for _ in stages]
         gradients: list[list[_Wire]] = [[] for _ in stages]
         for link in links:
-            out = _Wire(into[link.target], link.target, link.latency_s, link.activation_s)
+            out = _Wire(into[link.target], link.target, link.latency_s, link.activation_s, link.send_s)
             forth[link.source].append(out)
             if link.gradient_s is not None:
                 given_s = link.gradient_latency_s
                 latency_s = link.latency_s if given_s is None else given_s
                 gradients[link.target].append(
-                    _Wire(home[link.source], link.source, latency_s, link.gradient_s)
+                    _Wire(home[link.source], link.source, latency_s, link.gradient_s, link.send_s)
                 )
         self.mailboxes = {Kind.RECEIVE_ACTIVATION: into, Kind.RECEIVE_GRADIENT: home}
+        self.taking_s = {
+            Kind.RECEIVE_ACTIVATION: [sum(k.receive_s for k in links if k.target == s) for s in stages],
+            Kind.RECEIVE_GRADIENT: [sum(k.receive_s for k in back if k.source == s) for s in stages],
+        }
         self.wires = {Kind.SEND_ACTIVATION: forth, Kind.SEND_GRADIENT: gradients}
 
     def run(self) -> Timeline:
@@ -279,10 +294,11 @@ class _Simulation:
                 ready_s = mailboxes[kind][stage].ready_s(microbatch)
                 if ready_s is None:
                     break
-                end_s = now_s = max(now_s, ready_s)
+                end_s = now_s = max(now_s, ready_s) + self.taking_s[kind][stage]
             else:
                 end_s = now_s
                 for wire in wires[kind][stage]:
+                    now_s += wire.send_s
                     to = self.runs[wire.stage, microbatch] if wire.stage in shared else self.only[wire.stage]
                     arrival_s = self._send(wire, rank, to, now_s)
                     end_s = max(end_s, arrival_s)

@@ -1,0 +1,239 @@
+"""Does a simulated update take as long as a real one? Every method, on two processes of this machine.
+
+    python benchmarks/simulated.py [--models gpt resnet] [--methods 2bw 1f1b] [--rounds 5] [-o simulated.json]
+
+Every process has one thread. In a round, all processes profile the model at the same time, as they compute at
+the same time in training, and measure the links and what the engine does besides the operators
+(`Overheads`); then every method trains a few updates, one method after another. Each simulated time is made
+from the figures of its own round, and the ratio of the two is the median over rounds, so that drift of the
+machine cancels. The time of an update is one in the steady state, of the slower process. Exits with 1 if the
+median error is more than 5%, or two methods whose times differ by more than 5% are simulated in another
+order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import pd2bw_fx
+from pd2bw_fx.costs import Calibration
+from pd2bw_fx.metrics import timeline_of
+from pd2bw_fx.models.encdec import EncDec, EncDecConfig
+from pd2bw_fx.models.gpt import GPT, GPTConfig
+from pd2bw_fx.models.resnet import ResNet, ResNetConfig
+from pd2bw_fx.passes.profile import profile
+from pd2bw_fx.passes.schedule import METHODS, schedule_of
+from pd2bw_fx.passes.simulate import calibrate, simulate
+from pd2bw_fx.passes.trace import trace
+from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.probe import probe
+from pd2bw_fx.timeline import Timeline
+
+TOLERANCE = 0.05
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "gpt": lambda: GPT(
+        GPTConfig(512, sequence_length=64, num_layers=4, num_heads=4, width=192, dropout=0.0, tied=False)
+    ),
+    "resnet": lambda: ResNet(ResNetConfig(width=24, image_size=24)),
+    "encdec": lambda: EncDec(EncDecConfig(512, width=192, source_length=24, target_length=20, dropout=0.0)),
+}
+MICROBATCH_SIZE = 4
+UPDATES_SIMULATED = 8
+OWN_PLAN = ("interleaved", "bapipe", "zb-auto", "ddp")  # the others train the stages of 2bw
+RECORDED = ("1f1b", "zb-h1")  # the runs that tell what the engine takes besides
+RECORDED_CALLS = 8
+OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
+
+
+@dataclass(slots=True)
+class Contender:
+    """A method with its engine, and the pipeline that it is simulated on."""
+
+    method: str
+    pipe: Pipeline
+    engine: pd2bw_fx.Engine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    trained = [name for name, method in METHODS.items() if method.trains]
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--methods", nargs="+", choices=trained, default=trained)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--updates", type=int, default=4, help="updates of each method in a round")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        work(options)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        output = options.output or Path(folder) / "simulated.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command += [__file__, *sys.argv[1:], "-o", str(output)]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return judge(json.loads(output.read_text()))
+
+
+def work(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    runs = []
+    for name, m in itertools.product(options.models, options.microbatches):
+        torch.manual_seed(0)
+        for method, pairs in measured(MODELS[name](), m, options).items():
+            runs.append({"model": name, "microbatches": m, "method": method, "pairs": pairs})
+    if dist.get_rank() == 0:
+        options.output.write_text(json.dumps(runs, indent=1))
+    dist.destroy_process_group()
+
+
+def measured(model: nn.Module, m: int, options: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+    """By method: simulated and real seconds of an update, for each round after a first that warms up."""
+    example = model.example_inputs(batch_size=MICROBATCH_SIZE)  # type: ignore[operator]
+    batch = model.example_inputs(batch_size=MICROBATCH_SIZE * m)  # type: ignore[operator]
+    common = pd2bw_fx.split(model, example, cluster=probe("cpu"), costs="analytic", check=False)
+    whole = trace(model, example, {}).call
+    contenders = list(made(model, example, common, m, [*options.methods, *RECORDED]))
+    recorded = [contenders.pop() for _ in RECORDED]
+    pairs: dict[str, list[tuple[float, float]]] = {each.method: [] for each in contenders}
+    for number in range(options.rounds + 1):
+        dist.barrier()
+        costs = profile(
+            common.graph, common.example, device=common.cluster.devices[0], method="measured", whole=whole
+        )
+        timelines = [timeline_of_run(each, batch, options.updates) for each in recorded]
+        known = calibrate(priced(common.plan, costs), timelines)
+        for each in contenders:
+            real_s = timed(each.engine, batch, options.updates)
+            simulated_s = update_s(simulated(each, costs, known))
+            if number > 0:
+                pairs[each.method].append((simulated_s, real_s))
+        if dist.get_rank() == 0:
+            print(known, file=sys.stderr)
+    return pairs
+
+
+def made(
+    model: nn.Module, example: Any, common: Pipeline, m: int, methods: Sequence[str]
+) -> Iterator[Contender]:
+    for method in methods:
+        pipe = common
+        if method in OWN_PLAN:
+            pipe = pd2bw_fx.split(
+                model,
+                example,
+                cluster=common.cluster,
+                method=method,
+                microbatches_per_update=m,
+                costs=common.costs,
+                check=False,
+            )
+        engine = pd2bw_fx.Engine.from_pipeline(
+            pipe,
+            optimizer=OPTIMIZER,
+            microbatches_per_update=m,
+            method=method,
+            silence_s=0,
+            record=RECORDED_CALLS,
+        )
+        yield Contender(method, pipe, engine)
+
+
+def timeline_of_run(each: Contender, batch: Any, updates: int) -> Timeline:
+    for _ in range(updates):
+        each.engine.step(batch)
+    each.engine.flush()
+    m = each.engine.job.microbatches_per_update
+    return timeline_of(each.engine.records(), method=each.method, microbatches_per_update=m)
+
+
+def simulated(each: Contender, costs: pd2bw_fx.Costs, known: Calibration) -> Timeline:
+    """The engine's own schedule on the plan with the round's times."""
+    work, plan = each.engine.job.work, priced(each.pipe.plan, costs)
+    schedule = schedule_of(work.method, work.shape, updates=range(UPDATES_SIMULATED), drain=True)
+    return simulate(schedule, plan, each.pipe.cluster, calibration=known)
+
+
+def priced(plan: Plan, costs: pd2bw_fx.Costs) -> Plan:
+    stages = []
+    for stage in plan.stages:
+        own = [costs.operators[name] for name in stage.operators]
+        forward_s, backward_s = sum(cost.forward_s for cost in own), sum(cost.backward_s for cost in own)
+        stages.append(replace(stage, forward_s=forward_s, backward_s=backward_s))
+    return replace(plan, stages=tuple(stages))
+
+
+def update_s(timeline: Timeline) -> float:
+    return timeline.microbatches_per_update / timeline.throughput
+
+
+def timed(engine: pd2bw_fx.Engine, batch: Any, updates: int) -> float:
+    """Seconds an update of the slower process, its pipeline filled before the clock starts."""
+    engine.step(batch)
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(updates):
+        engine.step(batch)
+    took = torch.tensor([time.perf_counter() - began])
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    engine.flush()
+    return float(took) / updates
+
+
+def judge(runs: list[dict[str, Any]]) -> int:
+    table = Table("model", "m", "method", "real ms", "simulated ms", "error", "rounds from .. to")
+    errors, medians = [], dict[tuple[str, int], dict[str, tuple[float, float]]]()
+    for run in runs:
+        ratios = [simulated_s / real_s - 1 for simulated_s, real_s in run["pairs"]]
+        error = statistics.median(ratios)
+        errors.append(abs(error))
+        simulated_s, real_s = (statistics.median(column) for column in zip(*run["pairs"], strict=True))
+        medians.setdefault((run["model"], run["microbatches"]), {})[run["method"]] = simulated_s, real_s
+        table.add_row(
+            run["model"],
+            str(run["microbatches"]),
+            run["method"],
+            f"{real_s * 1e3:.1f}",
+            f"{simulated_s * 1e3:.1f}",
+            f"{error:+.1%}",
+            f"{min(ratios):+.1%} .. {max(ratios):+.1%}",
+        )
+    console = Console()
+    console.print(table)
+    swapped = [
+        f"{model}, m = {m}: {one} and {other}"
+        for (model, m), times in medians.items()
+        for (one, a), (other, b) in itertools.combinations(times.items(), 2)
+        if abs(a[1] / b[1] - 1) > TOLERANCE and (a[1] < b[1]) != (a[0] < b[0])
+    ]
+    console.print(f"median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    for pair in swapped:
+        console.print(f"simulated in another order: {pair}")
+    return int(statistics.median(errors) > TOLERANCE or bool(swapped))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
