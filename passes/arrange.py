@@ -21,7 +21,7 @@ from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 
 from .partition import partition
-from .schedule import UPDATES_OF_ONE, Method, method_of, schedule_of, shape_of
+from .schedule import UPDATES_OF_ONE, method_of, schedule_of, shape_of
 from .simulate import simulate
 
 _WITHIN_A_DEVICE = 1e15  # bytes per second: no time at all
@@ -59,11 +59,6 @@ def wished_shape(
     return shape
 
 
-def memory_of(method: str, shape: Shape) -> MemoryModel:
-    """As many weight versions as the method keeps, at the stage with most; Adam's two copies."""
-    return MemoryModel(weight_versions=_versions(method_of(method), shape))
-
-
 def arrange(
     problem: Problem,
     cluster: Cluster,
@@ -84,12 +79,13 @@ def arrange(
     if method == "bapipe":
         return _explored(problem, cluster, shape, memory_model=memory_model, options=options)
     counting = method_of("zb-h1" if method == "zb-auto" else method)
+    counted = shape if method == "zb-auto" else counting.prepared(shape)
     settings: dict[str, Any] = {
         "num_stages": shape.num_stages,
         "microbatches_per_update": shape.microbatches_per_update,
         "method": method,
         "memory_model": memory_model,
-        "in_flight": [counting.in_flight(shape, stage) for stage in range(shape.num_stages)],
+        "kept": [counting.kept(counted, stage) for stage in range(shape.num_stages)],
         **options,
     }
     if method == "interleaved":
@@ -102,11 +98,6 @@ def arrange(
     return plan, shape_of(
         plan, method, microbatches_per_update=shape.microbatches_per_update, replicas=shape.replicas
     )
-
-
-def _versions(method: Method, shape: Shape) -> int:
-    prepared = shape if method.name == "zb-auto" else method.prepared(shape)
-    return max(method.num_versions(prepared, stage) for stage in range(shape.num_stages))
 
 
 def _in_turn(
@@ -171,7 +162,7 @@ def _explored(
                 microbatches_per_update=shape.microbatches_per_update,
                 method="bapipe",
                 memory_model=memory_model,
-                in_flight=[method.in_flight(candidate, stage) for stage in range(shape.num_stages)],
+                kept=[method.kept(candidate, stage) for stage in range(shape.num_stages)],
                 overlap=slack > 0,
                 **options,
             )

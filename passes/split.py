@@ -20,7 +20,7 @@ from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.program import tensors
 
-from .arrange import arrange, memory_of, wished_shape
+from .arrange import arrange, wished_shape
 from .coarsen import coarsen
 from .codegen import generate
 from .normalise import normalise
@@ -118,7 +118,7 @@ def split(
         chunks=chunks,
     )
     setting: dict[str, Any] = {
-        "memory_model": memory_model or memory_of(method, wish),
+        "memory_model": memory_model or MemoryModel(),
         "recompute": recompute,
         "constraints": constraints,
     }

@@ -81,16 +81,31 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What a method keeps at one stage: weight versions, and microbatches between forward and backward.
+
+    PipeDream-2BW (arXiv 2006.09503, section 3.1) keeps two versions at every stage, whatever the depth.
+    `gradients_wait`: while so many microbatches are in flight, none of the update's gradients is there; the
+    backward that makes the first ones ends with one microbatch less. So it is in GPipe, and wherever every
+    microbatch is an update.
+    """
+
+    weight_versions: int
+    in_flight: int
+    gradients_wait: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryModel:
     """Copies of each trainable parameter that a method and an optimizer keep on a stage's device.
 
-    PipeDream-2BW (arXiv 2006.09503, section 3.1): two weight versions at every stage, whatever the depth.
+    `weight_versions`: None for as many as the method keeps at each stage (`Kept`).
     `optimizer_copies`: 0 for SGD, 1 with momentum, 2 for Adam. The gradient is one copy. While a parameter is
     stepped, torch's optimizers hold temporaries of as much as they keep for it: Adam the root of its second
     moment and a quotient. (On CUDA they step all parameters at once by default, which takes another copy.)
     """
 
-    weight_versions: int = 2
+    weight_versions: int | None = None
     gradient_copies: int = 1
     optimizer_copies: int = 2
 
@@ -99,14 +114,21 @@ class MemoryModel:
         """Of the largest parameter of a stage, while it is stepped."""
         return self.optimizer_copies
 
-    @property
-    def copies(self) -> int:
-        return self.weight_versions + self.gradient_copies + self.optimizer_copies
+    def versions(self, kept: Kept) -> int:
+        """At a stage where the method keeps this."""
+        return kept.weight_versions if self.weight_versions is None else self.weight_versions
+
+    def copies(self, kept: Kept) -> int:
+        return self.versions(kept) + self.gradient_copies + self.optimizer_copies
 
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """What a stage's device holds at its worst moment, in bytes."""
+    """What a stage's device holds at its worst moment, in bytes.
+
+    Where gradients wait (`Kept`), they and one microbatch's activations are never held together, and the
+    smaller of the two, `apart_bytes`, is not part of the total.
+    """
 
     weight_bytes: int  # all versions, frozen parameters and buffers among them
     gradient_bytes: int
@@ -114,6 +136,7 @@ class StageMemory:
     activation_bytes: int  # saved for the backward, all microbatches in flight
     transfer_bytes: int  # received and sent tensors, all microbatches in flight
     workspace_bytes: int
+    apart_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -124,4 +147,5 @@ class StageMemory:
             + self.activation_bytes
             + self.transfer_bytes
             + self.workspace_bytes
+            - self.apart_bytes
         )

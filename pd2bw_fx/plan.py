@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from pd2bw_fx.costs import StageMemory
+from pd2bw_fx.costs import Kept, StageMemory
 from pd2bw_fx.errors import PlanMismatchError
 from pd2bw_fx.schema import check_against, schema_of
 from pd2bw_fx.units import format_seconds
@@ -52,6 +52,12 @@ class StagePlan:
     memory_limit_bytes: int
     microbatches_in_flight: int
     recompute: bool = False
+    weight_versions: int = 2
+    gradients_wait: bool = False
+
+    @property
+    def kept(self) -> Kept:
+        return Kept(self.weight_versions, self.microbatches_in_flight, self.gradients_wait)
 
     @property
     def load_s(self) -> float:
@@ -176,6 +182,7 @@ def whole(plan: Plan) -> Plan:
         memory=memory,
         microbatches_in_flight=1,
         recompute=False,
+        weight_versions=1,
     )
     return replace(plan, stages=(together,), transfers=(), bottleneck_s=together.load_s, bound_s=0.0)
 

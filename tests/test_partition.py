@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pd2bw_fx.cluster import Cluster, Device
-from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.costs import Kept, MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.passes.partition import baselines, partition, search
 from pd2bw_fx.plan import Plan
@@ -21,10 +22,10 @@ from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
 
 def brute_force(
-    problem: Problem, cluster: Cluster, num_stages: int, *, copies: int, overlap: bool, recompute: Any
+    problem: Problem, cluster: Cluster, kept: Sequence[Kept], *, overlap: bool, recompute: Any
 ) -> float | None:
     """The least bottleneck over all stages of all blocks and all devices of all stages; None: none fits."""
-    names = [block.name for block in problem.blocks]
+    names, num_stages = [block.name for block in problem.blocks], len(kept)
     grid = np.array(list(itertools.product(range(num_stages), repeat=len(names))))  # (assignments, blocks)
     keep = np.ones(len(grid), dtype=bool)
     for value in problem.values:
@@ -37,7 +38,7 @@ def brute_force(
     for devices in itertools.permutations(range(len(cluster)), num_stages):
         slowest = np.zeros(len(grid))
         for stage in range(num_stages):
-            load = _stage_load(problem, cluster, names, grid, devices, stage, copies, overlap, recompute)
+            load = _stage_load(problem, cluster, names, grid, devices, stage, kept[stage], overlap, recompute)
             slowest = np.maximum(slowest, load)
         best = min(best, float(slowest.min(initial=math.inf)))
     return None if math.isinf(best) else best
@@ -50,25 +51,27 @@ def _stage_load(
     grid: Any,
     devices: tuple[int, ...],
     stage: int,
-    copies: int,
+    kept: Kept,
     overlap: bool,
     recompute: Any,
 ) -> Any:
+    """With momentum: the weights' versions, a gradient, a moment, and while stepping one parameter more."""
     here, device = grid == stage, devices[stage]
-    in_flight = len(devices) - stage
     forward = here @ np.array([block.forward_s[device] for block in problem.blocks])
     backward = here @ np.array([block.backward_s[device] for block in problem.blocks])
     links = np.zeros(len(grid))
     stepped = [
         max((problem.parameters[name].trainable_bytes for name in block.parameters), default=0)
         for block in problem.blocks
-    ]  # with momentum, a temporary as large as the largest parameter
+    ]
     workspace = [max(b.workspace_bytes, size) for b, size in zip(problem.blocks, stepped, strict=True)]
-    memory = (here * np.array(workspace)).max(axis=1)
+    memory, gradients = (here * np.array(workspace)).max(axis=1), np.zeros(len(grid))
+    held = here @ np.zeros(len(names))
     for parameter, size in problem.parameters.items():
         users = [at for at, block in enumerate(problem.blocks) if parameter in block.parameters]
-        num_bytes = copies * size.trainable_bytes + size.frozen_bytes
+        num_bytes = (kept.weight_versions + 1) * size.trainable_bytes + size.frozen_bytes
         memory = memory + num_bytes * here[:, users].any(axis=1)
+        gradients = gradients + size.trainable_bytes * here[:, users].any(axis=1)
     for value in problem.values:
         source = grid[:, names.index(value.producer)]
         readers = grid[:, [names.index(name) for name in value.consumers]]
@@ -81,10 +84,17 @@ def _stage_load(
             links = links + sends * _round_trip(cluster, device, devices[other], value)
             links = links + receives * _round_trip(cluster, devices[other], device, value)
             crosses |= sends | receives
-        memory = memory + in_flight * value.bytes * crosses
+        held = held + value.bytes * crosses
     saved = here @ np.array([block.saved_bytes for block in problem.blocks])
     limit = cluster.devices[device].memory_bytes
-    keeps, repeats = memory + in_flight * saved <= limit, memory + saved <= limit
+    # Before and after the backward that makes the first gradients; else all is there at once.
+    n = kept.in_flight
+    moments = [(n, 0), (n - 1, 1)] if kept.gradients_wait else [(n, 1)]
+    keeps = repeats = np.ones(len(grid), dtype=bool)
+    for flying, has in moments:
+        fixed = memory + has * gradients + flying * held
+        keeps = keeps & (fixed + flying * saved <= limit)
+        repeats = repeats & (fixed + min(flying, 1) * saved <= limit)
     if recompute == "auto":
         work = np.where(keeps, forward + backward, np.where(repeats, 2 * forward + backward, math.inf))
     elif recompute:
@@ -162,19 +172,29 @@ def cases(draw: Any, max_blocks: int = 9) -> tuple[Problem, Cluster, int]:
     return draw(problems(num_devices, max_blocks)), draw(clusters(num_devices)), num_stages
 
 
+def keepings_of(num_stages: int) -> Any:
+    """What 2BW keeps (two versions everywhere, as many in flight as stages from there on), and anything."""
+    of_2bw = tuple(Kept(2, num_stages - stage) for stage in range(num_stages))
+    of_a_stage = st.builds(Kept, st.integers(1, 3), st.integers(1, 4), st.booleans())
+    return st.one_of(st.just(of_2bw), st.tuples(*[of_a_stage] * num_stages))
+
+
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(case=cases(), overlap=st.booleans(), recompute=st.sampled_from([False, True, "auto"]))
-def test_plan_is_as_fast_as_the_best_of_all_assignments(case: Any, overlap: bool, recompute: Any) -> None:
+@given(case=cases(), data=st.data(), overlap=st.booleans(), recompute=st.sampled_from([False, True, "auto"]))
+def test_plan_is_as_fast_as_the_best_of_all_assignments(
+    case: Any, data: Any, overlap: bool, recompute: Any
+) -> None:
     problem, cluster, num_stages = case
-    memory_model = MemoryModel(weight_versions=2, gradient_copies=1, optimizer_copies=1)
-    best = brute_force(problem, cluster, num_stages, copies=4, overlap=overlap, recompute=recompute)
+    kept = data.draw(keepings_of(num_stages))
+    best = brute_force(problem, cluster, kept, overlap=overlap, recompute=recompute)
 
     def plan() -> Plan:
         return partition(
             problem,
             cluster,
             num_stages=num_stages,
-            memory_model=memory_model,
+            memory_model=MemoryModel(optimizer_copies=1),
+            kept=kept,
             overlap=overlap,
             recompute=recompute,
         )
@@ -195,17 +215,31 @@ def test_plan_is_as_fast_as_the_best_of_all_assignments(case: Any, overlap: bool
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(case=cases(max_blocks=8), overlap=st.booleans(), recompute=st.sampled_from([False, True, "auto"]))
+@given(
+    case=cases(max_blocks=8),
+    data=st.data(),
+    overlap=st.booleans(),
+    recompute=st.sampled_from([False, True, "auto"]),
+)
 def test_what_large_problems_are_refuted_by_is_right_on_small_ones(
-    case: Any, overlap: bool, recompute: Any
+    case: Any, data: Any, overlap: bool, recompute: Any
 ) -> None:
     problem, cluster, num_stages = case
-    best = brute_force(problem, cluster, num_stages, copies=5, overlap=overlap, recompute=recompute)
+    kept = data.draw(keepings_of(num_stages))
+    best = brute_force(problem, cluster, kept, overlap=overlap, recompute=recompute)
     if best is None:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "_SMALL", 0)
-        plan = partition(problem, cluster, num_stages=num_stages, overlap=overlap, recompute=recompute)
+        plan = partition(
+            problem,
+            cluster,
+            num_stages=num_stages,
+            memory_model=MemoryModel(optimizer_copies=1),
+            kept=kept,
+            overlap=overlap,
+            recompute=recompute,
+        )
     assert plan.bottleneck_s == pytest.approx(best, rel=1.01e-4)
     assert plan.bound_s <= best * (1 + 1e-12)
 

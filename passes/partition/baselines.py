@@ -17,8 +17,8 @@ from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.problem import Problem
 
-from .inflight import microbatches_in_flight
 from .instance import Floats, Integers, evaluate
+from .kept import kept_by
 from .reader import Reader, check_problem, topological_order
 
 RULES = ("equal", "parameters", "time", "pipedream")
@@ -65,7 +65,7 @@ def baselines(
         problem,
         cluster,
         memory_model=memory_model,
-        in_flight=microbatches_in_flight(method, k, m),
+        kept=kept_by(method, k, m),
         overlap=overlap,
         recompute=recompute,
     ).instance(tuple(range(k)))

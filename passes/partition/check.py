@@ -107,7 +107,7 @@ def _priced(
         problem,
         cluster,
         memory_model=memory_model,
-        in_flight=[stage.microbatches_in_flight for stage in plan.stages],
+        kept=[stage.kept for stage in plan.stages],
         overlap=overlap,
         recompute=False,
     )
@@ -129,6 +129,7 @@ def _priced(
         Found(0, stage_of, loads.bottleneck_s, min(plan.bound_s, loads.bottleneck_s)),
         order=order,
         memory_model=memory_model,
+        kept=[stage.kept for stage in plan.stages],
         method=plan.method,
         microbatches_per_update=plan.microbatches_per_update,
         solver=plan.solver,

@@ -180,7 +180,7 @@ class _Table:
     def __init__(self, kind: Kind, member: Flags, partly: Flags) -> None:
         instance, stage = kind.instance, kind.stage
         self.work_s: Floats = member @ instance.work_s[stage]
-        self.num_bytes: Floats = member @ instance.static_bytes
+        self.num_bytes: Floats = member @ instance.static_bytes[stage]
         self.limit_bytes = float(instance.limit_bytes[stage])
         forbidden = np.zeros(instance.num_nodes) if instance.forbidden is None else instance.forbidden[stage]
         self.barred: Floats = member @ forbidden.astype(np.float64)

@@ -19,8 +19,8 @@ from pd2bw_fx.units import format_bytes, format_seconds
 
 from .constrain import constrain
 from .face import partition
-from .inflight import METHODS
 from .instance import Flags, Instance, Integers, evaluate
+from .kept import METHODS
 from .reader import Reader, check_problem, topological_order
 from .search import Choices, Deadline, search
 
@@ -56,7 +56,7 @@ def explain(
         constrained.problem,
         constrained.cluster,
         memory_model=memory_model,
-        in_flight=[stage.microbatches_in_flight for stage in plan.stages],
+        kept=[stage.kept for stage in plan.stages],
         overlap=overlap,
         recompute=recompute,
         pins=constrained.pins,
@@ -79,7 +79,7 @@ def explain(
         "constraints": wishes,
     }
     if plan.method not in METHODS:
-        setting["in_flight"] = [stage.microbatches_in_flight for stage in plan.stages]
+        setting["kept"] = [stage.kept for stage in plan.stages]
     what_ifs = list(_what_ifs(plan, problem, cluster, setting))
     per_change_s = time_limit_s / 2 / max(1, len(what_ifs))
     changes = [_tried(what_if, per_change_s) for what_if in what_ifs]
@@ -196,9 +196,9 @@ class _WhatIf:
 
 
 def _tried(what_if: _WhatIf, time_limit_s: float) -> Change | None:
-    in_flight = what_if.setting.get("in_flight")
-    if in_flight is not None and len(in_flight) != what_if.setting["num_stages"]:
-        return None  # What other stages hold in flight is known to the method alone.
+    kept = what_if.setting.get("kept")
+    if kept is not None and len(kept) != what_if.setting["num_stages"]:
+        return None  # What other stages keep is known to the method alone.
     try:
         plan = partition(what_if.problem, what_if.cluster, time_limit_s=time_limit_s, **what_if.setting)
     except (InfeasibleError, SolverError):

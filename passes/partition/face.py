@@ -9,7 +9,7 @@ from typing import Literal
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.costs import Kept, MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.solver import check_solver
 from pd2bw_fx.plan import Plan, Progress
@@ -18,7 +18,7 @@ from pd2bw_fx.problem import Problem
 from .constrain import constrain
 from .devices import device_orders
 from .infeasible import infeasible_error
-from .inflight import METHODS, microbatches_in_flight
+from .kept import METHODS, kept_by
 from .planning import plan_of
 from .reader import Reader, check_problem
 from .search import Choices, Deadline, search
@@ -39,7 +39,7 @@ def partition(
     recompute: bool | Literal["auto"] = False,
     constraints: Constraints | None = None,
     progress: Callable[[Progress], None] | None = None,
-    in_flight: Sequence[int] | None = None,
+    kept: Sequence[Kept] | None = None,
     order: Sequence[int] | None = None,
 ) -> Plan:
     """The plan whose slowest stage is fastest, among those that fit in every device's memory.
@@ -54,7 +54,7 @@ def partition(
     `max_gap`: the plan is proven to be within this share of the optimum (a millionth at best, which is what
     solvers keep to), unless `time_limit_s` ends the search before that; then the plan is the best so far and
     `plan.gap` says what is proven. Ctrl-C ends it in the same way. `progress` is told of every step.
-    `in_flight`: microbatches whose activations each stage holds, for a method that is not known here;
+    `kept`: weight versions and microbatches that each stage holds, for a method that is not known here;
     `order`: the device of each stage, where the method has places for them (else every order is tried).
 
     Raises InputError for a problem or an argument that makes no sense, InfeasibleError where no assignment
@@ -64,10 +64,10 @@ def partition(
     check_problem(problem, cluster)
     k = len(cluster) if num_stages is None else num_stages
     m = 2 * k if microbatches_per_update is None else microbatches_per_update
-    _check_arguments(problem, cluster, k, m, None if in_flight else method, max_gap, time_limit_s, recompute)
+    _check_arguments(problem, cluster, k, m, method, kept, max_gap, time_limit_s, recompute)
     check_solver(solver)
     deadline = Deadline(time_limit_s)
-    in_flight = in_flight or microbatches_in_flight(method, k, m)
+    kept = kept or kept_by(method, k, m)
     constrained = constrain(problem, cluster, constraints or Constraints(), num_stages=k)
     problem, cluster = constrained.problem, constrained.cluster
     pinned = {pin.device for pin in constrained.pins if pin.device is not None}
@@ -76,7 +76,7 @@ def partition(
         problem,
         cluster,
         memory_model=memory_model,
-        in_flight=in_flight,
+        kept=kept,
         overlap=overlap,
         recompute=recompute,
         pins=constrained.pins,
@@ -92,6 +92,7 @@ def partition(
         found,
         order=orders[found.choice],
         memory_model=memory_model,
+        kept=kept,
         method=method,
         microbatches_per_update=m,
         solver=solver,
@@ -104,7 +105,8 @@ def _check_arguments(
     cluster: Cluster,
     num_stages: int,
     microbatches_per_update: int,
-    method: str | None,
+    method: str,
+    kept: Sequence[Kept] | None,
     max_gap: float,
     time_limit_s: float,
     recompute: object,
@@ -122,13 +124,15 @@ def _check_arguments(
             f"{num_stages} stages for {len(problem.blocks)} blocks; a stage needs at least one, "
             f"so at most num_stages={len(problem.blocks)}"
         )
-    if method is not None and method not in METHODS:
+    if kept is None and method not in METHODS:
         raise InputError(f"method {method!r} is unknown; known are {', '.join(METHODS)}")
-    if method == "2bw" and microbatches_per_update < num_stages:
+    if kept is None and method == "2bw" and microbatches_per_update < num_stages:
         raise InputError(
             f"microbatches_per_update={microbatches_per_update} with {num_stages} stages; two weight "
             f"versions are enough only from microbatches_per_update={num_stages} on"
         )
+    if kept is not None and len(kept) != num_stages:
+        raise InputError(f"kept has {len(kept)} entries for {num_stages} stages; give one for each")
     if not 0 <= max_gap < 1:
         raise InputError(f"max_gap is {max_gap!r}; a share from 0 to below 1 was expected")
     if math.isnan(time_limit_s) or time_limit_s <= 0:

@@ -12,10 +12,11 @@ from pd2bw_fx.errors import InfeasibleError, SolverError
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes
 
+from .assignment import Windows
 from .constrain import Pin
 from .instance import Floats, Instance, evaluate
 from .nearest import nearest_changes
-from .program import FeasibilityProgram, Windows
+from .program import FeasibilityProgram
 from .reader import topological_order
 from .search import Choices, Deadline, search
 
@@ -127,9 +128,12 @@ def _pins_exclude_one_another(
 def _block_too_large(problem: Problem, cluster: Cluster, instance: Instance) -> InfeasibleError | None:
     largest = max(range(len(cluster)), key=lambda d: cluster.devices[d].memory_bytes)
     device = cluster.devices[largest]
-    need = instance.static_bytes + instance.saved_bytes + instance.workspace_bytes
+    static, gradients = instance.static_bytes.min(axis=0), instance.gradient_bytes.copy()
     for shared in instance.shared:
-        need[list(shared.nodes)] += shared.num_bytes
+        static[list(shared.nodes)] += shared.num_bytes.min()
+        gradients[list(shared.nodes)] += shared.gradient_bytes
+    apart = np.minimum(gradients, instance.saved_bytes) if instance.gradients_wait.any() else 0.0
+    need = static + instance.saved_bytes + instance.workspace_bytes - apart
     node = int(need.argmax())
     if need[node] <= device.memory_bytes:
         return None

@@ -29,11 +29,12 @@ class Net:
         return (self.producer, *self.consumers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SharedBytes:
-    """Bytes that every stage holds once that has one of `nodes`."""
+    """Bytes that every stage holds once that has one of `nodes`, by stage; `gradient_bytes` of them are."""
 
-    num_bytes: int
+    num_bytes: Floats  # (k,)
+    gradient_bytes: float
     nodes: tuple[int, ...]
 
 
@@ -49,7 +50,8 @@ class Instance:
     `recompute` by stage is for pricing an assignment, not for a search.
 
     Memory of stage s: `static_bytes` and `shared` once, `in_flight[s]` times the saved and held bytes (the
-    saved bytes once where it recomputes), and the largest workspace of a node.
+    saved bytes once where it recomputes), and the largest workspace of a node. Where `gradients_wait`, the
+    gradients among them and what one microbatch holds are not there together: the larger of the two counts.
     """
 
     num_stages: int
@@ -64,7 +66,9 @@ class Instance:
     may_be_empty: bool
     limit_bytes: Floats  # (k,)
     in_flight: Integers  # (k,)
-    static_bytes: Floats  # (n,)
+    static_bytes: Floats  # (k, n)
+    gradient_bytes: Floats  # (n,), of the static ones
+    gradients_wait: Flags  # (k,)
     saved_bytes: Floats  # (n,)
     workspace_bytes: Floats  # (n,)
     shared: tuple[SharedBytes, ...] = ()
@@ -87,6 +91,7 @@ class Loads:
     saved_bytes: Floats
     held_bytes: Floats
     workspace_bytes: Floats
+    apart_bytes: Floats
     recompute: tuple[bool, ...]
     fits: bool
     load_s: Floats
@@ -97,7 +102,8 @@ class Loads:
 
     @property
     def memory_bytes(self) -> Floats:
-        return self.static_bytes + self.saved_bytes + self.held_bytes + self.workspace_bytes
+        together = self.static_bytes + self.saved_bytes + self.held_bytes + self.workspace_bytes
+        return together - self.apart_bytes
 
 
 def evaluate(instance: Instance, stage_of: Integers) -> Loads:
@@ -106,21 +112,28 @@ def evaluate(instance: Instance, stage_of: Integers) -> Loads:
     nodes = np.arange(instance.num_nodes)
     work_s = _by_stage(stage_of, instance.work_s[stage_of, nodes], k)
     forward_s = _by_stage(stage_of, instance.again_s[stage_of, nodes], k)
-    static = _by_stage(stage_of, instance.static_bytes, k)
+    static = _by_stage(stage_of, instance.static_bytes[stage_of, nodes], k)
+    gradients = _by_stage(stage_of, instance.gradient_bytes, k)
     for shared in instance.shared:
-        static[np.unique(stage_of[list(shared.nodes)])] += shared.num_bytes
-    send_s, receive_s, held = _transfers(instance, stage_of)
+        holders = np.unique(stage_of[list(shared.nodes)])
+        static[holders] += shared.num_bytes[holders]
+        gradients[holders] += shared.gradient_bytes
+    send_s, receive_s, one_held = _transfers(instance, stage_of)
     workspace = np.zeros(k)
     np.maximum.at(workspace, stage_of, instance.workspace_bytes)
     kept = _by_stage(stage_of, instance.saved_bytes, k)
-    held = held * instance.in_flight
-    fits_kept = static + kept * instance.in_flight + held + workspace <= instance.limit_bytes
+    held = one_held * instance.in_flight
+    alone = instance.in_flight == 1
+    apart_kept = np.where(instance.gradients_wait, np.minimum(gradients, one_held + kept), 0.0)
+    apart_again = np.where(instance.gradients_wait, np.minimum(gradients, one_held + alone * kept), 0.0)
+    fits_kept = static + kept * instance.in_flight + held + workspace - apart_kept <= instance.limit_bytes
     if instance.recompute == "auto":
         # It only costs time: worth it just where the stage does not fit without.
-        recompute = ~fits_kept & (instance.in_flight > 1)
+        recompute = ~fits_kept & ~alone
     else:
         recompute = np.broadcast_to(np.array(instance.recompute), (k,))
     saved = np.where(recompute, kept, kept * instance.in_flight)
+    apart = np.where(recompute, apart_again, apart_kept)
     again_s = np.where(recompute, forward_s, 0.0)
     allowed = instance.forbidden is None or not instance.forbidden[stage_of, nodes].any()
     compute_s, links_s = work_s + again_s, send_s + receive_s
@@ -133,8 +146,9 @@ def evaluate(instance: Instance, stage_of: Integers) -> Loads:
         saved_bytes=saved,
         held_bytes=held,
         workspace_bytes=workspace,
+        apart_bytes=apart,
         recompute=tuple(bool(flag) for flag in recompute),
-        fits=bool((static + saved + held + workspace <= instance.limit_bytes).all()) and allowed,
+        fits=bool((static + saved + held + workspace - apart <= instance.limit_bytes).all()) and allowed,
         load_s=np.maximum(compute_s, links_s) if instance.overlap else compute_s + links_s,
     )
 

@@ -136,24 +136,28 @@ class _Rectangles:
         """Infinite where the interval does not fit, one more forward where it fits only when recomputed."""
         instance = self.instance
         in_flight = float(instance.in_flight[stage])
-        held_bytes = np.array([float(net.held_bytes) for net in instance.nets])[self.nets]
-        fixed = _between(self._by_stretch(instance.static_bytes))
-        fixed += in_flight * self._grid("held", b"", lambda: self._summed(held_bytes))
-        fixed += self._grid("shared", b"", self._shared)
-        fixed += self._grid("workspace", b"", self._workspace)
+        held = self._grid("held", b"", self._held)
         saved = self._grid("saved", b"", lambda: _between(self._by_stretch(instance.saved_bytes)))
+        fixed = _between(self._by_stretch(instance.static_bytes[stage])) + in_flight * held
+        fixed += self._shared([float(shared.num_bytes[stage]) for shared in instance.shared])
+        fixed += self._grid("workspace", b"", self._workspace)
+        kept, recomputed = fixed + in_flight * saved, fixed + saved
+        if instance.gradients_wait[stage]:
+            gradients = self._grid("gradients", b"", self._gradients)
+            kept -= np.minimum(gradients, held + saved)
+            recomputed -= np.minimum(gradients, held + saved if in_flight == 1 else held)
         limit = instance.limit_bytes[stage]
         if instance.recompute != "auto":
-            load_s[fixed + (1.0 if instance.recompute else in_flight) * saved > limit] = _NEVER
+            load_s[(recomputed if instance.recompute else kept) > limit] = _NEVER
             return
-        again = fixed + in_flight * saved > limit
+        again = kept > limit
         if instance.overlap:
             links_s = self._summed(self._link_costs(stage))
             work_s = self._by_stretch(instance.work_s[stage] + instance.again_s[stage])
             load_s[again] = np.maximum(_between(work_s), links_s)[again]
         else:
             load_s[again] += _between(self._by_stretch(instance.again_s[stage]))[again]
-        load_s[fixed + saved > limit] = _NEVER
+        load_s[recomputed > limit] = _NEVER
 
     def _link_costs(self, stage: int) -> Floats:
         """Per corner: a producer pays towards the next stage, its readers towards the one before."""
@@ -170,15 +174,18 @@ class _Rectangles:
         instance = self.instance
         in_flight = float(instance.in_flight[stage])
         most = (
-            instance.static_bytes.sum()
-            + sum(shared.num_bytes for shared in instance.shared)
+            instance.static_bytes[stage].sum()
+            + sum(float(shared.num_bytes[stage]) for shared in instance.shared)
             + in_flight * (instance.saved_bytes.sum() + sum(net.held_bytes for net in instance.nets))
             + instance.workspace_bytes.max(initial=0.0)
         )
         if most <= instance.limit_bytes[stage]:
             return b""
         again_s = instance.again_s[stage].tobytes() if instance.recompute == "auto" else b""
-        return np.array([in_flight, instance.limit_bytes[stage]]).tobytes() + again_s
+        shared = [float(shared.num_bytes[stage]) for shared in instance.shared]
+        rules = [in_flight, instance.limit_bytes[stage], float(instance.gradients_wait[stage]), *shared]
+        key: bytes = np.array(rules).tobytes() + instance.static_bytes[stage].tobytes() + again_s
+        return key
 
     def _forbidden_key(self, stage: int) -> bytes:
         forbidden = self.instance.forbidden
@@ -223,14 +230,26 @@ class _Rectangles:
         np.maximum.at(largest, self.position, self.instance.workspace_bytes)
         return _largest(largest)
 
-    def _shared(self) -> Floats:
+    def _held(self) -> Floats:
+        held_bytes = np.array([float(net.held_bytes) for net in self.instance.nets])[self.nets]
+        return self._summed(held_bytes)
+
+    def _gradients(self) -> Floats:
+        own = _between(self._by_stretch(self.instance.gradient_bytes))
+        return own + self._shared([shared.gradient_bytes for shared in self.instance.shared])
+
+    def _shared(self, num_bytes: Sequence[float]) -> Floats:
+        """The sum of these over what is shared and has a node in the interval."""
+        return self._grid("shared", np.array(num_bytes).tobytes(), lambda: self._held_once(num_bytes))
+
+    def _held_once(self, num_bytes: Sequence[float]) -> Floats:
         n = self.size
         corners, weights = [], []
-        for shared in self.instance.shared:
+        for shared, amount in zip(self.instance.shared, num_bytes, strict=True):
             before = -1
             for place in sorted(set(self.position[list(shared.nodes)].tolist())):
                 corners.append((before + 1, place + 1, place + 1, n + 1))
-                weights.append(float(shared.num_bytes))
+                weights.append(amount)
                 before = place
         return _painted(np.asarray(corners, dtype=np.int64).reshape(-1, 4), np.asarray(weights), n)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.costs import MemoryModel, StageMemory
+from pd2bw_fx.costs import Kept, MemoryModel, StageMemory
 from pd2bw_fx.plan import Plan, StagePlan, Transfer
 from pd2bw_fx.problem import Block, ParameterSize, Problem
 
@@ -22,6 +22,7 @@ def plan_of(
     *,
     order: Sequence[int],
     memory_model: MemoryModel,
+    kept: Sequence[Kept],
     method: str,
     microbatches_per_update: int,
     solver: str,
@@ -43,7 +44,7 @@ def plan_of(
                 cluster=cluster,
                 sizes=problem.parameters,
                 memory_model=memory_model,
-                in_flight=int(instance.in_flight[stage]),
+                kept=kept[stage],
                 overlap=instance.overlap,
             )
         )
@@ -69,7 +70,7 @@ def _stage(
     cluster: Cluster,
     sizes: Mapping[str, ParameterSize],
     memory_model: MemoryModel,
-    in_flight: int,
+    kept: Kept,
     overlap: bool,
 ) -> StagePlan:
     parameters = tuple(dict.fromkeys(name for block in blocks for name in block.parameters))
@@ -89,10 +90,12 @@ def _stage(
         backward_s=sum(block.backward_s[device] for block in blocks),
         send_s=send_s,
         receive_s=receive_s,
-        memory=_memory(parameters, sizes, memory_model, loads, stage),
+        memory=_memory(parameters, sizes, memory_model, kept, loads, stage),
         memory_limit_bytes=cluster.devices[device].memory_bytes,
-        microbatches_in_flight=in_flight,
+        microbatches_in_flight=kept.in_flight,
         recompute=loads.recompute[stage],
+        weight_versions=memory_model.versions(kept),
+        gradients_wait=kept.gradients_wait,
     )
 
 
@@ -100,18 +103,20 @@ def _memory(
     parameters: Sequence[str],
     sizes: Mapping[str, ParameterSize],
     memory_model: MemoryModel,
+    kept: Kept,
     loads: Loads,
     stage: int,
 ) -> StageMemory:
     trainable = sum(sizes[name].trainable_bytes for name in parameters)
     frozen = sum(sizes[name].frozen_bytes for name in parameters)
     return StageMemory(
-        weight_bytes=memory_model.weight_versions * trainable + frozen,
+        weight_bytes=memory_model.versions(kept) * trainable + frozen,
         gradient_bytes=memory_model.gradient_copies * trainable,
         optimizer_bytes=memory_model.optimizer_copies * trainable,
         activation_bytes=round(float(loads.saved_bytes[stage])),
         transfer_bytes=round(float(loads.held_bytes[stage])),
         workspace_bytes=round(float(loads.workspace_bytes[stage])),
+        apart_bytes=round(float(loads.apart_bytes[stage])),
     )
 
 

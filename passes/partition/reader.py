@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.costs import Kept, MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.problem import Block, Problem, Value
 
@@ -108,7 +108,7 @@ class Reader:
         cluster: Cluster,
         *,
         memory_model: MemoryModel,
-        in_flight: Sequence[int],
+        kept: Sequence[Kept],
         overlap: bool,
         recompute: bool | Literal["auto"],
         pins: Sequence[Pin] = (),
@@ -121,12 +121,13 @@ class Reader:
         self.edges = tuple(
             sorted({(net.producer, consumer) for net in self.nets for consumer in net.consumers})
         )
-        self.static, self.shared = _parameters(problem, blocks, memory_model)
+        self.static, self.gradients, self.shared = _parameters(problem, blocks, memory_model, kept)
         self.forward_s = np.array([block.forward_s for block in blocks], dtype=float).T
         self.backward_s = np.array([block.backward_s for block in blocks], dtype=float).T
         self.saved = np.array([float(block.saved_bytes) for block in blocks])
         self.workspace = np.array([_workspace_bytes(block, problem, memory_model) for block in blocks])
-        self.in_flight = np.array(in_flight, dtype=np.int64)
+        self.in_flight = np.array([each.in_flight for each in kept], dtype=np.int64)
+        self.gradients_wait = np.array([each.gradients_wait for each in kept], dtype=bool)
         self.overlap = overlap
         self.recompute = recompute
         self.pins = tuple(pins)
@@ -148,6 +149,8 @@ class Reader:
             limit_bytes=np.array([float(self.cluster.devices[d].memory_bytes) for d in order]),
             in_flight=self.in_flight,
             static_bytes=self.static,
+            gradient_bytes=self.gradients,
+            gradients_wait=self.gradients_wait,
             saved_bytes=self.saved,
             workspace_bytes=self.workspace,
             shared=self.shared,
@@ -175,23 +178,31 @@ def _net(value: Value, node: Mapping[str, int]) -> Net:
 
 
 def _parameters(
-    problem: Problem, blocks: Sequence[Block], memory_model: MemoryModel
-) -> tuple[Floats, tuple[SharedBytes, ...]]:
-    """Bytes of the parameters that one block alone has, and those that several have."""
+    problem: Problem, blocks: Sequence[Block], memory_model: MemoryModel, kept: Sequence[Kept]
+) -> tuple[Floats, Floats, tuple[SharedBytes, ...]]:
+    """Bytes of the parameters that one block alone has, by stage, and of their gradients; and of those that
+    several have."""
+    copies = np.array([float(memory_model.copies(each)) for each in kept])
     users: dict[str, list[int]] = {}
     for at, block in enumerate(blocks):
         for name in dict.fromkeys(block.parameters):
             users.setdefault(name, []).append(at)
-    static = np.zeros(len(blocks))
-    together: dict[tuple[int, ...], int] = {}
-    for name, nodes in users.items():
-        size = problem.parameters[name]
-        num_bytes = memory_model.copies * size.trainable_bytes + size.frozen_bytes
+    trainable: dict[tuple[int, ...], int] = {}
+    frozen: dict[tuple[int, ...], int] = {}
+    for name, using in users.items():
+        size, together = problem.parameters[name], tuple(using)
+        trainable[together] = trainable.get(together, 0) + size.trainable_bytes
+        frozen[together] = frozen.get(together, 0) + size.frozen_bytes
+    static, gradients = np.zeros((len(kept), len(blocks))), np.zeros(len(blocks))
+    shared = []
+    for nodes, num_bytes in trainable.items():
+        held = copies * num_bytes + frozen[nodes]
         if len(nodes) == 1:
-            static[nodes[0]] += num_bytes
-        else:
-            together[tuple(nodes)] = together.get(tuple(nodes), 0) + num_bytes
-    return static, tuple(SharedBytes(num_bytes, nodes) for nodes, num_bytes in together.items() if num_bytes)
+            static[:, nodes[0]] = held
+            gradients[nodes[0]] = memory_model.gradient_copies * num_bytes
+        elif held.any():
+            shared.append(SharedBytes(held, float(memory_model.gradient_copies * num_bytes), nodes))
+    return static, gradients, tuple(shared)
 
 
 def transfer_s(value: Value, cluster: Cluster, source: int, target: int) -> float:

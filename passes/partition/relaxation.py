@@ -68,7 +68,9 @@ class _Stage:
         self.stage = stage
         self.work_s: Floats = sets.member @ instance.work_s[stage]
         self.again_s: Floats = sets.member @ instance.again_s[stage]
-        self.static: Floats = sets.member @ instance.static_bytes
+        # Where gradients wait, this is less than what is held, which a milder rule may be.
+        waiting = instance.gradient_bytes if instance.gradients_wait[stage] else 0.0
+        self.static: Floats = sets.member @ (instance.static_bytes[stage] - waiting)
         self.saved: Floats = sets.member @ instance.saved_bytes
         closed = np.zeros(instance.num_nodes) if instance.forbidden is None else instance.forbidden[stage]
         self.barred: Floats = sets.member @ closed.astype(np.float64)

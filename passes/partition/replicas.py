@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.costs import Kept, MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.passes.solver import check_solver
 from pd2bw_fx.problem import Problem
@@ -73,7 +73,7 @@ def partition_replicated(
             problem,
             cluster,
             memory_model=memory_model,
-            in_flight=[1] * d,
+            kept=[Kept(2, 1)] * d,
             overlap=False,
             recompute=recompute,
         )

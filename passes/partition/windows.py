@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .assignment import Windows
 from .instance import Flags, Floats, Instance, Integers
-from .program import Windows
 
 _ROUNDS = 3
 # Capacities a hair larger than they are, so that rounding never cuts off what fits exactly.
@@ -88,7 +88,7 @@ def _timeless_windows(instance: Instance, reach: Reach) -> Windows:
         everywhere = Windows(np.maximum(0, k - 1 - others_last), np.minimum(k - 1, others_first))
     if not np.isfinite(instance.limit_bytes).all():
         return everywhere
-    return _narrowed(everywhere, instance.static_bytes, instance.limit_bytes, reach)
+    return _narrowed(everywhere, instance.static_bytes.min(axis=0), instance.limit_bytes, reach)
 
 
 def _time_windows(instance: Instance, target_s: float, lost: Lost, reach: Reach, windows: Windows) -> Windows:
@@ -159,7 +159,7 @@ def _closed(instance: Instance, target_s: float, reach: Reach, windows: Windows)
 
 def _fits_alone(instance: Instance, target_s: float) -> Flags:
     time = instance.work_s <= target_s * _SLACK
-    memory = instance.static_bytes[None, :] <= instance.limit_bytes[:, None]
+    memory = instance.static_bytes <= instance.limit_bytes[:, None]
     fits: Flags = time & memory
     if instance.forbidden is not None:
         fits &= ~instance.forbidden

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from pd2bw_fx.actions import Action, Kind, Shape
+from pd2bw_fx.costs import Kept
 from pd2bw_fx.errors import InputError
 
 Cell = tuple[Kind, int, int]  # a computation: kind, stage, microbatch (for an update: which one)
@@ -85,6 +86,11 @@ class Method(ABC):
         """
         return _counted_in_flight(self, shape, stage)
 
+    def kept(self, shape: Shape, stage: int) -> Kept:
+        """What the stage's memory has to hold for this method."""
+        waits = _gradients_wait(self, shape, stage)
+        return Kept(self.num_versions(shape, stage), self.in_flight(shape, stage), waits)
+
     def actions(
         self, shape: Shape, rank: int, *, updates: range, drain: bool, empty_before: int = 0
     ) -> tuple[Action, ...]:
@@ -126,18 +132,33 @@ class Method(ABC):
 
 @lru_cache(maxsize=1024)
 def _counted_in_flight(method: Method, shape: Shape, stage: int) -> int:
-    most = 0
+    return max(in_flight for in_flight, _ in _moments(method, shape, stage, range(3)))
+
+
+@lru_cache(maxsize=1024)
+def _gradients_wait(method: Method, shape: Shape, stage: int) -> bool:
+    """Whether most microbatches are in flight only while the stage holds no gradients."""
+    filling = method.in_flight(shape, stage) * max(shape.replicas or (1,)) // shape.microbatches_per_update
+    moments = list(_moments(method, shape, stage, range(filling + 3)))
+    most = max(in_flight for in_flight, _ in moments)
+    return all(in_flight < most for in_flight, has_gradients in moments if has_gradients)
+
+
+def _moments(method: Method, shape: Shape, stage: int, updates: range) -> Iterator[tuple[int, bool]]:
+    """After each computation of the stage: microbatches in flight, and whether it holds gradients."""
     for rank in method.ranks_of(shape, stage):
-        now = 0
-        for kind, of_stage, _ in method.order(shape, rank, range(3), drain=True, empty_before=0):
+        in_flight, has_gradients = 0, False
+        for kind, of_stage, _ in method.order(shape, rank, updates, drain=True, empty_before=0):
             if of_stage != stage:
                 continue
             if kind is Kind.FORWARD:
-                now += 1
-                most = max(most, now)
+                in_flight += 1
             elif kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
-                now -= 1
-    return most
+                in_flight -= 1
+                has_gradients = True
+            elif kind is Kind.UPDATE:
+                has_gradients = False
+            yield in_flight, has_gradients
 
 
 class StageMethod(Method):

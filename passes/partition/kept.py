@@ -1,0 +1,21 @@
+"""What the training methods that are known here keep at each stage."""
+
+from __future__ import annotations
+
+from pd2bw_fx.costs import Kept
+
+METHODS = ("2bw", "1f1b", "gpipe")
+
+
+def kept_by(method: str, num_stages: int, microbatches_per_update: int) -> tuple[Kept, ...]:
+    """Weight versions, and microbatches whose activations a stage holds at its worst moment, by stage.
+
+    One forward, one backward (2BW among them): stage s of d holds d - s; GPipe holds the whole update's.
+    An update of no more microbatches than that has no gradient yet when all of them are in flight.
+    """
+    d, m = num_stages, microbatches_per_update
+    if method == "gpipe":
+        return (Kept(1, m, gradients_wait=True),) * d
+    if method == "1f1b":
+        return tuple(Kept(1, d - stage, gradients_wait=m <= d - stage) for stage in range(d))
+    return tuple(Kept(2, d - stage, gradients_wait=m == 1) for stage in range(d))

@@ -1,0 +1,133 @@
+"""The memory of every stage as rows of an integer program, at each of its worst moments.
+
+Mostly there is one such moment: all microbatches in flight, and the gradients there. Where gradients wait,
+there are two: all in flight without gradients, and one less with them. Each is a row, so that the stage fits
+where both do. Where everything that may land on a stage fits together, it has no rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pd2bw_fx.passes.solver import Variable
+
+from .assignment import Assignment, Row, Windows
+from .instance import Instance
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Moment:
+    in_flight: int
+    has_gradients: bool
+    row: Row = field(default_factory=Row)
+
+    @property
+    def at_work(self) -> int:
+        """Microbatches whose saved tensors are there even where the stage recomputes."""
+        return min(1, self.in_flight)
+
+
+class MemoryRows:
+    """Bytes that follow from where the nodes are are added here; others (`hold`, `keep`) by the caller."""
+
+    def __init__(self, assignment: Assignment, instance: Instance) -> None:
+        self._assignment = assignment
+        self._instance = instance
+        self._moments = [
+            _moments(instance, stage, assignment.windows) for stage in range(instance.num_stages)
+        ]
+        for stage in range(instance.num_stages):
+            if self.binds(stage):
+                self._static(stage)
+                self._workspace(stage)
+                self._saved(stage)
+        self._shared()
+
+    def binds(self, stage: int) -> bool:
+        return bool(self._moments[stage])
+
+    def hold(self, stage: int, variable: Variable, num_bytes: float) -> None:
+        """So many bytes of every microbatch in flight where the variable is one."""
+        for moment in self._moments[stage]:
+            moment.row.add(variable, num_bytes * moment.in_flight)
+
+    def keep(self, stage: int, variable: Variable, num_bytes: float) -> None:
+        """What is saved of every microbatch but the one that is worked on, where the variable is one."""
+        for moment in self._moments[stage]:
+            moment.row.add(variable, num_bytes * (moment.in_flight - moment.at_work))
+
+    def limit(self, excess: Variable | None) -> None:
+        """All in shares of the limit; `excess` is by how much the rows may be above it."""
+        for stage, moments in enumerate(self._moments):
+            limit = float(self._instance.limit_bytes[stage])
+            for moment in moments:
+                row = Row()
+                row.add_row(moment.row, 1.0 / limit)
+                if excess is not None:
+                    row.add(excess, -1.0)
+                self._assignment.require(row, 1.0)
+
+    def _static(self, stage: int) -> None:
+        instance = self._instance
+        for moment in self._moments[stage]:
+            held = instance.static_bytes[stage]
+            if not moment.has_gradients:
+                held = held - instance.gradient_bytes
+            for node in self._assignment.nodes(stage):
+                self._assignment.add_x(moment.row, node, stage, float(held[node]))
+
+    def _shared(self) -> None:
+        for index, shared in enumerate(self._instance.shared):
+            for stage, moments in enumerate(self._moments):
+                if not moments:
+                    continue
+                holds = self._assignment.program.continuous(f"shared_{index}_{stage}", high=1.0)
+                for moment in moments:
+                    without = 0.0 if moment.has_gradients else shared.gradient_bytes
+                    moment.row.add(holds, float(shared.num_bytes[stage]) - without)
+                for node in shared.nodes:
+                    row = Row()
+                    self._assignment.add_x(row, node, stage, 1.0)
+                    row.add(holds, -1.0)
+                    self._assignment.require(row)
+
+    def _workspace(self, stage: int) -> None:
+        sizes = self._instance.workspace_bytes.tolist()
+        nodes = [v for v in self._assignment.nodes(stage) if sizes[v]]
+        if not nodes:
+            return
+        scale = max(sizes[v] for v in nodes)
+        workspace = self._assignment.program.continuous(f"workspace_{stage}", high=1.0)
+        for moment in self._moments[stage]:
+            moment.row.add(workspace, scale)
+        for node in nodes:
+            row = Row()
+            self._assignment.add_x(row, node, stage, sizes[node] / scale)
+            row.add(workspace, -1.0)
+            self._assignment.require(row)
+
+    def _saved(self, stage: int) -> None:
+        """Of every microbatch in flight; of the one that is worked on where the stage may recompute."""
+        for moment in self._moments[stage]:
+            times = moment.at_work if self._instance.recompute else moment.in_flight
+            for node in self._assignment.nodes(stage):
+                num_bytes = float(self._instance.saved_bytes[node])
+                self._assignment.add_x(moment.row, node, stage, times * num_bytes)
+
+
+def _moments(instance: Instance, stage: int, windows: Windows) -> list[_Moment]:
+    """None where everything that may land on the stage does not exceed its limit."""
+    possible = windows.on(stage)
+    held = sum(net.held_bytes for net in instance.nets)
+    in_flight = int(instance.in_flight[stage])
+    most = (
+        float(instance.static_bytes[stage][possible].sum())
+        + sum(float(shared.num_bytes[stage]) for shared in instance.shared)
+        + in_flight * (float(instance.saved_bytes[possible].sum()) + held)
+        + float(instance.workspace_bytes[possible].max(initial=0.0))
+    )
+    if most <= float(instance.limit_bytes[stage]):
+        return []
+    if instance.gradients_wait[stage]:
+        return [_Moment(in_flight, has_gradients=False), _Moment(in_flight - 1, has_gradients=True)]
+    return [_Moment(in_flight, has_gradients=True)]
