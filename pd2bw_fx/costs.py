@@ -87,12 +87,13 @@ class Kept:
     PipeDream-2BW (arXiv 2006.09503, section 3.1) keeps two versions at every stage, whatever the depth.
     `gradients_wait`: while so many microbatches are in flight, none of the update's gradients is there; the
     backward that makes the first ones ends with one microbatch less. So it is in GPipe, and wherever every
-    microbatch is an update.
+    microbatch is an update (`updates_each`), where no backward ever begins beside gradients.
     """
 
     weight_versions: int
     in_flight: int
     gradients_wait: bool = False
+    updates_each: bool = False
 
 
 @dataclass(frozen=True, slots=True)

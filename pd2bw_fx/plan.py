@@ -54,10 +54,11 @@ class StagePlan:
     recompute: bool = False
     weight_versions: int = 2
     gradients_wait: bool = False
+    updates_each: bool = False
 
     @property
     def kept(self) -> Kept:
-        return Kept(self.weight_versions, self.microbatches_in_flight, self.gradients_wait)
+        return Kept(self.weight_versions, self.microbatches_in_flight, self.gradients_wait, self.updates_each)
 
     @property
     def load_s(self) -> float:

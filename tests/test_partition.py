@@ -89,12 +89,12 @@ def _stage_load(
     limit = cluster.devices[device].memory_bytes
     # Before and after the backward that makes the first gradients; else all is there at once.
     n = kept.in_flight
-    moments = [(n, 0), (n - 1, 1)] if kept.gradients_wait else [(n, 1)]
+    moments = [(n, 0, 1), (n - 1, 1, 1 - kept.updates_each)] if kept.gradients_wait else [(n, 1, 1)]
     keeps = repeats = np.ones(len(grid), dtype=bool)
-    for flying, has in moments:
+    for flying, has, again in moments:
         fixed = memory + has * gradients + flying * held
         keeps = keeps & (fixed + flying * saved <= limit)
-        repeats = repeats & (fixed + min(flying, 1) * saved <= limit)
+        repeats = repeats & (fixed + again * saved <= limit)
     if recompute == "auto":
         work = np.where(keeps, forward + backward, np.where(repeats, 2 * forward + backward, math.inf))
     elif recompute:
@@ -175,7 +175,11 @@ def cases(draw: Any, max_blocks: int = 9) -> tuple[Problem, Cluster, int]:
 def keepings_of(num_stages: int) -> Any:
     """What 2BW keeps (two versions everywhere, as many in flight as stages from there on), and anything."""
     of_2bw = tuple(Kept(2, num_stages - stage) for stage in range(num_stages))
-    of_a_stage = st.builds(Kept, st.integers(1, 3), st.integers(1, 4), st.booleans())
+    of_a_stage = st.one_of(
+        st.builds(Kept, st.integers(1, 3), st.integers(1, 4)),
+        st.builds(Kept, st.integers(1, 3), st.integers(2, 4), st.just(True)),
+        st.builds(Kept, st.integers(1, 3), st.integers(1, 4), st.just(True), st.just(True)),
+    )
     return st.one_of(st.just(of_2bw), st.tuples(*[of_a_stage] * num_stages))
 
 

@@ -51,7 +51,8 @@ class Instance:
 
     Memory of stage s: `static_bytes` and `shared` once, `in_flight[s]` times the saved and held bytes (the
     saved bytes once where it recomputes), and the largest workspace of a node. Where `gradients_wait`, the
-    gradients among them and what one microbatch holds are not there together: the larger of the two counts.
+    gradients among them and what one microbatch holds are not there together: the larger of the two counts
+    (where it recomputes, what it saved is there only while it is worked on: if `updates_each`, before them).
     """
 
     num_stages: int
@@ -69,6 +70,7 @@ class Instance:
     static_bytes: Floats  # (k, n)
     gradient_bytes: Floats  # (n,), of the static ones
     gradients_wait: Flags  # (k,)
+    updates_each: Flags  # (k,)
     saved_bytes: Floats  # (n,)
     workspace_bytes: Floats  # (n,)
     shared: tuple[SharedBytes, ...] = ()
@@ -123,13 +125,13 @@ def evaluate(instance: Instance, stage_of: Integers) -> Loads:
     np.maximum.at(workspace, stage_of, instance.workspace_bytes)
     kept = _by_stage(stage_of, instance.saved_bytes, k)
     held = one_held * instance.in_flight
-    alone = instance.in_flight == 1
+    before = instance.updates_each * kept
     apart_kept = np.where(instance.gradients_wait, np.minimum(gradients, one_held + kept), 0.0)
-    apart_again = np.where(instance.gradients_wait, np.minimum(gradients, one_held + alone * kept), 0.0)
+    apart_again = np.where(instance.gradients_wait, np.minimum(gradients, one_held + before), 0.0)
     fits_kept = static + kept * instance.in_flight + held + workspace - apart_kept <= instance.limit_bytes
     if instance.recompute == "auto":
         # It only costs time: worth it just where the stage does not fit without.
-        recompute = ~fits_kept & ~alone
+        recompute = ~fits_kept & (instance.in_flight > 1)
     else:
         recompute = np.broadcast_to(np.array(instance.recompute), (k,))
     saved = np.where(recompute, kept, kept * instance.in_flight)

@@ -145,7 +145,7 @@ class _Rectangles:
         if instance.gradients_wait[stage]:
             gradients = self._grid("gradients", b"", self._gradients)
             kept -= np.minimum(gradients, held + saved)
-            recomputed -= np.minimum(gradients, held + saved if in_flight == 1 else held)
+            recomputed -= np.minimum(gradients, held + saved if instance.updates_each[stage] else held)
         limit = instance.limit_bytes[stage]
         if instance.recompute != "auto":
             load_s[(recomputed if instance.recompute else kept) > limit] = _NEVER
@@ -183,7 +183,8 @@ class _Rectangles:
             return b""
         again_s = instance.again_s[stage].tobytes() if instance.recompute == "auto" else b""
         shared = [float(shared.num_bytes[stage]) for shared in instance.shared]
-        rules = [in_flight, instance.limit_bytes[stage], float(instance.gradients_wait[stage]), *shared]
+        waiting = float(instance.gradients_wait[stage]), float(instance.updates_each[stage])
+        rules = [in_flight, instance.limit_bytes[stage], *waiting, *shared]
         key: bytes = np.array(rules).tobytes() + instance.static_bytes[stage].tobytes() + again_s
         return key
 

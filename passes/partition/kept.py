@@ -15,7 +15,7 @@ def kept_by(method: str, num_stages: int, microbatches_per_update: int) -> tuple
     """
     d, m = num_stages, microbatches_per_update
     if method == "gpipe":
-        return (Kept(1, m, gradients_wait=True),) * d
+        return (Kept(1, m, gradients_wait=True, updates_each=m == 1),) * d
     if method == "1f1b":
-        return tuple(Kept(1, d - stage, gradients_wait=m <= d - stage) for stage in range(d))
-    return tuple(Kept(2, d - stage, gradients_wait=m == 1) for stage in range(d))
+        return tuple(Kept(1, d - stage, m <= d - stage, m == 1) for stage in range(d))
+    return tuple(Kept(2, d - stage, m == 1, m == 1) for stage in range(d))

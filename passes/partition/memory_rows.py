@@ -17,14 +17,12 @@ from .instance import Instance
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moment:
+    """`at_work` microbatches have what they saved even where the stage recomputes."""
+
     in_flight: int
+    at_work: int
     has_gradients: bool
     row: Row = field(default_factory=Row)
-
-    @property
-    def at_work(self) -> int:
-        """Microbatches whose saved tensors are there even where the stage recomputes."""
-        return min(1, self.in_flight)
 
 
 class MemoryRows:
@@ -128,6 +126,7 @@ def _moments(instance: Instance, stage: int, windows: Windows) -> list[_Moment]:
     )
     if most <= float(instance.limit_bytes[stage]):
         return []
-    if instance.gradients_wait[stage]:
-        return [_Moment(in_flight, has_gradients=False), _Moment(in_flight - 1, has_gradients=True)]
-    return [_Moment(in_flight, has_gradients=True)]
+    if not instance.gradients_wait[stage]:
+        return [_Moment(in_flight, 1, has_gradients=True)]
+    later = 0 if instance.updates_each[stage] else 1
+    return [_Moment(in_flight, 1, has_gradients=False), _Moment(in_flight - 1, later, has_gradients=True)]

@@ -247,6 +247,7 @@ def _instance(
         static_bytes=np.broadcast_to(num_bytes, (k, n)),
         gradient_bytes=np.zeros(n),
         gradients_wait=np.zeros(k, dtype=bool),
+        updates_each=np.zeros(k, dtype=bool),
         saved_bytes=np.zeros(n),
         workspace_bytes=np.zeros(n),
         forbidden=~is_cpu[:, None] & forbidden[None, :],

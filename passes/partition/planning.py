@@ -96,6 +96,7 @@ def _stage(
         recompute=loads.recompute[stage],
         weight_versions=memory_model.versions(kept),
         gradients_wait=kept.gradients_wait,
+        updates_each=kept.updates_each,
     )
 
 

@@ -128,6 +128,7 @@ class Reader:
         self.workspace = np.array([_workspace_bytes(block, problem, memory_model) for block in blocks])
         self.in_flight = np.array([each.in_flight for each in kept], dtype=np.int64)
         self.gradients_wait = np.array([each.gradients_wait for each in kept], dtype=bool)
+        self.updates_each = np.array([each.updates_each for each in kept], dtype=bool)
         self.overlap = overlap
         self.recompute = recompute
         self.pins = tuple(pins)
@@ -151,6 +152,7 @@ class Reader:
             static_bytes=self.static,
             gradient_bytes=self.gradients,
             gradients_wait=self.gradients_wait,
+            updates_each=self.updates_each,
             saved_bytes=self.saved,
             workspace_bytes=self.workspace,
             shared=self.shared,

@@ -88,8 +88,12 @@ class Method(ABC):
 
     def kept(self, shape: Shape, stage: int) -> Kept:
         """What the stage's memory has to hold for this method."""
-        waits = _gradients_wait(self, shape, stage)
-        return Kept(self.num_versions(shape, stage), self.in_flight(shape, stage), waits)
+        return Kept(
+            weight_versions=self.num_versions(shape, stage),
+            in_flight=self.in_flight(shape, stage),
+            gradients_wait=_gradients_wait(self, shape, stage),
+            updates_each=shape.microbatches_per_update == shape.replicas_of(stage),
+        )
 
     def actions(
         self, shape: Shape, rank: int, *, updates: range, drain: bool, empty_before: int = 0
