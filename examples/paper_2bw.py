@@ -26,7 +26,7 @@ from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.partition import partition
 from pd2bw_fx.passes.profile import profile
-from pd2bw_fx.passes.schedule import method_of, schedule_of
+from pd2bw_fx.passes.schedule import keeping, method_of, schedule_of
 from pd2bw_fx.passes.simulate import simulate
 from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.plan import Plan
@@ -102,7 +102,6 @@ def at_size(problem: Problem, sequences: int) -> Problem:
 
 def planned(problem: Problem, cluster: Cluster, method: str, shape: Shape) -> Plan:
     """In units of a half-precision weight: its versions, a gradient, and in float32 master copy and Adam."""
-    chosen = method_of(method)
     return partition(
         problem,
         cluster,
@@ -110,7 +109,7 @@ def planned(problem: Problem, cluster: Cluster, method: str, shape: Shape) -> Pl
         microbatches_per_update=shape.microbatches_per_update,
         method=method,
         memory_model=MemoryModel(gradient_copies=1, optimizer_copies=6),
-        kept=[chosen.kept(shape, stage) for stage in range(shape.num_stages)],
+        kept=keeping(method, shape),
         recompute=True,
         max_gap=0.03,
         time_limit_s=10.0,

@@ -21,7 +21,7 @@ from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 
 from .partition import partition
-from .schedule import UPDATES_OF_ONE, method_of, schedule_of, shape_of
+from .schedule import UPDATES_OF_ONE, keeping, method_of, schedule_of, shape_of
 from .simulate import simulate
 
 _WITHIN_A_DEVICE = 1e15  # bytes per second: no time at all
@@ -79,13 +79,12 @@ def arrange(
     if method == "bapipe":
         return _explored(problem, cluster, shape, memory_model=memory_model, options=options)
     counting = method_of("zb-h1" if method == "zb-auto" else method)
-    counted = shape if method == "zb-auto" else counting.prepared(shape)
     settings: dict[str, Any] = {
         "num_stages": shape.num_stages,
         "microbatches_per_update": shape.microbatches_per_update,
         "method": method,
         "memory_model": memory_model,
-        "kept": [counting.kept(counted, stage) for stage in range(shape.num_stages)],
+        "kept": keeping(method, shape),
         **options,
     }
     if method == "interleaved":
@@ -151,7 +150,6 @@ def _explored(
     """BaPipe's exploration (arXiv 2012.12544): balance the stages for each order, and time the update."""
     found: list[tuple[float, int, Plan, Shape]] = []
     trouble: list[InfeasibleError] = []
-    method = method_of("bapipe")
     for number, (base, slack) in enumerate(_BAPIPE):
         candidate = replace(shape, base=base, slack=slack)
         try:
@@ -162,7 +160,7 @@ def _explored(
                 microbatches_per_update=shape.microbatches_per_update,
                 method="bapipe",
                 memory_model=memory_model,
-                kept=[method.kept(candidate, stage) for stage in range(shape.num_stages)],
+                kept=keeping("bapipe", candidate),
                 overlap=slack > 0,
                 **options,
             )

@@ -21,7 +21,7 @@ from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.export_onnx import Form, Original, export_onnx
 from pd2bw_fx.passes.partition import explain
-from pd2bw_fx.passes.schedule import schedule_of, shape_of
+from pd2bw_fx.passes.schedule import keeping, schedule_of, shape_of
 from pd2bw_fx.passes.simulate import calibrate, peak_memory_bytes, simulate
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
@@ -130,7 +130,8 @@ class Pipeline:
                 "explain the plan of 1f1b, which cuts by the same rules"
             )
         problem = coarsen(self.graph, self.costs, self.cluster)
-        return explain(self.plan, problem, self.cluster, **(self._setting | options))
+        setting = {"kept": keeping(self.plan.method, self.shape()), **self._setting, **options}
+        return explain(self.plan, problem, self.cluster, **setting)
 
     def verify(
         self,

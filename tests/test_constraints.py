@@ -176,3 +176,27 @@ def test_recomputation_is_named_where_it_is_enough() -> None:
         partition(problem, cluster)
     stated = float(re.findall(r'recompute="auto" \(bottleneck ([\d.]+) s', str(caught.value))[0])
     assert partition(problem, cluster, recompute="auto").bottleneck_s == pytest.approx(stated, rel=0.01)
+
+
+def test_fewest_stages_more_with_which_it_fits_are_named_and_really_are_enough() -> None:
+    # 500 bytes a block, 200 to step one, 20 a tensor at a cut and in flight: three blocks at most.
+    four, ten = roomy(4), chain(10, 4)
+    devices = tuple(dataclasses.replace(device, memory_bytes=1900) for device in four.devices)
+    cluster = dataclasses.replace(four, devices=devices)
+    with pytest.raises(InfeasibleError, match=r"2 stages more on devices that are free") as caught:
+        partition(ten, cluster, num_stages=2)
+    stated = float(re.findall(r"num_stages=4\) \(bottleneck ([\d.]+) s", str(caught.value))[0])
+
+    assert partition(ten, cluster, num_stages=4).bottleneck_s == pytest.approx(stated, rel=0.01)
+    with pytest.raises(InfeasibleError):
+        partition(ten, cluster, num_stages=3)
+
+
+def test_devices_more_are_named_where_none_is_free() -> None:
+    two = Cluster.uniform(2, memory_bytes=1900, bytes_per_s=1e3, latency_s=0.0)
+    with pytest.raises(InfeasibleError, match=r"2 stages more on 2 more devices like cpu:1 \(") as caught:
+        partition(chain(10, 2), two)
+    stated = float(re.findall(r"like cpu:1 \(bottleneck ([\d.]+) s", str(caught.value))[0])
+
+    four = Cluster.uniform(4, memory_bytes=1900, bytes_per_s=1e3, latency_s=0.0)
+    assert partition(chain(10, 4), four).bottleneck_s == pytest.approx(stated, rel=0.01)

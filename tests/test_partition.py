@@ -198,7 +198,7 @@ def test_plan_is_as_fast_as_the_best_of_all_assignments(
             cluster,
             num_stages=num_stages,
             memory_model=MemoryModel(optimizer_copies=1),
-            kept=kept,
+            kept=lambda _: kept,
             overlap=overlap,
             recompute=recompute,
         )
@@ -240,7 +240,7 @@ def test_what_large_problems_are_refuted_by_is_right_on_small_ones(
             cluster,
             num_stages=num_stages,
             memory_model=MemoryModel(optimizer_copies=1),
-            kept=kept,
+            kept=lambda _: kept,
             overlap=overlap,
             recompute=recompute,
         )

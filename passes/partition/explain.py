@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,13 +10,14 @@ import numpy as np
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.costs import MemoryModel
-from pd2bw_fx.errors import InfeasibleError, PlanMismatchError, SolverError
+from pd2bw_fx.costs import Kept, MemoryModel
+from pd2bw_fx.errors import InfeasibleError, InputError, PlanMismatchError, SolverError
 from pd2bw_fx.explanation import Change, Cut, Explanation, Slack
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes, format_seconds
 
+from .asked import Keeping, and_another, one_device_more
 from .constrain import constrain
 from .face import partition
 from .instance import Flags, Instance, Integers, evaluate
@@ -38,6 +39,7 @@ def explain(
     overlap: bool = False,
     recompute: bool | Literal["auto"] = False,
     constraints: Constraints | None = None,
+    kept: Keeping | None = None,
     solver: str = "highs",
     max_gap: float = 1e-3,
     time_limit_s: float = 60.0,
@@ -46,6 +48,8 @@ def explain(
 
     Problem, cluster and the other arguments are those the plan was made with. Half of the time is for the
     cuts, half for the changes; each next best and each change is a plan of its own, solved to `max_gap`.
+    Of a method that `partition` does not know, `kept` tells what it keeps at each of so many stages; left
+    out, no other number of stages is tried.
 
     Raises PlanMismatchError where the plan was made for another problem.
     """
@@ -78,8 +82,8 @@ def explain(
         "recompute": recompute,
         "constraints": wishes,
     }
-    if plan.method not in METHODS:
-        setting["kept"] = [stage.kept for stage in plan.stages]
+    if kept is not None or plan.method not in METHODS:
+        setting["kept"] = kept or _as_planned(plan)
     what_ifs = list(_what_ifs(plan, problem, cluster, setting))
     per_change_s = time_limit_s / 2 / max(1, len(what_ifs))
     changes = [_tried(what_if, per_change_s) for what_if in what_ifs]
@@ -91,6 +95,15 @@ def explain(
         slacks=tuple(_slacks(plan, instance, stage_of)),
         changes=tuple(sorted(helpful, key=lambda change: change.bottleneck_s)),
     )
+
+
+def _as_planned(plan: Plan) -> Keeping:
+    def kept(num_stages: int) -> Sequence[Kept]:
+        if num_stages != plan.num_stages:
+            raise InputError(f"what {plan.method} keeps at each of {num_stages} stages is not known here")
+        return [stage.kept for stage in plan.stages]
+
+    return kept
 
 
 def _assignment(plan: Plan, operators: Sequence[Sequence[str]]) -> Integers:
@@ -196,13 +209,10 @@ class _WhatIf:
 
 
 def _tried(what_if: _WhatIf, time_limit_s: float) -> Change | None:
-    kept = what_if.setting.get("kept")
-    if kept is not None and len(kept) != what_if.setting["num_stages"]:
-        return None  # What other stages keep is known to the method alone.
     try:
         plan = partition(what_if.problem, what_if.cluster, time_limit_s=time_limit_s, **what_if.setting)
-    except (InfeasibleError, SolverError):
-        return None  # Such a change cannot help, or not in the time there is to find out.
+    except (InfeasibleError, InputError, SolverError):
+        return None  # It cannot help, the method cannot have it, or there was no time to find out.
     return Change(what_if.what, plan.bottleneck_s, plan.bound_s)
 
 
@@ -226,7 +236,8 @@ def _what_ifs(plan: Plan, problem: Problem, cluster: Cluster, setting: dict[str,
         copied = plan.stages[-1].device
         more_stages = setting | {"num_stages": plan.num_stages + 1} | _microbatches(plan)
         what = f"one stage more, on another {plan.stages[-1].device_name}"
-        yield _WhatIf(what, _one_device_more(problem, copied), _and_another(cluster, copied), more_stages)
+        another = and_another(cluster, copied, f"another {plan.stages[-1].device_name}")
+        yield _WhatIf(what, one_device_more(problem, copied), another, more_stages)
     if plan.num_stages > 1:
         fewer = setting | {"num_stages": plan.num_stages - 1}
         yield _WhatIf("one stage less", problem, cluster, fewer)
@@ -269,39 +280,3 @@ def _with_memory(cluster: Cluster, device: int, more_bytes: int) -> Cluster:
     devices = list(cluster.devices)
     devices[device] = replace(devices[device], memory_bytes=devices[device].memory_bytes + more_bytes)
     return replace(cluster, devices=tuple(devices))
-
-
-def _one_device_more(problem: Problem, copied: int) -> Problem:
-    blocks = tuple(
-        replace(
-            block,
-            forward_s=(*block.forward_s, block.forward_s[copied]),
-            backward_s=(*block.backward_s, block.backward_s[copied]),
-        )
-        for block in problem.blocks
-    )
-    return replace(problem, blocks=blocks)
-
-
-def _and_another(cluster: Cluster, copied: int) -> Cluster:
-    """One more device like this one, linked to it as the fastest link there is, to others as it is."""
-    device = replace(cluster.devices[copied], name=f"another {cluster.devices[copied].name}")
-    return Cluster(
-        (*cluster.devices, device),
-        _grown(cluster.bytes_per_s, copied, max, default=1e9),
-        _grown(cluster.latency_s, copied, min, default=0.0),
-    )
-
-
-def _grown(
-    matrix: tuple[tuple[float, ...], ...],
-    copied: int,
-    best: Callable[[Sequence[float]], float],
-    *,
-    default: float,
-) -> tuple[tuple[float, ...], ...]:
-    others = [entry for at, entry in enumerate(matrix[copied]) if at != copied]
-    inside = best(others) if others else default
-    rows = [(*row, inside if at == copied else row[copied]) for at, row in enumerate(matrix)]
-    last = tuple(inside if at == copied else entry for at, entry in enumerate(matrix[copied]))
-    return (*rows, (*last, 0.0))

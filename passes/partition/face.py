@@ -9,19 +9,19 @@ from typing import Literal
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.costs import Kept, MemoryModel
+from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.solver import check_solver
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 
+from .asked import Asked, Keeping
 from .constrain import constrain
-from .devices import device_orders
 from .infeasible import infeasible_error
 from .kept import METHODS, kept_by
 from .planning import plan_of
-from .reader import Reader, check_problem
-from .search import Choices, Deadline, search
+from .reader import check_problem
+from .search import Deadline, search
 
 
 def partition(
@@ -39,7 +39,7 @@ def partition(
     recompute: bool | Literal["auto"] = False,
     constraints: Constraints | None = None,
     progress: Callable[[Progress], None] | None = None,
-    kept: Sequence[Kept] | None = None,
+    kept: Keeping | None = None,
     order: Sequence[int] | None = None,
 ) -> Plan:
     """The plan whose slowest stage is fastest, among those that fit in every device's memory.
@@ -54,7 +54,7 @@ def partition(
     `max_gap`: the plan is proven to be within this share of the optimum (a millionth at best, which is what
     solvers keep to), unless `time_limit_s` ends the search before that; then the plan is the best so far and
     `plan.gap` says what is proven. Ctrl-C ends it in the same way. `progress` is told of every step.
-    `kept`: weight versions and microbatches that each stage holds, for a method that is not known here;
+    `kept`: what a method that is not known here keeps at each of so many stages;
     `order`: the device of each stage, where the method has places for them (else every order is tried).
 
     Raises InputError for a problem or an argument that makes no sense, InfeasibleError where no assignment
@@ -67,32 +67,31 @@ def partition(
     _check_arguments(problem, cluster, k, m, method, kept, max_gap, time_limit_s, recompute)
     check_solver(solver)
     deadline = Deadline(time_limit_s)
-    kept = kept or kept_by(method, k, m)
     constrained = constrain(problem, cluster, constraints or Constraints(), num_stages=k)
-    problem, cluster = constrained.problem, constrained.cluster
-    pinned = {pin.device for pin in constrained.pins if pin.device is not None}
-    orders = [tuple(order)] if order else list(device_orders(problem, cluster, k, pinned=pinned))
-    reader = Reader(
-        problem,
-        cluster,
+    asked = Asked(
+        constrained.problem,
+        constrained.cluster,
+        k,
+        keeping=kept or (lambda num_stages: kept_by(method, num_stages, m)),
+        pins=constrained.pins,
         memory_model=memory_model,
-        kept=kept,
         overlap=overlap,
         recompute=recompute,
-        pins=constrained.pins,
+        order=None if order is None else tuple(order),
     )
-    choices = Choices(len(orders), lambda choice: reader.instance(orders[choice]))
+    orders = asked.orders()
+    choices = asked.choices(orders)
     found = search(choices, solver=solver, max_gap=max_gap, deadline=deadline, report=progress)
     if found is None:
-        raise infeasible_error(problem, cluster, choices, orders, pins=constrained.pins, solver=solver)
+        raise infeasible_error(asked, choices, orders, solver=solver)
     return plan_of(
-        problem,
-        cluster,
+        asked.problem,
+        asked.cluster,
         choices[found.choice],
         found,
         order=orders[found.choice],
         memory_model=memory_model,
-        kept=kept,
+        kept=asked.kept,
         method=method,
         microbatches_per_update=m,
         solver=solver,
@@ -106,7 +105,7 @@ def _check_arguments(
     num_stages: int,
     microbatches_per_update: int,
     method: str,
-    kept: Sequence[Kept] | None,
+    kept: Keeping | None,
     max_gap: float,
     time_limit_s: float,
     recompute: object,
@@ -131,8 +130,6 @@ def _check_arguments(
             f"microbatches_per_update={microbatches_per_update} with {num_stages} stages; two weight "
             f"versions are enough only from microbatches_per_update={num_stages} on"
         )
-    if kept is not None and len(kept) != num_stages:
-        raise InputError(f"kept has {len(kept)} entries for {num_stages} stages; give one for each")
     if not 0 <= max_gap < 1:
         raise InputError(f"max_gap is {max_gap!r}; a share from 0 to below 1 was expected")
     if math.isnan(time_limit_s) or time_limit_s <= 0:

@@ -12,6 +12,7 @@ from pd2bw_fx.errors import InfeasibleError, SolverError
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes
 
+from .asked import Asked
 from .assignment import Windows
 from .constrain import Pin
 from .instance import Floats, Instance, evaluate
@@ -26,20 +27,14 @@ _EXPLAIN_ORDERS = 8
 
 
 def infeasible_error(
-    problem: Problem,
-    cluster: Cluster,
-    choices: Choices,
-    orders: Sequence[tuple[int, ...]],
-    *,
-    pins: Sequence[Pin],
-    solver: str,
+    asked: Asked, choices: Choices, orders: Sequence[tuple[int, ...]], *, solver: str
 ) -> InfeasibleError:
     """The error to raise: a block too large for any device, else wishes that exclude one another, else the
     devices whose limits do, what they would need, and the nearest limits with which all fits."""
     return (
-        _block_too_large(problem, cluster, choices[0])
-        or _pins_exclude_one_another(problem, choices, orders, pins, solver=solver)
-        or _least_excess(problem, cluster, choices, orders, pins, solver=solver)
+        _block_too_large(asked.problem, asked.cluster, choices[0])
+        or _pins_exclude_one_another(asked.problem, choices, orders, asked.pins, solver=solver)
+        or _least_excess(asked, choices, orders, solver=solver)
     )
 
 
@@ -147,14 +142,9 @@ def _block_too_large(problem: Problem, cluster: Cluster, instance: Instance) -> 
 
 
 def _least_excess(
-    problem: Problem,
-    cluster: Cluster,
-    choices: Choices,
-    orders: Sequence[tuple[int, ...]],
-    pins: Sequence[Pin],
-    *,
-    solver: str,
+    asked: Asked, choices: Choices, orders: Sequence[tuple[int, ...]], *, solver: str
 ) -> InfeasibleError:
+    cluster, pins = asked.cluster, asked.pins
     best: tuple[float, int, Floats] | None = None
     for choice in range(min(len(choices), _EXPLAIN_ORDERS)):
         instance = choices[choice]
@@ -175,13 +165,13 @@ def _least_excess(
     share, choice, need = best
     stage = int((need / choices[choice].limit_bytes).argmax())
     device = cluster.devices[orders[choice][stage]]
-    question = _Question(problem, choices, orders, solver=solver)
+    question = _Question(asked.problem, choices, orders, solver=solver)
     fewest, limited = question.fewest(pins, sorted({device for order in orders for device in order}))
     needs = {orders[choice][at]: float(amount) for at, amount in enumerate(need)}
     reasons = [_reason(cluster, other, needs.get(other)) for other in limited]
     if fewest:
         reasons.append(_wishes(fewest))
-    changes = nearest_changes(choices, orders, cluster, limited, solver=solver)
+    changes = nearest_changes(asked, choices, orders, limited, solver=solver)
     enough = f"With {', or '.join(changes)} it fits. " if changes else ""
     return InfeasibleError(
         f"no assignment fits: at best stage {stage} needs {format_bytes(need[stage])} ({need[stage]:.0f} "

@@ -7,31 +7,32 @@ from dataclasses import replace
 
 import numpy as np
 
-from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.errors import SolverError
+from pd2bw_fx.errors import InputError, SolverError
 from pd2bw_fx.units import format_bytes, format_seconds
 
+from .asked import Asked
 from .instance import Instance, evaluate
 from .search import Choices, Deadline, Found, search
 
-_TIME_S = 4.0
+_TIME_S, _STAGES_TIME_S = 4.0, 4.0
 _PLENTY_BYTES = 1e18
 _HALVINGS = 7
 _ANY, _FINE = 0.999, 0.01  # gaps: whatever fits, and a figure to print
 _DEVICES_TRIED = 3
+_STAGES_TRIED = 8
 
 
 def nearest_changes(
+    asked: Asked,
     choices: Choices,
     orders: Sequence[tuple[int, ...]],
-    cluster: Cluster,
     devices: Sequence[int],
     *,
     solver: str,
 ) -> list[str]:
     """One line for each change that is enough by itself: so much more memory on one of `devices`,
-    recomputation where it was off."""
-    deadline = Deadline(_TIME_S)
+    recomputation where it was off, the fewest stages more."""
+    cluster, deadline = asked.cluster, Deadline(_TIME_S)
     changes = []
     for device in list(devices)[:_DEVICES_TRIED]:
         more = _least_more(choices, orders, device, solver=solver, deadline=deadline)
@@ -43,7 +44,34 @@ def nearest_changes(
         found = _planned(again, _FINE, solver=solver, deadline=deadline)
         if found is not None:
             changes.append(f'recompute="auto" ({_time(found)})')
-    return changes
+    more_stages = _fewest_stages_more(asked, solver=solver)
+    return changes if more_stages is None else [*changes, more_stages]
+
+
+def _fewest_stages_more(asked: Asked, *, solver: str) -> str | None:
+    """On free devices first, then on others like the last. One number of stages after another: what fits on
+    some need not fit on more, for more are then in flight."""
+    if asked.order is not None:
+        return None  # The method has places for so many stages only.
+    deadline = Deadline(_STAGES_TIME_S)
+    for more in range(1, min(_STAGES_TRIED, len(asked.problem.blocks) - asked.num_stages) + 1):
+        larger = asked.with_stages(asked.num_stages + more)
+        try:
+            orders = larger.orders()
+            found = _planned(larger.choices(orders), _FINE, solver=solver, deadline=deadline)
+        except InputError:
+            continue  # The method cannot have so many.
+        if found is not None:
+            return f"{_stages_more(asked, more)} ({_time(found)})"
+    return None
+
+
+def _stages_more(asked: Asked, more: int) -> str:
+    stages = f"{more} stage{'s' * (more > 1)} more"
+    devices = asked.num_stages + more - len(asked.cluster)
+    if devices <= 0:
+        return f"{stages} on devices that are free (num_stages={asked.num_stages + more})"
+    return f"{stages} on {devices} more device{'s' * (devices > 1)} like {asked.cluster.devices[-1].name}"
 
 
 def _least_more(

@@ -21,7 +21,7 @@ from .check import check_schedule
 from .flushed import warm_up_forwards
 from .method import Method
 from .methods import METHODS, method_of
-from .of_plan import UPDATES_OF_ONE, shape_of
+from .of_plan import UPDATES_OF_ONE, keeping, shape_of
 from .zb_auto import Found, Times, find_orders
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "build_schedule",
     "check_schedule",
     "find_orders",
+    "keeping",
     "method_of",
     "schedule_of",
     "shape_of",

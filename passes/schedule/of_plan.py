@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from pd2bw_fx.actions import Shape
+from pd2bw_fx.costs import Kept
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.plan import Plan, StagePlan
 
@@ -58,6 +60,27 @@ def shape_of(
     shape = chosen.prepared(shape)
     chosen.check(shape)
     return shape
+
+
+def keeping(method: str, shape: Shape) -> Callable[[int], tuple[Kept, ...]]:
+    """What the method keeps at each of so many stages, otherwise as in this shape, with as many microbatches
+    as it needs. zb-auto is counted as zb-h1, before its order is found.
+
+    The function raises InputError for numbers of stages that the method cannot have.
+    """
+    counting = method_of("zb-h1" if method == "zb-auto" else method)
+
+    def kept(num_stages: int) -> tuple[Kept, ...]:
+        of = shape
+        if num_stages != shape.num_stages:
+            of = replace(shape, num_stages=num_stages, orders=None)
+            if method not in UPDATES_OF_ONE:
+                of = replace(of, microbatches_per_update=max(num_stages, shape.microbatches_per_update))
+        of = counting.prepared(of)
+        counting.check(of)
+        return tuple(counting.kept(of, stage) for stage in range(num_stages))
+
+    return kept
 
 
 def _times_of(plan: Plan) -> Times:

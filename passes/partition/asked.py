@@ -1,0 +1,109 @@
+"""What a user asks of the planner, and how it becomes choices for a search, also with more stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import Kept, MemoryModel
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.problem import Problem
+
+from .constrain import Pin
+from .devices import device_orders
+from .reader import Reader
+from .search import Choices
+
+# What a method keeps at each of so many stages.
+Keeping: TypeAlias = Callable[[int], Sequence[Kept]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A problem whose wishes are in it already; `order` is the device of each stage where the method says."""
+
+    problem: Problem
+    cluster: Cluster
+    num_stages: int
+    keeping: Keeping
+    pins: tuple[Pin, ...] = ()
+    memory_model: MemoryModel = MemoryModel()  # noqa: RUF009 - frozen
+    overlap: bool = False
+    recompute: bool | Literal["auto"] = False
+    order: tuple[int, ...] | None = None
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """Raises InputError where the method cannot have so many stages."""
+        kept = tuple(self.keeping(self.num_stages))
+        if len(kept) != self.num_stages:
+            raise InputError(
+                f"kept gives {len(kept)} entries for {self.num_stages} stages; give one for each"
+            )
+        return kept
+
+    def orders(self) -> list[tuple[int, ...]]:
+        """The device of each stage, in every way that differs from the others."""
+        if self.order is not None:
+            return [self.order]
+        pinned = {pin.device for pin in self.pins if pin.device is not None}
+        return list(device_orders(self.problem, self.cluster, self.num_stages, pinned=pinned))
+
+    def choices(self, orders: Sequence[tuple[int, ...]]) -> Choices:
+        reader = Reader(
+            self.problem,
+            self.cluster,
+            memory_model=self.memory_model,
+            kept=self.kept,
+            overlap=self.overlap,
+            recompute=self.recompute,
+            pins=self.pins,
+        )
+        return Choices(len(orders), lambda choice: reader.instance(orders[choice]))
+
+    def with_stages(self, num_stages: int) -> Asked:
+        """So many stages, on devices that are free and then on more like the last one."""
+        problem, cluster, last = self.problem, self.cluster, len(self.cluster) - 1
+        for number in range(2, 2 + max(0, num_stages - len(cluster))):
+            problem = one_device_more(problem, last)
+            cluster = and_another(cluster, last, f"{self.cluster.devices[last].name}, number {number}")
+        return replace(self, problem=problem, cluster=cluster, num_stages=num_stages)
+
+
+def one_device_more(problem: Problem, copied: int) -> Problem:
+    """The same costs on another device as on this one."""
+    blocks = tuple(
+        replace(
+            block,
+            forward_s=(*block.forward_s, block.forward_s[copied]),
+            backward_s=(*block.backward_s, block.backward_s[copied]),
+        )
+        for block in problem.blocks
+    )
+    return replace(problem, blocks=blocks)
+
+
+def and_another(cluster: Cluster, copied: int, name: str) -> Cluster:
+    """One more device like this one, linked to it as the fastest link there is, to others as it is."""
+    device = replace(cluster.devices[copied], name=name)
+    return Cluster(
+        (*cluster.devices, device),
+        _grown(cluster.bytes_per_s, copied, max, default=1e9),
+        _grown(cluster.latency_s, copied, min, default=0.0),
+    )
+
+
+def _grown(
+    matrix: tuple[tuple[float, ...], ...],
+    copied: int,
+    best: Callable[[Sequence[float]], float],
+    *,
+    default: float,
+) -> tuple[tuple[float, ...], ...]:
+    others = [entry for at, entry in enumerate(matrix[copied]) if at != copied]
+    inside = best(others) if others else default
+    rows = [(*row, inside if at == copied else row[copied]) for at, row in enumerate(matrix)]
+    last = tuple(inside if at == copied else entry for at, entry in enumerate(matrix[copied]))
+    return (*rows, (*last, 0.0))
