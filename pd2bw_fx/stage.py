@@ -58,6 +58,7 @@ class StageProgram:
     `parameters` and `buffers` (constants and non-persistent buffers among them) are names of the graph, which
     are the original model's; the module has its tensors under the same names, but for `ties[name] = the
     graph's name of that tensor`: further names of a tied parameter, of which a stage may have only one.
+    `draws` are the positions in the graph of the operators that draw random numbers, in their order.
     """
 
     stage: int
@@ -68,6 +69,7 @@ class StageProgram:
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     ties: Mapping[str, str]
+    draws: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the source, which has a file of its own."""
@@ -79,6 +81,7 @@ class StageProgram:
             "parameters": list(self.parameters),
             "buffers": list(self.buffers),
             "ties": dict(self.ties),
+            "draws": list(self.draws),
         }
 
     @classmethod
@@ -92,6 +95,7 @@ class StageProgram:
             parameters=tuple(data["parameters"]),
             buffers=tuple(data["buffers"]),
             ties=dict(data["ties"]),
+            draws=tuple(data.get("draws", ())),
         )
 
 

@@ -55,7 +55,13 @@ def _program(graph: OperatorGraph, plan: Plan, stage: Cut) -> StageProgram:
         parameters=parameters,
         buffers=tuple(n for n in graph.buffers if n in held),
         ties=dict(sorted(writer.ties.items())),
+        draws=_draws(graph, stage),
     )
+
+
+def _draws(graph: OperatorGraph, stage: Cut) -> tuple[int, ...]:
+    here = {node.name for node in stage.nodes}
+    return tuple(i for i, o in enumerate(graph.operators.values()) if o.is_random and o.name in here)
 
 
 def _ports(

@@ -56,6 +56,7 @@ class Header:
     num_stages: int
     num_ranks: int
     fingerprint: str  # of the operator graph
+    seed: int  # of what the model draws
 
 
 def save(

@@ -12,7 +12,7 @@ engine.flush()
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,13 @@ from pd2bw_fx.runtime.setup import Precision, make_runner, make_weights
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.weights import OptimizerFactory, ParameterOptions, SchedulerFactory
-from pd2bw_fx.runtime.world import compare_batches, job_of_this_rank, join_world, local_device
+from pd2bw_fx.runtime.world import (
+    agreed_seed,
+    compare_batches,
+    job_of_this_rank,
+    join_world,
+    local_device,
+)
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -67,6 +73,7 @@ class Engine:
         on_report: Callable[[UpdateReport], None] | None = None,
         stop_at_nan: bool = True,
         device: torch.device | str | None = None,
+        seed: int | None = None,
         record: int = 0,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
@@ -127,6 +134,7 @@ class Engine:
             on_loss=self._collect_loss,
             recorder=self._recorder,
         )
+        self._draw_by(agreed_seed(seed, self._control))
 
     @classmethod
     def from_pipeline(
@@ -163,7 +171,11 @@ class Engine:
         `on_report` is called on every rank with an `UpdateReport` when an update's loss has arrived, in order
         and a few updates late. `stop_at_nan` ends the run a few updates after a loss that is no finite
         number. A rank that gives no sign of life for `silence_s` while others wait for it ends them (0:
-        never, but for `timeout_s`). `record`: of how many last calls `records` tells what was done when.
+        never, but for `timeout_s`).
+
+        `seed` of dropout and all else that the model draws (None: torch's initial seed on rank 0): by it, the
+        microbatch and the operator, so that a run repeats whatever the number of stages and replicas. torch's
+        own generator is left alone. `record`: of how many last calls `records` tells what was done when.
         `device` completes the options.
 
         Joins the process group that torchrun describes, if none is there: gloo for CPU, nccl for GPU.
@@ -220,7 +232,7 @@ class Engine:
             pieces = layout.cut(flat, self.job.microbatches_per_update)
             if self.updates < _UPDATES_COMPARED:
                 compare_batches(flat, self._control)
-        return self.step_microbatches([Microbatch(piece, _size(piece)) for piece in pieces])
+        return self.step_microbatches([Microbatch.of(piece) for piece in pieces])
 
     def step_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
         """One update on microbatches that are cut already and have at least this stage's inputs."""
@@ -243,7 +255,7 @@ class Engine:
             flat = layout.flatten(batch)
             whole = layout.microbatch_size is None and _batch_size(layout.cut(flat, 1)[0], layout) % count
             pieces = layout.cut(flat, 1 if whole else count)
-            return self.eval_microbatches([Microbatch(piece, _size(piece)) for piece in pieces])
+            return self.eval_microbatches([Microbatch.of(piece) for piece in pieces])
 
     def eval_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
         self.flush()
@@ -288,14 +300,17 @@ class Engine:
         self.flush()
         with self._shared_fate("writing a checkpoint"), translated(None):
             job = self.job
-            header = Header(self.updates, job.method, job.shape.num_stages, job.num_ranks, job.fingerprint)
+            shape = job.shape
+            header = Header(
+                self.updates, job.method, shape.num_stages, job.num_ranks, job.fingerprint, self._seed
+            )
             save(folder, header, self.rank, self._weights.state(), barrier=self._barrier)
 
     def load_checkpoint(self, folder: str | Path) -> int:
         """Go on from the newest checkpoint in `folder`; returns the updates made so far.
 
         The run that follows equals the uninterrupted one bit for bit if it gets the batches from that update
-        on. With another number of stages it does so up to the random numbers of dropout.
+        on, dropout included; with another number of stages it does so up to rounding.
 
         Raises InputError where there is no checkpoint or its method kept fewer weight versions,
         PlanMismatchError where it is of another model or incomplete.
@@ -309,6 +324,7 @@ class Engine:
             self._weights.load(checkpoint)
             if (header.num_stages, header.num_ranks) == (self.job.shape.num_stages, self.job.num_ranks):
                 restore_random_state(checkpoint.random(self.rank), self.device)
+            self._draw_by(header.seed)
             self.updates = self._empty_before = header.updates
             return header.updates
 
@@ -345,6 +361,10 @@ class Engine:
         if error is None:
             self.flush()
         self.close()
+
+    def _draw_by(self, seed: int) -> None:
+        self._seed = seed
+        self._runner.draw_by(seed)
 
     def _barrier(self) -> None:
         dist.barrier(group=self._control)
@@ -415,10 +435,6 @@ class Engine:
     def _doing(self) -> str:
         action = self._runner.current
         return f"in update {self.updates}" + ("" if action is None else f", at {action}")
-
-
-def _size(inputs: Mapping[str, Tensor]) -> Hashable:
-    return tuple((name, tuple(tensor.shape)) for name, tensor in inputs.items())
 
 
 def _batch_size(inputs: Mapping[str, Tensor], layout: Any) -> int:

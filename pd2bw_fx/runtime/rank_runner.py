@@ -29,6 +29,11 @@ class RankRunner:
         self._posted: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in _RECEIVES}
         self._updated: set[int] = set()  # stages that have come to the end of an update
 
+    def draw_by(self, seed: int) -> None:
+        """What random numbers of coming forwards are drawn from."""
+        for stage in self._stages.values():
+            stage.draws.seed = seed
+
     def add(self, stage: int, number: int, microbatch: Microbatch) -> None:
         self._stages[stage].add(number, microbatch)
 

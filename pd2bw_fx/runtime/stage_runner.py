@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pd2bw_fx.actions import Action, Kind
+from pd2bw_fx.runtime.draws import Draws
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Links
 from pd2bw_fx.runtime.split_backward import WeightHalf, input_half
@@ -31,6 +33,11 @@ class Microbatch:
     inputs: Mapping[str, Tensor]
     size: Hashable
 
+    @classmethod
+    def of(cls, inputs: Mapping[str, Tensor]) -> Self:
+        """One with all inputs of the model."""
+        return cls(inputs, tuple((name, tuple(tensor.shape)) for name, tensor in inputs.items()))
+
 
 @dataclass(slots=True)
 class _InFlight:
@@ -43,7 +50,7 @@ class _InFlight:
     loss: tuple[GradientEdge, Tensor] | None = None
     gradients: dict[str, list[Tensor]] = field(default_factory=dict)
     input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    random_state: _RandomState | None = None  # set where the forward is to be run again
+    runs_again: bool = False  # nothing was kept of the forward
     weight_half: WeightHalf | None = None
     is_done: bool = False  # but for the sending of its gradients
 
@@ -74,6 +81,7 @@ class StageRunner:
         self.weights = weights
         self.device = device
         self.training = True
+        self.draws = Draws(program.stage, program.draws, device)
         self._stage = program.stage
         self._loss = job.loss
         self._recompute = program.stage in job.recomputed
@@ -127,10 +135,8 @@ class StageRunner:
     def _forward(self, action: Action) -> None:
         kept = self._in_flight[action.microbatch]
         module = self.weights.begin_forward(self._stage, action.version, in_flight=self.training)
-        again = self.training and self._recompute
-        if again:
-            kept.random_state = _RandomState.now(self.device)
-        with torch.set_grad_enabled(self.training and not again):
+        again = kept.runs_again = self.training and self._recompute
+        with torch.set_grad_enabled(self.training and not again), self._drawing(action.microbatch):
             produced = self._run(module, kept)
         kept.outputs = {port.value: produced[port.value] for port in self.program.outputs if port.targets}
         for port in self.program.outputs:
@@ -155,6 +161,11 @@ class StageRunner:
             returned = module(*arguments)
         values = (returned,) if isinstance(returned, Tensor) else returned
         return {port.value: value for port, value in zip(self.program.outputs, values, strict=True)}
+
+    def _drawing(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        if self.training and (self.program.draws or self._recompute):
+            return self.draws.of(microbatch)
+        return contextlib.nullcontext()
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         if self._precision is None:
@@ -217,8 +228,8 @@ class StageRunner:
     def _roots(self, kept: _InFlight, action: Action) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where the backward begins, and with what."""
         module = self.weights.begin_backward(self._stage, action.version)
-        if kept.random_state is not None:
-            self._run_again(kept, module, action.version)
+        if kept.runs_again:
+            self._run_again(kept, module, action)
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []
         if kept.loss is not None:
@@ -239,12 +250,11 @@ class StageRunner:
         kept.release()
         kept.is_done = True
 
-    def _run_again(self, kept: _InFlight, module: nn.Module, version: int) -> None:
+    def _run_again(self, kept: _InFlight, module: nn.Module, action: Action) -> None:
         """The forward that was run without keeping anything. Statistics have counted it already."""
-        assert kept.random_state is not None
-        with kept.random_state.restored(), _other_buffers(module), torch.enable_grad():
+        with self._drawing(action.microbatch), _other_buffers(module), torch.enable_grad():
             produced = self._run(module, kept)
-        self._keep_roots(kept, produced, version)
+        self._keep_roots(kept, produced, action.version)
 
     def _send_gradient(self, action: Action) -> None:
         if not self.links.gradients_out:
@@ -256,28 +266,6 @@ class StageRunner:
         kept.input_gradients = {}
         if kept.is_done:
             del self._in_flight[action.microbatch]
-
-
-@dataclass(frozen=True, slots=True)
-class _RandomState:
-    """The generators that a forward draws from, to draw the same again."""
-
-    cpu: Tensor
-    device: torch.device
-    cuda: Tensor | None
-
-    @classmethod
-    def now(cls, device: torch.device) -> _RandomState:
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), device, cuda)
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        with torch.random.fork_rng([self.device] if self.cuda is not None else []):
-            torch.set_rng_state(self.cpu)
-            if self.cuda is not None:
-                torch.cuda.set_rng_state(self.cuda, self.device)
-            yield
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
         rank=job.rank,
         world_size=job.num_ranks,
     )
-    engine = Engine(job, optimizer=start.optimizer, **start.options)
+    engine = Engine(job, optimizer=start.optimizer, seed=start.seed, **start.options)
     layout = job.layout.restricted(job.inputs())
     tells = job.rank == job.ranks_of(job.loss_stage)[0]
     while True:

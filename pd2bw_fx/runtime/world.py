@@ -171,3 +171,11 @@ def _digests(flat: Mapping[str, Tensor]) -> dict[str, str]:
         ).hexdigest()
         for name, tensor in flat.items()
     }
+
+
+def agreed_seed(seed: int | None, group: dist.ProcessGroup) -> int:
+    """Rank 0's, on all ranks."""
+    chosen = torch.initial_seed() if seed is None else seed
+    told = torch.tensor([chosen % 2**63])
+    dist.broadcast(told, 0, group=group)
+    return int(told)

@@ -1,0 +1,97 @@
+"""Random numbers that depend on the seed, the microbatch and the operator, and on nothing else.
+
+    F 5 on stage 1                generator seeded with
+      ... F.dropout(x, 0.1) ...   (seed, microbatch 5, operator 118 of the model)
+      ... F.dropout(y, 0.1) ...   (seed, microbatch 5, operator 131)
+
+So dropout differs from microbatch to microbatch, and a run is the same however many stages, replicas or
+restarts it is made with; a forward that is run again for its backward draws what it drew before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_SOURCES = {"bernoulli", "exponential", "multinomial", "normal", "random", "randperm", "rrelu", "uniform"}
+_SOURCES |= {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like"}
+_WHOLE_MODEL = -1
+_RECURRENT = frozenset(("gru", "lstm", "rnn_relu", "rnn_tanh"))
+
+
+class Draws:
+    """The generators during a stage's forwards, which leave them as they found them.
+
+    `operators` are the numbers of the stage's drawing operators in the whole graph, in their order. What
+    draws beyond them (an operator added to the code by hand) is numbered by the stage.
+    """
+
+    def __init__(self, stage: int, operators: Sequence[int], device: torch.device) -> None:
+        self.seed = 0
+        self._stage = stage
+        self._operators = operators
+        self._devices = [device] if device.type == "cuda" else []
+
+    @contextlib.contextmanager
+    def of(self, microbatch: int) -> Iterator[None]:
+        """Draw for this microbatch, the same whenever it is asked for again."""
+        drawn = 0
+
+        def begin() -> None:
+            nonlocal drawn
+            if drawn < len(self._operators):
+                self._start(microbatch, _WHOLE_MODEL, self._operators[drawn])
+            else:
+                self._start(microbatch, self._stage, drawn)
+            drawn += 1
+
+        with torch.random.fork_rng(self._devices):
+            self._start(microbatch, self._stage, -1)
+            with _BeforeDrawing(begin) if self._operators else contextlib.nullcontext():
+                yield
+
+    def _start(self, microbatch: int, scope: int, number: int) -> None:
+        told = struct.pack("<qqqq", self.seed, microbatch, scope, number)
+        seed = int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little")
+        torch.default_generator.manual_seed(seed)
+        for device in self._devices:
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+class _BeforeDrawing(TorchFunctionMode):
+    """Calls `begin` before every call of torch that takes numbers from a generator."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        super().__init__()
+        self._begin = begin
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if _draws(getattr(func, "__name__", ""), args, given):
+            self._begin()
+        return func(*args, **given)
+
+
+def _draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Dropout with nothing to drop does not, as in the operator graph."""
+    if "dropout" in name:
+        rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+        return bool(rate) and training is not False
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if name == "multi_head_attention_forward":
+        return bool(args[10]) and bool(kwargs.get("training", True))
+    if name in _RECURRENT:
+        # (..., dropout, train, bidirectional, batch_first); packed sequences have no batch_first.
+        dropout, training = args[-3:-1] if isinstance(args[3], (list, tuple)) else args[-4:-2]
+        return bool(dropout) and bool(training)
+    return name.removesuffix("_") in _SOURCES

@@ -1,0 +1,128 @@
+"""Random numbers of a run: new for every microbatch, and the same however the model is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.models.gpt import GPT, GPTConfig
+from pd2bw_fx.runtime.draws import Draws
+from pd2bw_fx.runtime.local import TrainResult
+
+CPU = torch.device("cpu")
+UPDATES, M = 3, 4
+X = torch.ones(4, 2, 8)
+LSTM = nn.LSTM(8, 8, num_layers=2, dropout=0.5)
+PLAIN = nn.LSTM(8, 8)
+ATTENTION = nn.MultiheadAttention(8, 2, dropout=0.5)
+
+DRAWING: dict[str, Callable[[], Any]] = {
+    "dropout": lambda: F.dropout(X, 0.5),
+    "a dropout layer": lambda: nn.Dropout1d(0.5)(X),
+    "alpha dropout": lambda: F.alpha_dropout(X, 0.5, training=True),
+    "attention": lambda: F.scaled_dot_product_attention(X, X, X, dropout_p=0.5),
+    "an attention layer": lambda: ATTENTION(X, X, X)[0],
+    "a recurrent layer": lambda: LSTM(X)[0],
+    "packed": lambda: LSTM(nn.utils.rnn.pack_padded_sequence(X, torch.tensor([4, 3])))[0].data,
+    "a factory": lambda: torch.rand(3),
+    "in place": lambda: torch.empty(3).bernoulli_(0.5) + torch.empty(3).uniform_(),
+    "noise": lambda: torch.randn_like(X),
+    "rrelu": lambda: F.rrelu(-X, training=True),
+}
+STILL: dict[str, Callable[[], Any]] = {
+    "nothing to drop": lambda: F.dropout(X, 0.0),
+    "not in training": lambda: F.dropout(X, 0.5, training=False),
+    "attention": lambda: F.scaled_dot_product_attention(X, X, X),
+    "a recurrent layer": lambda: PLAIN(X)[0],
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_an_operator_draws_the_same_on_whichever_stage_it_is(name: str) -> None:
+    draw = DRAWING[name]
+    times = 2 if name == "in place" else 1
+    whole = Draws(0, range(3 + times), CPU)
+    alone = Draws(1, range(3, 3 + times), CPU)
+
+    with whole.of(microbatch=5):
+        before = [torch.rand(3) for _ in range(3)]
+        expected = draw()
+    with alone.of(microbatch=5):
+        drawn = draw()
+
+    assert len({tuple(t.tolist()) for t in before}) == 3
+    torch.testing.assert_close(drawn, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_what_draws_nothing_is_not_counted(name: str) -> None:
+    draws = Draws(0, [0], CPU)
+
+    with draws.of(microbatch=0):
+        expected = torch.rand(3)
+    with draws.of(microbatch=0):
+        STILL[name]()
+        drawn = torch.rand(3)
+
+    assert torch.equal(drawn, expected)
+
+
+def test_microbatches_and_seeds_draw_differently_and_again_the_same() -> None:
+    draws = Draws(0, [0], CPU)
+
+    def drawn(seed: int, microbatch: int) -> tuple[float, ...]:
+        draws.seed = seed
+        with draws.of(microbatch):
+            return tuple(torch.rand(4).tolist())
+
+    places = [(seed, microbatch) for seed in range(3) for microbatch in range(50)]
+    assert len({drawn(*place) for place in places}) == len(places)
+    assert [drawn(*place) for place in places] == [drawn(*place) for place in places]
+
+
+def test_the_program_s_own_generator_is_left_alone() -> None:
+    before = torch.get_rng_state()
+
+    with Draws(0, [0, 1], CPU).of(microbatch=0):
+        F.dropout(X)
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def gpt_run(num_stages: int, **options: Any) -> TrainResult:
+    torch.manual_seed(0)
+    model = GPT.from_config(GPTConfig(num_layers=3, width=32, num_heads=2, dropout=0.2)).double()
+    pipe = pd2bw_fx.split(model, cluster=num_stages, num_stages=num_stages, costs="analytic", **options)
+    drawn = model.example_inputs(batch_size=UPDATES * M)
+    batches = list(zip(*(tensor.split(M) for tensor in drawn), strict=True))
+    return pipe.train_local(batches, optimizer=sgd, microbatches_per_update=M, threads_per_worker=1, seed=3)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def whole() -> TrainResult:
+    return gpt_run(1)
+
+
+@pytest.mark.parametrize(("num_stages", "recompute"), [(2, True), (3, False)])
+def test_dropout_is_the_same_on_any_number_of_stages(
+    whole: TrainResult, num_stages: int, recompute: bool
+) -> None:
+    result = gpt_run(num_stages, recompute=recompute)
+
+    assert result.losses == pytest.approx(whole.losses, rel=1e-12)
+    for name, tensor in whole.tensors.items():
+        assert_equal(result.tensors[name], tensor)
+
+
+def assert_equal(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
