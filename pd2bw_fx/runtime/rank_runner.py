@@ -47,8 +47,10 @@ class RankRunner:
             stage.training = training
         coming = {kind: self._post(kind, _pieces(actions, kind)) for kind in _RECEIVES}
         records = None if self._recorder is None else self._recorder.begin()
-        for action in actions:
+        completing = _last_backwards(actions)
+        for index, action in enumerate(actions):
             self.current = action
+            self._weights.is_completing = index in completing
             began_s = time.perf_counter()
             if action.kind is Kind.UPDATE:
                 self._update(action)
@@ -86,6 +88,20 @@ class RankRunner:
         if len(self._updated) == len(self._stages):
             self._updated.clear()
             self._weights.update(action.version)
+
+
+def _last_backwards(actions: Sequence[Action]) -> set[int]:
+    """The places of each stage's last backward before an update; not of those that come in two halves."""
+    last: dict[int, int] = {}
+    found: set[int] = set()
+    for index, action in enumerate(actions):
+        if action.kind is Kind.BACKWARD:
+            last[action.stage] = index
+        elif action.kind is Kind.WEIGHT_GRADIENT:
+            last.pop(action.stage, None)
+        elif action.kind is Kind.UPDATE and action.stage in last:
+            found.add(last.pop(action.stage))
+    return found
 
 
 def _pieces(actions: Sequence[Action], kind: Kind) -> list[tuple[int, int]]:

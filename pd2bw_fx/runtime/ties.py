@@ -1,12 +1,16 @@
 """Parameters that several ranks hold (tied, or of replicated stages): their gradients are added up over all
-holders before every update.
+holders before every update, in buckets, while the update's last backward still runs.
+
+    B 7     ... head     block 5   block 4      block 3   ...        of the last microbatch
+                 `- bucket 0 -> all-reduce      `- bucket 1 -> all-reduce
 
 Every holder then takes the same step on the same weights, so that the copies never part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pd2bw_fx.runtime.failure import translated
+
+_BUCKET_BYTES = 25 * 2**20  # what DistributedDataParallel takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +32,133 @@ class TiedParameter:
 
 
 def join_ties(holders: Mapping[str, tuple[int, ...]], rank: int) -> tuple[TiedParameter, ...]:
-    """This rank's tied parameters; `holders` are the ranks of each. All ranks must call this."""
+    """This rank's tied parameters, in an order that is the same on all their holders.
+
+    `holders` are the ranks of each. All ranks must call this.
+    """
     groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(holders.values()))}
-    return tuple(
-        TiedParameter(name, groups[ranks]) for name, ranks in sorted(holders.items()) if rank in ranks
-    )
+    return tuple(TiedParameter(name, groups[ranks]) for name, ranks in holders.items() if rank in ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters of one type with the same holders, whose gradients one all-reduce adds up."""
+
+    group: dist.ProcessGroup
+    names: tuple[str, ...]
+
+
+def in_buckets(ties: Sequence[TiedParameter], like: Mapping[str, Tensor]) -> tuple[Bucket, ...]:
+    """The parameters from the last to the first, about as a backward completes their gradients.
+
+    `like[name]` has a gradient's size and type.
+    """
+    open_: dict[tuple[dist.ProcessGroup, torch.dtype], tuple[list[str], int]] = {}
+    buckets: list[Bucket] = []
+    for tied in reversed(ties):
+        tensor = like[tied.name]
+        names, size = open_.pop((tied.group, tensor.dtype), ([], 0))
+        names, size = [*names, tied.name], size + tensor.nbytes
+        if size >= _BUCKET_BYTES:
+            buckets.append(Bucket(tied.group, tuple(names)))
+        else:
+            open_[tied.group, tensor.dtype] = names, size
+    return (*buckets, *(Bucket(group, tuple(names)) for (group, _), (names, _) in open_.items()))
+
+
+class GradientSums:
+    """One update's gradients of tied parameters, on their way over the holders.
+
+    The buckets of a group start in their order on all its ranks, whatever order gradients come in.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket], like: Mapping[str, Tensor]) -> None:
+        self._like = like
+        self._waiting: dict[dist.ProcessGroup, deque[Bucket]] = {}
+        for bucket in buckets:
+            self._waiting.setdefault(bucket.group, deque()).append(bucket)
+        self._group_of = {n: b.group for queue in self._waiting.values() for b in queue for n in b.names}
+        self._complete: dict[str, Tensor] = {}
+        self._adding: list[tuple[Bucket, Tensor, dist.Work]] = []
+
+    def offer(self, name: str, gradient: Tensor) -> None:
+        """A gradient that nothing will be added to here; starts what is complete with it."""
+        if name not in self._group_of:
+            return
+        assert name not in self._complete, f"the gradient of {name} was complete twice in an update"
+        self._complete[name] = gradient
+        self._start(self._waiting[self._group_of[name]])
+
+    def close(self, gradients: Mapping[str, Tensor], empty: Callable[[str], Tensor]) -> None:
+        """All gradients are complete; `empty(name)` is that of a holder that has none of its own."""
+        for queue in self._waiting.values():
+            for name in (name for bucket in queue for name in bucket.names):
+                own = gradients.get(name)
+                self._complete[name] = empty(name) if own is None else own
+            self._start(queue)
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self._adding)
+
+    @property
+    def have_arrived(self) -> bool:
+        return all(work.is_completed() for _, _, work in self._adding)
+
+    def wait(self) -> dict[str, Tensor]:
+        """The sums, by name."""
+        sums: dict[str, Tensor] = {}
+        for bucket, flat, work in self._adding:
+            wait_for(work)
+            sums |= self._views(bucket, flat)
+        return sums
+
+    def _start(self, queue: deque[Bucket]) -> None:
+        while queue and all(name in self._complete for name in queue[0].names):
+            bucket = queue.popleft()
+            likes = [self._like[name] for name in bucket.names]
+            flat = torch.empty(sum(t.numel() for t in likes), dtype=likes[0].dtype, device=likes[0].device)
+            for name, view in self._views(bucket, flat).items():
+                view.copy_(self._complete[name])
+            self._adding.append((bucket, flat, start_adding(bucket, flat)))
+
+    def _views(self, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
+        views, offset = dict[str, Tensor](), 0
+        for name in bucket.names:
+            like = self._like[name]
+            views[name] = flat.as_strided(like.shape, like.stride(), offset)
+            offset += like.numel()
+        return views
+
+
+class UseQuestion:
+    """Which tied parameters have a gradient on any of their holders: asked once, with the first update.
+
+    Where all holders have none, torch's optimizers leave the parameter alone, which a sum of zeros would not.
+    """
+
+    def __init__(self, ties: Sequence[TiedParameter], used_here: Iterable[str], device: torch.device) -> None:
+        here = frozenset(used_here)
+        groups = {tied.group: [t.name for t in ties if t.group is tied.group] for tied in ties}
+        self._asked = []
+        for group, names in groups.items():
+            flags = torch.tensor([float(name in here) for name in names], device=device)
+            self._asked.append((names, flags, start_adding(Bucket(group, tuple(names)), flags)))
+
+    def answer(self) -> frozenset[str]:
+        for _, _, work in self._asked:
+            wait_for(work)
+        return frozenset(
+            name
+            for names, flags, _ in self._asked
+            for name, count in zip(names, flags.tolist(), strict=True)
+            if count
+        )
 
 
 class HasGroup(Protocol):
     @property
     def group(self) -> dist.ProcessGroup: ...
-
-
-def start_asking(parameter: TiedParameter, used_here: bool, device: torch.device) -> tuple[Tensor, dist.Work]:
-    """Begin to ask whether the parameter has a gradient on one of its holders; then the answer is not 0."""
-    flag = torch.tensor([float(used_here)], device=device)
-    return flag, start_adding(parameter, flag)
 
 
 def start_adding(among: HasGroup, tensor: Tensor) -> dist.Work:

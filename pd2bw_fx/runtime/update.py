@@ -1,21 +1,21 @@
 """An update between its last gradient and its step: what other stages add to it travels meanwhile.
 
-U          gradients complete here; start to add tied ones over their holders
-progress   those have arrived: start the sum of squares over all stages, if the norm is to be clipped
+U          gradients complete here; tied ones are on their way over their holders
+progress   they have arrived: start the sum of squares over all stages, if the norm is to be clipped
 finish     before the first forward that needs the new version: wait for both, scale, step
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pd2bw_fx.runtime.ties import TiedParameter, start_adding, start_asking, wait_for
+from pd2bw_fx.runtime.ties import GradientSums, UseQuestion, start_adding, wait_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,52 +70,53 @@ class LossScale:
 
 @dataclass(slots=True)
 class PendingUpdate:
-    """`gradients` by parameter, those that there are; `used_ties` once `finish` knows them.
+    """`gradients` by parameter, those that there are; those of `sums` come from all holders.
 
-    `scale`: what the loss was multiplied by.
+    `question`: whether anybody has them, until that is known. `scale`: what the loss was multiplied by.
     """
 
     version: int
     gradients: dict[str, Tensor]
-    ties: Sequence[TiedParameter]
+    sums: GradientSums
+    question: UseQuestion | None
     clipping: Clipping | None
     device: torch.device
     scale: float = 1.0
-    used_ties: frozenset[str] | None = None
-    _adding: list[dist.Work] = field(default_factory=list)
-    _asking: dict[str, tuple[Tensor, dist.Work]] = field(default_factory=dict)
+    used: frozenset[str] | None = None  # the answer
+    _have_arrived: bool = False
     _squares: Tensor | None = None
     _squaring: dist.Work | None = None
-
-    def start(self, used_ties: frozenset[str] | None, *, empty: Callable[[str], Tensor]) -> None:
-        """`used_ties` are the tied parameters that have a gradient on any holder; None: find that out too.
-
-        `empty(name)` is a gradient of zeros, for a holder that has none of its own.
-        """
-        self.used_ties = used_ties
-        for tied in self.ties:
-            if used_ties is not None and tied.name not in used_ties:
-                continue
-            own = self.gradients.get(tied.name)
-            if used_ties is None:
-                self._asking[tied.name] = start_asking(tied, own is not None, self.device)
-            self.gradients[tied.name] = empty(tied.name) if own is None else own.contiguous()
-            self._adding.append(start_adding(tied, self.gradients[tied.name]))
-        self.progress()
 
     @property
     def can_wait(self) -> bool:
         """Something is under way, so that the step is better put off."""
-        return bool(self._adding) or self._squaring is not None
+        return self.sums.is_under_way or self._squaring is not None
 
     def progress(self, *, must: bool = False) -> None:
         """Start what can be started; `must`: even if that means to wait for other holders first."""
         if self.clipping is None or self._squares is not None:
             return
-        if must or all(work.is_completed() for work in self._adding):
-            for work in self._adding:
-                wait_for(work)
+        if must or self.sums.have_arrived:
+            self._take_sums()
             self._start_squares(self.clipping)
+
+    def finish(self) -> dict[str, Tensor] | None:
+        """The gradients, added up over the holders, unscaled and clipped; None if one is not finite."""
+        self.progress(must=True)
+        self._take_sums()
+        if self.clipping is not None and not self._clip(self.clipping):
+            return None
+        return self.gradients
+
+    def _take_sums(self) -> None:
+        if self._have_arrived:
+            return
+        self._have_arrived = True
+        sums = self.sums.wait()
+        if self.question is not None:
+            self.used = used = self.question.answer()
+            sums = {name: total for name, total in sums.items() if name in used}
+        self.gradients |= sums
 
     def _start_squares(self, clipping: Clipping) -> None:
         squares = torch.zeros(1, dtype=torch.float64, device=self.device)
@@ -124,23 +125,6 @@ class PendingUpdate:
             squares += norm.double().square() / clipping.holders.get(name, 1)
         self._squares = squares
         self._squaring = start_adding(clipping, squares)
-
-    def finish(self) -> dict[str, Tensor] | None:
-        """The gradients, added up over the holders, unscaled and clipped; None if one is not finite."""
-        self.progress(must=True)
-        for work in self._adding:
-            wait_for(work)
-        if self._asking:
-            for _, work in self._asking.values():
-                wait_for(work)
-            self.used_ties = frozenset(n for n, (answer, _) in self._asking.items() if bool(answer.item()))
-            for name in self._asking.keys() - self.used_ties:
-                del self.gradients[name]
-        elif self.used_ties is None:
-            self.used_ties = frozenset()
-        if self.clipping is not None and not self._clip(self.clipping):
-            return None
-        return self.gradients
 
     def _clip(self, clipping: Clipping) -> bool:
         """Scale the gradients to their true size and down to the norm; whether they are finite."""

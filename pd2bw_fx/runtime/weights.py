@@ -13,6 +13,7 @@ off until its version is needed; gradients that come meanwhile are the next upda
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.checkpoint import Checkpoint, RankState, random_state
 from pd2bw_fx.runtime.corrections import Corrector
 from pd2bw_fx.runtime.slots import Flat, Slots
-from pd2bw_fx.runtime.ties import TiedParameter
+from pd2bw_fx.runtime.ties import GradientSums, TiedParameter, UseQuestion, in_buckets
 from pd2bw_fx.runtime.update import Clipping, LossScale, PendingUpdate
 from pd2bw_fx.stage import StageProgram
 
@@ -73,8 +74,11 @@ class WeightStore:
         }
         self._users = [0] * num_versions
         self._ran_on = 0  # the version of the last backward
-        # Tied parameters with a gradient on any of their holders; None until the first update has asked.
-        self._used_ties: frozenset[str] | None = None
+        self.is_completing = False  # the backward at work is the last of its stage for the coming update
+        self._used_ties: frozenset[str] | None = None  # None until the first update has asked
+        self._buckets = in_buckets(self._ties, self._aliases)
+        self._sums = GradientSums((), self._aliases)
+        self._watch_ties()
         self._optimizer: Optimizer | None = None
         self._scheduler: LRScheduler | None = None
 
@@ -143,15 +147,18 @@ class WeightStore:
         """Make W(version) of the one before with the gradients that the backwards have left, when needed."""
         self.finish_update()
         assert version == self.newest + 1, f"W{version} made after W{self.newest}"
+        gradients = self._taken_gradients()
+        question = None
+        if self._used_ties is None and self._ties:
+            question = UseQuestion(self._ties, gradients, self._device)
+            self._sums = GradientSums(self._buckets, self._aliases)
+        self._sums.close(gradients, self._empty_gradient)
+        scale = self.loss_scale(self._ran_on)
         self._pending = PendingUpdate(
-            version,
-            self._taken_gradients(),
-            self._ties,
-            self._clipping,
-            self._device,
-            scale=self.loss_scale(self._ran_on),
+            version, gradients, self._sums, question, self._clipping, self._device, scale
         )
-        self._pending.start(self._used_ties, empty=self._empty_gradient)
+        self._sums = GradientSums(self._buckets if self._used_ties is not None else (), self._aliases)
+        self._pending.progress()
         if not self._pending.can_wait:
             self.finish_update()
 
@@ -166,7 +173,8 @@ class WeightStore:
         if pending is None:
             return
         gradients = pending.finish()
-        self._used_ties = pending.used_ties
+        if pending.used is not None:
+            self._use_only(pending.used)
         source, target = self.newest % self.num_versions, pending.version % self.num_versions
         assert self._users[target] == 0, f"W{pending.version} overwrites weights that a microbatch needs"
         if source != target:
@@ -301,6 +309,31 @@ class WeightStore:
                 # Stashing with several microbatches an update: they may have begun on different versions.
                 taken[name] = taken[name] + gradient if name in taken else gradient
         return taken
+
+    def _watch_ties(self) -> None:
+        """Let tied gradients start on their way as soon as the last backward has completed them.
+
+        Where several stages of the rank have a use of the parameter, that is not before the update.
+        """
+        for tied in self._ties:
+            for slot in self._slots:
+                uses = slot.parameters[tied.name]
+                if len(uses) == 1:
+                    uses[0].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        functools.partial(self._offer, tied.name)
+                    )
+
+    def _offer(self, name: str, parameter: Tensor) -> None:
+        elsewhere = (slot.parameters[name][0] for slot in self._slots)
+        alone = all(use is parameter or use.grad is None for use in elsewhere)
+        if self.is_completing and alone and parameter.grad is not None and not parameter.grad.is_sparse:
+            self._sums.offer(name, parameter.grad)
+
+    def _use_only(self, used: frozenset[str]) -> None:
+        """From now on no holder sends gradients of what nobody uses."""
+        self._used_ties = used
+        self._buckets = in_buckets([tied for tied in self._ties if tied.name in used], self._aliases)
+        self._sums = GradientSums(self._buckets, self._aliases)
 
     def _empty_gradient(self, name: str) -> Tensor:
         return torch.zeros_like(self._aliases[name], memory_format=torch.contiguous_format)
