@@ -307,6 +307,28 @@ def test_what_draws_random_numbers_has_no_training_form(gpt: Cut, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+class DropPath(nn.Module):
+    """Stochastic depth as many libraries write it: Python asks for the mode."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training:
+            return hidden
+        return hidden * torch.rand(hidden.shape[0], 1, device=hidden.device).add(0.5).floor()
+
+
+def test_a_branch_of_training_that_was_traced_is_named_and_evaluation_exports(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), DropPath(), nn.Linear(4, 4), nn.Dropout(0.1))
+    x = torch.randn(3, 4)
+
+    with pytest.raises(ExportError, match=r"drawn by 1 \(DropPath, .*split `model.eval\(\)`"):
+        cut(net, (x,), {}, 2).export(tmp_path / "onnx")
+
+    cut(net.eval(), (x,), {}, 2).export(tmp_path / "onnx")
+    found = run_onnx(tmp_path / "onnx", {"input": x})["output"]
+    np.testing.assert_allclose(found, net(x).detach(), rtol=1e-4, atol=1e-6)
+
+
 def test_a_form_that_is_unknown_or_lacks_the_plan_is_refused(gpt: Cut, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="form is 'one'"):
         gpt.export(tmp_path / "onnx", form="one")

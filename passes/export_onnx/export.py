@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.files import whole_folder, write_manifest
-from pd2bw_fx.graph import dtype_name
+from pd2bw_fx.graph import Operator, dtype_name
 from pd2bw_fx.onnx_session import require, to_array
 from pd2bw_fx.stage import Port, StageProgram, held_buffers, held_parameters
 
@@ -158,19 +158,37 @@ def _truths(
         outputs = None if original is None else original.run(example, weights, training=training)
         fed = {name: example[name] for name in job.inputs}
         values = run_modules(job.programs, modules, fed)
-        if training:
-            _check_no_randomness(values, run_modules(job.programs, modules, fed))
+        changed = _changed(values, run_modules(job.programs, modules, fed))
+        if changed is not None:
+            raise ExportError(_drawn(changed, original, training=training))
         truths.append(_Truth(values, outputs))
     return truths
 
 
-def _check_no_randomness(first: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
-    for name, value in first.items():
-        if not torch.equal(value.nan_to_num(), again[name].nan_to_num()):
-            raise ExportError(
-                f"{name} is another one each time in training mode, so no file could be compared with it; "
-                "export with training=False, or set the model's dropout to 0"
-            )
+def _changed(first: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> str | None:
+    """A value that two runs on the same inputs do not agree about."""
+    return next((n for n, v in first.items() if not torch.equal(v.nan_to_num(), again[n].nan_to_num())), None)
+
+
+def _drawn(value: str, original: Original | None, *, training: bool) -> str:
+    """Why no file could be compared with stages that draw random numbers, and what to do."""
+    if training:
+        return (
+            f"{value} is another one each time in training mode, so no file could be compared with it; "
+            "export with training=False, or set the model's dropout to 0"
+        )
+    operators = () if original is None else original.graph.operators.values()
+    drawing = [o for o in operators if o.is_random and not _is_off_in_evaluation(o)]
+    places = [f"{o.module_path} ({o.module_type}, {o.source_line})" for o in drawing]
+    return (
+        f"{value} is another one each time in evaluation mode too, because random numbers are drawn"
+        f"{f' by {places[0]}' if places else ''}. Code that asks `if self.training` is traced in the mode "
+        "that the model is in when it is split: split `model.eval()`, and export that"
+    )
+
+
+def _is_off_in_evaluation(operator: Operator) -> bool:
+    return any(word in operator.target for word in ("dropout", "attention"))
 
 
 def _facts(job: _Job, original: Original | None, *, opset: int, training: bool) -> dict[str, Any]:
