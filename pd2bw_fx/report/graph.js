@@ -3,7 +3,14 @@
 (() => {
   const data = JSON.parse(document.getElementById("pd-data").textContent);
   const canvas = document.getElementById("pd-canvas");
-  const panel = document.getElementById("pd-panel");
+  const panel = pdPanel(data, document.getElementById("pd-panel"), {
+    toNode: (number) => choose(number, true),
+    toStage: (stage) => chooseStage(stage, true),
+    toAll: () => {
+      choose(-1, false);
+      fit();
+    },
+  });
   const search = document.getElementById("pd-search");
   const found = document.getElementById("pd-found");
   const colourBy = document.getElementById("pd-colour");
@@ -11,21 +18,22 @@
   const darkPage = matchMedia("(prefers-color-scheme: dark)");
   const [boxWidth, boxHeight] = data.box;
   const nodes = data.nodes;
-  const reads = nodes.map(() => []);
-  const readers = nodes.map(() => []);
-  for (const [from, to] of data.edges) {
-    reads[to].push(from);
-    readers[from].push(to);
-  }
   const haystacks = nodes.map((n) => [n.name, n.target, n.module, n.kind, n.source].join("\n").toLowerCase());
   const largest = {
     time: Math.max(1e-30, ...nodes.map((n) => n.forward_s + n.backward_s)),
     memory: Math.max(1, ...nodes.map((n) => n.output_bytes + n.saved_bytes)),
   };
 
+  const cuts = new Map(); // of a value's operator, what is told beside it
+  for (const sent of data.transfers) {
+    const told = cuts.get(sent.node);
+    cuts.set(sent.node, told ? `${told}, ${sent.target}` : `${sent.bytes} to ${sent.target}`);
+  }
+
   // The view: a point (x, y) of the layout is drawn at (x * scale + left, y * scale + top).
   const view = { scale: 1, left: 0, top: 0 };
   let selected = -1;
+  let chosenStage = -1;
   let hovered = -1;
   let matches = null; // a set of node numbers while there is a search
   let isDrawing = false;
@@ -33,10 +41,17 @@
   const colour = (name) => data.colours[name][darkPage.matches ? 1 : 0];
   const hue = (stage) => (stage < 0 ? colour("muted") : data.hues[stage % data.hues.length]);
 
+  const mixes = new Map();
   function mixed(first, second, share) {
-    const channel = (text, at) => parseInt(text.slice(at, at + 2), 16);
-    const parts = [1, 3, 5].map((at) => Math.round(share * channel(first, at) + (1 - share) * channel(second, at)));
-    return `rgb(${parts.join(",")})`;
+    const key = `${first}${second}${share}`;
+    let found = mixes.get(key);
+    if (found === undefined) {
+      const channel = (text, at) => parseInt(text.slice(at, at + 2), 16);
+      const parts = [1, 3, 5].map((at) => Math.round(share * channel(first, at) + (1 - share) * channel(second, at)));
+      found = `rgb(${parts.join(",")})`;
+      mixes.set(key, found);
+    }
+    return found;
   }
 
   function fill(node) {
@@ -48,12 +63,14 @@
     return mixed(data.hues[1], colour("track"), Math.sqrt(amount));
   }
 
-  function fit() {
-    const { clientWidth: width, clientHeight: height } = canvas;
+  const fit = () => show(0, 0, ...data.size);
+
+  function show(x, y, width, height) {
+    const { clientWidth: wide, clientHeight: high } = canvas;
     // Above the regions stand their titles.
-    view.scale = Math.min((width - 24) / data.size[0], (height - 48) / data.size[1], 1.5);
-    view.left = (width - data.size[0] * view.scale) / 2;
-    view.top = (height - data.size[1] * view.scale) / 2 + 12;
+    view.scale = Math.min((wide - 24) / width, (high - 48) / height, 1.5);
+    view.left = (wide - width * view.scale) / 2 - x * view.scale;
+    view.top = (high - height * view.scale) / 2 + 12 - y * view.scale;
     redraw();
   }
 
@@ -86,14 +103,16 @@
     drawRegions();
     drawEdges(seen);
     drawNodes(seen);
+    drawCuts(seen);
   }
 
   function drawRegions() {
     for (const region of data.regions) {
       const [x, y, width, height] = region.at;
-      pen.fillStyle = mixed(hue(region.stage), colour("surface"), 0.07);
-      pen.strokeStyle = mixed(hue(region.stage), colour("surface"), 0.55);
-      pen.lineWidth = 1 / view.scale;
+      const isLit = region.stage === chosenStage && chosenStage >= 0;
+      pen.fillStyle = mixed(hue(region.stage), colour("surface"), isLit ? 0.16 : 0.07);
+      pen.strokeStyle = isLit ? hue(region.stage) : mixed(hue(region.stage), colour("surface"), 0.55);
+      pen.lineWidth = (isLit ? 2.5 : 1) / view.scale;
       pen.beginPath();
       pen.roundRect(x, y, width, height, 10);
       pen.fill();
@@ -130,7 +149,8 @@
     const x1 = ax + boxWidth;
     const y1 = ay + boxHeight / 2;
     const y2 = by + boxHeight / 2;
-    const bend = Math.max(30, Math.abs(bx - x1) / 2);
+    // A reader further left is on the next shelf: the line crosses the page straight, not in a wide bow.
+    const bend = bx < x1 ? 40 : Math.max(30, (bx - x1) / 2);
     pen.moveTo(x1, y1);
     pen.bezierCurveTo(x1 + bend, y1, bx - bend, y2, bx, y2);
   }
@@ -164,17 +184,20 @@
     for (const edge of data.edges) {
       const [from, to] = edge;
       if (!isSeen(from, to, seen)) continue;
+      const [source, target] = [nodes[from].stage, nodes[to].stage];
+      const isCut = source !== target && source >= 0;
       if (from === selected || to === selected) lit.push(edge);
-      else if (nodes[from].stage === nodes[to].stage) inside.push(edge);
-      else if (nodes[from].stage < 0) everywhere.push(edge);
+      else if (isCut && chosenStage >= 0 && (source === chosenStage || target === chosenStage)) lit.push(edge);
+      else if (source === target) inside.push(edge);
+      else if (!isCut) everywhere.push(edge);
       else {
-        const stage = nodes[from].stage;
-        if (!crossing.has(stage)) crossing.set(stage, []);
-        crossing.get(stage).push(edge);
+        if (!crossing.has(source)) crossing.set(source, []);
+        crossing.get(source).push(edge);
       }
     }
-    stroke(everywhere, colour("muted"), 0.6, 0.18);
-    stroke(inside, colour("muted"), 1, 0.55);
+    // What every stage reads makes a haze over the whole: many such lines show when one can follow them.
+    if (everywhere.length < 150 || view.scale > 0.5) stroke(everywhere, colour("muted"), 0.6, 0.18);
+    if (view.scale > 0.12) stroke(inside, colour("muted"), 1, 0.55);
     for (const [stage, edges] of crossing) stroke(edges, hue(stage), 2, 0.85);
     stroke(lit, colour("ink"), 2.2, 1);
   }
@@ -206,6 +229,28 @@
     }
   }
 
+  // What crosses, in bytes, beside the operator that makes it.
+  function drawCuts(seen) {
+    const size = 10.5 / view.scale;
+    if (size > 34) return;
+    pen.font = `${size}px system-ui, sans-serif`;
+    pen.textBaseline = "middle";
+    for (const [number, text] of cuts) {
+      const [x, y] = [nodes[number].at[0] + boxWidth + 0.5 * size, nodes[number].at[1] + boxHeight / 2];
+      if (x > seen.right || x < seen.left - 20 * size || y < seen.top || y > seen.bottom) continue;
+      const width = pen.measureText(text).width + size;
+      pen.fillStyle = colour("surface");
+      pen.strokeStyle = hue(nodes[number].stage);
+      pen.lineWidth = 1 / view.scale;
+      pen.beginPath();
+      pen.roundRect(x, y - 0.75 * size, width, 1.5 * size, 0.75 * size);
+      pen.fill();
+      pen.stroke();
+      pen.fillStyle = colour("ink");
+      pen.fillText(text, x + 0.5 * size, y + 0.05 * size);
+    }
+  }
+
   const shortNames = new Map();
   function shortened(node) {
     let text = shortNames.get(node);
@@ -218,120 +263,46 @@
     return text;
   }
 
-  // What the panel tells.
-
-  function seconds(value) {
-    if (value >= 1) return `${value.toPrecision(3)} s`;
-    if (value >= 1e-3) return `${(value * 1e3).toPrecision(3)} ms`;
-    return `${(value * 1e6).toPrecision(3)} µs`;
-  }
-
-  function bytes(value) {
-    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let unit = 0;
-    while (value >= 1024 && unit < units.length - 1) {
-      value /= 1024;
-      unit++;
-    }
-    return `${unit ? value.toPrecision(3) : value} ${units[unit]}`;
-  }
-
-  function element(tag, text) {
-    const made = document.createElement(tag);
-    if (text !== undefined) made.textContent = text;
-    return made;
-  }
-
-  function links(numbers) {
-    const list = element("span");
-    numbers.slice(0, 12).forEach((number, at) => {
-      if (at) list.append(", ");
-      const link = element("a", nodes[number].name);
-      link.href = "#pd-graph";
-      link.addEventListener("click", (event) => {
-        event.preventDefault();
-        choose(number, true);
-      });
-      list.append(link);
-    });
-    if (numbers.length > 12) list.append(` and ${numbers.length - 12} more`);
-    return list;
-  }
-
-  function tell() {
-    panel.replaceChildren();
-    if (selected < 0) {
-      const shown = `${nodes.length} operators and inputs. Click one to see its source line, cost and memory; `;
-      panel.append(element("h3", "The operator graph"));
-      panel.append(element("p", `${shown}drag to move, scroll to zoom, Enter in the search goes from match to match.`));
-      return;
-    }
-    const node = nodes[selected];
-    panel.append(element("h3", node.name));
-    const list = element("dl");
-    const row = (name, value) => {
-      if (value === "" || value === undefined) return;
-      list.append(element("dt", name));
-      const cell = element("dd");
-      cell.append(value);
-      list.append(cell);
-    };
-    row("operator", node.target);
-    row("module", [node.module, node.kind && `(${node.kind})`].filter(Boolean).join(" "));
-    row("source", node.source);
-    row("stage", node.stage < 0 ? "each that reads it" : String(node.stage));
-    row("gives", node.shapes.join(", "));
-    if (node.target !== "input of the model") {
-      row("forward", seconds(node.forward_s));
-      row("backward", seconds(node.backward_s));
-      row("saved", bytes(node.saved_bytes));
-    }
-    row("output", bytes(node.output_bytes));
-    row("holds", node.parameters.join(", "));
-    if (reads[selected].length) row("reads", links(reads[selected]));
-    if (readers[selected].length) row("read by", links(readers[selected]));
-    panel.append(list, element("p", node.why));
-    if (node.line) {
-      const link = element("a", `stage ${node.line[0]}, line ${node.line[1]} of the generated code`);
-      link.href = `#code-${node.line[0]}-${node.line[1]}`;
-      link.id = "pd-to-code";
-      link.addEventListener("click", (event) => {
-        event.preventDefault();
-        showCode(...node.line);
-      });
-      const paragraph = element("p");
-      paragraph.append(link);
-      panel.append(paragraph);
-    }
-  }
-
-  function showCode(stage, line) {
-    const row = document.getElementById(`code-${stage}-${line}`);
-    if (!row) return;
-    document.querySelectorAll(".pd-row.pd-shown").forEach((other) => other.classList.remove("pd-shown"));
-    row.closest("details").open = true;
-    row.classList.add("pd-shown");
-    row.scrollIntoView({ block: "center" });
-  }
-
   function choose(number, isMoving) {
     selected = number;
+    chosenStage = -1;
     if (isMoving && number >= 0) {
       view.scale = Math.max(view.scale, 0.8);
       view.left = canvas.clientWidth / 2 - (nodes[number].at[0] + boxWidth / 2) * view.scale;
       view.top = canvas.clientHeight / 2 - (nodes[number].at[1] + boxHeight / 2) * view.scale;
     }
-    tell();
+    if (number >= 0) panel.node(number);
+    else panel.all();
+    redraw();
+  }
+
+  function chooseStage(stage, isMoving) {
+    selected = -1;
+    chosenStage = stage;
+    const region = data.regions.find((one) => one.stage === stage);
+    if (isMoving && region) show(...region.at);
+    panel.stage(stage);
     redraw();
   }
 
   // Hands and keys.
 
-  function nodeAt(event) {
+  function pointAt(event) {
     const frame = canvas.getBoundingClientRect();
-    const x = (event.clientX - frame.left - view.left) / view.scale;
-    const y = (event.clientY - frame.top - view.top) / view.scale;
+    return [(event.clientX - frame.left - view.left) / view.scale, (event.clientY - frame.top - view.top) / view.scale];
+  }
+
+  function nodeAt(event) {
+    const [x, y] = pointAt(event);
     return nodes.findIndex((n) => x >= n.at[0] && x <= n.at[0] + boxWidth && y >= n.at[1] && y <= n.at[1] + boxHeight);
+  }
+
+  function stageAt(event) {
+    const [x, y] = pointAt(event);
+    const above = 20 / view.scale; // the title
+    const inside = ([left, top, width, height]) =>
+      x >= left && x <= left + width && y >= top - above && y <= top + height;
+    return (data.regions.find((region) => inside(region.at)) ?? { stage: -1 }).stage;
   }
 
   function zoom(factor, x = canvas.clientWidth / 2, y = canvas.clientHeight / 2) {
@@ -379,7 +350,10 @@
   for (const kind of ["pointerup", "pointercancel"]) {
     canvas.addEventListener(kind, (event) => {
       pointers.delete(event.pointerId);
-      if (kind === "pointerup" && moved < 5) choose(nodeAt(event), false);
+      if (kind !== "pointerup" || moved >= 5) return;
+      const [node, stage] = [nodeAt(event), stageAt(event)];
+      if (node < 0 && stage >= 0) chooseStage(stage, false);
+      else choose(node, false);
     });
   }
   canvas.addEventListener(
@@ -421,6 +395,6 @@
   document.getElementById("pd-out").addEventListener("click", () => zoom(1 / 1.4));
   document.getElementById("pd-fit").addEventListener("click", fit);
   new ResizeObserver(redraw).observe(canvas);
-  tell();
+  panel.all();
   fit();
 })();

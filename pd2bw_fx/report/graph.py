@@ -9,11 +9,13 @@ from typing import Any
 
 from pd2bw_fx.costs import Costs
 from pd2bw_fx.graph import Operator, OperatorGraph, TensorSpec
-from pd2bw_fx.plan import Plan
+from pd2bw_fx.plan import Plan, StagePlan
 from pd2bw_fx.report import svg
 from pd2bw_fx.report.layout import BOX_HEIGHT, BOX_WIDTH, EVERYWHERE, layout
 from pd2bw_fx.report.links import code_lines
+from pd2bw_fx.report.table import module_ranges
 from pd2bw_fx.stage import StageProgram
+from pd2bw_fx.units import format_bytes, format_seconds
 
 
 def graph_html(graph: OperatorGraph, costs: Costs, plan: Plan, programs: Sequence[StageProgram]) -> str:
@@ -37,7 +39,7 @@ def graph_html(graph: OperatorGraph, costs: Costs, plan: Plan, programs: Sequenc
         "</canvas>"
         '<aside id="pd-panel" aria-live="polite"></aside></div>'
         f'<script type="application/json" id="pd-data">{_embedded(data)}</script>'
-        f"<script>{_file('graph.js')}</script></section>"
+        f"<script>{_file('panel.js')}{_file('graph.js')}</script></section>"
     )
 
 
@@ -67,7 +69,9 @@ def graph_data(
             "forward_s": cost.forward_s if cost else 0.0,
             "backward_s": cost.backward_s if cost else 0.0,
             "output_bytes": cost.output_bytes if cost else 0,
+            "output": format_bytes(cost.output_bytes if cost else 0),
             "saved_bytes": cost.saved_bytes if cost else 0,
+            "saved": format_bytes(cost.saved_bytes if cost else 0),
             "line": lines.get(name),
             "why": _why(operator, graph, plan, stage),
         })  # fmt: skip
@@ -91,10 +95,41 @@ def graph_data(
         ],
         "nodes": nodes,
         "edges": edges,
+        "stages": [_stage(graph, plan, stage) for stage in plan.stages],
+        "transfers": [
+            {
+                "node": index[t.value],
+                "source": t.source,
+                "target": t.target,
+                "bytes": format_bytes(t.bytes),
+                "back": format_bytes(t.gradient_bytes) if t.gradient_bytes else "",
+            }
+            for t in plan.transfers
+        ],
         "hues": svg.HUES,
         "colours": {
             name: getattr(svg, name.upper()) for name in ("surface", "ink", "muted", "track", "rule", "alarm")
         },
+    }
+
+
+def _stage(graph: OperatorGraph, plan: Plan, own: StagePlan) -> dict[str, Any]:
+    """What the panel tells of a stage."""
+    slowest = max(plan.stages, key=lambda stage: stage.load_s)
+    share = own.load_s / slowest.load_s if slowest.load_s > 0 else 1.0
+    return {
+        "stage": own.stage,
+        "device": own.device_name,
+        "operators": len(own.operators),
+        "modules": module_ranges(graph, own.operators),
+        "load_s": own.load_s,
+        "forward": format_seconds(own.forward_s) + (" twice" if own.recompute else ""),
+        "backward": format_seconds(own.backward_s),
+        "links": format_seconds(own.send_s + own.receive_s) if own.send_s + own.receive_s > 0 else "",
+        "memory": f"{format_bytes(own.memory.total_bytes)} of {format_bytes(own.memory_limit_bytes)}",
+        "why": "The slowest stage: it sets the pace."
+        if own is slowest
+        else f"Needs {share:.0%} of the time of stage {slowest.stage}, which sets the pace.",
     }
 
 
@@ -113,6 +148,7 @@ def _input(name: str, spec: TensorSpec, place: tuple[float, float]) -> dict[str,
         "forward_s": 0.0,
         "backward_s": 0.0,
         "output_bytes": spec.num_bytes,
+        "output": format_bytes(spec.num_bytes),
         "saved_bytes": 0,
         "line": None,
         "why": "Every stage that reads an input of the model loads it by itself.",
@@ -164,7 +200,8 @@ def graph_style() -> str:
             f".pd-graph{{background:{surface};color:{ink}}}.pd-view,.pd-graph aside{{border-color:{rule}}}"
             f".pd-tools,.pd-graph dt,.pd-graph aside p{{color:{muted}}}"
             f".pd-tools input,.pd-tools select,.pd-tools button{{background:{track};color:{ink}}}"
-            f".pd-graph a{{color:{('#1f5fb0', '#7db7ff')[scheme]}}}"
+            f".pd-graph a{{color:{('#1f5fb0', '#7db7ff')[scheme]}}}.pd-pick{{color:{ink}}}"
+            f".pd-pick:hover{{background:{track}}}"
         )
 
     return f"{_file('graph.css')}{colours(0)}@media (prefers-color-scheme:dark){{{colours(1)}}}"

@@ -13,6 +13,8 @@ from pd2bw_fx.report.table import COLUMNS, cut_lines, headline, stage_row, verdi
 from pd2bw_fx.report.timeline import timeline_svg
 from pd2bw_fx.timeline import Timeline
 
+_MOST_ROWS = 12  # of stages; a table with more scrolls in a box of its own
+
 
 def pipeline_html(graph: OperatorGraph, costs: Costs, plan: Plan, timeline: Timeline | None = None) -> str:
     """A piece of HTML to stand in somebody's page: for `_repr_html_` and for reports."""
@@ -32,9 +34,10 @@ def plan_html(graph: OperatorGraph, costs: Costs, plan: Plan) -> str:
             f'<tr class="pd-cut"><td></td><td colspan="{len(COLUMNS) - 1}">{escape(line)}</td></tr>'
             for line in cut_lines(graph, plan, stage.stage)
         ]
+    tall = " pd-tall" if plan.num_stages > _MOST_ROWS else ""
     return (
         f'<p class="pd-head">{escape(headline(graph, plan))}</p>'
-        f'<div class="pd-scroll"><table class="pd-plan"><thead>{_row("th", COLUMNS)}</thead>'
+        f'<div class="pd-scroll{tall}"><table class="pd-plan"><thead>{_row("th", COLUMNS)}</thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
         f'<p class="pd-verdict">{"<br>".join(escape(line) for line in verdict(costs, plan))}</p>'
     )
@@ -52,12 +55,14 @@ def plan_style() -> str:
             f".pd-pipeline{{background:{svg.SURFACE[scheme]};color:{svg.INK[scheme]}}}"
             f".pd-pipeline .pd-cut td,.pd-pipeline th,.pd-verdict{{color:{svg.MUTED[scheme]}}}"
             f".pd-pipeline td,.pd-pipeline th{{border-color:{svg.RULE[scheme]}}}"
+            f".pd-pipeline .pd-tall th{{background:{svg.SURFACE[scheme]}}}"
         )
 
     return (
         f".pd-pipeline{{font:13px/1.45 {svg.FONT};padding:14px 16px;border-radius:8px;max-width:1132px}}"
         ".pd-pipeline .pd-head{font-size:15px;font-weight:600;margin:0 0 10px}"
-        ".pd-pipeline .pd-scroll{overflow-x:auto}"
+        ".pd-pipeline .pd-scroll{overflow-x:auto}.pd-pipeline .pd-tall{overflow:auto;max-height:430px}"
+        ".pd-pipeline .pd-tall th{position:sticky;top:0}"
         ".pd-pipeline .pd-plan{border-collapse:collapse;width:100%;margin:0;font-size:13px}"
         ".pd-pipeline .pd-plan tr{background:none}"
         ".pd-pipeline .pd-plan td,.pd-pipeline .pd-plan th{text-align:left;vertical-align:top;"

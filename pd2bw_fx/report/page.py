@@ -18,6 +18,7 @@ from pd2bw_fx.report.losses import losses_svg
 from pd2bw_fx.report.measured import measured_html
 from pd2bw_fx.report.memory import memory_svg
 from pd2bw_fx.report.notebook import plan_html, plan_style
+from pd2bw_fx.report.summary import nav_html, summary_style, tiles_html
 from pd2bw_fx.report.timeline import timeline_svg
 from pd2bw_fx.stage import Port, StageProgram
 from pd2bw_fx.timeline import Timeline
@@ -48,25 +49,27 @@ def page_html(
     """
     title = f"{graph.model_name} in {plan.num_stages} {'stage' if plan.num_stages == 1 else 'stages'}"
     parts = [
-        _part("plan", "The plan", f'<div class="pd-pipeline">{plan_html(graph, costs, plan)}</div>'),
-        _part("graph", "The graph", graph_html(graph, costs, plan, programs)),
-        _part("time", "Time", _pictures([loads_svg(plan), *_timelines(timeline, metrics)])),
-        _part("memory", "Memory", _pictures([memory_svg(plan)])),
+        ("plan", "The plan", f'<div class="pd-pipeline">{plan_html(graph, costs, plan)}</div>'),
+        ("graph", "The graph", graph_html(graph, costs, plan, programs)),
+        ("time", "Time", _pictures([loads_svg(plan), *_timelines(timeline, metrics)])),
+        ("memory", "Memory", _pictures([memory_svg(plan)])),
     ]
     if metrics is not None and timeline is not None:
-        parts.insert(1, _part("measured", "Predicted and measured", measured_html(timeline, metrics)))
+        parts.insert(1, ("measured", "Predicted and measured", measured_html(timeline, metrics)))
     if metrics is not None and any(map(math.isfinite, metrics.losses)):
         curve = {metrics.method: metrics.losses}
-        parts.append(_part("loss", "Loss", _pictures([losses_svg(curve, first=metrics.first_update + 1)])))
+        parts.append(("loss", "Loss", _pictures([losses_svg(curve, first=metrics.first_update + 1)])))
     if programs:
         stages = "".join(_stage_html(graph, program) for program in programs)
-        parts.append(_part("code", "The code of each stage", stages))
+        parts.append(("code", "The code of each stage", stages))
+    nav = nav_html([(name, head) for name, head, _ in parts])
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"/>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f'<link rel="icon" href="data:,"/><title>{escape(title)}</title>'
-        f"<style>{plan_style()}{graph_style()}{_style()}</style></head><body><main><h1>{escape(title)}</h1>"
-        f"{''.join(parts)}</main></body></html>\n"
+        f"<style>{plan_style()}{graph_style()}{summary_style()}{_style()}</style></head>"
+        f"<body><main><h1>{escape(title)}</h1>{tiles_html(plan, timeline, metrics)}{nav}"
+        f"{''.join(_part(*part) for part in parts)}</main></body></html>\n"
     )
 
 
@@ -115,10 +118,9 @@ def _port_html(graph: OperatorGraph, port: Port) -> str:
 
 def _style() -> str:
     def colours(scheme: int) -> str:
-        page = ("#f4f5f8", "#101216")[scheme]
         code = "".join(f".pd-code .pd-{name}{{color:{pair[scheme]}}}" for name, pair in _CODE.items())
         return (
-            f"body{{background:{page};color:{svg.INK[scheme]}}}"
+            f"body{{background:{svg.PAGE[scheme]};color:{svg.INK[scheme]}}}"
             f".pd-stage{{background:{svg.SURFACE[scheme]}}}"
             f".pd-stage summary,.pd-code{{border-color:{svg.RULE[scheme]}}}"
             f".pd-row.pd-shown{{background:{('#fff1b8', '#4a3f12')[scheme]}}}"

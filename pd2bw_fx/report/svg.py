@@ -13,6 +13,7 @@ from xml.sax.saxutils import escape, quoteattr
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 # (light, dark)
+PAGE = ("#f4f5f8", "#101216")
 SURFACE = ("#ffffff", "#191b20")
 INK = ("#1b1f27", "#eceef2")
 MUTED = ("#5d6470", "#a3abb8")
