@@ -1,18 +1,21 @@
 """The command line: `pd2bw-fx COMMAND`, or `python -m pd2bw_fx COMMAND`.
 
-Exit codes: 0 done, 1 the work failed, 2 wrong use. A user's mistake gets one line, not a traceback
-(`--debug` shows it).
+Exit codes: 0 done, 1 the work failed, 2 wrong use (UsageError, and what argparse refuses). A user's mistake
+gets one line, not a traceback (`--debug` shows it).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from pd2bw_fx.commands import comparing, onnx, planning, probing, training
-from pd2bw_fx.errors import Pd2bwError
-from pd2bw_fx.train import STARTED_HERE, tell_parent
+from pd2bw_fx.errors import Pd2bwError, UsageError
+from pd2bw_fx.runtime.failure import tell_launcher
+from pd2bw_fx.train import STARTED_HERE, is_under_torchrun
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,18 +24,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.arguments = arguments
     try:
         code: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` for instance, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
-        if options.started_here:
-            tell_parent(error)
-            return 1
-        if options.debug or not isinstance(error, Pd2bwError):
-            raise
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return _failed(error, options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 1
     return code
+
+
+def _failed(error: Exception, options: argparse.Namespace) -> int:
+    """Say it in one line, where it is the user's to mend; a bug of ours keeps its traceback."""
+    told = f"{type(error).__name__}: {error}"
+    is_theirs = isinstance(error, (Pd2bwError, OSError))
+    if is_under_torchrun():
+        is_short = is_theirs and not options.started_here and not options.debug
+        tell_launcher(error, told if is_short else "".join(traceback.format_exception(error)))
+    if not options.started_here:
+        if options.debug or not is_theirs:
+            raise error
+        print(told, file=sys.stderr)
+    return 2 if isinstance(error, UsageError) else 1
 
 
 def parser() -> argparse.ArgumentParser:

@@ -90,7 +90,9 @@ def _train_three_ways(
     curves: dict[str, Sequence[float]] = {}
     with _bars(console) as bar:
         advance = bar(f"2BW, {_STAGES} processes", num_updates)
-        result = pipe.train_local(batches(), optimizer=optimizer, lr_scheduler=warm_up, on_update=advance)
+        result = pipe.train_local(
+            batches(), optimizer=optimizer, lr_scheduler=warm_up, on_update=advance, record=8
+        )
         curves[f"2BW on {_STAGES} processes"] = result.losses
         for label, method in (("one process, synchronous", "synchronous"), ("one process, 2BW rule", "2bw")):
             advance = bar(label, num_updates)

@@ -12,6 +12,10 @@ class InputError(Pd2bwError, ValueError):
     """An argument of the wrong kind, shape or size."""
 
 
+class UsageError(InputError):
+    """Words on the command line that the command does not take; the program ends with 2."""
+
+
 class TraceError(Pd2bwError):
     """The model cannot be turned into an operator graph; names the line that stops it."""
 

@@ -19,20 +19,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import (
-    ChildFailedError,
-    ProcessFailure,
-    get_error_handler,
-)
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pd2bw_fx import errors
-from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
+from pd2bw_fx.errors import InputError, Pd2bwError, UsageError, WorkerError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models.text import byte_batches
 from pd2bw_fx.optim import MuonWithAdamW, heads_to_adamw, nadamw
 from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.report.parts import write_timeline
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.loss import Loss
 from pd2bw_fx.runtime.setup import Precision
@@ -62,6 +59,8 @@ class TrainOptions:
     as_json: bool = False
     output: Path | None = None  # for the trained weights, as safetensors
     metrics: Path | None = None  # for what the run measured
+    trace: Path | None = None  # for the timeline of the last updates
+    record: int = 8  # updates whose actions are in both
     replicas: int | None = None
     precision: Precision | None = None
 
@@ -111,19 +110,14 @@ def _is_consequence(failure: ProcessFailure) -> bool:
     return not isinstance(told, dict) or told["message"].startswith("WorkerError")
 
 
-def tell_parent(error: Exception) -> None:
-    """To the launcher that `start_processes` began, which says it once for all ranks."""
-    get_error_handler().record_exception(error)
-
-
 def optimizer_named(name: str, lr: float | None, load: Callable[[str], Any]) -> Callable[[Any], Any]:
     """One of torch's or of `pd2bw_fx.optim` by name, or what `module:callable` gives for parameters."""
     if name in _OPTIMIZERS:
         return functools.partial(_OPTIMIZERS[name], **({} if lr is None else {"lr": lr}))
     if ":" not in name:
-        raise InputError(f"--optimizer is {name!r}; expected {OPTIMIZER_NAMES} or module:callable")
+        raise UsageError(f"--optimizer is {name!r}; expected {OPTIMIZER_NAMES} or module:callable")
     if lr is not None:
-        raise InputError(f"--lr goes with {OPTIMIZER_NAMES}; an optimizer of your own brings its rate itself")
+        raise UsageError(f"--lr goes with {OPTIMIZER_NAMES}; an optimizer of your own brings its rate itself")
     found: Callable[[Any], Any] = load(name)
     return found
 
@@ -184,6 +178,7 @@ def run_training(
         method=options.method,
         replicas=options.replicas,
         precision=options.precision,
+        record=0 if options.metrics is None and options.trace is None else options.record,
     )
     with engine:
         first = 0
@@ -202,25 +197,32 @@ def run_training(
                     reports.tell(float(loss))
         if engine.updates == first and first < options.num_updates:
             raise InputError("the data gave no batch; --data must name something that gives an iterable")
-        if options.metrics is not None and losses:
-            _save_metrics(engine, losses, told_s, first, options.metrics)
+        if losses and (options.metrics is not None or options.trace is not None):
+            _save_measured(engine, losses, told_s, first, options)
         weights = engine.state_dict()
         if options.output is not None and engine.rank == 0:
             save_model_weights(weights, options.output)
 
 
-def _save_metrics(
-    engine: Engine, losses: Sequence[Loss], told_s: Sequence[float], first: int, path: Path
+def _save_measured(
+    engine: Engine, losses: Sequence[Loss], told_s: Sequence[float], first: int, options: TrainOptions
 ) -> None:
     """By rank 0, after what an earlier run wrote there, if this one went on from its checkpoint."""
+    engine.flush()
     metrics = Metrics(
         engine.job.method,
         engine.job.microbatches_per_update,
         tuple(map(float, losses)),
         tuple(end_s - start_s for start_s, end_s in itertools.pairwise(told_s)),
         first_update=first,
+        records=engine.records(),
     )
-    if engine.rank == 0:
+    if engine.rank != 0:
+        return
+    if options.trace is not None and metrics.timeline is not None:
+        write_timeline(metrics.timeline, options.trace)
+    path = options.metrics
+    if path is not None:
         if first > 0 and path.is_file():
             metrics = metrics.after(Metrics.load(path))
         path.parent.mkdir(parents=True, exist_ok=True)

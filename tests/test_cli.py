@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +134,7 @@ def test_commands_take_an_onnx_file(folder: Path, tmp_path: Path, capsys: pytest
     assert "loss: at most" in capsys.readouterr().out
     assert main(["report", path, "--cluster", "2", "-o", str(tmp_path / "report.html")]) == 0
     assert "method inference" in (tmp_path / "report.html").read_text()
-    assert main(["train", path, "--cluster", "2"]) == 1
+    assert main(["train", path, "--cluster", "2"]) == 2
     assert "is an ONNX file" in capsys.readouterr().err
 
 
@@ -163,7 +166,8 @@ def test_train_starts_processes_tells_the_loss_and_goes_on_from_a_checkpoint(
 
     assert main(["train", "gpt", *common, "--updates", "10"]) == 0
     first = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert main(["train", "gpt", *common, "--updates", "15", "-o", str(tmp_path / "w.safetensors")]) == 0
+    common += ["--trace", str(tmp_path / "trace.json"), "-o", str(tmp_path / "w.safetensors")]
+    assert main(["train", "gpt", *common, "--updates", "15"]) == 0
     second = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
 
     assert [report["update"] for report in first] == list(range(1, 11))
@@ -172,6 +176,35 @@ def test_train_starts_processes_tells_the_loss_and_goes_on_from_a_checkpoint(
     metrics = pd2bw_fx.Metrics.load(tmp_path / "run")
     assert metrics.losses == tuple(report["loss"] for report in first + second)
     build("gpt").load_state_dict(load_file(tmp_path / "w.safetensors"))
+    assert metrics.timeline is not None
+    assert metrics.timeline.num_ranks == 2
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    took = {(e["tid"], e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in trace if e["ph"] == "X"}
+    assert {f"{kind}{microbatch}" for kind in "FB" for microbatch in (22, 29)} <= {name for _, name in took}
+    for microbatch in range(22, 30):  # on one clock nobody reads what is not written yet
+        assert took[0, f"F{microbatch}"][1] <= took[1, f"F{microbatch}"][1]
+        assert took[1, f"B{microbatch}"][1] <= took[0, f"B{microbatch}"][1]
+
+
+def test_torchruns_summary_ends_with_the_mistake(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "wide.py").write_text(
+        "import torch\ndef batches():\n    yield torch.zeros(8, 33), torch.zeros(8, dtype=torch.long)\n"
+    )
+    words = [str(folder), "--data", "wide:batches", "--updates", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(tmp_path)])
+
+    ended = subprocess.run(
+        [*torchrun, "-m", "pd2bw_fx", "train", *words],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+    assert ended.returncode == 1
+    last = [line.strip() for line in ended.stderr.splitlines() if line.strip("= ")][-1]
+    assert last.startswith("traceback : InputError: batch 0: features is (8, 33)")
 
 
 def test_a_mistake_in_training_is_one_line(
@@ -221,22 +254,29 @@ def test_report_writes_one_page(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["plan", "nothing"], "no model of ours"),
-        (["plan"], "give one of them"),
-        (["plan", "json:nothing"], "cannot be imported"),
-        (["plan", "json:dumps", "--cluster", "2"], "cannot be called without arguments"),
-        (["show", "mlp", "--cluster", "2", "--stage", "7"], "stages 0 to 1"),
-        (["simulate", "mlp", "--cluster", "2", "--microbatches", "1"], "microbatches"),
-        (["demo", "--updates", "0"], "at least one"),
-        (["run-onnx", "nowhere", "--input", "nothing.npz"], "nothing.npz is no file"),
+        (["plan", "nothing"], 2, "no model of ours"),
+        (["plan"], 2, "give one of them"),
+        (["plan", "json:nothing"], 2, "cannot be imported"),
+        (["plan", "json:dumps", "--cluster", "2"], 2, "cannot be called without arguments"),
+        (["plan", "json:__doc__", "--cluster", "2"], 2, "something to call was expected"),
+        (["plan", "asyncio:get_running_loop"], 1, "raises RuntimeError: no running event loop (/"),
+        (["plan", "mlp", "--cluster", "nowhere.toml"], 1, "nowhere.toml"),
+        (["show", "mlp", "--cluster", "2", "--stage", "7"], 2, "stages 0 to 1"),
+        (["simulate", "mlp", "--cluster", "2", "--microbatches", "1"], 1, "microbatches"),
+        (["demo", "--updates", "0"], 2, "at least one"),
+        (["train", "gpt", "--record", "0"], 2, "--record is 0"),
+        (["train", "gpt", "--trace", "trace.txt"], 2, "ends with .json, .svg or .png"),
+        (["train", "gpt", "-o", "nowhere/w.safetensors"], 2, "cannot be written"),
+        (["report", "gpt", "-o", "nowhere/report.html"], 2, "cannot be written"),
+        (["run-onnx", "nowhere", "--input", "nothing.npz"], 2, "nothing.npz is no file"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_1(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_a_mistake_is_one_line_and_its_exit_code_says_whose(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 1
+    assert main(arguments) == code
 
     error = capsys.readouterr().err
     assert "Error: " in error

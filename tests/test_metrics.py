@@ -127,9 +127,24 @@ def test_predicted_stands_beside_measured() -> None:
     rows = {name: rest for name, *rest in comparison(predicted, measured)}
 
     assert rows["microbatches/s"] == ["0.125", "8", "64.00"]
-    assert rows["idle share of all time"] == ["56.2%", "56.2%", "1.00"]
     assert rows["work of rank 1 on a microbatch"] == ["3.5 s", "3.5 s", "1.00"]
     assert "3 updates measured" in measured_html(predicted, METRICS)
+
+
+def test_idle_time_is_compared_between_updates_without_filling_and_draining() -> None:
+    # rank 0   F F U B B . U       from 3, when both have updated, to 6, when the first has made its last:
+    # rank 1   . . U B . B B U     rank 0 is idle for 1 of 3, rank 1 for 1 of 3
+    updates = [(0, 1, 2.0, 3.0), (0, 2, 6.0, 7.0), (1, 1, 2.0, 3.0), (1, 2, 7.0, 8.0)]
+    records = [Record(r, f"U(stage {r} -> W{v})", start_s, end_s) for r, v, start_s, end_s in updates]
+    busy = [(0, 0.0, 2.0), (0, 3.0, 5.0), (1, 3.0, 4.0), (1, 5.0, 7.0)]
+    records += [Record(r, f"B{n}(stage {r}, W0)", a, b) for n, (r, a, b) in enumerate(busy)]
+    measured = replace(METRICS, records=tuple(records))
+    predicted = measured.timeline
+    assert predicted is not None
+
+    rows = {name: rest for name, *rest in comparison(predicted, measured)}
+
+    assert rows["idle share between updates"] == ["25.0%", "25.0%", "1.00"]
 
 
 def test_a_report_without_a_run_says_what_is_missing(tmp_path: Path) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from pd2bw_fx.commands.progress import ProgressLine
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, UsageError
 from pd2bw_fx.models import MODELS, build
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.schedule import METHODS
@@ -22,7 +25,11 @@ from pd2bw_fx.pipeline import Pipeline, load
 def command(commands: Any, name: str, purpose: str, example: str) -> argparse.ArgumentParser:
     """A command whose help ends with an example."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=purpose, description=purpose, epilog=f"example: {example}"
+        name,
+        help=purpose,
+        description=purpose,
+        epilog=f"example: {example}",
+        allow_abbrev=False,
     )
     return parser
 
@@ -78,13 +85,13 @@ def add_method(parser: argparse.ArgumentParser) -> None:
 def named_pipeline(options: argparse.Namespace) -> Pipeline:
     """The pipeline that MODEL and --cluster mean: a saved one as it is, a model split here."""
     if is_onnx(options):
-        raise InputError(
+        raise UsageError(
             f"{options.model} is an ONNX file, which is split for inference; plan, split, show, verify and "
             "report take one"
         )
     if saved_folder(options) is not None:
         if options.cluster is not None:
-            raise InputError("a saved folder has its plan already; leave out --cluster, or split it again")
+            raise UsageError("a saved folder has its plan already; leave out --cluster, or split it again")
         return load(options.model)
     line = ProgressLine()
     method = getattr(options, "method", None)
@@ -104,8 +111,17 @@ def named_model(options: argparse.Namespace) -> nn.Module:
     """The model that MODEL names, not split."""
     name = str(options.model)
     if is_onnx(options) or saved_folder(options) is not None:
-        raise InputError(f"{name} is split already, or for inference; name the model itself")
+        raise UsageError(f"{name} is split already, or for inference; name the model itself")
     return _model(name)
+
+
+def check_writable(path: Path | None) -> None:
+    """A file to be, before minutes are spent on what cannot be written."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{path} cannot be written; name a file in a folder that is there and is yours")
 
 
 def named_cluster(options: argparse.Namespace) -> int | str | None:
@@ -118,30 +134,54 @@ def loaded(name: str) -> Any:
     """What `module:attribute` names; modules are looked for in the working folder too."""
     module_name, _, attribute = name.partition(":")
     if not attribute:
-        raise InputError(f"{name!r} is not of the form module:callable")
+        raise UsageError(f"{name!r} is not of the form module:callable")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        raise InputError(f"{name!r} cannot be imported: {error}") from error
+        raise UsageError(f"{name!r} cannot be imported: {error}") from error
+    except Exception as error:  # whatever the module's own code raises
+        raise InputError(f"importing {module_name} raises {_said(error)}") from error
+
+
+def called(name: str, factory: Any) -> Any:
+    """What the user's callable gives. Raises InputError that says where it failed."""
+    if not callable(factory):
+        raise UsageError(f"{name!r} is a {type(factory).__name__}; something to call was expected")
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some callables in C have none
+        signature = inspect.Signature()
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise UsageError(f"{name!r} cannot be called without arguments: {error}") from error
+    try:
+        return factory()
+    except Exception as error:  # whatever the user's own code raises
+        raise InputError(f"{name!r} raises {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """The error, and the last line of the user's that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}; --debug shows the traceback"
 
 
 def _model(name: str) -> nn.Module:
     if name in MODELS:
         return build(name)
     if ":" not in name:
-        raise InputError(
+        raise UsageError(
             f"{name!r} is no model of ours ({', '.join(sorted(MODELS))}), no folder, and not of the form "
             "module:callable"
         )
     factory = loaded(name)
     if isinstance(factory, nn.Module):
         return factory
-    try:
-        model = factory()
-    except TypeError as error:
-        raise InputError(f"{name!r} cannot be called without arguments: {error}") from error
+    model = called(name, factory)
     if not isinstance(model, nn.Module):
-        raise InputError(f"{name!r} gives a {type(model).__name__}; an nn.Module was expected")
+        raise UsageError(f"{name!r} gives a {type(model).__name__}; an nn.Module was expected")
     return model

@@ -13,9 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.commands.common import loaded, model_command, named_cluster, named_model
+from pd2bw_fx.commands.common import check_writable, loaded, model_command, named_cluster, named_model
 from pd2bw_fx.compare import Figures, LeftOut, Training, compare
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, UsageError
 from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.report.compared import compared_svg
 from pd2bw_fx.report.picture import write_picture
@@ -47,7 +47,8 @@ def add(commands: Any) -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     if options.updates < 1:
-        raise InputError(f"--updates is {options.updates}; at least one is needed")
+        raise UsageError(f"--updates is {options.updates}; at least one is needed")
+    check_writable(options.output)
     model, cluster = named_model(options), Cluster.of(named_cluster(options))
     training = None
     if not options.simulate:

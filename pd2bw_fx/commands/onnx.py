@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pd2bw_fx.commands.common import command, model_command, named_pipeline
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.commands.common import check_writable, command, model_command, named_pipeline
+from pd2bw_fx.errors import UsageError
 from pd2bw_fx.passes.export_onnx import merge_onnx, run_onnx_processes
 
 
@@ -59,14 +59,16 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
+    check_writable(options.output)
     merge_onnx(options.folder, options.output)
     print(f"{options.output} written")
     return 0
 
 
 def _run_onnx(options: argparse.Namespace) -> int:
+    check_writable(options.output)
     if not options.input.is_file():
-        raise InputError(f"{options.input} is no file; give an .npz with the model's inputs by name")
+        raise UsageError(f"{options.input} is no file; give an .npz with the model's inputs by name")
     with np.load(options.input) as file:
         inputs = dict(file)
     outputs = run_onnx_processes(options.folder, inputs, num_microbatches=options.microbatches)

@@ -13,6 +13,7 @@ from rich.syntax import Syntax
 
 from pd2bw_fx.commands.common import (
     add_method,
+    check_writable,
     command,
     is_onnx,
     model_command,
@@ -21,7 +22,7 @@ from pd2bw_fx.commands.common import (
     saved_folder,
 )
 from pd2bw_fx.commands.progress import ProgressLine, in_workload_units
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, UsageError
 from pd2bw_fx.metrics import FILE, Metrics
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.coarsen import coarsen
@@ -130,7 +131,7 @@ def add(commands: Any) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     if (options.model is None) == (options.workload is None):
-        raise InputError("plan takes a MODEL or --workload FILE; give one of them")
+        raise UsageError("plan takes a MODEL or --workload FILE; give one of them")
     if options.workload is not None:
         line = ProgressLine(text=in_workload_units)
         placement = plan_workload(
@@ -149,7 +150,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     pipe = named_onnx(options) if is_onnx(options) else named_pipeline(options)
     if not 0 <= options.stage < pipe.plan.num_stages:
-        raise InputError(
+        raise UsageError(
             f"--stage {options.stage}: there are stages 0 to {pipe.plan.num_stages - 1}; name one of them"
         )
     if isinstance(pipe, OnnxPipeline):
@@ -202,6 +203,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    check_writable(options.output)
     timeline = named_pipeline(options).simulate(
         method=options.method,
         microbatches_per_update=options.microbatches,
@@ -235,9 +237,10 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    check_writable(options.output)
     if is_onnx(options):
         if options.metrics is not None:
-            raise InputError("--metrics are of a training run; an ONNX file is split for inference")
+            raise UsageError("--metrics are of a training run; an ONNX file is split for inference")
         parts = named_onnx(options)
         if options.part is None:
             options.output.write_text(page_html(parts.graph, parts.costs, parts.plan, ()))

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.commands.common import command
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.commands.common import check_writable, command
+from pd2bw_fx.errors import UsageError
 from pd2bw_fx.probe import probe
 from pd2bw_fx.runtime.world import join_world
 from pd2bw_fx.train import is_under_torchrun, start_processes
@@ -49,14 +49,14 @@ def add(commands: Any) -> None:
 
 def _probe(options: argparse.Namespace) -> int:
     if not 0 <= options.tolerance < 1:
-        raise InputError(f"--tolerance is {options.tolerance}; a share from 0 to below 1 was expected")
+        raise UsageError(f"--tolerance is {options.tolerance}; a share from 0 to below 1 was expected")
     if not is_under_torchrun():
         return _probe_here(options)
     if options.processes is not None:
-        raise InputError("torchrun has started the processes already; leave out --processes")
+        raise UsageError("torchrun has started the processes already; leave out --processes")
     is_first = int(os.environ["RANK"]) == 0
     if is_first:
-        _check_writable(options.output)
+        check_writable(options.output)
     joined = join_world(_TIMEOUT_S)
     try:
         kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,12 +75,12 @@ def _probe_here(options: argparse.Namespace) -> int:
     """The same command under torchrun."""
     count = len(Cluster.local()) if options.processes is None else options.processes
     if count < 1:
-        raise InputError(f"--processes is {count}; at least one was expected")
+        raise UsageError(f"--processes is {count}; at least one was expected")
     if options.device == "cuda" and count > torch.cuda.device_count():
-        raise InputError(
+        raise UsageError(
             f"{count} processes on --device cuda, and there are {torch.cuda.device_count()} GPUs"
         )
-    _check_writable(options.output)
+    check_writable(options.output)
     given = sys.argv[1:] if options.arguments is None else list(options.arguments)
     kept = [entry for entry in given if not entry.startswith("--processes=")]
     if "--processes" in kept:
@@ -88,13 +88,6 @@ def _probe_here(options: argparse.Namespace) -> int:
         del kept[at : at + 2]
     start_processes(count, kept)
     return 0
-
-
-def _check_writable(path: Path) -> None:
-    """Before minutes are spent on what cannot be written."""
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise InputError(f"{path} cannot be written; name a file in a folder that is there and is yours")
 
 
 def _write(cluster: Cluster, path: Path) -> None:

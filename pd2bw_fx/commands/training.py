@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from pd2bw_fx.commands.common import add_method, command, loaded, model_command, named_pipeline, saved_folder
+from pd2bw_fx.commands.common import (
+    add_method,
+    called,
+    check_writable,
+    command,
+    loaded,
+    model_command,
+    named_pipeline,
+    saved_folder,
+)
 from pd2bw_fx.demo import run_demo
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import UsageError
 from pd2bw_fx.metrics import FILE
 from pd2bw_fx.runtime.job import work_for
 from pd2bw_fx.train import (
@@ -26,6 +34,11 @@ from pd2bw_fx.train import (
     start_processes,
     text_batches,
 )
+
+_OF_A_RANK = (
+    "data", "optimizer", "lr", "updates", "method", "chunks", "microbatches", "replicas", "precision",
+    "checkpoint", "every", "metrics", "trace", "record", "output",
+)  # fmt: skip
 
 
 def add(commands: Any) -> None:
@@ -64,20 +77,35 @@ def add(commands: Any) -> None:
         type=Path,
         help="file for losses and times, for report (default: metrics.json in MODEL or --checkpoint)",
     )
+    train.add_argument(
+        "--trace",
+        type=Path,
+        help="timeline of the last updates, all ranks on one clock: .json for Perfetto, .svg or .png",
+    )
+    train.add_argument(
+        "--record", type=int, default=8, help="updates in the trace and in the metrics (default 8)"
+    )
     train.add_argument("-o", "--output", type=Path, help="the trained weights, as safetensors")
     train.set_defaults(run=_train)
 
 
 def _demo(options: argparse.Namespace) -> int:
     if options.updates < 1:
-        raise InputError(f"--updates is {options.updates}; at least one is needed")
+        raise UsageError(f"--updates is {options.updates}; at least one is needed")
     run_demo(options.output, num_updates=options.updates, console=Console())
     return 0
 
 
 def _train(options: argparse.Namespace) -> int:
-    if options.updates < 1 or options.every < 1:
-        raise InputError("--updates and --every must be 1 or more")
+    for name in ("updates", "every", "record"):
+        if getattr(options, name) < 1:
+            raise UsageError(f"--{name} is {getattr(options, name)}; at least 1 was expected")
+    if options.trace is not None and options.trace.suffix not in (".json", ".svg", ".png"):
+        raise UsageError(
+            f"--trace is {options.trace}; a name that ends with .json, .svg or .png was expected"
+        )
+    for path in (options.trace, options.output):
+        check_writable(path)
     optimizer = optimizer_named(options.optimizer, options.lr, loaded)
     if options.metrics is None and (folder := saved_folder(options) or options.checkpoint) is not None:
         options.metrics = Path(folder) / FILE
@@ -85,7 +113,9 @@ def _train(options: argparse.Namespace) -> int:
         return _train_here(options)
     is_first = int(os.environ["RANK"]) == 0
     pipe = named_pipeline(options)
-    batches = loaded(options.data)() if options.data else text_batches(pipe, options.updates)
+    batches = (
+        called(options.data, loaded(options.data)) if options.data else text_batches(pipe, options.updates)
+    )
     run_training(
         pipe,
         batches,
@@ -100,6 +130,8 @@ def _train(options: argparse.Namespace) -> int:
             as_json=options.json,
             output=options.output,
             metrics=options.metrics,
+            trace=options.trace,
+            record=options.record,
             replicas=options.replicas,
             precision=options.precision,
         ),
@@ -110,23 +142,21 @@ def _train(options: argparse.Namespace) -> int:
 
 def _train_here(options: argparse.Namespace) -> int:
     """Split once, and have torchrun's launcher start one process for each rank."""
-    given = sys.argv[1:] if options.arguments is None else list(options.arguments)
-    if options.metrics is not None:
-        given += ["--metrics", str(options.metrics)]
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         pipe = named_pipeline(options)
         pipe.save(Path(folder) / "pipeline")
-        if options.cluster is not None:
-            at = given.index("--cluster") if "--cluster" in given else None
-            given = [g for g in given if not g.startswith("--cluster=")]
-            if at is not None:
-                del given[at : at + 2]
-        given[given.index(options.model)] = str(Path(folder) / "pipeline")
         work = work_for(
             pipe,
             method=options.method,
             microbatches_per_update=options.microbatches,
             replicas=options.replicas,
         )
-        start_processes(work.num_ranks, given)
+        start_processes(work.num_ranks, _words(options, Path(folder) / "pipeline"))
         return 0
+
+
+def _words(options: argparse.Namespace, folder: Path) -> list[str]:
+    """The command of a rank: with these options, of the pipeline in this folder."""
+    given = {name: getattr(options, name) for name in _OF_A_RANK}
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    return ["train", str(folder), *words, *(["--json"] if options.json else [])]

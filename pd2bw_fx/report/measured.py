@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from html import escape
 
+from pd2bw_fx.actions import Kind
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.units import format_seconds
@@ -38,10 +39,31 @@ def comparison(predicted: Timeline, metrics: Metrics) -> Iterable[tuple[str, str
     measured = metrics.timeline
     if measured is None or measured.num_ranks != predicted.num_ranks:
         return
-    yield _row("idle share of all time", predicted.bubble, measured.bubble, "{:.1%}".format)
+    idle, measured_idle = _idle_share(predicted), _idle_share(measured)
+    if idle is not None and measured_idle is not None:
+        yield _row("idle share between updates", idle, measured_idle, "{:.1%}".format)
     for rank in range(predicted.num_ranks):
         work_s = (_work_s(predicted, rank), _work_s(measured, rank))
         yield _row(f"work of rank {rank} on a microbatch", *work_s, format_seconds)
+
+
+def _idle_share(timeline: Timeline) -> float | None:
+    """Of all ranks' time from when each has made its first update of the timeline, until one makes its last.
+
+    Filling and draining, which may be in one timeline and not in the other, are so left out. None where
+    nothing remains.
+    """
+    updates: list[list[float]] = [[] for _ in range(timeline.num_ranks)]
+    for event in timeline.compute():
+        if event.kind is Kind.UPDATE:
+            updates[event.rank].append(event.end_s)
+    if not all(updates):
+        return None
+    start_s, end_s = max(map(min, updates)), min(map(max, updates))
+    if end_s <= start_s:
+        return None
+    busy_s = sum(max(0.0, min(e.end_s, end_s) - max(e.start_s, start_s)) for e in timeline.compute())
+    return 1.0 - busy_s / (timeline.num_ranks * (end_s - start_s))
 
 
 def _row(

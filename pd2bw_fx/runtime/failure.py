@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
+import os
+import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -52,8 +56,24 @@ def shared_fate(rank: int, stages: str, doing: str) -> Iterator[None]:
         raise WorkerError(f"{reason}\n(seen by rank {rank}, {stages}, {doing})") from error
     except Exception as error:
         error.add_note(f"on rank {rank}, {stages}, {doing}")
+        tell_launcher(error, traceback.format_exc())
         _tell(f"rank {rank} ({stages}) failed {doing}:\n{traceback.format_exc()}")
         raise
+
+
+def tell_launcher(error: BaseException, shown: str) -> None:
+    """What torchrun's summary, the last thing on the screen, says of this rank in place of its exit code.
+
+    torchrun names a file for it in the environment (torch.distributed.elastic's error file); later words
+    replace earlier ones.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    more = {"py_callstack": shown, "timestamp": str(int(time.time()))}
+    told = {"message": f"{type(error).__name__}: {error}", "extraInfo": more}
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text(json.dumps({"message": told}))
 
 
 def _tell(reason: str) -> None:
