@@ -40,6 +40,7 @@ def simulate(
     *,
     links: Links = "busy",
     jitter: float = 0.0,
+    link_jitter_s: float = 0.0,
     seed: int = 0,
     update_s: float = 0.0,
     calibration: Calibration | None = None,
@@ -47,7 +48,8 @@ def simulate(
     """When every action of the schedule happens, with the plan's compute times and the cluster's links.
 
     `links="busy"`: a link sends one message after another; `"latency"`: any number at once.
-    `jitter` is the relative standard deviation of every compute time (normal, mean 1, not below 0.05).
+    `jitter` is the relative standard deviation of every compute time (normal, mean 1, not below 0.05);
+    `link_jitter_s` that of a normal number whose size every message is late by.
     `calibration` (of `calibrate`): what a run took besides the plan's times.
 
     Raises ScheduleError naming the first action that waits for ever, InputError where schedule, plan and
@@ -65,11 +67,19 @@ def simulate(
         num_ranks=len(schedule.ranks),
         calibration=calibration,
     )
-    return simulate_durations(schedule, durations, links=links, jitter=jitter, seed=seed)
+    return simulate_durations(
+        schedule, durations, links=links, jitter=jitter, link_jitter_s=link_jitter_s, seed=seed
+    )
 
 
 def simulate_durations(
-    schedule: Schedule, durations: Durations, *, links: Links = "busy", jitter: float = 0.0, seed: int = 0
+    schedule: Schedule,
+    durations: Durations,
+    *,
+    links: Links = "busy",
+    jitter: float = 0.0,
+    link_jitter_s: float = 0.0,
+    seed: int = 0,
 ) -> Timeline:
     """The same with all times given as plain numbers."""
     if schedule.num_stages != len(durations.forward_s):
@@ -81,8 +91,11 @@ def simulate_durations(
         raise InputError(f"links={links!r}; give 'busy' or 'latency'")
     if not 0 <= jitter < 1:
         raise InputError(f"jitter={jitter}; give a share of the compute times, 0 or more and below 1")
+    if not link_jitter_s >= 0:
+        raise InputError(f"link_jitter_s={link_jitter_s}; give seconds, 0 or more")
     _check_order(schedule, durations)
-    return _Simulation(schedule, durations, links=links, jitter=jitter, seed=seed).run()
+    noise = _Noise(jitter, link_jitter_s, seed)
+    return _Simulation(schedule, durations, links=links, noise=noise).run()
 
 
 def _check_order(schedule: Schedule, durations: Durations) -> None:
@@ -175,18 +188,23 @@ class _AllReduces:
         return max(posted_s.values()) + self.all_reduce_s[stage]
 
 
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    jitter: float
+    link_jitter_s: float
+    seed: int
+
+
 class _Simulation:
     """The state of one run: a clock and a position for each rank, mailboxes, wires, and a worklist."""
 
-    def __init__(
-        self, schedule: Schedule, durations: Durations, *, links: Links, jitter: float, seed: int
-    ) -> None:
+    def __init__(self, schedule: Schedule, durations: Durations, *, links: Links, noise: _Noise) -> None:
         self.schedule = schedule
         self.durations = durations
         self.busy_links = links == "busy"
-        self.jitter = jitter
+        self.jitter, self.link_jitter_s = noise.jitter, noise.link_jitter_s
         # One generator a rank: its draws must not depend on when the other ranks are visited.
-        self.noise = [random.Random(f"{seed}/{rank}") for rank in range(len(schedule.ranks))]
+        self.noise = [random.Random(f"{noise.seed}/{rank}") for rank in range(len(schedule.ranks))]
         self.clock_s = [0.0] * len(schedule.ranks)
         self.position = [0] * len(schedule.ranks)
         self.events: list[list[Event]] = [[] for _ in schedule.ranks]
@@ -323,12 +341,15 @@ class _Simulation:
 
     def _send(self, wire: _Wire, source: int, target: int, now_s: float) -> float:
         """When a message that is sent now has arrived."""
+        late_s = wire.latency_s
+        if self.link_jitter_s:
+            late_s += abs(self.noise[source].gauss(0.0, self.link_jitter_s))
         if not self.busy_links:
-            return now_s + wire.transmit_s + wire.latency_s
+            return now_s + wire.transmit_s + late_s
         link = (source, target)
         free_s = max(now_s, self.busy_until_s.get(link, 0.0)) + wire.transmit_s
         self.busy_until_s[link] = free_s
-        return free_s + wire.latency_s
+        return free_s + late_s
 
     def _refuse(self, waiting: set[int]) -> None:
         """Name the receive that nobody will ever send for, or, in a circle of waits, the earliest one."""
