@@ -20,6 +20,7 @@ import pd2bw_fx
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.corrections import PipeMare, SpikeCompensation, WeightPrediction
 from pd2bw_fx.runtime.reference import train_reference
+from tests.programs.alive import measured
 from tests.programs.delayed_reference import DelayedReference
 from tests.programs.equals_reference import AGAINST_THE_DELAY, OPTIMIZERS, difference, model_of
 
@@ -152,11 +153,17 @@ def main() -> None:
         )
         losses = [float(engine.step(batch)) for batch in batches]
         weights = engine.state_dict()
+        alive: list[Any] = [None] * num_ranks
+        torch.distributed.all_gather_object(alive, measured(engine, batches))
         if pipe is not None:
             known, state = expected(run, pipe, model, batches)
             loss = max(abs(a - b) / abs(b) for a, b in zip(losses, known, strict=True))
-            results[run.name] = {"loss": loss, "weights": difference(weights, state)}
-            print(run.name, results[run.name], flush=True)
+            results[run.name] = {
+                "loss": loss,
+                "weights": difference(weights, state),
+                "alive": alive,
+                "work": [engine.job.method, engine.job.shape.to_json()],
+            }
     if rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
     torch.distributed.destroy_process_group()
