@@ -5,13 +5,15 @@ interleaved     v stages on each device in turn: stage s of v d on device s mod 
 chimera         stage s on devices s and d - 1 - s
 bapipe          planned for each order that it may choose, timed, and the fastest that fits is kept
 ddp             one stage; the other devices of the cluster hold it too
+with replicas   stage s on r_s devices side by side, the first stage's first
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from pd2bw_fx.actions import Shape
 from pd2bw_fx.cluster import Cluster
@@ -20,8 +22,8 @@ from pd2bw_fx.errors import InfeasibleError, InputError
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 
-from .partition import partition
-from .schedule import UPDATES_OF_ONE, keeping, method_of, schedule_of, shape_of
+from .partition import partition, partition_replicated
+from .schedule import UPDATES_OF_ONE, StageMethod, keeping, keeping_copies, method_of, schedule_of, shape_of
 from .simulate import simulate
 
 _WITHIN_A_DEVICE = 1e15  # bytes per second: no time at all
@@ -97,6 +99,58 @@ def arrange(
     return plan, shape_of(
         plan, method, microbatches_per_update=shape.microbatches_per_update, replicas=shape.replicas
     )
+
+
+def share_out(
+    problem: Problem,
+    cluster: Cluster,
+    method: str,
+    replicas: int | Sequence[int] | Literal["auto"],
+    *,
+    num_stages: int | None,
+    microbatches_per_update: int | None,
+    options: Mapping[str, Any],
+    **setting: Any,
+) -> tuple[Plan, Shape]:
+    """The fastest plan whose stages have replicas (as many each, or one number for each stage, or what is
+    fastest), and the shape of its schedule. Left out, an update has as many microbatches as the method needs.
+
+    Raises what `partition_replicated` raises, and InputError for a method that cannot have them.
+    """
+    chosen, m = method_of(method), microbatches_per_update
+    if not isinstance(chosen, StageMethod) or method in ("ddp", "bapipe", "zb-auto"):
+        raise InputError(
+            f"the replicas of {method} are not planned; leave replicas out, or give them to train"
+        )
+    counts: tuple[int, ...] | None = None
+    if isinstance(replicas, int):
+        d = max(1, len(cluster) // max(1, replicas)) if num_stages is None else num_stages
+        counts = (replicas,) * d
+    elif replicas != "auto":
+        counts = tuple(replicas)
+        if num_stages not in (None, len(counts)):
+            raise InputError(f"replicas is {counts}, and num_stages={num_stages}; give one number for each")
+    elif not chosen.may_be_unequal:
+        raise InputError(
+            f'replicas="auto" is for pipedream, whose stages may have unequal ones; for {method} give a '
+            "number, or let tune choose one"
+        )
+    if counts is not None:
+        if m is None:
+            m = math.lcm(*counts) * (1 if method in UPDATES_OF_ONE else 2 * len(counts))
+        chosen.check(Shape(len(counts), m, replicas=counts))
+    plan = partition_replicated(
+        problem,
+        cluster,
+        microbatches_per_update=m,
+        num_stages=None if num_stages is None else (num_stages,),
+        replicas=counts,
+        kept=keeping_copies(method),
+        method=method,
+        **options,
+        **setting,
+    )
+    return plan, shape_of(plan, method, microbatches_per_update=plan.microbatches_per_update)
 
 
 def _in_turn(

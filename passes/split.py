@@ -20,7 +20,7 @@ from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.program import tensors
 
-from .arrange import arrange, wished_shape
+from .arrange import arrange, share_out, wished_shape
 from .coarsen import coarsen
 from .codegen import generate
 from .normalise import normalise
@@ -46,6 +46,7 @@ def split(
     microbatches_per_update: int | None = None,
     method: str = "2bw",
     chunks: int | None = None,
+    replicas: int | Sequence[int] | Literal["auto"] | None = None,
     memory_model: MemoryModel | None = None,
     recompute: bool | Literal["auto"] = False,
     costs: Costs | Literal["auto", "measured", "analytic"] = "auto",
@@ -78,7 +79,9 @@ def split(
     and Ctrl-C takes the best plan so far.
 
     `method` is a name in `passes.schedule.METHODS`; `chunks` are the stages on each device of "interleaved"
-    (two unless said), which has `num_stages` in all. The memory of the method's weight versions and of its
+    (two unless said), which has `num_stages` in all. `replicas` are the devices that run each stage, taking
+    its microbatches in turn: as many for all, a number for each, or "auto" for the fastest (pipedream), on
+    devices and links that are alike. The memory of the method's weight versions and of its
     activations in flight is planned for, with Adam's state, unless `memory_model` says otherwise.
 
     `costs` are measured on this machine where there is something to run, or estimated ("analytic") from each
@@ -109,32 +112,28 @@ def split(
             cache=default_cache_folder() if profile_cache else None,
         )
     problem = coarsen(graph, measured, chosen)
-    method = plan.method if plan else method
-    wish = wished_shape(
-        method,
-        chosen,
-        num_stages=plan.num_stages if plan else num_stages,
-        microbatches_per_update=plan.microbatches_per_update if plan else microbatches_per_update,
-        chunks=chunks,
-    )
+    search = {"solver": solver, "max_gap": max_gap, "time_limit_s": time_limit_s, "progress": progress}
+    sizes = {"num_stages": num_stages, "microbatches_per_update": microbatches_per_update}
     setting: dict[str, Any] = {
         "memory_model": memory_model or MemoryModel(),
         "recompute": recompute,
         "constraints": constraints,
     }
-    if plan is None:
-        search = {"solver": solver, "max_gap": max_gap, "time_limit_s": time_limit_s, "progress": progress}
-        plan, shape = arrange(problem, chosen, method, wish, options=search, **setting)
-    else:
+    if plan is not None:
         plan = check_plan(plan, problem, chosen, memory_model=setting["memory_model"])
-        shape = shape_of(plan, method, microbatches_per_update=plan.microbatches_per_update)
+        shape = shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)
+    elif replicas is not None:
+        plan, shape = share_out(problem, chosen, method, replicas, options=search, **sizes, **setting)
+    else:
+        wish = wished_shape(method, chosen, chunks=chunks, **sizes)
+        plan, shape = arrange(problem, chosen, method, wish, options=search, **setting)
     plan = replace(plan, costs_origin=measured.origin)
     pipeline = Pipeline(
         graph=graph,
         costs=measured,
         cluster=chosen,
         plan=plan,
-        schedule=schedule_of(method, shape, updates=range(_UPDATES_SHOWN), drain=True),
+        schedule=schedule_of(plan.method, shape, updates=range(_UPDATES_SHOWN), drain=True),
         programs=generate(graph, plan),
         tensors=tensors(graph),
         batch_layout=None if args is None else _layout(model, args, kwargs, example_targets, graph),

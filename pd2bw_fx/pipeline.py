@@ -21,7 +21,7 @@ from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.export_onnx import Form, Original, export_onnx
 from pd2bw_fx.passes.partition import explain
-from pd2bw_fx.passes.schedule import keeping, schedule_of, shape_of
+from pd2bw_fx.passes.schedule import keeping, keeping_copies, schedule_of, shape_of
 from pd2bw_fx.passes.simulate import calibrate, peak_memory_bytes, simulate
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
@@ -130,7 +130,9 @@ class Pipeline:
                 "explain the plan of 1f1b, which cuts by the same rules"
             )
         problem = coarsen(self.graph, self.costs, self.cluster)
-        setting = {"kept": keeping(self.plan.method, self.shape()), **self._setting, **options}
+        method = self.plan.method
+        kept = keeping(method, self.shape()) if self.plan.replicas is None else keeping_copies(method)
+        setting = {"kept": kept, **self._setting, **options}
         return explain(self.plan, problem, self.cluster, **setting)
 
     def verify(

@@ -37,6 +37,8 @@ class StagePlan:
     """One stage: its device (by index in the cluster and by name), its operators in program order.
 
     Times are seconds for one microbatch; `send_s` and `receive_s` are what its links add to that time.
+    A stage with `replicas` has copies on as many devices from `device` on, which take microbatches in turn;
+    adding up their gradients costs each microbatch `gradient_sum_s`. Memory is that of each copy.
     """
 
     stage: int
@@ -55,6 +57,8 @@ class StagePlan:
     weight_versions: int = 2
     gradients_wait: bool = False
     updates_each: bool = False
+    replicas: int = 1
+    gradient_sum_s: float = 0.0
 
     @property
     def kept(self) -> Kept:
@@ -62,9 +66,18 @@ class StagePlan:
 
     @property
     def load_s(self) -> float:
-        """The time this stage needs for one microbatch: what the bottleneck is the largest of."""
+        """The time this stage needs for one microbatch: what the bottleneck is the largest of.
+
+        Of copies, each is busy for so long for every microbatch of the pipeline, its own or not.
+        """
         recomputed_s = self.forward_s if self.recompute else 0.0
-        return self.forward_s + recomputed_s + self.backward_s + self.send_s + self.receive_s
+        one_s = self.forward_s + recomputed_s + self.backward_s + self.send_s + self.receive_s
+        return one_s / self.replicas + self.gradient_sum_s
+
+    @property
+    def place(self) -> str:
+        """Its device, or devices, for people."""
+        return self.device_name if self.replicas == 1 else f"{self.replicas} from {self.device_name} on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +123,12 @@ class Plan:
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    @property
+    def replicas(self) -> tuple[int, ...] | None:
+        """Copies of each stage; None where all have one."""
+        counts = tuple(stage.replicas for stage in self.stages)
+        return counts if max(counts) > 1 else None
 
     @property
     def stage_of(self) -> dict[str, int]:
@@ -184,6 +203,8 @@ def whole(plan: Plan) -> Plan:
         microbatches_in_flight=1,
         recompute=False,
         weight_versions=1,
+        replicas=1,
+        gradient_sum_s=0.0,
     )
     return replace(plan, stages=(together,), transfers=(), bottleneck_s=together.load_s, bound_s=0.0)
 

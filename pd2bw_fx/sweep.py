@@ -50,20 +50,3 @@ class Sweep:
         lines = [str(setting) for setting in self.settings]
         lines += [f"{name}: {reason.partition(':')[0]}" for name, reason in self.skipped]
         return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicatedPlan:
-    """Operators by stage, and on how many devices each stage runs.
-
-    Of every microbatch the busiest copy bears `bottleneck_s`; no plan makes that less than `bound_s`.
-    """
-
-    stages: tuple[tuple[str, ...], ...]
-    replicas: tuple[int, ...]
-    bottleneck_s: float
-    bound_s: float
-
-    @property
-    def gap(self) -> float:
-        return max(0.0, 1.0 - self.bound_s / self.bottleneck_s) if self.bottleneck_s > 0 else 0.0

@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pd2bw_fx import load, split
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.costs import MemoryModel
-from pd2bw_fx.errors import InfeasibleError, InputError
-from pd2bw_fx.passes.partition import partition_replicated
+from pd2bw_fx.errors import InfeasibleError, InputError, PlanMismatchError
+from pd2bw_fx.models.mlp import MLP, MLPConfig
+from pd2bw_fx.passes.partition import check_plan, partition_replicated
+from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
+from pd2bw_fx.report.loads import loads_svg
+from pd2bw_fx.report.memory import memory_svg
+from tests.programs.delayed_reference import DelayedReference
+from tests.programs.equals_reference import difference
 
-PLAIN = MemoryModel(weight_versions=2, gradient_copies=1, optimizer_copies=0)
+LATENCY_S = 0.25
+PLAIN = MemoryModel(optimizer_copies=0)
 
 
 def by_hand(problem: Problem, num_devices: int, memory_bytes: int, m: int) -> float:
-    """The least load of the busiest copy, on links of 2 bytes a second and no latency."""
+    """The least load of the busiest copy, on links of 2 bytes a second and a latency."""
     best = math.inf
     place = {block.name: at for at, block in enumerate(problem.blocks)}
     n = len(problem.blocks)
-    for d in range(1, min(num_devices, n, m) + 1):
+    for d in range(1, min(num_devices, n) + 1):
         for stage_of in itertools.product(range(d), repeat=n):
             if len(set(stage_of)) < d or any(
                 stage_of[place[v.producer]] > stage_of[place[c]] for v in problem.values for c in v.consumers
             ):
                 continue
             for r in itertools.product(range(1, num_devices + 1), repeat=d):
-                if sum(r) <= num_devices:
+                if sum(r) <= num_devices and all(m % count == 0 for count in r):
                     loads = [_load(problem, stage_of, place, r, s, memory_bytes, m) for s in range(d)]
                     best = min(best, max(loads))
     return best
@@ -53,14 +66,25 @@ def _load(
         source = stage_of[place[value.producer]]
         targets = {stage_of[place[name]] for name in value.consumers} - {source}
         crossings = len(targets) if source == s else int(s in targets)
-        links_s += crossings * (value.bytes + value.gradient_bytes) / 2
-        held += in_flight * value.bytes * bool(crossings)
+        ways = 2 if value.gradient_bytes else 1
+        links_s += crossings * (ways * LATENCY_S + (value.bytes + value.gradient_bytes) / 2)
+        held += value.bytes * bool(crossings)
     weights = sum(problem.parameters[name].trainable_bytes for block in own for name in block.parameters)
-    memory = 3 * weights + in_flight * sum(block.saved_bytes for block in own) + held
+    each = sum(block.saved_bytes for block in own) + held
+    # Weights are stashed for every microbatch in flight, or once for those of one update.
+    turns = m // r[s]
+    stashed = (math.ceil((in_flight - 1) / turns) + 1) * weights
+    if turns == 1:  # each backward ends an update: gradients and the last microbatch are not there at once
+        memory = max(stashed + in_flight * each, stashed + weights + (in_flight - 1) * each)
+    else:
+        memory = stashed + weights + in_flight * each
     if memory > memory_bytes:
         return math.inf
     work_s = sum(block.forward_s[0] + block.backward_s[0] for block in own)
-    return (work_s + links_s) / r[s] + 2 * (r[s] - 1) * weights / (r[s] * 2 * m)
+    own_names = [name for block in own for name in block.parameters]
+    messages = sum(1 for name in own_names if problem.parameters[name].trainable_bytes)
+    ring_s = 2 * (r[s] - 1) * (LATENCY_S * messages + weights / r[s] / 2)
+    return (work_s + links_s) / r[s] + ring_s / m
 
 
 @st.composite
@@ -91,7 +115,7 @@ def test_copies_are_shared_out_as_well_as_in_the_best_of_all_plans(data: Any) ->
     problem = data.draw(problems(num_devices))
     memory_bytes, m = data.draw(st.sampled_from([30, 60, 10**6])), data.draw(st.integers(1, 5))
     expected = by_hand(problem, num_devices, memory_bytes, m)
-    cluster = Cluster.uniform(num_devices, memory_bytes=memory_bytes, bytes_per_s=2.0, latency_s=0.0)
+    cluster = Cluster.uniform(num_devices, memory_bytes=memory_bytes, bytes_per_s=2.0, latency_s=LATENCY_S)
     setting: dict[str, Any] = {"microbatches_per_update": m, "memory_model": PLAIN, "max_gap": 1e-6}
     if math.isinf(expected):
         with pytest.raises(InfeasibleError, match="no assignment fits"):
@@ -100,8 +124,9 @@ def test_copies_are_shared_out_as_well_as_in_the_best_of_all_plans(data: Any) ->
     found = partition_replicated(problem, cluster, **setting)
     assert found.bottleneck_s == pytest.approx(expected, rel=3e-6)
     assert found.bound_s <= expected * (1 + 1e-9)
-    assert sum(found.replicas) <= num_devices
-    assert sorted(name for stage in found.stages for name in stage) == sorted(
+    assert sum(stage.replicas for stage in found.stages) <= num_devices
+    assert found.bottleneck_s == pytest.approx(max(stage.load_s for stage in found.stages))
+    assert sorted(name for stage in found.stages for name in stage.operators) == sorted(
         name for block in problem.blocks for name in block.operators
     )
 
@@ -111,10 +136,13 @@ def test_the_heavy_stage_gets_the_spare_devices() -> None:
     problem = Problem(blocks, (Value("v", "b0", ("b1",), 0, 0),), {})
     cluster = Cluster.uniform(4, memory_bytes=10**6, bytes_per_s=1.0, latency_s=0.0)
 
-    found = partition_replicated(problem, cluster, microbatches_per_update=4, num_stages=(2,))
+    found = partition_replicated(problem, cluster, num_stages=(2,))
 
     assert found.replicas == (3, 1)
+    assert [stage.device for stage in found.stages] == [0, 3]
+    assert found.microbatches_per_update == 3
     assert found.bottleneck_s == pytest.approx(2.0)
+    assert check_plan(Plan.loads(found.dumps()), problem, cluster) == found
 
 
 def test_unlike_devices_are_refused() -> None:
@@ -124,3 +152,72 @@ def test_unlike_devices_are_refused() -> None:
     problem = Problem((Block("b", ("b",), (1.0, 1.0), (1.0, 1.0)),), (), {})
     with pytest.raises(InputError, match="devices and links that are alike"):
         partition_replicated(problem, cluster, microbatches_per_update=1)
+
+
+def test_plan_with_unequal_copies_is_trained_as_pipedream_has_it(tmp_path: Path) -> None:
+    model = MLP(MLPConfig(num_layers=4)).double()
+    inputs = model.example_inputs(batch_size=2)
+    pipe = split(model, inputs, cluster=3, method="pipedream", replicas=(2, 1), costs="analytic")
+    batches = [model.example_inputs(batch_size=4) for _ in range(4)]
+    sgd = functools.partial(torch.optim.SGD, lr=0.05)
+    held = {name: program.stage for program in pipe.programs for name in program.parameters}
+    rule = DelayedReference(copy.deepcopy(model), held, "pipedream", 2, sgd, (2, 1))
+    expected = rule.train(batches)
+
+    result = pipe.train_local(batches, optimizer=sgd)
+
+    assert (pipe.plan.replicas, pipe.plan.microbatches_per_update) == ((2, 1), 2)
+    assert [stage.device for stage in pipe.plan.stages] == [0, 2]
+    assert len(pipe.schedule.ranks) == 3
+    assert result.losses == pytest.approx(rule.losses, rel=1e-12)
+    assert difference(pipe.state_dict(), expected) <= 1e-12
+    pipe.save(tmp_path / "saved")
+    assert load(tmp_path / "saved").plan == pipe.plan
+
+
+def test_table_report_and_explanation_tell_the_copies() -> None:
+    model = MLP(MLPConfig(num_layers=4))
+    pipe = split(
+        model, model.example_inputs(batch_size=2), cluster=3, method="pipedream", replicas=(2, 1), check=False
+    )
+    explained = str(pipe.explain(time_limit_s=5.0))
+
+    assert "2 from cpu:0 on" in str(pipe)
+    assert "2 from cpu:0 on" in loads_svg(pipe.plan)
+    assert "2 from cpu:0 on" in memory_svg(pipe.plan)
+    assert "what binds:" in explained
+    assert "all links twice as fast" in explained
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "2bw", "replicas": (2, 1)}, "2bw needs as many at every stage"),
+        ({"method": "2bw", "replicas": "auto"}, "for 2bw give a number"),
+        ({"method": "pipedream", "replicas": (2, 2)}, "add up to at most 3"),
+        ({"method": "pipedream", "replicas": (2, 1), "num_stages": 3}, "give one number for each"),
+        (
+            {"method": "pipedream", "replicas": (2, 1), "microbatches_per_update": 3},
+            "cannot be shared equally",
+        ),
+        ({"method": "chimera", "replicas": 2}, "replicas of chimera are not planned"),
+    ],
+)
+def test_copies_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    model = MLP(MLPConfig(num_layers=4))
+    with pytest.raises(InputError, match=message):
+        split(model, model.example_inputs(batch_size=2), cluster=3, costs="analytic", check=False, **options)
+
+
+def test_edited_plan_with_copies_on_one_another_is_refused() -> None:
+    blocks = tuple(Block(f"b{v}", (f"b{v}",), (w,) * 3, (w,) * 3) for v, w in enumerate((3.0, 1.0)))
+    problem = Problem(blocks, (Value("v", "b0", ("b1",), 0, 0),), {})
+    cluster = Cluster.uniform(3, memory_bytes=10**6, bytes_per_s=1.0, latency_s=0.0)
+    plan = partition_replicated(problem, cluster, replicas=(2, 1))
+    moved = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], device=1)))
+    beyond = replace(plan, stages=(replace(plan.stages[0], replicas=4), plan.stages[1]))
+
+    with pytest.raises(PlanMismatchError, match="two stages are on one device"):
+        check_plan(moved, problem, cluster)
+    with pytest.raises(PlanMismatchError, match="with 4 replicas; there are devices 0 to 2"):
+        check_plan(beyond, problem, cluster)

@@ -16,6 +16,7 @@ from pd2bw_fx.units import format_bytes
 from .instance import Integers, evaluate
 from .planning import plan_of
 from .reader import Reader, check_problem, topological_order
+from .replicas import GradientSums, shared_out
 from .search import Found
 
 
@@ -63,9 +64,15 @@ def _check_stages(plan: Plan, problem: Problem, cluster: Cluster) -> None:
             if name in seen:
                 raise PlanMismatchError(f"operator {name!r} is in stage {seen[name]} and in stage {at}")
             seen[name] = at
-        if not 0 <= stage.device < len(cluster):
-            raise PlanMismatchError(f"stage {at} is on device {stage.device}; there are {len(cluster)}")
-    if len({stage.device for stage in plan.stages}) < plan.num_stages:
+        if not 0 <= stage.device <= len(cluster) - stage.replicas or stage.replicas < 1:
+            copies = "" if stage.replicas == 1 else f" with {stage.replicas} replicas"
+            raise PlanMismatchError(
+                f"stage {at} is on device {stage.device}{copies}; there are devices 0 to {len(cluster) - 1}"
+            )
+    if plan.replicas is not None and not cluster.is_uniform:
+        raise PlanMismatchError("stages with replicas need devices and links that are alike; leave them out")
+    places = [stage.device + copy for stage in plan.stages for copy in range(stage.replicas)]
+    if len(set(places)) < len(places):
         raise PlanMismatchError("two stages are on one device; a stage needs a device of its own")
     missing = sorted(known - seen.keys())
     if missing:
@@ -114,6 +121,9 @@ def _priced(
     order = [stage.device for stage in plan.stages]
     recompute = tuple(stage.recompute for stage in plan.stages)
     instance = replace(reader.instance(order), recompute=recompute)
+    if plan.replicas is not None:
+        sums = GradientSums.of(problem, cluster)
+        instance = shared_out(instance, plan.replicas, sums, plan.microbatches_per_update)
     loads = evaluate(instance, stage_of)
     over = np.flatnonzero(loads.memory_bytes > instance.limit_bytes)
     for at in over.tolist():
@@ -134,4 +144,5 @@ def _priced(
         microbatches_per_update=plan.microbatches_per_update,
         solver=plan.solver,
         planning_s=plan.planning_s,
+        replicas=plan.replicas,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Kept, MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError, PlanMismatchError, SolverError
 from pd2bw_fx.explanation import Change, Cut, Explanation, Slack
-from pd2bw_fx.plan import Plan
+from pd2bw_fx.plan import Plan, StagePlan
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes, format_seconds
 
@@ -23,6 +23,7 @@ from .face import partition
 from .instance import Flags, Instance, Integers, evaluate
 from .kept import METHODS
 from .reader import Reader, check_problem, topological_order
+from .replicas import GradientSums, KeepingCopies, partition_replicated, shared_out, stashing
 from .search import Choices, Deadline, search
 
 GIB = 2**30
@@ -39,7 +40,7 @@ def explain(
     overlap: bool = False,
     recompute: bool | Literal["auto"] = False,
     constraints: Constraints | None = None,
-    kept: Keeping | None = None,
+    kept: Keeping | KeepingCopies | None = None,
     solver: str = "highs",
     max_gap: float = 1e-3,
     time_limit_s: float = 60.0,
@@ -48,8 +49,8 @@ def explain(
 
     Problem, cluster and the other arguments are those the plan was made with. Half of the time is for the
     cuts, half for the changes; each next best and each change is a plan of its own, solved to `max_gap`.
-    Of a method that `partition` does not know, `kept` tells what it keeps at each of so many stages; left
-    out, no other number of stages is tried.
+    Of a method that `partition` does not know, `kept` tells what it keeps at each of so many stages (or of
+    stages with so many copies each, as for `partition_replicated`); left out, no other number is tried.
 
     Raises PlanMismatchError where the plan was made for another problem.
     """
@@ -66,25 +67,30 @@ def explain(
         pins=constrained.pins,
     )
     instance = reader.instance([stage.device for stage in plan.stages])
+    if plan.replicas is not None:
+        sums = GradientSums.of(constrained.problem, cluster)
+        instance = shared_out(instance, plan.replicas, sums, plan.microbatches_per_update)
     blocks = [constrained.problem.blocks[at] for at in topological_order(constrained.problem)]
     stage_of = _assignment(plan, [block.operators for block in blocks])
     names = [block.name for block in blocks]
     cuts = _Cuts(instance, stage_of, names, plan, solver=solver, max_gap=max_gap)
     per_cut_s = time_limit_s / 2 / max(1, plan.num_stages - 1)
-    setting = {
-        "num_stages": plan.num_stages,
+    setting: dict[str, Any] = {
         "microbatches_per_update": plan.microbatches_per_update,
         "memory_model": memory_model,
         "method": plan.method,
         "solver": solver,
         "max_gap": max_gap,
-        "overlap": overlap,
         "recompute": recompute,
         "constraints": wishes,
     }
-    if kept is not None or plan.method not in METHODS:
-        setting["kept"] = kept or _as_planned(plan)
-    what_ifs = list(_what_ifs(plan, problem, cluster, setting))
+    if plan.replicas is not None:
+        what_ifs = list(_what_ifs_of_copies(plan, problem, cluster, setting | {"kept": kept or stashing}))
+    else:
+        setting |= {"num_stages": plan.num_stages, "overlap": overlap}
+        if kept is not None or plan.method not in METHODS:
+            setting["kept"] = kept or _as_planned(plan)
+        what_ifs = list(_what_ifs(plan, problem, cluster, setting))
     per_change_s = time_limit_s / 2 / max(1, len(what_ifs))
     changes = [_tried(what_if, per_change_s) for what_if in what_ifs]
     helpful = [c for c in changes if c and c.bottleneck_s < plan.bottleneck_s * (1 - _LEAST_GAIN)]
@@ -186,16 +192,20 @@ def _slacks(plan: Plan, instance: Instance, stage_of: Integers) -> Iterator[Slac
         at = stage.stage
         work_s = float(loads.work_s[at] + loads.again_s[at])
         links_s = float(loads.send_s[at] + loads.receive_s[at])
-        parts = f"work {format_seconds(work_s)}, links {format_seconds(links_s)}"
-        what = f"time of stage {at} on {stage.device_name} ({parts})"
+        parts = f"work {format_seconds(work_s - stage.gradient_sum_s)}, links {format_seconds(links_s)}"
+        if stage.gradient_sum_s:
+            parts += f", adding up gradients {format_seconds(stage.gradient_sum_s)}"
+        what = f"time of stage {at} on {stage.place} ({parts})"
         yield Slack(what, float(loads.load_s[at]), plan.bottleneck_s, "s")
         limit = float(instance.limit_bytes[at])
-        yield Slack(f"memory of {stage.device_name}", float(loads.memory_bytes[at]), limit, "bytes")
+        yield Slack(f"memory of {_each(stage)}", float(loads.memory_bytes[at]), limit, "bytes")
         if instance.recompute == "auto" and stage.recompute:
             kept = loads.memory_bytes[at] + loads.saved_bytes[at] * (instance.in_flight[at] - 1)
-            yield Slack(
-                f"memory of {stage.device_name} if nothing is recomputed", float(kept), limit, "bytes"
-            )
+            yield Slack(f"memory of {_each(stage)} if nothing is recomputed", float(kept), limit, "bytes")
+
+
+def _each(stage: StagePlan) -> str:
+    return stage.place if stage.replicas == 1 else f"each of {stage.place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +216,13 @@ class _WhatIf:
     problem: Problem
     cluster: Cluster
     setting: dict[str, Any]
+    planner: Callable[..., Plan] = partition
 
 
 def _tried(what_if: _WhatIf, time_limit_s: float) -> Change | None:
     try:
-        plan = partition(what_if.problem, what_if.cluster, time_limit_s=time_limit_s, **what_if.setting)
+        setting = what_if.setting | {"time_limit_s": time_limit_s}
+        plan = what_if.planner(what_if.problem, what_if.cluster, **setting)
     except (InfeasibleError, InputError, SolverError):
         return None  # It cannot help, the method cannot have it, or there was no time to find out.
     return Change(what_if.what, plan.bottleneck_s, plan.bound_s)
@@ -250,6 +262,35 @@ def _what_ifs(plan: Plan, problem: Problem, cluster: Cluster, setting: dict[str,
     blocks = tuple(halved if block is largest else block for block in problem.blocks)
     what = f"{largest.name} twice as fast"
     yield _WhatIf(what, replace(problem, blocks=blocks), cluster, setting)
+
+
+def _what_ifs_of_copies(
+    plan: Plan, problem: Problem, cluster: Cluster, setting: dict[str, Any]
+) -> Iterator[_WhatIf]:
+    """Devices stay alike: what one gets all get. Where other copies are tried, an update has the fewest
+    microbatches that they can share."""
+
+    def what_if(what: str, on: Cluster, of: Problem = problem, **changed: Any) -> _WhatIf:
+        same = setting | {"replicas": plan.replicas}
+        return _WhatIf(what, of, on, same | changed, planner=partition_replicated)
+
+    otherwise: dict[str, Any] = {"replicas": None, "microbatches_per_update": None}
+    yield what_if("the devices shared out otherwise", cluster, **otherwise)
+    if setting["recompute"] != "auto":
+        yield what_if('recompute="auto"', cluster, recompute="auto")
+    devices = [replace(device, memory_bytes=device.memory_bytes + GIB) for device in cluster.devices]
+    yield what_if(f"{format_bytes(GIB)} more on every device", replace(cluster, devices=tuple(devices)))
+    yield what_if(
+        "all links twice as fast",
+        replace(
+            cluster,
+            bytes_per_s=tuple(tuple(2 * rate for rate in row) for row in cluster.bytes_per_s),
+            latency_s=tuple(tuple(delay / 2 for delay in row) for row in cluster.latency_s),
+        ),
+    )
+    last = len(cluster) - 1
+    another = and_another(cluster, last, f"another {cluster.devices[last].name}")
+    yield what_if("one device more", another, one_device_more(problem, last), **otherwise)
 
 
 def _microbatches(plan: Plan) -> dict[str, int]:

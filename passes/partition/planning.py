@@ -27,8 +27,12 @@ def plan_of(
     microbatches_per_update: int,
     solver: str,
     planning_s: float,
+    replicas: Sequence[int] | None = None,
 ) -> Plan:
-    """Stages with their operators in the problem's order, times and memory; every transfer."""
+    """Stages with their operators in the problem's order, times and memory; every transfer.
+
+    Where stages have `replicas`, the instance is that of `replicas.shared_out`.
+    """
     loads = evaluate(instance, found.stage_of)
     nodes = topological_order(problem)
     stage_of = {problem.blocks[at].name: int(found.stage_of[node]) for node, at in enumerate(nodes)}
@@ -45,6 +49,7 @@ def plan_of(
                 sizes=problem.parameters,
                 memory_model=memory_model,
                 kept=kept[stage],
+                replicas=1 if replicas is None else replicas[stage],
                 overlap=instance.overlap,
             )
         )
@@ -71,10 +76,13 @@ def _stage(
     sizes: Mapping[str, ParameterSize],
     memory_model: MemoryModel,
     kept: Kept,
+    replicas: int,
     overlap: bool,
 ) -> StagePlan:
     parameters = tuple(dict.fromkeys(name for block in blocks for name in block.parameters))
-    send_s, receive_s = float(loads.send_s[stage]), float(loads.receive_s[stage])
+    send_s, receive_s = float(loads.send_s[stage]) * replicas, float(loads.receive_s[stage]) * replicas
+    forward_s = sum(block.forward_s[device] for block in blocks)
+    backward_s = sum(block.backward_s[device] for block in blocks)
     if overlap and send_s + receive_s > 0:
         work_s = float(loads.work_s[stage] + loads.again_s[stage])
         # With overlap the links add only what is left of them when the work is done.
@@ -86,8 +94,8 @@ def _stage(
         device_name=cluster.devices[device].name,
         operators=tuple(name for block in blocks for name in block.operators),
         parameters=parameters,
-        forward_s=sum(block.forward_s[device] for block in blocks),
-        backward_s=sum(block.backward_s[device] for block in blocks),
+        forward_s=forward_s,
+        backward_s=backward_s,
         send_s=send_s,
         receive_s=receive_s,
         memory=_memory(parameters, sizes, memory_model, kept, loads, stage),
@@ -97,6 +105,10 @@ def _stage(
         weight_versions=memory_model.versions(kept),
         gradients_wait=kept.gradients_wait,
         updates_each=kept.updates_each,
+        replicas=replicas,
+        gradient_sum_s=max(0.0, float(loads.work_s[stage]) - (forward_s + backward_s) / replicas)
+        if replicas > 1
+        else 0.0,
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -121,23 +123,21 @@ class Reader:
         self.edges = tuple(
             sorted({(net.producer, consumer) for net in self.nets for consumer in net.consumers})
         )
-        self.static, self.gradients, self.shared = _parameters(problem, blocks, memory_model, kept)
+        self._parameters = functools.cache(functools.partial(_parameters, problem, blocks, memory_model))
+        self.kept = tuple(kept)
         self.forward_s = np.array([block.forward_s for block in blocks], dtype=float).T
         self.backward_s = np.array([block.backward_s for block in blocks], dtype=float).T
         self.saved = np.array([float(block.saved_bytes) for block in blocks])
         self.workspace = np.array([_workspace_bytes(block, problem, memory_model) for block in blocks])
-        self.in_flight = np.array([each.in_flight for each in kept], dtype=np.int64)
-        self.gradients_wait = np.array([each.gradients_wait for each in kept], dtype=bool)
-        self.updates_each = np.array([each.updates_each for each in kept], dtype=bool)
         self.overlap = overlap
         self.recompute = recompute
         self.pins = tuple(pins)
         self.node = node
 
     def instance(self, order: Sequence[int]) -> Instance:
-        devices = list(order)
-        return Instance(
-            num_stages=len(devices),
+        devices, k = list(order), len(order)
+        instance = Instance(
+            num_stages=k,
             edges=self.edges,
             work_s=(self.forward_s + self.backward_s)[devices],
             again_s=self.forward_s[devices],
@@ -148,15 +148,28 @@ class Reader:
             recompute=self.recompute,
             may_be_empty=False,
             limit_bytes=np.array([float(self.cluster.devices[d].memory_bytes) for d in order]),
-            in_flight=self.in_flight,
-            static_bytes=self.static,
-            gradient_bytes=self.gradients,
-            gradients_wait=self.gradients_wait,
-            updates_each=self.updates_each,
+            in_flight=np.ones(k, dtype=np.int64),
+            static_bytes=np.zeros((k, len(self.node))),
+            gradient_bytes=np.zeros(len(self.node)),
+            gradients_wait=np.zeros(k, dtype=bool),
+            updates_each=np.zeros(k, dtype=bool),
             saved_bytes=self.saved,
             workspace_bytes=self.workspace,
-            shared=self.shared,
             forbidden=self._forbidden(order),
+        )
+        return self.keeping(instance, self.kept)
+
+    def keeping(self, instance: Instance, kept: Sequence[Kept]) -> Instance:
+        """The instance for a method that keeps this at its stages."""
+        static, gradients, shared = self._parameters(tuple(kept))
+        return replace(
+            instance,
+            in_flight=np.array([each.in_flight for each in kept], dtype=np.int64),
+            static_bytes=static,
+            gradient_bytes=gradients,
+            gradients_wait=np.array([each.gradients_wait for each in kept], dtype=bool),
+            updates_each=np.array([each.updates_each for each in kept], dtype=bool),
+            shared=shared,
         )
 
     def _forbidden(self, order: Sequence[int]) -> Flags | None:

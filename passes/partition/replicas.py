@@ -2,88 +2,97 @@
 
 Stage s runs on r_s devices, and microbatch k on the (k mod r_s)-th of them. Of every microbatch a copy bears
 
-    load_s = (work_s + links_s) / r_s + 2 (r_s - 1) |w_s| / (r_s B m)
+    load_s = (work_s + links_s) / r_s + 2 (r_s - 1) (p_s L + |w_s| / (r_s B)) / m
 
-the second term for adding up gradients over the copies once in m microbatches, each parameter once, over the
-slowest link; like everything else it is added, not overlapped. A copy holds ceil((r_s + .. + r_d-1) / r_s)
-microbatches in flight.
+the second term for adding up gradients over the copies once in m microbatches, in a ring for each of the p_s
+parameters, over links of latency L and bandwidth B; like everything else it is added, not overlapped.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Kept, MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.passes.solver import check_solver
+from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
-from pd2bw_fx.sweep import ReplicatedPlan
 
+from .constrain import Constrained, constrain
 from .instance import Floats, Instance
+from .planning import plan_of
 from .reader import Reader, check_problem, topological_order
-from .search import Choices, Deadline, search
+from .search import Choices, Deadline, Found, search
 
 _MOST_DEVICES = 10  # two to the power of it are the ways to share them out
+
+# What a method keeps at each stage, for the copies of each and the microbatches of an update.
+KeepingCopies: TypeAlias = Callable[[tuple[int, ...], int], Sequence[Kept]]
+
+
+def stashing(replicas: tuple[int, ...], microbatches_per_update: int) -> tuple[Kept, ...]:
+    """PipeDream's: ceil((r_s + .. + r_d-1) / r_s) microbatches in flight, and the weights of all of them."""
+    kept = []
+    for stage, count in enumerate(replicas):
+        in_flight = -(-sum(replicas[stage:]) // count)
+        turns = max(1, microbatches_per_update // count)
+        kept.append(Kept(-(-(in_flight - 1) // turns) + 1, in_flight, turns == 1, turns == 1))
+    return tuple(kept)
 
 
 def partition_replicated(
     problem: Problem,
     cluster: Cluster,
     *,
-    microbatches_per_update: int,
+    microbatches_per_update: int | None = None,
     num_stages: Sequence[int] | None = None,
+    replicas: Sequence[int] | None = None,
+    kept: KeepingCopies = stashing,
     memory_model: MemoryModel = MemoryModel(),  # noqa: B008 - frozen
+    method: str = "pipedream",
     recompute: bool | Literal["auto"] = False,
+    constraints: Constraints | None = None,
     solver: str = "highs",
     max_gap: float = 1e-4,
     time_limit_s: float = 60.0,
-) -> ReplicatedPlan:
+    progress: Callable[[Progress], None] | None = None,
+) -> Plan:
     """The stages, and the number of copies of each, with which the slowest stage is fastest.
 
     The cluster's devices and links must be alike; devices may be left unused. Every way to share them out
-    over every number of stages (`num_stages`: those named, else any) is a choice of the same search.
+    over every number of stages (`num_stages`: those named, else any) is a choice of the same search;
+    `replicas` are the copies of each stage, if they are settled. The copies of a stage share the
+    microbatches of an update equally; left out, an update has the fewest that allow it. Copies stand on
+    neighbouring devices, the first stage's first; other arguments are those of `partition`.
 
     Raises InputError for a cluster or arguments that this cannot be done with, InfeasibleError where nothing
     fits, SolverError where time ran out before the first plan.
     """
+    started_s = time.perf_counter()
+    wishes = constraints or Constraints()
     check_problem(problem, cluster)
     check_solver(solver)
-    if not cluster.is_uniform:
-        raise InputError("copies of a stage need devices and links that are alike")
-    if len(cluster) > _MOST_DEVICES:
-        raise InputError(f"{len(cluster)} devices; unequal copies are planned for up to {_MOST_DEVICES}")
-    if microbatches_per_update < 1:
-        raise InputError(f"microbatches_per_update is {microbatches_per_update}; at least one was expected")
-    most = min(len(cluster), len(problem.blocks), microbatches_per_update)
-    tried = [d for d in (range(1, most + 1) if num_stages is None else num_stages) if 1 <= d <= most]
-    if not tried:
-        raise InputError(f"num_stages={num_stages!r} names nothing from 1 to {most}")
-    end = time.perf_counter() + time_limit_s
-    best: ReplicatedPlan | None = None
+    _check(cluster, wishes, microbatches_per_update)
+    tried = _tried(problem, cluster, microbatches_per_update, num_stages, replicas)
+    deadline = Deadline(time_limit_s)
+    best: Plan | None = None
     bound_s, ran_out = np.inf, False
-    for d in tried:
-        reader = Reader(
-            problem,
-            cluster,
-            memory_model=memory_model,
-            kept=[Kept(2, 1)] * d,
-            overlap=False,
-            recompute=recompute,
-        )
-        base = reader.instance(range(d))
-        shares = list(_shares(len(cluster), d))
-        summed_s = _summed_s(problem, cluster) / microbatches_per_update
-        choices = Choices(len(shares), _InstanceOf(base, shares, summed_s))
+    for shares in tried:
+        constrained = constrain(problem, cluster, wishes, num_stages=len(shares[0]))
+        asked = _Asked(constrained, microbatches_per_update, kept, memory_model, recompute, tuple(shares))
         try:
-            left_s = max(end - time.perf_counter(), 1e-3)
-            found = search(choices, solver=solver, max_gap=max_gap, deadline=Deadline(left_s))
+            choices = asked.choices()
+            left = Deadline(max(deadline.left_s, 1e-3))
+            found = search(choices, solver=solver, max_gap=max_gap, deadline=left, report=progress)
         except SolverError:
             ran_out = True
             continue
@@ -91,18 +100,7 @@ def partition_replicated(
             continue
         bound_s = min(bound_s, found.bound_s)
         if best is None or found.bottleneck_s < best.bottleneck_s:
-            stage_of = [int(stage) for stage in found.stage_of]
-            blocks = [problem.blocks[at] for at in topological_order(problem)]
-            stages = tuple(
-                tuple(
-                    name
-                    for block, stage in zip(blocks, stage_of, strict=True)
-                    if stage == s
-                    for name in block.operators
-                )
-                for s in range(d)
-            )
-            best = ReplicatedPlan(stages, shares[found.choice], found.bottleneck_s, 0.0)
+            best = asked.plan(choices, found, method=method, solver=solver)
     if best is None and ran_out:
         raise SolverError("the time limit passed before any plan was found; raise time_limit_s")
     if best is None:
@@ -110,43 +108,152 @@ def partition_replicated(
             f"no assignment fits on {len(cluster)} devices of {cluster.devices[0].memory_bytes} bytes, "
             "whatever is copied; partition says what is missing without copies"
         )
-    return replace(best, bound_s=0.0 if ran_out else float(bound_s))
+    took_s = time.perf_counter() - started_s
+    return replace(best, bound_s=0.0 if ran_out else float(bound_s), planning_s=took_s)
 
 
-def _shares(num_devices: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-    for shares in itertools.product(range(1, num_devices - num_stages + 2), repeat=num_stages):
-        if sum(shares) <= num_devices:
-            yield shares
+def _check(cluster: Cluster, wishes: Constraints, microbatches_per_update: int | None) -> None:
+    if not cluster.is_uniform:
+        raise InputError("copies of a stage need devices and links that are alike")
+    if wishes.device_of or wishes.memory_bytes:
+        raise InputError(
+            "device_of and memory_bytes make devices unlike, and copies of a stage need devices that are "
+            "alike; pin to stages (stage_of) instead"
+        )
+    if microbatches_per_update is not None and microbatches_per_update < 1:
+        raise InputError(f"microbatches_per_update is {microbatches_per_update}; at least one was expected")
 
 
-class _InstanceOf:
-    """The instance of a share: a stage with r copies is one that is r times as fast."""
+def _tried(
+    problem: Problem,
+    cluster: Cluster,
+    microbatches_per_update: int | None,
+    num_stages: Sequence[int] | None,
+    replicas: Sequence[int] | None,
+) -> list[list[tuple[int, ...]]]:
+    """Ways to share the devices out, those of as many stages together."""
+    n, m = len(cluster), microbatches_per_update
+    if replicas is not None:
+        share = tuple(replicas)
+        if not share or min(share) < 1 or sum(share) > n:
+            raise InputError(
+                f"replicas is {share}; expected numbers of one or more that add up to at most {n}"
+            )
+        if m is not None and any(m % count for count in share):
+            raise InputError(
+                f"{m} microbatches an update cannot be shared equally by replicas={share}; try "
+                f"microbatches_per_update={math.lcm(*share)}"
+            )
+        return [[share]]
+    if n > _MOST_DEVICES:
+        raise InputError(f"{n} devices; unequal copies are planned for up to {_MOST_DEVICES}")
+    most = min(n, len(problem.blocks))
+    wanted = range(1, most + 1) if num_stages is None else num_stages
+    tried = [list(_shares(n, d, m)) for d in wanted if 1 <= d <= most]
+    if not any(tried):
+        raise InputError(f"num_stages={num_stages!r} names nothing from 1 to {most}")
+    return [shares for shares in tried if shares]
 
-    def __init__(self, base: Instance, shares: Sequence[tuple[int, ...]], summed_s: Floats) -> None:
-        self._base = base
-        self._shares = shares
-        self._summed_s = summed_s
 
-    def __call__(self, choice: int) -> Instance:
-        share = self._shares[choice]
-        r = np.array(share, dtype=float)
-        behind = np.cumsum(r[::-1])[::-1]
-        return replace(
-            self._base,
-            work_s=self._base.work_s / r[:, None] + np.outer(2 * (r - 1) / r, self._summed_s),
-            again_s=self._base.again_s / r[:, None],
-            cost_s=self._base.cost_s / r[None, :, None],
-            in_flight=np.ceil(behind / r).astype(np.int64),
+def _shares(num_devices: int, num_stages: int, m: int | None) -> Iterator[tuple[int, ...]]:
+    counts = [r for r in range(1, num_devices - num_stages + 2) if m is None or m % r == 0]
+    for share in itertools.product(counts, repeat=num_stages):
+        if sum(share) <= num_devices:
+            yield share
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The same number of stages under every share."""
+
+    constrained: Constrained
+    microbatches_per_update: int | None
+    keeping: KeepingCopies
+    memory_model: MemoryModel
+    recompute: bool | Literal["auto"]
+    shares: tuple[tuple[int, ...], ...]
+
+    def microbatches(self, share: tuple[int, ...]) -> int:
+        return self.microbatches_per_update or math.lcm(*share)
+
+    def kept(self, share: tuple[int, ...]) -> Sequence[Kept]:
+        return self.keeping(share, self.microbatches(share))
+
+    def choices(self) -> Choices:
+        problem, cluster = self.constrained.problem, self.constrained.cluster
+        reader = Reader(
+            problem,
+            cluster,
+            memory_model=self.memory_model,
+            kept=self.kept(self.shares[0]),
+            overlap=False,
+            recompute=self.recompute,
+            pins=self.constrained.pins,
+        )
+        base = reader.instance(range(len(self.shares[0])))
+        sums = GradientSums.of(problem, cluster)
+
+        def of(choice: int) -> Instance:
+            share = self.shares[choice]
+            own = reader.keeping(base, self.kept(share))
+            return shared_out(own, share, sums, self.microbatches(share))
+
+        return Choices(len(self.shares), of)
+
+    def plan(self, choices: Choices, found: Found, *, method: str, solver: str) -> Plan:
+        share = self.shares[found.choice]
+        return plan_of(
+            self.constrained.problem,
+            self.constrained.cluster,
+            choices[found.choice],
+            found,
+            order=[sum(share[:stage]) for stage in range(len(share))],
+            memory_model=self.memory_model,
+            kept=self.kept(share),
+            method=method,
+            microbatches_per_update=self.microbatches(share),
+            solver=solver,
+            planning_s=0.0,
+            replicas=share,
         )
 
 
-def _summed_s(problem: Problem, cluster: Cluster) -> Floats:
-    """Seconds for each block's gradients over the link once; a parameter of several counts at the first."""
-    rate = cluster.bytes_per_s[0][1] if len(cluster) > 1 else np.inf
-    counted: set[str] = set()
-    seconds = []
-    for at in topological_order(problem):
-        new = [name for name in dict.fromkeys(problem.blocks[at].parameters) if name not in counted]
-        counted.update(new)
-        seconds.append(sum(problem.parameters[name].trainable_bytes for name in new) / rate)
-    return np.array(seconds)
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientSums:
+    """What each node's gradients take on a link: `delay_s` as messages, `bytes_s` as bytes, once over it."""
+
+    delay_s: Floats
+    bytes_s: Floats
+
+    @classmethod
+    def of(cls, problem: Problem, cluster: Cluster) -> GradientSums:
+        """A parameter of several blocks counts at the first."""
+        two = len(cluster) > 1
+        rate, latency_s = (cluster.bytes_per_s[0][1], cluster.latency_s[0][1]) if two else (np.inf, 0.0)
+        counted: set[str] = set()
+        delays, seconds = [], []
+        for at in topological_order(problem):
+            names = dict.fromkeys(problem.blocks[at].parameters)
+            sizes = [problem.parameters[name].trainable_bytes for name in names if name not in counted]
+            counted.update(names)
+            delays.append(latency_s * sum(1 for size in sizes if size))
+            seconds.append(sum(sizes) / rate)
+        return cls(np.array(delays), np.array(seconds))
+
+    def of_copies_s(self, r: Floats) -> Floats:
+        """For each stage and node: in a ring of r, 2 (r - 1) steps with an r-th of the bytes each."""
+        each: Floats = self.delay_s[None, :] + self.bytes_s[None, :] / r[:, None]
+        return 2 * (r - 1)[:, None] * each
+
+
+def shared_out(
+    instance: Instance, share: Sequence[int], sums: GradientSums, microbatches_per_update: int
+) -> Instance:
+    """A stage with r copies is one that is r times as fast, but for adding up their gradients."""
+    r = np.array(share, dtype=float)
+    return replace(
+        instance,
+        work_s=instance.work_s / r[:, None] + sums.of_copies_s(r) / microbatches_per_update,
+        again_s=instance.again_s / r[:, None],
+        cost_s=instance.cost_s / r[None, :, None],
+    )

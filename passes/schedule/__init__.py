@@ -19,15 +19,16 @@ on which weight version. The engine executes its lists, the simulator times them
 from .build import SYNCHRONOUS, build_schedule, schedule_of
 from .check import check_schedule
 from .flushed import warm_up_forwards
-from .method import Method
+from .method import Method, StageMethod
 from .methods import METHODS, method_of
-from .of_plan import UPDATES_OF_ONE, keeping, shape_of
+from .of_plan import UPDATES_OF_ONE, keeping, keeping_copies, shape_of
 from .zb_auto import Found, Times, find_orders
 
 __all__ = [
     "METHODS",
     "Found",
     "SYNCHRONOUS",
+    "StageMethod",
     "UPDATES_OF_ONE",
     "Method",
     "Times",
@@ -35,6 +36,7 @@ __all__ = [
     "check_schedule",
     "find_orders",
     "keeping",
+    "keeping_copies",
     "method_of",
     "schedule_of",
     "shape_of",

@@ -26,7 +26,8 @@ def shape_of(
     vertical_sync: bool = False,
     base: str | None = None,
 ) -> Shape:
-    """What to build the method's schedule for, on this plan; zb-auto searches for it with the plan's times
+    """What to build the method's schedule for, on this plan, and with its replicas where it was made for this
+    method; zb-auto searches for it with the plan's times
     and memory. Give the same shape to all ranks. bapipe is 1f1b unless `base` says otherwise.
 
     Raises InputError for a plan whose stages stand on devices in another way than the method runs them, and
@@ -44,6 +45,8 @@ def shape_of(
             "the plan has one stage on each device, and interleaved runs several; split the model for it: "
             "split(.., method='interleaved', chunks=2)"
         )
+    if replicas is None and method == plan.method:
+        replicas = plan.replicas
     shape = Shape(
         plan.num_stages,
         microbatches_per_update,
@@ -60,6 +63,18 @@ def shape_of(
     shape = chosen.prepared(shape)
     chosen.check(shape)
     return shape
+
+
+def keeping_copies(method: str) -> Callable[[tuple[int, ...], int], tuple[Kept, ...]]:
+    """What the method keeps at each stage, for the replicas of each and the microbatches of an update."""
+    counting = method_of(method)
+
+    def kept(replicas: tuple[int, ...], microbatches_per_update: int) -> tuple[Kept, ...]:
+        shape = counting.prepared(Shape(len(replicas), microbatches_per_update, replicas=replicas))
+        counting.check(shape)
+        return tuple(counting.kept(shape, stage) for stage in range(len(replicas)))
+
+    return kept
 
 
 def keeping(method: str, shape: Shape) -> Callable[[int], tuple[Kept, ...]]:

@@ -156,7 +156,7 @@ def _input(name: str, spec: TensorSpec, place: tuple[float, float]) -> dict[str,
 
 
 def title_of(stage: int, plan: Plan) -> str:
-    return "in each stage" if stage == EVERYWHERE else f"stage {stage} · {plan.stages[stage].device_name}"
+    return "in each stage" if stage == EVERYWHERE else f"stage {stage} · {plan.stages[stage].place}"
 
 
 def label_of(operator: Operator) -> str:

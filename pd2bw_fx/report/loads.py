@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pd2bw_fx.plan import Plan, StagePlan
 from pd2bw_fx.report import svg
@@ -10,16 +10,16 @@ from pd2bw_fx.units import format_seconds
 
 _RIGHT, _TOP, _BOTTOM = 190.0, 88.0, 40.0
 
-_PARTS = ("forward", "forward again", "backward", "receiving", "sending")
+_PARTS = ("forward", "forward again", "backward", "receiving", "sending", "adding up gradients")
 
 
 def loads_svg(plan: Plan, *, width: float = 1100) -> str:
-    """An SVG of the seconds that each stage needs for one microbatch, part by part."""
+    """An SVG of the seconds that each stage needs for one microbatch, part by part, shared by its copies."""
     longest_s = max(stage.load_s for stage in plan.stages)
     end_s = max(longest_s, plan.bottleneck_s, 1e-12) * 1.04
     row_height = 34.0 if plan.num_stages <= 4 else 26.0 if plan.num_stages <= 16 else 18.0
     height = _TOP + plan.num_stages * row_height + _BOTTOM
-    labels = [f"stage {stage.stage} · {stage.device_name}" for stage in plan.stages]
+    labels = [f"stage {stage.stage} · {stage.place}" for stage in plan.stages]
     left = 30 + max(svg.text_width(label, 12) for label in labels)
     per_s = (width - _RIGHT - left) / end_s
     head = f"Predicted time of {plan.num_stages} {'stage' if plan.num_stages == 1 else 'stages'} a microbatch"
@@ -27,7 +27,7 @@ def loads_svg(plan: Plan, *, width: float = 1100) -> str:
         svg.style({**svg.BASE_STYLE, **{f"l{i}": (svg.HUES[i], svg.HUES[i]) for i in range(len(_PARTS))}}),
         svg.text("ink", 16, 26, head, size=15, bold=True),
         svg.text("muted", 16, 45, _subtitle(plan)),
-        *_legend(any_again=any(stage.recompute for stage in plan.stages)),
+        *_legend([any(own) for own in zip(*map(_seconds, plan.stages), strict=True)]),
         *_axis(left, per_s, end_s, height, row_height * plan.num_stages),
     ]
     for index, (stage, label) in enumerate(zip(plan.stages, labels, strict=True)):
@@ -42,20 +42,21 @@ def _subtitle(plan: Plan) -> str:
     mean_s = sum(stage.load_s for stage in plan.stages) / plan.num_stages
     share = mean_s / slowest.load_s if slowest.load_s > 0 else 1.0
     return (
-        f"slowest: stage {slowest.stage} on {slowest.device_name}, {format_seconds(slowest.load_s)}; "
+        f"slowest: stage {slowest.stage} on {slowest.place}, {format_seconds(slowest.load_s)}; "
         f"the stages need {share:.0%} of that on average"
     )
 
 
 def _seconds(stage: StagePlan) -> tuple[float, ...]:
     again_s = stage.forward_s if stage.recompute else 0.0
-    return stage.forward_s, again_s, stage.backward_s, stage.receive_s, stage.send_s
+    shared_s = stage.forward_s, again_s, stage.backward_s, stage.receive_s, stage.send_s
+    return *(seconds / stage.replicas for seconds in shared_s), stage.gradient_sum_s
 
 
-def _legend(*, any_again: bool) -> Iterable[str]:
+def _legend(has: Sequence[bool]) -> Iterable[str]:
     x = 16.0
     for index, name in enumerate(_PARTS):
-        if name == "forward again" and not any_again:
+        if name in ("forward again", "adding up gradients") and not has[index]:
             continue
         yield svg.rect(f"l{index}", x, 57, 13, 13, radius=2)
         yield svg.text("muted", x + 18, 67, name)

@@ -31,7 +31,7 @@ def memory_svg(plan: Plan, *, width: float = 1100) -> str:
     end = max([largest, *near]) * 1.04
     row_height = 34.0 if plan.num_stages <= 4 else 26.0 if plan.num_stages <= 16 else 18.0
     height = _TOP + plan.num_stages * row_height + _BOTTOM
-    labels = [f"stage {stage.stage} · {stage.device_name}" for stage in plan.stages]
+    labels = [f"stage {stage.stage} · {stage.place}" for stage in plan.stages]
     left = 30 + max(svg.text_width(label, 12) for label in labels)
     per_byte = (width - _RIGHT - left) / end
     head = f"Predicted memory of {plan.num_stages} {'stage' if plan.num_stages == 1 else 'stages'}"
@@ -52,7 +52,7 @@ def memory_svg(plan: Plan, *, width: float = 1100) -> str:
 def _subtitle(plan: Plan) -> str:
     fullest = max(plan.stages, key=lambda stage: stage.memory.total_bytes / stage.memory_limit_bytes)
     share = fullest.memory.total_bytes / fullest.memory_limit_bytes
-    return f"fullest: stage {fullest.stage} on {fullest.device_name}, {_percent(share)} of its limit"
+    return f"fullest: stage {fullest.stage} on {fullest.place}, {_percent(share)} of its limit"
 
 
 def _percent(share: float) -> str:
@@ -90,6 +90,8 @@ def _bar(
     x = left
     for index, (field, name, _) in enumerate(_PARTS):
         num_bytes = getattr(stage.memory, field)
+        if field == "activation_bytes":
+            num_bytes -= min(num_bytes, stage.memory.apart_bytes)  # they are not held all at once
         if num_bytes:
             tooltip = f"stage {stage.stage}, {name}: {format_bytes(num_bytes)}"
             yield svg.rect(f"m{index}", x, top + gap, num_bytes * per_byte, height - 2 * gap, tooltip=tooltip)

@@ -42,7 +42,7 @@ def stage_row(graph: OperatorGraph, stage: StagePlan) -> tuple[str, ...]:
     forward = format_seconds(stage.forward_s) + (" twice" if stage.recompute else "")
     return (
         str(stage.stage),
-        stage.device_name,
+        stage.place,
         f"{module_ranges(graph, stage.operators)} ({len(stage.operators)})",
         _count(elements),
         forward,
@@ -86,7 +86,7 @@ def verdict(costs: Costs, plan: Plan) -> list[str]:
     rate = 1.0 / plan.bottleneck_s if plan.bottleneck_s > 0 else float("inf")
     proof = "proven optimal" if plan.gap <= 1e-9 else f"within {plan.gap:.2%} of the optimum (proven)"
     lines = [
-        f"bottleneck: stage {slowest.stage} on {slowest.device_name}, {format_seconds(plan.bottleneck_s)} a "
+        f"bottleneck: stage {slowest.stage} on {slowest.place}, {format_seconds(plan.bottleneck_s)} a "
         f"microbatch, at most {rate:.4g} microbatches/s",
         f"{proof}: no plan is faster than {format_seconds(plan.bound_s)} "
         f"({plan.solver}, {format_seconds(plan.planning_s)})",

@@ -176,7 +176,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
                 loss=graph.loss,
                 work=work,
                 ranks=ranks,
-                device_name=pipeline.plan.stages[own[0].stage].device_name,
+                device_name=_device_name(pipeline, work, place),
                 recomputed=frozenset(p.stage for p in own if pipeline.plan.stages[p.stage].recompute),
                 loss_stage=loss_stages[-1],
                 parameters=tuple(graph.parameters.values()),
@@ -194,6 +194,15 @@ def _ranks(plan: Plan, work: Work) -> tuple[int, ...]:
     if work.num_ranks == len(devices) == len(set(devices)):
         return tuple(sorted(devices).index(device) for device in devices)
     return tuple(range(work.num_ranks))
+
+
+def _device_name(pipeline: Pipeline, work: Work, place: int) -> str:
+    """Of a stage's replicas each has its own, where they were planned for."""
+    stage = pipeline.plan.stages[work.rules.stages_of(work.shape, place)[0]]
+    if stage.replicas == 1:
+        return stage.device_name
+    copy = work.rules.ranks_of(work.shape, stage.stage).index(place)
+    return pipeline.cluster.devices[stage.device + copy % stage.replicas].name
 
 
 def chosen_slack(plan: Plan, shape: Shape) -> float:
