@@ -15,7 +15,6 @@ from pd2bw_fx.errors import InfeasibleError, InputError, Pd2bwError
 from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline
-from pd2bw_fx.plan import Plan
 from pd2bw_fx.runtime.weights import ParameterOptions
 from pd2bw_fx.timeline import Timeline
 
@@ -33,7 +32,8 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One method's. The first three are simulated; `loss` and `measured_per_s` are of a real run.
+    """One method's. The first three are simulated, the first two of the steady state; `loss` and
+    `measured_per_s` are of a real run.
 
     `delays`: by how many updates the weights of a forward or backward are behind, the least and the most.
     """
@@ -128,9 +128,9 @@ def _figures(name: str, pipe: Pipeline, timeline: Timeline, training: Training |
     return Figures(
         method=name,
         microbatches_per_s=timeline.throughput,
-        bubble=timeline.bubble,
+        bubble=timeline.steady_bubble,
         timeline=timeline,
-        memory=tuple(_memory(pipe.plan)),
+        memory=tuple(_memory(pipe, timeline)),
         versions=pipe.schedule.weight_versions,
         delays=_delays(timeline),
         loss=loss,
@@ -139,15 +139,13 @@ def _figures(name: str, pipe: Pipeline, timeline: Timeline, training: Training |
     )
 
 
-def _memory(plan: Plan) -> Iterator[DeviceMemory]:
-    for name in dict.fromkeys(stage.device_name for stage in plan.stages):
-        held = [stage for stage in plan.stages if stage.device_name == name]
-        # Where a device has several stages, each was given its share of the limit.
-        yield DeviceMemory(
-            name,
-            sum(stage.memory.total_bytes for stage in held),
-            sum(stage.memory_limit_bytes for stage in held),
-        )
+def _memory(pipe: Pipeline, timeline: Timeline) -> Iterator[DeviceMemory]:
+    """A rank has everything that it holds of all its stages: chimera's have two, ddp's the whole model."""
+    peaks, devices = pipe.peak_memory_bytes(timeline), pipe.cluster.devices
+    used = sorted({stage.device for stage in pipe.plan.stages})
+    places = used if len(used) == len(peaks) else range(len(peaks))
+    for place, peak_bytes in zip(places, peaks, strict=True):
+        yield DeviceMemory(devices[place].name, peak_bytes, devices[place].memory_bytes)
 
 
 def _delays(timeline: Timeline) -> tuple[int, int]:

@@ -157,6 +157,14 @@ class Timeline:
         return (last - first) * self.microbatches_per_update / (ends_s[last] - ends_s[first])
 
     @property
+    def steady_bubble(self) -> float:
+        """The share of all ranks' time without computation at the steady throughput: no warm-up, no drain."""
+        if self.num_microbatches == 0:
+            return 0.0
+        work_s = sum(self.busy_s) / self.num_microbatches
+        return max(0.0, 1.0 - self.throughput * work_s / self.num_ranks)
+
+    @property
     def in_flight_peak(self) -> tuple[int, ...]:
         """For each rank, the most microbatches whose forward had begun and whose backward, its last half
         included, was not over: so many activations are held (counted once for each stage that the rank has).

@@ -99,5 +99,5 @@ def test_the_command_prints_a_table_and_draws(
     assert "simulated/s" in table
     assert "gpipe" in table
     assert (tmp_path / "compare.png").stat().st_size > 5000
-    assert main(["compare", str(tmp_path), "--simulate"]) == 1
+    assert main(["compare", str(tmp_path), "--simulate"]) == 2
     assert "name the model itself" in capsys.readouterr().err

@@ -145,6 +145,16 @@ def test_2bw_has_no_bubble_in_the_steady_state(d: int, m: int) -> None:
     assert timeline.in_flight_peak == tuple(range(d, 0, -1))
 
 
+@pytest.mark.parametrize(("d", "m"), [(2, 4), (4, 8)])
+def test_steadily_a_flush_costs_its_bubble_and_2bw_nothing(d: int, m: int) -> None:
+    durations = Durations.chain([1.0] * d, [2.0] * d)
+
+    flushed = simulate_durations(flush(d, m, updates=8), durations)
+
+    assert flushed.steady_bubble == pytest.approx((d - 1) / (m + d - 1))
+    assert simulate_durations(two_buffered(d, m, updates=8), durations).steady_bubble == pytest.approx(0.0)
+
+
 def test_the_slowest_stage_sets_the_pace_of_2bw() -> None:
     durations = Durations.chain([1.0, 1.5, 0.5], [2.0, 3.0, 1.0])
 

@@ -32,9 +32,10 @@ class Chimera(Method):
     def check(self, shape: Shape) -> None:
         d, m = shape.num_stages, shape.microbatches_per_update
         if d < 2 or d % 2:
+            smaller = f" or {d - 1}" if d > 2 else ""
             raise InputError(
                 f"chimera runs two pipelines in opposite directions over an even number of stages, and this "
-                f"cut has {d}; try num_stages={d + 1}, or method='1f1b'"
+                f"cut has {d}; try num_stages={d + 1}{smaller}, or method='1f1b'"
             )
         if m < 2 or m % 2:
             raise InputError(

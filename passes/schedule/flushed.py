@@ -117,8 +117,8 @@ class DataParallel(OneForwardOneBackward):
         super().check(shape)
         if shape.num_stages != 1:
             raise InputError(
-                f"ddp has the whole model on every rank, and this cut has {shape.num_stages} stages; try "
-                "num_stages=1 with replicas=(N,), or method='1f1b' with replicas of every stage"
+                f"ddp has the whole model on every rank, and this cut has {shape.num_stages} stages; split "
+                "the model for it: split(.., method='ddp'), or try method='1f1b' with replicas of every stage"
             )
 
 

@@ -38,7 +38,7 @@ def shape_of(
     if chunks > 1 and method not in ("interleaved", "inference"):
         raise InputError(
             f"the plan has {chunks} stages on a device, which only interleaved runs, not {method}; split the "
-            "model for it"
+            f"model for it: split(.., method={method!r})"
         )
     if method == "interleaved" and chunks == 1:
         raise InputError(

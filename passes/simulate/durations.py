@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -10,6 +11,8 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Calibration
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.plan import Plan, StagePlan
+
+_BUCKET_BYTES = 25 * 2**20  # the runtime's
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +149,14 @@ def _halves_s(plan: Plan, stage: StagePlan, known: Calibration) -> tuple[float, 
 
 
 def _all_reduce_s(stage: StagePlan, num_ranks: int, cluster: Cluster) -> float:
-    """Parameter by parameter, as the runtime adds them up: each of a ring's steps has a latency for each."""
+    """Bucket by bucket, as the runtime adds them up: each of a ring's steps has a latency for each."""
     pairs = [(a, b) for a in range(len(cluster)) for b in range(len(cluster)) if a != b]
     if num_ranks == 1 or not pairs:
         return 0.0
+    num_bytes = stage.memory.gradient_bytes
+    latency_s = max(cluster.latency_s[a][b] for a, b in pairs) * math.ceil(num_bytes / _BUCKET_BYTES)
     bytes_per_s = min(cluster.bytes_per_s[a][b] for a, b in pairs)
-    latency_s = max(cluster.latency_s[a][b] for a, b in pairs) * len(stage.parameters)
-    return 2 * (num_ranks - 1) * (latency_s + stage.memory.gradient_bytes / num_ranks / bytes_per_s)
+    return 2 * (num_ranks - 1) * (latency_s + num_bytes / num_ranks / bytes_per_s)
 
 
 def _links(plan: Plan, cluster: Cluster, known: Calibration) -> tuple[LinkTimes, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -22,7 +23,7 @@ from pd2bw_fx.report.picture import write_picture
 from pd2bw_fx.train import OPTIMIZER_NAMES, groups_named, optimizer_named, text_batches
 from pd2bw_fx.units import format_bytes
 
-_COLUMNS = ("method", "simulated/s", "idle", "memory / limit", "versions", "delay")
+_COLUMNS = ("method", "simulated/s", "idle", "memory", "versions", "delay")
 _TRAINED = ("measured/s", "loss")
 
 
@@ -83,23 +84,31 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _print(used: Sequence[Figures], left_out: Sequence[LeftOut], *, is_trained: bool) -> None:
-    table = Table(*_COLUMNS, *(_TRAINED if is_trained else ()))
+    """A table that a document can take as it is, and what its columns mean."""
+    table = Table(*_COLUMNS, *(_TRAINED if is_trained else ()), box=box.MARKDOWN)
+    limits = sorted({each.fullest.limit_bytes for each in used})
     for each in used:
-        memory = each.fullest
         least, most = each.delays
+        held = format_bytes(each.fullest.total_bytes)
         cells = [
             each.method,
             f"{each.microbatches_per_s:.4g}",
             f"{each.bubble:.1%}",
-            f"{format_bytes(memory.total_bytes)} of {format_bytes(memory.limit_bytes)}",
+            held if len(limits) == 1 else f"{held} of {format_bytes(each.fullest.limit_bytes)}",
             str(each.versions),
             str(most) if least == most else f"{least} to {most}",
         ]
         if is_trained:
             cells += [_shown(each.measured_per_s), _shown(each.loss)]
         table.add_row(*cells)
-    Console().print(table)
-    print("/s: microbatches a second; memory: the fullest device's; delay: updates a gradient is behind")
+    console = Console()
+    # As wide as it is: a terminal breaks a line better than a table its words.
+    console.print(table, width=max(console.width, console.measure(table).maximum), crop=False)
+    of = f", of {format_bytes(limits[0])}" if len(limits) == 1 else ""
+    print(
+        "/s: microbatches a second; idle: of all devices' time in the steady state; memory: the fullest "
+        f"device's{of}; delay: updates a gradient is behind"
+    )
     for left in left_out:
         print(f"{left.method} {'is left out' if left.fits else 'does not fit'}: {left.reason}")
     for each in used:
