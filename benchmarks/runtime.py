@@ -1,6 +1,6 @@
 """2BW beside the hardware's bound and beside torch's own engines, on the same stages, in one run.
 
-    python benchmarks/runtime.py [--processes 2] [--microbatches 2 4 8] [--rounds 9] [-o runtime.json]
+    python benchmarks/runtime.py [--processes 2] [--microbatches 2 4 8] [--rounds 9] [--plot FILE] [-o FILE]
 
 Every process has one thread. In each round every contender trains the same number of updates, one after the
 other; a ratio is the median over rounds of the two times of the same round, so that drift of the machine
@@ -19,36 +19,41 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.nn.parallel import DistributedDataParallel
+from peers import (
+    CONFIG,
+    INTERLEAVED_PEERS,
+    MICROBATCH,
+    PLAIN_PEERS,
+    Update,
+    bound,
+    data_parallel,
+    make_engine,
+    one_process,
+    torch_pipeline,
+    with_weights,
+)
 
 import pd2bw_fx
-from pd2bw_fx.models.gpt import GPT, GPTConfig
-from pd2bw_fx.runtime.job import Job
-from pd2bw_fx.stage import build_module
+from pd2bw_fx.models.gpt import GPT
 
-# Untied, because torch.distributed.pipelining does not add up the gradients of shared parameters.
-CONFIG = GPTConfig(
-    vocab_size=512, sequence_length=128, num_layers=8, num_heads=8, width=256, dropout=0.0, tied=False
-)
-MICROBATCH = 2
 RATIOS = (
     ("2bw", "bound"),
     ("2bw", "torch 1F1B"),
     ("2bw", "torch GPipe"),
+    ("2bw", "torch interleaved"),
+    ("2bw", "torch interleaved ZB"),
     ("2bw", "DDP"),
+    ("2bw", "one process"),
     ("1f1b", "torch 1F1B"),
     ("gpipe", "torch GPipe"),
+    ("interleaved", "torch interleaved"),
 )
-OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
-Update = Callable[[], Any]
+Contender = tuple[Update, Update]  # one update, and what to do at the end of a round
 
 
 def main() -> None:
@@ -59,7 +64,8 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--updates", type=int, default=4, help="updates of each contender in a round")
-    parser.add_argument("--only", nargs="+", help="measure only these contenders")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these contenders")
+    parser.add_argument("--plot", type=Path, help="a picture of the ratios")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -70,7 +76,10 @@ def main() -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.processes)]
         command += [__file__, *sys.argv[1:], "-o", str(output)]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        print_table(json.loads(output.read_text()))
+        answer = json.loads(output.read_text())
+    print_table(answer)
+    if options.plot:
+        plot(answer, options.plot)
 
 
 def work(options: argparse.Namespace) -> None:
@@ -78,140 +87,63 @@ def work(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = GPT.from_config(CONFIG)
-    example = model.example_inputs(batch_size=MICROBATCH)
-    pipe = None
+    num_ranks = dist.get_world_size()
+    whole, chunks = None, None
     if dist.get_rank() == 0:
-        pipe = pd2bw_fx.split(model, example, cluster=dist.get_world_size())
-    results = []
+        example = model.example_inputs(batch_size=MICROBATCH)
+        whole = pd2bw_fx.split(model, example, cluster=num_ranks)
+        chunks = pd2bw_fx.split(model, example, cluster=num_ranks, method="interleaved", chunks=2)
+    runs = []
     for m in options.microbatches:
-        if m < dist.get_world_size():
-            continue
-        contenders = made(pipe, model, m)
-        if options.only:
-            contenders = {name: contenders[name] for name in options.only}
-        times = measured(contenders, options.rounds, options.updates)
-        results.append({"microbatches": m, "seconds": times})
+        if m >= num_ranks:
+            makers = contenders(whole, chunks, model, m)
+            made = {n: make() for n, make in makers.items() if not options.only or n in options.only}
+            runs.append({"microbatches": m, "seconds": measured(made, options.rounds, options.updates)})
     if dist.get_rank() == 0:
-        answer = {"processes": dist.get_world_size(), "config": str(CONFIG), "runs": results}
+        answer = {"processes": num_ranks, "config": str(CONFIG), "runs": runs}
         options.output.write_text(json.dumps(answer, indent=1))
     dist.destroy_process_group()
 
 
-def made(pipe: pd2bw_fx.Pipeline | None, model: GPT, m: int) -> dict[str, tuple[Update, Update]]:
-    """Each contender: one update, and what to do at the end of a round."""
-    engines = {
-        method: pd2bw_fx.Engine.from_pipeline(
-            pipe, optimizer=OPTIMIZER, microbatches_per_update=m, method=method, silence_s=0
-        )
-        for method in ("2bw", "1f1b", "gpipe")
-    }
-    job = replace(engines["2bw"].job, tensors=engines["2bw"].tensors())
+def contenders(
+    whole: pd2bw_fx.Pipeline | None, chunks: pd2bw_fx.Pipeline | None, model: GPT, m: int
+) -> dict[str, Callable[[], Contender]]:
     batch = model.example_inputs(batch_size=MICROBATCH * m)
-    contenders: dict[str, tuple[Update, Update]] = {
-        method: (functools.partial(engine.step, batch), engine.flush) for method, engine in engines.items()
+
+    def ours(pipe: pd2bw_fx.Pipeline | None, method: str) -> Contender:
+        engine = make_engine(pipe, method, m)
+        return functools.partial(engine.step, batch), engine.flush
+
+    def theirs(kind: Any, pipe: pd2bw_fx.Pipeline | None, method: str) -> Contender:
+        return torch_pipeline(kind, with_weights(make_engine(pipe, method, m)), batch, m), nothing
+
+    made: dict[str, Callable[[], Contender]] = {
+        method: functools.partial(ours, whole, method) for method in ("2bw", "1f1b", "gpipe")
     }
-    contenders["bound"] = alone(job, batch, m), lambda: None
-    contenders["torch 1F1B"] = torch_pipeline(job, batch, m, Schedule1F1B), lambda: None
-    contenders["torch GPipe"] = torch_pipeline(job, batch, m, ScheduleGPipe), lambda: None
+    made["bound"] = lambda: (bound(with_weights(make_engine(whole, "2bw", m)), batch, m), nothing)
+    for name, kind in PLAIN_PEERS.items():
+        made[name] = functools.partial(theirs, kind, whole, "1f1b")
     if m % dist.get_world_size() == 0:
-        contenders["DDP"] = data_parallel(model, batch, m), lambda: None
-    return contenders
+        made["interleaved"] = functools.partial(ours, chunks, "interleaved")
+        for name, kind in INTERLEAVED_PEERS.items():
+            made[name] = functools.partial(theirs, kind, chunks, "interleaved")
+        made["DDP"] = lambda: (data_parallel(model, batch, m), nothing)
+    made["one process"] = lambda: (one_process(model, batch, m), nothing)
+    return made
 
 
-def alone(job: Job, batch: tuple[Tensor, ...], m: int) -> Update:
-    """This stage's compute without its peers."""
-    module = build_module(job.programs[0], job.tensors)
-    optimizer = OPTIMIZER(module.parameters())
-    pieces = [dict(zip(("tokens", "targets"), parts, strict=True)) for parts in chunked(batch, m)]
-
-    def run(piece: dict[str, Tensor]) -> None:
-        arguments = []
-        for port in job.programs[0].inputs:
-            if port.source is None:
-                arguments.append(piece[port.value])
-                continue
-            shape = [MICROBATCH if not isinstance(size, int) else size for size in port.spec.shape]
-            arguments.append(torch.zeros(shape, requires_grad=port.needs_gradient))
-        returned = module(*arguments)
-        outputs = [returned] if isinstance(returned, Tensor) else list(returned)
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-
-    def update() -> None:
-        optimizer.zero_grad()
-        for piece in pieces:
-            run(piece)
-        optimizer.step()
-
-    return update
+def nothing() -> None:
+    """A synchronous contender has nothing left to do."""
 
 
-class TorchStage(nn.Module):
-    """A generated stage as torch.distributed.pipelining calls it: targets by keyword."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.stage = build_module(job.programs[0], job.tensors)
-        self.names = [port.value for port in job.programs[0].inputs]
-
-    def forward(self, *arguments: Tensor, **targets: Tensor) -> Tensor:
-        received = iter(arguments)
-        given: Tensor = self.stage(*(targets[n] if n in targets else next(received) for n in self.names))
-        return given if given.dim() else given.reshape(1)  # outputs are concatenated
-
-
-def torch_pipeline(job: Job, batch: tuple[Tensor, ...], m: int, kind: Any) -> Update:
-    module = TorchStage(job)
-    optimizer = OPTIMIZER(module.parameters())
-    stage = PipelineStage(module, job.stages[0], job.num_ranks, torch.device("cpu"))
-    schedule = kind(stage, m, loss_fn=lambda output, target: output.sum())
-    tokens, targets = batch
-
-    def update() -> None:
-        optimizer.zero_grad()
-        if job.stages[0] == 0:
-            schedule.step(tokens)
-        elif job.stages[0] == job.num_ranks - 1:
-            schedule.step(target=targets, targets=targets)
-        else:
-            schedule.step()
-        optimizer.step()
-
-    return update
-
-
-def data_parallel(model: GPT, batch: tuple[Tensor, ...], m: int) -> Update:
-    """The same global batch: each process has a share of the microbatches, gradients are reduced once."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    replica = DistributedDataParallel(GPT.from_config(CONFIG))
-    optimizer = OPTIMIZER(replica.parameters())
-    pieces = chunked(batch, m)[rank::world_size]
-
-    def update() -> None:
-        optimizer.zero_grad()
-        for piece in pieces[:-1]:
-            with replica.no_sync():
-                replica(*piece).backward()
-        replica(*pieces[-1]).backward()
-        optimizer.step()
-
-    return update
-
-
-def chunked(batch: tuple[Tensor, ...], m: int) -> list[tuple[Tensor, ...]]:
-    return list(zip(*(tensor.chunk(m) for tensor in batch), strict=True))
-
-
-def measured(
-    contenders: dict[str, tuple[Update, Update]], rounds: int, updates: int
-) -> dict[str, list[float]]:
+def measured(contenders: dict[str, Contender], rounds: int, updates: int) -> dict[str, list[float]]:
     """Seconds an update of the slowest process, for each round after a first that warms up.
 
-    2BW is timed over updates in the steady state: its pipeline is filled before the clock starts.
+    The update before the clock starts fills the pipeline: 2BW is timed in its steady state.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, (update, finish) in contenders.items():
-            update()
             dist.barrier()
             update()
             began = time.perf_counter()
@@ -225,17 +157,54 @@ def measured(
     return times
 
 
+def ratios(seconds: dict[str, list[float]], ours: str, theirs: str) -> list[float]:
+    return [b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
+
+
+def known_ratios(run: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(ours, theirs) for ours, theirs in RATIOS if {ours, theirs} <= run["seconds"].keys()]
+
+
 def print_table(answer: dict[str, Any]) -> None:
     print(f"{answer['processes']} processes, one thread each; medians of ratios of speed, one round each")
     for run in answer["runs"]:
         seconds = run["seconds"]
         medians = ", ".join(f"{name} {statistics.median(t) * 1e3:.0f} ms" for name, t in seconds.items())
         print(f"\nm = {run['microbatches']}: {medians}")
-        for ours, theirs in RATIOS:
-            if ours in seconds and theirs in seconds:
-                ratios = [b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
-                spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-                print(f"    {ours:>6} / {theirs:<12} {statistics.median(ratios):.3f}   ({spread})")
+        for ours, theirs in known_ratios(run):
+            found = ratios(seconds, ours, theirs)
+            spread = f"{min(found):.3f} to {max(found):.3f}"
+            print(f"    {ours:>11} / {theirs:<20} {statistics.median(found):.3f}   ({spread})")
+
+
+def plot(answer: dict[str, Any], path: Path) -> None:
+    """2BW over each of the others, with the rounds' spread."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    names = [theirs for ours, theirs in known_ratios(answer["runs"][0]) if ours == "2bw"]
+    width = 0.8 / len(answer["runs"])
+    for number, run in enumerate(answer["runs"]):
+        found = [ratios(run["seconds"], "2bw", name) for name in names]
+        medians = [statistics.median(values) for values in found]
+        spread = [
+            [median - min(values) for median, values in zip(medians, found, strict=True)],
+            [max(values) - median for median, values in zip(medians, found, strict=True)],
+        ]
+        places = [index + (number - (len(answer["runs"]) - 1) / 2) * width for index in range(len(names))]
+        bars = axes.bar(places, medians, width * 0.9, label=f"m = {run['microbatches']}")
+        axes.errorbar(places, medians, spread, fmt="none", ecolor="gray", elinewidth=1)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+    axes.axhline(1.0, color="gray", linewidth=0.8)
+    axes.set_xticks(range(len(names)), [name.replace("torch ", "torch\n") for name in names])
+    axes.set_ylabel("speed of 2BW over")
+    axes.set_title(f"{answer['processes']} processes")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
