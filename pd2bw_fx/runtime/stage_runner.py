@@ -86,6 +86,7 @@ class StageRunner:
         self._loss = job.loss
         self._recompute = program.stage in job.recomputed
         self._share = 1.0 / job.microbatches_per_update
+        self._loss_gradient: tuple[float, Tensor] | None = None
         self._precision = precision
         self._on_loss = on_loss
         self._in_flight: dict[int, _InFlight] = {}
@@ -182,8 +183,15 @@ class StageRunner:
             if port.targets:
                 kept.roots[port.value] = edge
             if port.model_output == self._loss:
-                # The mean over the update's microbatches is what is trained on.
-                kept.loss = edge, torch.full_like(value, self._share * self.weights.loss_scale(version))
+                kept.loss = edge, self._gradient_of_loss(value, version)
+
+    def _gradient_of_loss(self, loss: Tensor, version: int) -> Tensor:
+        """The mean over the update's microbatches is what is trained on."""
+        share = self._share * self.weights.loss_scale(version)
+        last = self._loss_gradient
+        if last is None or last[0] != share or last[1].dtype != loss.dtype or last[1].shape != loss.shape:
+            self._loss_gradient = last = share, torch.full_like(loss, share)
+        return last[1]
 
     def _send_activation(self, action: Action) -> None:
         kept = self._in_flight[action.microbatch]

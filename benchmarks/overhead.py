@@ -1,0 +1,138 @@
+"""The engine's own time for an action, in microseconds: Python and bookkeeping around what torch does.
+
+    python benchmarks/overhead.py [--updates 100]
+
+Two processes train stages that are far too small. From the time of each action those of the calls are taken
+off that any engine has to make: the module's forward, autograd's backward, the optimizer's step, and the
+calls of torch.distributed with all waiting in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pd2bw_fx
+from pd2bw_fx.actions import Action
+from pd2bw_fx.models import build
+from pd2bw_fx.runtime.channel import Route
+from pd2bw_fx.runtime.rank_runner import RankRunner
+from pd2bw_fx.runtime.stage_runner import StageRunner
+from pd2bw_fx.runtime.weights import WeightStore
+
+M, ROWS, WARM_UP = 8, 4, 5
+
+
+class Watch:
+    """Seconds of each action outside of the calls that are not the engine's."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self._elsewhere_s = 0.0
+
+    def excluded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._elsewhere_s += time.perf_counter() - began_s
+
+        return timed
+
+    def watched(self, perform: Callable[[Any, Action], None]) -> Callable[[Any, Action], None]:
+        def timed(runner: Any, action: Action) -> None:
+            self._elsewhere_s = 0.0
+            began_s = time.perf_counter()
+            perform(runner, action)
+            own_s = time.perf_counter() - began_s - self._elsewhere_s
+            self.seconds[str(action.kind)].append(own_s)
+
+        return timed
+
+    def put_on(self) -> None:
+        """Into this process's engines."""
+        for name in ("isend", "irecv", "wait"):
+            setattr(Route, name, self.excluded(getattr(Route, name)))
+        torch.autograd.backward = self.excluded(torch.autograd.backward)
+        torch.optim.SGD.step = self.excluded(torch.optim.SGD.step)  # type: ignore[method-assign]
+        StageRunner.perform = self.watched(StageRunner.perform)  # type: ignore[method-assign]
+        RankRunner._update = self.watched(RankRunner._update)  # type: ignore[method-assign]
+        begin = WeightStore.begin_forward
+
+        def begin_forward(store: WeightStore, *args: Any, **kwargs: Any) -> Any:
+            module: nn.Module = begin(store, *args, **kwargs)
+            return self.excluded(module)
+
+        WeightStore.begin_forward = begin_forward  # type: ignore[method-assign]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--updates", type=int, default=100)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        work(options.updates)
+        return
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        __file__,
+        *sys.argv[1:],
+    ]
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def work(updates: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    watch = Watch()
+    watch.put_on()
+    model = build("mlp")
+    pipe = pd2bw_fx.split(model, cluster=2, costs="analytic", check=False) if dist.get_rank() == 0 else None
+    engine = pd2bw_fx.Engine.from_pipeline(
+        pipe,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        microbatches_per_update=M,
+        silence_s=0,
+    )
+    batch = model.example_inputs(batch_size=M * ROWS)
+    for update in range(WARM_UP + updates):
+        if update == WARM_UP:
+            watch.seconds.clear()
+        engine.step(batch)
+    engine.flush()
+    for rank in range(2):
+        dist.barrier()
+        if engine.rank == rank:
+            print_table(rank, watch.seconds)
+    dist.destroy_process_group()
+
+
+def print_table(rank: int, seconds: dict[str, list[float]]) -> None:
+    told = ", ".join(f"{kind} {statistics.median(found) * 1e6:.0f}" for kind, found in seconds.items())
+    all_ = [own_s for found in seconds.values() for own_s in found]
+    print(f"rank {rank}: {told}; mean of all {statistics.fmean(all_) * 1e6:.0f} us an action", flush=True)
+
+
+if __name__ == "__main__":
+    main()

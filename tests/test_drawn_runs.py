@@ -1,0 +1,101 @@
+"""Whatever is drawn of model, cut, schedule and options, an engine trains as one process does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.torchrun import PROGRAMS
+
+RANKS = 4
+
+
+class World:
+    """Four ranks that train what they are told until their input ends."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+        path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [*command, str(PROGRAMS / "drawn_runs.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            text=True,
+        )
+
+    def run(self, drawn: dict[str, Any]) -> dict[str, float]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(drawn) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, f"the ranks ended in {drawn}"
+        found: dict[str, float] = json.loads(answer)
+        return found
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        finally:
+            self._process.kill()
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.end()
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> dict[str, Any]:
+    method = draw(st.sampled_from(["2bw", "2bw", "1f1b", "gpipe", "zb-h1", "chimera"]))
+    num_stages = RANKS if method in ("zb-h1", "chimera") else draw(st.sampled_from([2, 4]))
+    replicas = RANKS // num_stages
+    layers = draw(st.integers(num_stages, 7))
+    index = st.integers(0, layers - 1)
+    pairs = st.lists(st.tuples(index, index).filter(lambda pair: pair[0] < pair[1]), max_size=3)
+    each = draw(st.integers(num_stages, 7)) if method == "2bw" else draw(st.integers(1, 7))
+    m = 4 * ((each + 3) // 4) if method == "chimera" else each * replicas
+    longest = (m // replicas - 1) / (num_stages - 1) - 1
+    return {
+        "method": method,
+        "num_stages": num_stages,
+        "replicas": replicas,
+        "m": m,
+        "slack": draw(st.sampled_from([s for s in (0.0, 0.5, 1.0) if s <= longest] or [0.0]))
+        if method == "2bw"
+        else 0.0,
+        "recompute": draw(st.booleans()),
+        "optimizer": draw(st.sampled_from(["sgd", "momentum", "adamw"])),
+        "clips": draw(st.booleans()),
+        "layers": layers,
+        "skips": draw(pairs),
+        "ties": draw(pairs),
+        "frozen": draw(st.lists(index, max_size=2)),
+    }
+
+
+@given(drawn=runs())
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+def test_every_run_equals_the_reference_in_one_process(world: World, drawn: dict[str, Any]) -> None:
+    found = world.run(drawn)
+
+    assert found["loss"] < 1e-12
+    assert found["weights"] < 1e-11
