@@ -35,11 +35,11 @@ CONFIG = GPTConfig(vocab_size=256, sequence_length=64, num_layers=4, num_heads=4
 MICROBATCHES, MICROBATCH = 4, 8
 WARM_UP, LAST = 20, 20
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], float]] = {
-    "AdamW": (torch.optim.AdamW, 3e-3),
-    "NAdamW": (nadamw, 3e-3),
+    "AdamW": (torch.optim.AdamW, 1e-3),
+    "NAdamW": (nadamw, 1e-3),
     "Muon": (MuonWithAdamW, 3e-3),
 }
-RATES = (1e-3, 2e-3, 3e-3, 5e-3)
+RATES = (3e-4, 1e-3, 3e-3)
 Run = tuple[str, str, int]  # optimizer, method, seed
 
 

@@ -1,14 +1,16 @@
 """Does a simulated update take as long as a real one? Every method, on two processes of this machine.
 
-    python benchmarks/simulated.py [--models gpt resnet] [--methods 2bw 1f1b] [--rounds 5] [-o simulated.json]
+    python benchmarks/simulated.py [--models gpt resnet] [--methods 2bw 1f1b] [--rounds 3] [-o simulated.json]
 
-Every process has one thread. In a round, all processes profile the model at the same time, as they compute at
-the same time in training, and measure the links and what the engine does besides the operators
-(`Overheads`); then every method trains a few updates, one method after another. Each simulated time is made
-from the figures of its own round, and the ratio of the two is the median over rounds, so that drift of the
-machine cancels. The time of an update is one in the steady state, of the slower process. Exits with 1 if the
-median error is more than 5%, or two methods whose times differ by more than 5% are simulated in another
-order.
+Every process has one thread. In a round, both processes profile the model's operators at the same time, as
+they compute at the same time in training; a few updates of 1f1b and of zb-h1 are recorded, which tell what
+the engine takes besides (`calibrate`); then every method trains a few updates, one method after another. No
+other method is timed before it is simulated. Each simulated time is made from the figures of its own round,
+and the ratio of the two is the median over rounds, so that drift of the machine cancels. An update's time is
+one of the steady state, on the slower process. Links are measured once for each model.
+
+Exits with 1 if the median error is more than 5%, or if two methods whose times differ by more than 5% are
+simulated in another order.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -82,8 +85,8 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--methods", nargs="+", choices=trained, default=trained)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--updates", type=int, default=4, help="updates of each method in a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=3, help="updates of each method in a round")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -131,8 +134,6 @@ def measured(model: nn.Module, m: int, options: argparse.Namespace) -> dict[str,
             simulated_s = update_s(simulated(each, costs, known))
             if number > 0:
                 pairs[each.method].append((simulated_s, real_s))
-        if dist.get_rank() == 0:
-            print(known, file=sys.stderr)
     return pairs
 
 
@@ -204,7 +205,7 @@ def timed(engine: pd2bw_fx.Engine, batch: Any, updates: int) -> float:
 
 
 def judge(runs: list[dict[str, Any]]) -> int:
-    table = Table("model", "m", "method", "real ms", "simulated ms", "error", "rounds from .. to")
+    table = Table("model", "m", "method", "real ms", "simulated ms", "error", "rounds", box=box.MARKDOWN)
     errors, medians = [], dict[tuple[str, int], dict[str, tuple[float, float]]]()
     for run in runs:
         ratios = [simulated_s / real_s - 1 for simulated_s, real_s in run["pairs"]]
@@ -219,7 +220,7 @@ def judge(runs: list[dict[str, Any]]) -> int:
             f"{real_s * 1e3:.1f}",
             f"{simulated_s * 1e3:.1f}",
             f"{error:+.1%}",
-            f"{min(ratios):+.1%} .. {max(ratios):+.1%}",
+            f"{min(ratios):+.1%} to {max(ratios):+.1%}",
         )
     console = Console()
     console.print(table)

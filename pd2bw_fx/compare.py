@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pd2bw_fx.actions import Kind
@@ -33,7 +34,7 @@ class DeviceMemory:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """One method's. The first three are simulated, the first two of the steady state; `loss` and
-    `measured_per_s` are of a real run.
+    `measured_per_s` are of a real run, the loss that of its trained weights on its last batch.
 
     `delays`: by how many updates the weights of a forward or backward are behind, the least and the most.
     """
@@ -117,12 +118,13 @@ def _figures(name: str, pipe: Pipeline, timeline: Timeline, training: Training |
     loss, measured_per_s, not_trained = None, None, None
     if training is not None:
         try:
+            batches = list(training.batches(pipe))
             result = pipe.train_local(
-                training.batches(pipe),
+                batches,
                 optimizer=training.optimizer,
                 parameter_options=training.parameter_options(pipe),
             )
-            loss, measured_per_s = result.losses[-1], result.metrics.throughput
+            loss, measured_per_s = _loss_of(pipe, batches[-1]), result.metrics.throughput
         except Pd2bwError as error:
             not_trained = str(error)
     return Figures(
@@ -137,6 +139,30 @@ def _figures(name: str, pipe: Pipeline, timeline: Timeline, training: Training |
         measured_per_s=measured_per_s,
         not_trained=not_trained,
     )
+
+
+def _loss_of(pipe: Pipeline, batch: Any) -> float:
+    """Of the weights as they are now. (A method's own last loss is of those that its forwards ran on, which
+    one that delays gradients has older ones of.)
+    """
+    layout, m = pipe.batch_layout, pipe.plan.microbatches_per_update
+    assert layout is not None
+    losses = []
+    with torch.no_grad():
+        for piece in layout.cut(layout.flatten(batch), m):
+            values: dict[str, Tensor] = dict(piece)
+            for stage in pipe.stages:
+                returned = stage.module.eval()(*(values[port.value] for port in stage.program.inputs))
+                outputs = (returned,) if isinstance(returned, Tensor) else returned
+                values |= {
+                    port.value: made for port, made in zip(stage.program.outputs, outputs, strict=True)
+                }
+                losses += [
+                    float(values[port.value])
+                    for port in stage.program.outputs
+                    if port.model_output is not None and port.model_output == pipe.graph.loss
+                ]
+    return sum(losses) / len(losses)
 
 
 def _memory(pipe: Pipeline, timeline: Timeline) -> Iterator[DeviceMemory]:

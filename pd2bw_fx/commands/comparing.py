@@ -25,6 +25,7 @@ from pd2bw_fx.units import format_bytes
 
 _COLUMNS = ("method", "simulated/s", "idle", "memory", "versions", "delay")
 _TRAINED = ("measured/s", "loss")
+_WIDE = 120
 
 
 def add(commands: Any) -> None:
@@ -101,13 +102,14 @@ def _print(used: Sequence[Figures], left_out: Sequence[LeftOut], *, is_trained: 
         if is_trained:
             cells += [_shown(each.measured_per_s), _shown(each.loss)]
         table.add_row(*cells)
-    console = Console()
     # As wide as it is: a terminal breaks a line better than a table its words.
-    console.print(table, width=max(console.width, console.measure(table).maximum), crop=False)
+    Console(width=max(Console().width, _WIDE)).print(table)
     of = f", of {format_bytes(limits[0])}" if len(limits) == 1 else ""
     print(
         "/s: microbatches a second; idle: of all devices' time in the steady state; memory: the fullest "
         f"device's{of}; delay: updates a gradient is behind"
+        + "; loss: of the trained weights on the last batch"
+        * is_trained
     )
     for left in left_out:
         print(f"{left.method} {'is left out' if left.fits else 'does not fit'}: {left.reason}")
