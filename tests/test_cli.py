@@ -92,10 +92,14 @@ def test_show_prints_the_code_of_a_stage(folder: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == (folder / "stage_1.py").read_text()
 
 
-def test_verify_compares_with_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_compares_with_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "mlp", "--cluster", "2"]) == 0
-
     assert "bit for bit" in capsys.readouterr().out
+
+    assert main(["verify", str(folder), "--against", "mlp"]) == 0
+    assert "bit for bit" in capsys.readouterr().out
+    assert main(["verify", str(folder)]) == 2
+    assert "name it with --against" in capsys.readouterr().err
 
 
 def test_exported_stages_run_in_processes_and_merge_into_one_file(
@@ -270,6 +274,10 @@ def test_report_writes_one_page(folder: Path, tmp_path: Path) -> None:
         (["train", "gpt", "--trace", "trace.txt"], 2, "ends with .json, .svg or .png"),
         (["train", "gpt", "-o", "nowhere/w.safetensors"], 2, "cannot be written"),
         (["report", "gpt", "-o", "nowhere/report.html"], 2, "cannot be written"),
+        (["train", "gpt", "--replicas", "0"], 2, "--replicas is 0"),
+        (["check", "nowhere.json"], 2, "nowhere.json is not there"),
+        (["verify", "gpt", "--against", "gpt"], 2, "for a saved folder"),
+        (["run-onnx", "nowhere", "--input", __file__], 1, "holds no arrays by name"),
         (["run-onnx", "nowhere", "--input", "nothing.npz"], 2, "nothing.npz is no file"),
     ],
 )

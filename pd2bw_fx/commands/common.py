@@ -97,7 +97,7 @@ def named_pipeline(options: argparse.Namespace) -> Pipeline:
     method = getattr(options, "method", None)
     planned = {} if method is None else {"method": method, "chunks": getattr(options, "chunks", None)}
     pipe = split(
-        _model(options.model),
+        model_named(options.model),
         cluster=named_cluster(options),
         profile_cache=not options.no_profile_cache,
         progress=line,
@@ -112,7 +112,7 @@ def named_model(options: argparse.Namespace) -> nn.Module:
     name = str(options.model)
     if is_onnx(options) or saved_folder(options) is not None:
         raise UsageError(f"{name} is split already, or for inference; name the model itself")
-    return _model(name)
+    return model_named(name)
 
 
 def check_writable(path: Path | None) -> None:
@@ -170,7 +170,7 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place}; --debug shows the traceback"
 
 
-def _model(name: str) -> nn.Module:
+def model_named(name: str) -> nn.Module:
     if name in MODELS:
         return build(name)
     if ":" not in name:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pd2bw_fx.commands.common import check_writable, command, model_command, named_pipeline
-from pd2bw_fx.errors import UsageError
+from pd2bw_fx.errors import InputError, UsageError
 from pd2bw_fx.passes.export_onnx import merge_onnx, run_onnx_processes
 
 
@@ -65,12 +66,22 @@ def _merge(options: argparse.Namespace) -> int:
     return 0
 
 
+def _arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """By name. Raises InputError for a file that is not one of arrays."""
+    try:
+        with np.load(path) as file:
+            return dict(file)
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(
+            f"{path} holds no arrays by name ({error}); numpy.savez writes such files"
+        ) from error
+
+
 def _run_onnx(options: argparse.Namespace) -> int:
     check_writable(options.output)
     if not options.input.is_file():
         raise UsageError(f"{options.input} is no file; give an .npz with the model's inputs by name")
-    with np.load(options.input) as file:
-        inputs = dict(file)
+    inputs = _arrays(options.input)
     outputs = run_onnx_processes(options.folder, inputs, num_microbatches=options.microbatches)
     if options.output is not None:
         np.savez(options.output, allow_pickle=False, **outputs)

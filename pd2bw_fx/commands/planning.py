@@ -17,6 +17,7 @@ from pd2bw_fx.commands.common import (
     command,
     is_onnx,
     model_command,
+    model_named,
     named_onnx,
     named_pipeline,
     saved_folder,
@@ -78,8 +79,13 @@ def add(commands: Any) -> None:
         commands,
         "verify",
         "compare the stages with the model",
-        "pd2bw-fx verify gpt --cluster 3",
+        "pd2bw-fx verify gpt_2 --against gpt",
         takes_onnx=True,
+    )
+    verify.add_argument(
+        "--against",
+        metavar="MODEL",
+        help="the model that a saved folder was split from: a name or module:callable",
     )
     verify.set_defaults(run=_verify)
 
@@ -173,6 +179,8 @@ def _split(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    if not options.plan.exists():
+        raise UsageError(f"{options.plan} is not there; name plan.json in a folder written by split")
     folder = options.plan if options.plan.is_dir() else options.plan.parent
     pipe = load(folder, edited=True)
     try:
@@ -198,7 +206,12 @@ def _verify(options: argparse.Namespace) -> int:
             sizes = ", ".join(map(str, found["batch_sizes_checked"]))
             print(f"{name}: at most {difference:.1e} from what the whole file gives, batch sizes {sizes}")
         return 0
-    print(named_pipeline(options).verify())
+    if saved_folder(options) is None and options.against is not None:
+        raise UsageError(f"{options.model} is compared with itself; --against is for a saved folder")
+    if saved_folder(options) is not None and options.against is None:
+        raise UsageError(f"{options.model} has no model to be compared with; name it with --against")
+    against = None if options.against is None else model_named(options.against)
+    print(named_pipeline(options).verify(against))
     return 0
 
 

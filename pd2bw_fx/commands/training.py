@@ -97,9 +97,10 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    for name in ("updates", "every", "record"):
-        if getattr(options, name) < 1:
-            raise UsageError(f"--{name} is {getattr(options, name)}; at least 1 was expected")
+    for name in ("updates", "every", "record", "microbatches", "replicas"):
+        given = getattr(options, name)
+        if given is not None and given < 1:
+            raise UsageError(f"--{name} is {given}; at least 1 was expected")
     if options.trace is not None and options.trace.suffix not in (".json", ".svg", ".png"):
         raise UsageError(
             f"--trace is {options.trace}; a name that ends with .json, .svg or .png was expected"

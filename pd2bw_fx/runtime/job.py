@@ -131,6 +131,8 @@ def work_for(
     if not rules.trains:
         trained = [name for name, known in METHODS.items() if known.trains]
         raise InputError(f"method {rules.name!r} does not train; expected one of {', '.join(trained)}")
+    if isinstance(replicas, int) and replicas < 1:
+        raise InputError(f"replicas={replicas}; at least one process for each stage was expected")
     shape = pipeline.shape(
         method,
         microbatches_per_update=microbatches_per_update,
