@@ -53,10 +53,16 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
     (folder / MANIFEST).write_text(json.dumps({**facts, "files": files}, indent=1) + "\n")
 
 
-def read_manifest(folder: str | Path, *, kind: str, check: bool = True) -> dict[str, Any]:
+def read_manifest(
+    folder: str | Path,
+    *,
+    kind: str,
+    check: bool = True,
+    if_altered: str = "if you edited it on purpose, load(folder, edited=True)",
+) -> dict[str, Any]:
     """The manifest of a folder of this kind, every file of it there and unaltered.
 
-    Raises PlanMismatchError naming the file that is missing or altered.
+    Raises PlanMismatchError naming the file that is missing or altered; `if_altered` says what to do then.
     """
     folder = Path(folder)
     if not (folder / MANIFEST).is_file():
@@ -70,20 +76,22 @@ def read_manifest(folder: str | Path, *, kind: str, check: bool = True) -> dict[
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
         found = manifest.get("kind") if isinstance(manifest, dict) else type(manifest).__name__
         raise PlanMismatchError(f"{folder} holds {found!r}; a folder of kind {kind!r} was expected")
-    for name, expected in manifest["files"].items():
-        _check_file(folder / name, expected, check=check)
+    files = manifest.get("files")
+    if not isinstance(files, dict) or any(Path(name).name != name for name in files):
+        raise PlanMismatchError(f"{folder / MANIFEST} lists files of another folder; save it again")
+    for name, expected in files.items():
+        _check_file(folder / name, expected, check=check, if_altered=if_altered)
     return manifest
 
 
-def _check_file(path: Path, expected: str, *, check: bool) -> None:
+def _check_file(path: Path, expected: str, *, check: bool, if_altered: str) -> None:
     if not path.is_file():
         raise PlanMismatchError(
             f"{path} is missing though the manifest lists it; copy the folder whole, or save it again"
         )
     if check and sha256(path) != expected:
         raise PlanMismatchError(
-            f"{path} is not the file that was saved: its hash differs from the manifest's; if you edited it "
-            "on purpose, load(folder, edited=True)"
+            f"{path} is not the file that was saved: its hash differs from the manifest's; {if_altered}"
         )
 
 

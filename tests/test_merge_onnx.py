@@ -1,5 +1,6 @@
 """ONNX folders of whole models: merged, annotated, run in processes; held against the original model."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,8 +238,28 @@ def test_a_folder_with_an_altered_stage_is_not_merged(folder: Path, tmp_path: Pa
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "stage_1.onnx").write_bytes(b"")
 
-    with pytest.raises(PlanMismatchError, match=r"stage_1\.onnx"):
+    with pytest.raises(PlanMismatchError, match=r"stage_1\.onnx is not the file.*export it again"):
         merge_onnx(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2}, "has schema 2, and this version reads 1"),
+        ({"files": {"../elsewhere": "0"}}, "lists files of another folder"),
+        ({"stages": [{"stage": 0, "file": "other.onnx"}]}, "names 'other.onnx', which is no file of it"),
+    ],
+)
+def test_a_manifest_that_points_elsewhere_is_refused(
+    folder: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | change))
+
+    with pytest.raises(PlanMismatchError, match=message):
+        run_onnx(tmp_path, {})
 
 
 class Moody(nn.Module):

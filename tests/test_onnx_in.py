@@ -273,6 +273,7 @@ def test_what_cannot_be_split_is_an_error_that_says_why_and_leaves_nothing(
     chain: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "text.onnx").write_text("no model")
+    (tmp_path / "empty.onnx").write_bytes(b"")
     narrow = written(
         CHAIN.replace("a = MatMul(x, w)", "g = Add(x, v)\n    a = MatMul(g, w)"), tmp_path / "n.onnx"
     )
@@ -286,6 +287,8 @@ def test_what_cannot_be_split_is_an_error_that_says_why_and_leaves_nothing(
         split_onnx(tmp_path / "missing.onnx", out, cluster=2)
     with pytest.raises(InputError, match="is no valid ONNX model"):
         split_onnx(tmp_path / "text.onnx", out, cluster=2)
+    with pytest.raises(InputError, match="it holds no graph with outputs"):
+        split_onnx(tmp_path / "empty.onnx", out, cluster=2)
     with pytest.raises(InputError, match="input 'tokens' is no input of the model; it takes x"):
         split_onnx(chain, out, cluster=2, examples=[{"x": draw(2, 4), "tokens": draw(2, 4)}])
     with pytest.raises(ExportError, match=r"fails in onnxruntime on inputs x \(2, 4\).*pass examples"):
@@ -294,6 +297,35 @@ def test_what_cannot_be_split_is_an_error_that_says_why_and_leaves_nothing(
         split_onnx(chain, out, cluster=16)
 
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("location", "size", "message"),
+    [
+        ("chain.weights", 100, r"at \d+ to \d+, and that file has 100 bytes; it is cut short"),
+        ("chain.weights", None, "and there is no such file"),
+        ("../chain.weights", 4096, "outside of its folder"),
+    ],
+)
+def test_weights_that_are_cut_short_gone_or_elsewhere_are_refused(
+    tmp_path: Path, location: str, size: int | None, message: str
+) -> None:
+    path = tmp_path / "model" / "chain.onnx"
+    path.parent.mkdir()
+    written(CHAIN, path, external=True)
+    (path.parent / "chain.weights").unlink()
+    if size is not None:
+        (path.parent / location).write_bytes(bytes(size))
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            entry.value = location if entry.key == "location" else entry.value
+    path.write_bytes(model.SerializeToString())
+
+    with pytest.raises(InputError, match=message):
+        split_onnx(path, tmp_path / "out", cluster=2)
+
+    assert not (tmp_path / "out").exists()
 
 
 def test_everything_else_works_without_onnx_and_what_needs_it_says_what_to_install(tmp_path: Path) -> None:

@@ -19,10 +19,9 @@ import numpy as np
 from torch import Tensor
 
 from pd2bw_fx.errors import ExportError, InputError
-from pd2bw_fx.files import read_manifest
 from pd2bw_fx.onnx_session import Array, first_line, open_session
 
-from .run import KIND, named_inputs
+from .run import named_inputs, onnx_manifest
 
 _POLL_S = 0.5
 
@@ -44,6 +43,13 @@ class _Failure:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """The last word of a stage's process; one that ends without it has not done its work."""
+
+    stage: int
+
+
 def run_onnx_processes(
     folder: str | Path, inputs: Mapping[str, Tensor | Array], *, num_microbatches: int = 1
 ) -> dict[str, Array]:
@@ -56,7 +62,7 @@ def run_onnx_processes(
     A script that calls this needs the guard `if __name__ == "__main__":`, as with any spawned process.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder, kind=KIND)
+    manifest = onnx_manifest(folder)
     if not manifest["stages"]:
         raise InputError(f"{folder} holds one annotated model and no stages; export with form='stages'")
     fed = named_inputs(folder, manifest, inputs)
@@ -128,11 +134,12 @@ def _collect(
     arrived: list[dict[str, Array]] = [
         {name: tensors[name] for name in wanted - made} for tensors in microbatches
     ]
+    done = set()
     while any(len(tensors) < len(wanted) for tensors in arrived):
         try:
             message = results.get(timeout=_POLL_S)
         except queue.Empty:
-            lost = [stage for stage, worker in workers.items() if worker.exitcode not in (None, 0)]
+            lost = [s for s, worker in workers.items() if worker.exitcode is not None and s not in done]
             if lost:
                 code = workers[lost[0]].exitcode
                 raise ExportError(
@@ -142,6 +149,9 @@ def _collect(
             continue
         if isinstance(message, _Failure):
             raise ExportError(f"stage {message.stage} failed in its process: {message.reason}")
+        if isinstance(message, _Done):
+            done.add(message.stage)
+            continue
         arrived[message.microbatch][message.tensor] = message.array
     return {
         entry["name"]: arrived[0][entry["tensor"]]
@@ -175,5 +185,6 @@ def _work(
                     inboxes[target].put(_Value(microbatch, name, array))
                 if name in leaving:
                     results.put(_Value(microbatch, name, array))
+        results.put(_Done(entry["stage"]))
     except Exception as error:  # told to the process that waits, which raises it
         results.put(_Failure(entry["stage"], first_line(error)))

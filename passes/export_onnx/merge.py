@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pd2bw_fx.errors import ExportError
-from pd2bw_fx.files import read_manifest
 from pd2bw_fx.onnx_model import subgraphs
 from pd2bw_fx.onnx_session import first_line, require
 
 from .origin import STAGE
-from .run import KIND
+from .run import onnx_manifest
 
 if TYPE_CHECKING:
     import onnx
@@ -41,7 +40,7 @@ def merge_onnx(folder: str | Path, path: str | Path | None = None) -> onnx.Model
     import onnx_ir as ir
 
     folder = Path(folder)
-    manifest = read_manifest(folder, kind=KIND)
+    manifest = onnx_manifest(folder)
     if not manifest["stages"]:
         raise ExportError(f"{folder} holds no stages, only one annotated model; export with form='stages'")
     model = merged(manifest, {e["stage"]: ir.load(folder / e["file"]) for e in manifest["stages"]})

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx.errors import ExportError, InputError
+from pd2bw_fx.errors import ExportError, InputError, PlanMismatchError
 from pd2bw_fx.files import read_manifest
 from pd2bw_fx.onnx_session import Array, first_line, open_session, to_array
 from pd2bw_fx.stage import StageProgram
@@ -26,13 +26,31 @@ def run_onnx(folder: str | Path, inputs: Mapping[str, Tensor | Array]) -> dict[s
     PlanMismatchError for a file that is missing or altered, ExportError where onnxruntime refuses a file.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder, kind=KIND)
+    manifest = onnx_manifest(folder)
     fed = named_inputs(folder, manifest, inputs)
     if not manifest["stages"]:
         annotated = manifest["annotated"]
         return run_whole(folder / annotated["file"], fed, annotated["outputs"])
     tensors = run_files(folder, manifest["stages"], fed)
     return {entry["name"]: tensors[entry["tensor"]] for entry in manifest["outputs"]}
+
+
+def onnx_manifest(folder: Path) -> dict[str, Any]:
+    """What an exported folder says of itself, and its files as they were written.
+
+    Raises PlanMismatchError for a file that is missing, altered, or not the folder's own.
+    """
+    manifest = read_manifest(folder, kind=KIND, if_altered="copy the folder again, or export it again")
+    if manifest.get("schema") != SCHEMA:
+        raise PlanMismatchError(
+            f"{folder} has schema {manifest.get('schema')!r}, and this version reads {SCHEMA}; "
+            "export it again"
+        )
+    named = [entry["file"] for entry in (*manifest["stages"], manifest.get("annotated")) if entry]
+    strange = [name for name in named if name not in manifest["files"]]
+    if strange:
+        raise PlanMismatchError(f"{folder} names {strange[0]!r}, which is no file of it; export it again")
+    return manifest
 
 
 def named_inputs(

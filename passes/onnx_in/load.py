@@ -31,7 +31,12 @@ def load_onnx(path: Path) -> ir.Model:
         model = ir.load(path)
     except Exception as error:  # protobuf's and the reader's errors have no common class
         raise InputError(f"{path} is no valid ONNX model: {first_line(error)}") from error
+    if model.ir_version is None or not model.graph.outputs:
+        raise InputError(f"{path} is no valid ONNX model: it holds no graph with outputs")
     _check_reads(model, path)
+    for tensor in _tensors(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            _check_external(tensor, path)
     passes.Sequential(
         common.InlinePass(),
         common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
@@ -42,6 +47,37 @@ def load_onnx(path: Path) -> ir.Model:
     )(model)
     _name_nodes(model)
     return model
+
+
+def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """Every constant of the model and of its subgraphs."""
+    for graph in model.graphs():
+        yield from (v.const_value for v in graph.initializers.values() if v.const_value is not None)
+        for node in graph:
+            for attribute in node.attributes.values():
+                if attribute.type.name == "TENSOR" and not attribute.is_ref():
+                    yield attribute.as_tensor()
+
+
+def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
+    """Its bytes must be there, and beside the model: a file must not name what is elsewhere here."""
+    where = f"{path} keeps {tensor.name!r} in {str(tensor.location)!r}"
+    location = Path(tensor.location)
+    file = path.parent / location
+    if location.is_absolute() or ".." in location.parts:
+        raise InputError(
+            f"{where}, which is outside of its folder; copy that file beside it and save it again"
+        )
+    if not file.is_file():
+        raise InputError(f"{where}, and there is no such file; copy it beside the model")
+    start, needed = tensor.offset or 0, tensor.nbytes
+    if tensor.length is not None and tensor.length != needed:
+        raise InputError(f"{where} as {tensor.length} bytes, and its shape needs {needed}; export it again")
+    if start < 0 or start + needed > file.stat().st_size:
+        raise InputError(
+            f"{where} at {start} to {start + needed}, and that file has {file.stat().st_size} bytes; "
+            "it is cut short, copy it again"
+        )
 
 
 def _check_reads(model: ir.Model, path: Path) -> None:
