@@ -29,7 +29,8 @@ from pd2bw_fx.passes.verify import Forward, Verification, verify
 from pd2bw_fx.plan import Plan, whole
 from pd2bw_fx.report.notebook import pipeline_html
 from pd2bw_fx.report.page import page_html
-from pd2bw_fx.report.parts import Part, write_part
+from pd2bw_fx.report.parts import Part, picture_of
+from pd2bw_fx.report.picture import Picture
 from pd2bw_fx.report.table import plan_table
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.local import TrainResult, train_local
@@ -322,12 +323,16 @@ class Pipeline:
         )
         Path(path).write_text(page)
 
-    def draw(self, part: Part, path: str | Path, *, metrics: Metrics | None = None) -> None:
-        """Write one of the report's pictures as .svg or .png: "graph", "timeline", "time", "memory", and of
-        a training run "measured" and "loss". Timelines also as .json for Perfetto.
+    def draw(self, part: Part, path: str | Path | None = None, *, metrics: Metrics | None = None) -> Picture:
+        """One of the report's pictures, for a notebook to show: "graph", "timeline", "time", "memory", and of
+        a training run "measured" and "loss". Written to `path` as .svg or .png, timelines also as .json for
+        Perfetto.
         """
         timeline = self._timeline_of(metrics)
-        write_part(part, path, graph=self.graph, plan=self.plan, timeline=timeline, metrics=metrics)
+        drawn = picture_of(part, graph=self.graph, plan=self.plan, timeline=timeline, metrics=metrics)
+        if path is not None:
+            drawn.save(path)
+        return drawn
 
     def _timeline_of(self, metrics: Metrics | None) -> Timeline:
         """Simulated as the run was, if there was one."""

@@ -94,7 +94,11 @@ def test_a_chrome_trace_is_well_formed_simulated_and_measured(tmp_path: Path) ->
     """What Perfetto's importer asks for: slices of a thread nest, every asynchronous begin has its end."""
     pipe = pd2bw_fx.split(build("mlp"), cluster=3, costs="analytic", check=False)
     metrics = replace(METRICS, records=RECORDS)
-    pipe.draw("timeline", tmp_path / "simulated.json")
+    shown = pipe.draw("timeline", tmp_path / "simulated.json")
+    assert shown._repr_html_().startswith("<svg")
+    assert list(tmp_path.iterdir()) == [tmp_path / "simulated.json"]
+    assert pipe.draw("memory")._repr_html_() == pipe.draw("memory").svg
+    assert list(tmp_path.iterdir()) == [tmp_path / "simulated.json"]
     pipe.draw("measured", tmp_path / "measured.json", metrics=metrics)
 
     for name, timeline in (("simulated", pipe.simulate()), ("measured", metrics.timeline)):

@@ -31,7 +31,7 @@ from pd2bw_fx.passes.partition import check_plan, plan_workload
 from pd2bw_fx.pipeline import load
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.report.page import page_html
-from pd2bw_fx.report.parts import PARTS, write_part, write_timeline
+from pd2bw_fx.report.parts import PARTS, picture_of, write_timeline
 from pd2bw_fx.report.table import plan_table
 from pd2bw_fx.units import format_seconds
 from pd2bw_fx.workload import read_workload
@@ -258,14 +258,8 @@ def _report(options: argparse.Namespace) -> int:
         if options.part is None:
             options.output.write_text(page_html(parts.graph, parts.costs, parts.plan, ()))
         else:
-            write_part(
-                options.part,
-                options.output,
-                graph=parts.graph,
-                plan=parts.plan,
-                timeline=None,
-                metrics=None,
-            )
+            drawn = picture_of(options.part, graph=parts.graph, plan=parts.plan, timeline=None, metrics=None)
+            drawn.save(options.output)
     else:
         pipe, metrics = named_pipeline(options), _metrics(options)
         if options.part is None:

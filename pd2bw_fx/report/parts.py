@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,7 @@ from pd2bw_fx.report.graph_svg import graph_svg
 from pd2bw_fx.report.loads import loads_svg
 from pd2bw_fx.report.losses import losses_svg
 from pd2bw_fx.report.memory import memory_svg
-from pd2bw_fx.report.picture import write_picture
+from pd2bw_fx.report.picture import Picture
 from pd2bw_fx.report.timeline import timeline_svg
 from pd2bw_fx.timeline import Timeline
 
@@ -22,44 +21,39 @@ Part = Literal["graph", "timeline", "measured", "time", "memory", "loss"]
 PARTS: tuple[Part, ...] = ("graph", "timeline", "measured", "time", "memory", "loss")
 
 
-def write_part(
+def picture_of(
     part: Part,
-    path: str | Path,
     *,
     graph: OperatorGraph,
     plan: Plan,
     timeline: Timeline | None,
     metrics: Metrics | None,
-) -> None:
-    """One picture, as .svg or .png by the path's suffix.
+) -> Picture:
+    """One picture.
 
     "graph": the operators by stage; "timeline": the simulated schedule; "measured": that of the training run;
-    "time" and "memory": a bar for each stage; "loss": the training run's curve. The timelines also as .json,
-    for Perfetto and chrome://tracing. Raises InputError for what there is nothing to draw of.
+    "time" and "memory": a bar for each stage; "loss": the training run's curve. Raises InputError for what
+    there is nothing to draw of.
     """
     if part in ("timeline", "measured"):
         shown = timeline if part == "timeline" else _measured(metrics)
         if shown is None:
             raise InputError("there is no schedule of inference to draw; its stages run one after another")
-        write_timeline(shown, path)
-    elif part == "loss":
+        return Picture(timeline_svg(shown), shown)
+    if part == "loss":
         if metrics is None:
             raise InputError("there is no training run to show; train first, or name its metrics.json")
-        write_picture(losses_svg({metrics.method: metrics.losses}, first=metrics.first_update + 1), path)
-    elif part == "graph":
-        write_picture(graph_svg(graph, plan), path)
-    elif part in PARTS:
-        write_picture(loads_svg(plan) if part == "time" else memory_svg(plan), path)
-    else:
-        raise InputError(f"part is {part!r}; expected one of {', '.join(PARTS)}")
+        return Picture(losses_svg({metrics.method: metrics.losses}, first=metrics.first_update + 1))
+    if part == "graph":
+        return Picture(graph_svg(graph, plan))
+    if part in PARTS:
+        return Picture(loads_svg(plan) if part == "time" else memory_svg(plan))
+    raise InputError(f"part is {part!r}; expected one of {', '.join(PARTS)}")
 
 
 def write_timeline(timeline: Timeline, path: str | Path) -> None:
     """As .svg or .png, or as .json for Perfetto and chrome://tracing."""
-    if Path(path).suffix == ".json":
-        Path(path).write_text(json.dumps(timeline.to_chrome_trace()))
-    else:
-        write_picture(timeline_svg(timeline), path)
+    Picture(timeline_svg(timeline), timeline).save(path)
 
 
 def _measured(metrics: Metrics | None) -> Timeline:

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What a notebook shows, and `save` writes. `timeline`: what it is of, where it is of one."""
+
+    svg: str
+    timeline: Timeline | None = None
+
+    def save(self, path: str | Path) -> None:
+        """As .svg or .png; a timeline also as .json, for Perfetto and chrome://tracing."""
+        if self.timeline is not None and Path(path).suffix == ".json":
+            Path(path).write_text(json.dumps(self.timeline.to_chrome_trace()))
+        else:
+            write_picture(self.svg, path)
+
+    def _repr_html_(self) -> str:
+        return self.svg
 
 
 def write_picture(svg: str, path: str | Path, *, scale: float = 2.0) -> None:
