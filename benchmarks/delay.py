@@ -1,11 +1,11 @@
 """What an optimizer loses to gradients that are one update late: 2BW and synchronous after equal updates.
 
-    python benchmarks/delay.py [--updates 300] [--seeds 3] [-o delay.json] [--plot docs/delay.png]
+    python benchmarks/delay.py [--lr 3e-3] [--updates 300] [--seeds 3] [-o delay.json] [--plot docs/delay.png]
 
 A GPT of 4 layers on real text, in one process by the rules of `runtime/reference.py`, which the engine
-equals. Every optimizer has its own learning rate, found with `--search` for synchronous training; all warm up
-over 20 updates. The last loss is the mean of the last 20 updates. Losses do not depend on the load of the
-machine; a run that was stopped goes on from the runs that its output file has.
+equals. All optimizers have one learning rate (`--search` tries three of them) and warm up over 20 updates.
+The last loss is the mean of the last 20 updates. Losses do not depend on the load of the machine; a run that
+was stopped goes on from the runs that its output file has.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ import matplotlib.pyplot as plt
 CONFIG = GPTConfig(vocab_size=256, sequence_length=64, num_layers=4, num_heads=4, width=128, dropout=0.0)
 MICROBATCHES, MICROBATCH = 4, 8
 WARM_UP, LAST = 20, 20
-OPTIMIZERS: dict[str, tuple[Callable[..., Any], float]] = {
-    "AdamW": (torch.optim.AdamW, 1e-3),
-    "NAdamW": (nadamw, 1e-3),
-    "Muon": (MuonWithAdamW, 3e-3),
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "AdamW": torch.optim.AdamW,
+    "NAdamW": nadamw,
+    "Muon": MuonWithAdamW,
 }
 RATES = (3e-4, 1e-3, 3e-3)
 Run = tuple[str, str, int]  # optimizer, method, seed
@@ -56,7 +56,7 @@ def trained(name: str, lr: float, method: str, seed: int, num_updates: int) -> l
     result = train_reference(
         model,
         batches,
-        optimizer=functools.partial(OPTIMIZERS[name][0], lr=lr),
+        optimizer=functools.partial(OPTIMIZERS[name], lr=lr),
         lr_scheduler=functools.partial(LinearLR, start_factor=1 / WARM_UP, total_iters=WARM_UP),
         parameter_options=heads_to_adamw if name == "Muon" else None,
         microbatches_per_update=MICROBATCHES,
@@ -73,9 +73,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--search", action="store_true", help="synchronous losses for several learning rates")
+    parser.add_argument("--search", action="store_true", help="losses of seed 0 for several learning rates")
     parser.add_argument("--processes", type=int, help="runs at a time (default: one for each core)")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -95,9 +96,9 @@ def all_runs(pool: ProcessPoolExecutor, options: argparse.Namespace) -> dict[Run
     path: Path | None = options.output
     there = json.loads(path.read_text()) if path is not None and path.exists() else {}
     wanted = {
-        f"{name}/{method}/{seed}/{options.updates}/{lr:g}": (name, lr, method, seed)
+        f"{name}/{method}/{seed}/{options.updates}/{options.lr:g}": (name, options.lr, method, seed)
         for seed in range(options.seeds)
-        for name, (_, lr) in OPTIMIZERS.items()
+        for name in OPTIMIZERS
         for method in ("synchronous", "2bw")
     }
     runs = {
@@ -112,18 +113,19 @@ def all_runs(pool: ProcessPoolExecutor, options: argparse.Namespace) -> dict[Run
 
 def search(pool: ProcessPoolExecutor, num_updates: int) -> None:
     runs = {
-        (n, lr): pool.submit(trained, n, lr, "synchronous", 0, num_updates)
-        for n in OPTIMIZERS
+        (name, lr, method): pool.submit(trained, name, lr, method, 0, num_updates)
+        for name in OPTIMIZERS
         for lr in RATES
+        for method in ("synchronous", "2bw")
     }
-    for (name, lr), run in runs.items():
-        print(f"{name:8} {lr:.0e}  {statistics.mean(run.result()[-LAST:]):.3f}")
+    for (name, lr, method), run in runs.items():
+        print(f"{name:8} {lr:.0e}  {method:12} {statistics.mean(run.result()[-LAST:]):.3f}", flush=True)
 
 
 def print_table(losses: dict[Run, list[float]]) -> None:
-    print("| optimizer | learning rate | synchronous | 2BW | 2BW over synchronous |")
-    print("|---|---|---|---|---|")
-    for name, (_, lr) in OPTIMIZERS.items():
+    print("| optimizer | synchronous | 2BW | 2BW over synchronous |")
+    print("|---|---|---|---|")
+    for name in OPTIMIZERS:
         last = {
             method: [
                 statistics.mean(c[-LAST:]) for (n, m, _), c in losses.items() if (n, m) == (name, method)
@@ -133,7 +135,7 @@ def print_table(losses: dict[Run, list[float]]) -> None:
         ratios = [late / now - 1 for late, now in zip(last["2bw"], last["synchronous"], strict=True)]
         cells = [f"{statistics.mean(v):.3f} ({min(v):.3f} to {max(v):.3f})" for v in last.values()]
         over = f"{statistics.mean(ratios):+.1%} ({min(ratios):+.1%} to {max(ratios):+.1%})"
-        print(f"| {name} | {lr:g} | {cells[0]} | {cells[1]} | {over} |")
+        print(f"| {name} | {cells[0]} | {cells[1]} | {over} |")
 
 
 def draw(losses: dict[Run, list[float]], path: Path) -> None:
