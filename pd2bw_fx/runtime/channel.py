@@ -5,6 +5,8 @@ microbatches of a new size come by: a header goes before the first one, and from
 follows.
 
     sender     header F0  F1  F2 ..         receiver   header F0  F1 posted  F2 posted ..
+
+Between processes of one host, large tensors of the first such size go through memory that both see.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import dtype_name
 from pd2bw_fx.runtime.failure import translated
+from pd2bw_fx.runtime.shared_memory import FROM_BYTES, SharedPlaces
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
@@ -27,6 +30,7 @@ _DTYPES = (
 )  # fmt: skip
 _MAX_DIMS = 8
 _ABSENT = -1
+_HEADER_COLUMNS = 2 + _MAX_DIMS + 2
 _TAGS_A_MICROBATCH = 1024
 _MICROBATCH_TAGS = 2**11  # far more than are ever under way at once
 TAGS_A_LINK = _TAGS_A_MICROBATCH * _MICROBATCH_TAGS
@@ -37,12 +41,14 @@ class Route:
     """How to reach a peer: its rank, the process group, the device of the tensors, and their tags' start.
 
     `via_host`: the group moves host memory only (gloo), and tensors on another device are copied.
+    `shares_memory`: the peer is a process of this host, and both see each other's memory.
     """
 
     peer: int
     group: dist.ProcessGroup
     device: torch.device
     first_tag: int
+    shares_memory: bool = False
 
     @property
     def via_host(self) -> bool:
@@ -73,6 +79,7 @@ class Route:
 
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]  # None: a value that is not sent
+Shared = dict[tuple[Hashable, int], SharedPlaces]  # by size of the microbatch, and position of the value
 
 
 @dataclass(slots=True)
@@ -83,6 +90,7 @@ class Outbox:
     values: tuple[str, ...]
     window: int
     _agreed: dict[Hashable, Layout] = field(default_factory=dict)
+    _shared: Shared = field(default_factory=dict)
     _under_way: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = field(default_factory=deque)
 
     def send(self, microbatch: int, size: Hashable, tensors: Sequence[Tensor | None]) -> None:
@@ -93,18 +101,37 @@ class Outbox:
         layout = tuple(None if t is None else (t.dtype, tuple(t.shape)) for t in tensors)
         works: list[tuple[dist.Work, Tensor]] = []
         if size not in self._agreed:
-            self._agreed[size] = layout
-            header = _header(self.values, layout).to(self.route.wire_device)
-            works.append((self.route.isend(header, self.route.tag(microbatch, 0)), header))
+            works.append(self._agree(microbatch, size, layout))
         elif self._agreed[size] != layout:
             self._refuse(layout, self._agreed[size], microbatch)
         for position, tensor in enumerate(tensors, start=1):
             if tensor is not None:
-                wire = tensor.detach().contiguous().to(self.route.wire_device)
-                works.append((self.route.isend(wire, self.route.tag(microbatch, position)), wire))
+                works += self._start(tensor.detach(), self.route.tag(microbatch, position), (size, position))
         self._under_way.append((microbatch, works))
         while len(self._under_way) > self.window:
             self._wait_for_oldest()
+
+    def _agree(self, microbatch: int, size: Hashable, layout: Layout) -> tuple[dist.Work, Tensor]:
+        """Tell the peer what comes with microbatches of this size."""
+        if self.route.shares_memory and not self._agreed:  # further sizes are too rare to keep memory for
+            for position, entry in enumerate(layout, start=1):
+                if entry is not None and (size_bytes := _bytes_of(entry)) >= FROM_BYTES:
+                    self._shared[size, position] = SharedPlaces.make(size_bytes)
+        self._agreed[size] = layout
+        places = [self._shared.get((size, position + 1)) for position in range(len(layout))]
+        header = _header(self.values, layout, places).to(self.route.wire_device)
+        return self.route.isend(header, self.route.tag(microbatch, 0)), header
+
+    def _start(self, tensor: Tensor, tag: int, at: tuple[Hashable, int]) -> list[tuple[dist.Work, Tensor]]:
+        works: list[tuple[dist.Work, Tensor]] = []
+        if at in self._shared:
+            place = torch.tensor([self._shared[at].put(tensor)])
+            works.append((self.route.isend(place, tag), place))
+            if int(place) >= 0:
+                return works
+        wire = tensor.contiguous().to(self.route.wire_device)
+        works.append((self.route.isend(wire, tag), wire))
+        return works
 
     def settle(self, microbatch: int | None = None) -> None:
         """Wait until everything, or everything up to a microbatch, has been received."""
@@ -133,6 +160,7 @@ class Inbox:
     route: Route
     values: tuple[str, ...]
     _agreed: dict[Hashable, Layout] = field(default_factory=dict)
+    _shared: Shared = field(default_factory=dict)
     _posted: dict[int, _Posted] = field(default_factory=dict)
 
     def expect(self, microbatch: int, size: Hashable) -> None:
@@ -141,7 +169,7 @@ class Inbox:
             self._post_tensors(microbatch, posted, self._agreed[size])
         elif not any(other.size == size for other in self._posted.values()):
             posted.header = torch.empty(
-                len(self.values), _MAX_DIMS + 2, dtype=torch.int64, device=self.route.wire_device
+                len(self.values), _HEADER_COLUMNS, dtype=torch.int64, device=self.route.wire_device
             )
             posted.header_work = self.route.irecv(posted.header, self.route.tag(microbatch, 0))
         self._posted[microbatch] = posted
@@ -152,7 +180,7 @@ class Inbox:
         if posted.header_work is not None:
             self.route.wait(posted.header_work)
             assert posted.header is not None
-            self._agreed[posted.size] = _read_header(posted.header)
+            self._read(posted.size, posted.header.tolist())
             for number, other in self._posted.items():
                 if other.size == posted.size:
                     self._post_tensors(number, other, self._agreed[posted.size])
@@ -160,9 +188,28 @@ class Inbox:
         for work in posted.works or []:
             self.route.wait(work)
         return [
-            buffer.to(self.route.device) if buffer is not None and self.route.via_host else buffer
-            for buffer in posted.buffers
+            self._value(microbatch, (posted.size, position), told)
+            for position, told in enumerate(posted.buffers, start=1)
         ]
+
+    def _read(self, size: Hashable, header: list[list[int]]) -> None:
+        self._agreed[size] = layout = _read_layout(header)
+        for position, (entry, row) in enumerate(zip(layout, header, strict=True), start=1):
+            if entry is not None and row[-2]:
+                self._shared[size, position] = SharedPlaces.attach((row[-2], row[-1]), _bytes_of(entry))
+
+    def _value(self, microbatch: int, at: tuple[Hashable, int], told: Tensor | None) -> Tensor | None:
+        if told is None or at not in self._shared:
+            return None if told is None else told.to(self.route.device)
+        size, position = at
+        entry = self._agreed[size][position - 1]
+        assert entry is not None
+        tensor = torch.empty(entry[1], dtype=entry[0])
+        if (place := int(told)) >= 0:
+            self._shared[at].take(place, tensor)
+        else:  # no place was free: the tensor itself follows
+            self.route.wait(self.route.irecv(tensor, self.route.tag(microbatch, position)))
+        return tensor
 
     def _post_tensors(self, microbatch: int, posted: _Posted, layout: Layout) -> None:
         posted.works = []
@@ -170,8 +217,10 @@ class Inbox:
             if entry is None:
                 posted.buffers.append(None)
                 continue
-            dtype, shape = entry
-            buffer = torch.empty(shape, dtype=dtype, device=self.route.wire_device)
+            if (posted.size, position) in self._shared:
+                buffer = torch.empty(1, dtype=torch.int64)
+            else:
+                buffer = torch.empty(entry[1], dtype=entry[0], device=self.route.wire_device)
             posted.buffers.append(buffer)
             posted.works.append(self.route.irecv(buffer, self.route.tag(microbatch, position)))
 
@@ -185,11 +234,12 @@ class _Posted:
     buffers: list[Tensor | None] = field(default_factory=list)
 
 
-def _header(values: Sequence[str], layout: Layout) -> Tensor:
+def _header(values: Sequence[str], layout: Layout, places: Sequence[SharedPlaces | None]) -> Tensor:
+    """A row for each value: its type, number of dimensions and sizes, and the ticket of its memory."""
     rows = []
-    for value, entry in zip(values, layout, strict=True):
+    for value, entry, shared in zip(values, layout, places, strict=True):
         if entry is None:
-            rows.append([0, _ABSENT] + [0] * _MAX_DIMS)
+            rows.append([0, _ABSENT] + [0] * (_HEADER_COLUMNS - 2))
             continue
         dtype, shape = entry
         if dtype not in _DTYPES or len(shape) > _MAX_DIMS:
@@ -197,15 +247,21 @@ def _header(values: Sequence[str], layout: Layout) -> Tensor:
                 f"{value!r} is {_described(entry)}, which no link carries; up to {_MAX_DIMS} dimensions and "
                 f"the types {', '.join(map(dtype_name, _DTYPES))} can be sent"
             )
-        rows.append([_DTYPES.index(dtype), len(shape), *shape] + [0] * (_MAX_DIMS - len(shape)))
+        sizes = [*shape] + [0] * (_MAX_DIMS - len(shape))
+        ticket = (0, 0) if shared is None else shared.ticket
+        rows.append([_DTYPES.index(dtype), len(shape), *sizes, *ticket])
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _read_header(header: Tensor) -> Layout:
+def _read_layout(header: Sequence[Sequence[int]]) -> Layout:
     return tuple(
         None if num_dims == _ABSENT else (_DTYPES[dtype], tuple(sizes[:num_dims]))
-        for dtype, num_dims, *sizes in header.tolist()
+        for dtype, num_dims, *sizes in header
     )
+
+
+def _bytes_of(entry: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    return torch.Size(entry[1]).numel() * entry[0].itemsize
 
 
 def _described(entry: tuple[torch.dtype, tuple[int, ...]] | None) -> str:

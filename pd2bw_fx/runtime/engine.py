@@ -36,6 +36,7 @@ from pd2bw_fx.runtime.rank_runner import evaluation_actions
 from pd2bw_fx.runtime.recorder import Recorder, offset_to_first_rank
 from pd2bw_fx.runtime.reports import LossLog, UpdateReport
 from pd2bw_fx.runtime.setup import Precision, make_runner, make_weights
+from pd2bw_fx.runtime.shared_memory import ranks_in_reach
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.weights import OptimizerFactory, ParameterOptions, SchedulerFactory
@@ -131,6 +132,7 @@ class Engine:
             activations=activations,
             gradients=gradients,
             precision=precision,
+            in_reach=ranks_in_reach(self._control, job.rank, job.num_ranks),
             on_loss=self._collect_loss,
             recorder=self._recorder,
         )

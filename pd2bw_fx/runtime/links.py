@@ -87,6 +87,7 @@ class Connections:
     activations: dist.ProcessGroup
     gradients: dist.ProcessGroup
     device: torch.device
+    in_reach: frozenset[int] = frozenset()  # ranks whose memory this one sees
     _handovers: dict[tuple[int, int, bool], Handover] = field(default_factory=dict)
 
     def of(self, program: StageProgram) -> Links:
@@ -139,7 +140,8 @@ class Connections:
         else:
             number = theirs.index(sender) * len(self.job.stages) + self.job.stages.index(receiver)
         group = self.gradients if back else self.activations
-        return Route(rank, group, self.device, number * TAGS_A_LINK)
+        shares = rank in self.in_reach and self.device.type == "cpu"
+        return Route(rank, group, self.device, number * TAGS_A_LINK, shares)
 
     @property
     def _most(self) -> int:

@@ -90,10 +90,11 @@ def make_runner(
     activations: dist.ProcessGroup,
     gradients: dist.ProcessGroup,
     precision: Precision | None,
+    in_reach: frozenset[int],
     on_loss: Callable[[int, Tensor], None],
     recorder: Recorder | None = None,
 ) -> RankRunner:
-    connections = Connections(job, activations, gradients, device)
+    connections = Connections(job, activations, gradients, device, in_reach)
     return RankRunner(
         {
             program.stage: StageRunner(

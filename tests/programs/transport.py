@@ -1,0 +1,69 @@
+"""Run by torchrun on 2 ranks: what links carry through shared memory, and what beside it.
+
+torchrun --nproc-per-node 2 transport.py RESULT.json
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pd2bw_fx.runtime.channel import Inbox, Outbox, Route
+from pd2bw_fx.runtime.shared_memory import ranks_in_reach
+
+MICROBATCHES = 6
+NAMES = ("large", "turned", "small", "absent")
+
+
+def values_of(microbatch: int, rows: int) -> list[Tensor | None]:
+    """Two of a mebibyte or more, one of them transposed and of another type; a small one; none."""
+    torch.manual_seed(microbatch)
+    large = torch.randn(rows, 512, 1024)
+    return [large, large.transpose(1, 2).to(torch.bfloat16), torch.arange(3) + microbatch, None]
+
+
+def send(route: Route) -> None:
+    outbox = Outbox(route, NAMES, window=MICROBATCHES)
+    for rows in (1, 2):  # the second size has no memory of its own
+        for number in range(MICROBATCHES):
+            outbox.send(number, rows, values_of(number, rows))
+        dist.barrier()  # nothing is taken before everything is sent: more than there are places
+        outbox.settle()
+
+
+def receive(route: Route) -> dict[str, object]:
+    inbox, differing = Inbox(route, NAMES), []
+    for rows in (1, 2):
+        for number in range(MICROBATCHES):
+            inbox.expect(number, rows)
+        dist.barrier()
+        for number in range(MICROBATCHES):
+            pairs = zip(NAMES, inbox.take(number), values_of(number, rows), strict=True)
+            differing += [(name, number, rows) for name, found, sent in pairs if not equal(found, sent)]
+    return {"differing": differing, "shared": sorted(position for _, position in inbox._shared)}
+
+
+def equal(found: Tensor | None, sent: Tensor | None) -> bool:
+    if found is None or sent is None:
+        return found is sent
+    return found.dtype == sent.dtype and torch.equal(found, sent)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, group = dist.get_rank(), dist.new_group([0, 1])
+    reach = ranks_in_reach(group, rank, 2)
+    route = Route(1 - rank, group, torch.device("cpu"), 0, shares_memory=bool(reach))
+    if rank == 0:
+        send(route)
+    else:
+        Path(sys.argv[1]).write_text(json.dumps({"reach": sorted(reach), **receive(route)}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
