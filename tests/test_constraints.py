@@ -12,7 +12,7 @@ import pytest
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.errors import InfeasibleError, InputError
-from pd2bw_fx.passes.partition import partition
+from pd2bw_fx.passes.partition import infeasible, nearest, partition
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
 
@@ -130,6 +130,7 @@ def test_no_constraints_change_nothing() -> None:
     assert dataclasses.replace(plans[0], planning_s=0) == dataclasses.replace(plans[1], planning_s=0)
 
 
+@pytest.mark.usefixtures("_enough_time")
 def test_wishes_that_exclude_one_another_are_the_only_ones_named() -> None:
     # cpu:0 takes one stage, and op0 and op5 can only share one if all six blocks are on it.
     wishes = Constraints(stage_of={"op2": 1}, device_of={"op0": "cpu:0", "op5": 0, "op3": 1})
@@ -140,6 +141,15 @@ def test_wishes_that_exclude_one_another_are_the_only_ones_named() -> None:
     assert message.count("' on ") == 2
 
 
+@pytest.fixture
+def _enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of an infeasible problem is looked for as long as it takes, whatever else is running."""
+    monkeypatch.setattr(infeasible, "_EXPLAIN_TIME_S", 60.0)
+    monkeypatch.setattr(nearest, "_TIME_S", 120.0)
+    monkeypatch.setattr(nearest, "_STAGES_TIME_S", 120.0)
+
+
+@pytest.mark.usefixtures("_enough_time")
 def test_infeasible_memory_names_the_devices_that_matter_and_what_would_do() -> None:
     capped = Constraints(memory_bytes={"cpu:0": 800, "cpu:1": 1900})
     # 500 bytes a block, 200 to step one, 20 a tensor at a cut: room for one on cpu:0, three on cpu:1.
@@ -150,6 +160,7 @@ def test_infeasible_memory_names_the_devices_that_matter_and_what_would_do() -> 
     assert partition(chain(6, 2), roomy(2), constraints=enough).num_stages == 2
 
 
+@pytest.mark.usefixtures("_enough_time")
 def test_nearest_change_is_enough_and_little_less_is_not() -> None:
     capped = Constraints(memory_bytes={"cpu:0": 800, "cpu:1": 1900})
     with pytest.raises(InfeasibleError, match=r"With .* more on cpu:\d \(bottleneck") as caught:
@@ -167,6 +178,7 @@ def test_nearest_change_is_enough_and_little_less_is_not() -> None:
             partition(chain(6, 2), roomy(2), constraints=less)
 
 
+@pytest.mark.usefixtures("_enough_time")
 def test_recomputation_is_named_where_it_is_enough() -> None:
     problem = chain(6, 2)
     blocks = tuple(dataclasses.replace(block, saved_bytes=1000) for block in problem.blocks)
@@ -178,6 +190,7 @@ def test_recomputation_is_named_where_it_is_enough() -> None:
     assert partition(problem, cluster, recompute="auto").bottleneck_s == pytest.approx(stated, rel=0.01)
 
 
+@pytest.mark.usefixtures("_enough_time")
 def test_fewest_stages_more_with_which_it_fits_are_named_and_really_are_enough() -> None:
     # 500 bytes a block, 200 to step one, 20 a tensor at a cut and in flight: three blocks at most.
     four, ten = roomy(4), chain(10, 4)
@@ -192,6 +205,7 @@ def test_fewest_stages_more_with_which_it_fits_are_named_and_really_are_enough()
         partition(ten, cluster, num_stages=3)
 
 
+@pytest.mark.usefixtures("_enough_time")
 def test_devices_more_are_named_where_none_is_free() -> None:
     two = Cluster.uniform(2, memory_bytes=1900, bytes_per_s=1e3, latency_s=0.0)
     with pytest.raises(InfeasibleError, match=r"2 stages more on 2 more devices like cpu:1 \(") as caught:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -311,3 +314,31 @@ def test_what_cannot_be_measured_is_refused(method: str, kind: str, said: str) -
 
     with pytest.raises(InputError, match=said):
         profile(normalise(traced), traced.examples, device=device, method=method)  # type: ignore[arg-type]
+
+
+def test_what_others_take_of_a_core_is_no_operators_time() -> None:
+    torch.manual_seed(0)
+    model = Uneven()
+    traced = trace(model, (torch.randn(64, 16),), {})
+    graph, cores, threads = normalise(traced), os.sched_getaffinity(0), torch.get_num_threads()
+
+    def total_s() -> float:
+        costs = profile(graph, traced.examples, device=CPU, method="measured", whole=traced.call)
+        return costs.forward_s + costs.backward_s
+
+    core = str(min(cores))
+    spin = f"import os; os.sched_setaffinity(0, [{core}])\nprint(flush=True)\nwhile True: pass"
+    try:
+        torch.set_num_threads(1)
+        os.sched_setaffinity(0, {int(core)})
+        alone_s = total_s()
+        with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            beside_s = min(total_s() for _ in range(2))
+            other.kill()
+    finally:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+
+    assert beside_s < 1.5 * alone_s  # on the wall it is twice as long at least

@@ -23,12 +23,12 @@ from pd2bw_fx.graph import OperatorGraph
 
 from .analytic import Estimator
 from .cache import ProfileCache, default_cache_folder
-from .measured import Stopwatch
+from .measured import Stopwatch, clock_for
 from .walk import Walk
 
 Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
-__all__ = ["METHODS", "default_cache_folder", "profile"]
+__all__ = ["METHODS", "clock_for", "default_cache_folder", "profile"]
 
 METHODS = ("auto", "measured", "analytic")
 
