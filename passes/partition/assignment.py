@@ -63,11 +63,11 @@ class Assignment:
             for stage in stages[:-1]:
                 self._early[node, stage] = program.binary(f"y_{node}_{stage}")
             for stage in stages[1:-1]:
-                self._at_most(node, stage - 1, node, stage)
+                self._no_more(node, stage - 1, node, stage)
         self._never(instance)
         for u, v in instance.edges:
             for stage in range(int(windows.first[v]), int(windows.last[u])):
-                self._at_most(v, stage, u, stage)
+                self._no_more(v, stage, u, stage)
         if not instance.may_be_empty:
             self._nothing_empty(instance)
 
@@ -106,15 +106,13 @@ class Assignment:
     def apart(self, one: int, others: Iterable[int], stage: int, cross: Variable) -> None:
         """cross >= |y[one] - y[other]| at this boundary, for each of the others."""
         for other in others:
-            for early, late in ((one, other), (other, one)):
-                row = Row()
-                row.add(self.y(early, stage), 1.0)
-                row.add(self.y(late, stage), -1.0)
-                row.add(cross, -1.0)
-                self.require(row)
+            self._no_more(one, stage, other, stage, cross)
+            self._no_more(other, stage, one, stage, cross)
 
     def on_one_only(self, here: int, there: int, stage: int, variable: Variable) -> None:
         """variable >= [stage of here = stage] - [stage of there = stage]."""
+        if not self.windows.first[here] <= stage <= self.windows.last[here]:
+            return
         row = Row()
         self.add_x(row, here, stage, 1.0)
         self.add_x(row, there, stage, -1.0)
@@ -149,10 +147,18 @@ class Assignment:
             self.add_x(row, node, stage, 1.0)
             self.require(row)
 
-    def _at_most(self, small: int, small_stage: int, large: int, large_stage: int) -> None:
+    def _no_more(
+        self, small: int, small_stage: int, large: int, large_stage: int, but: Variable | None = None
+    ) -> None:
+        """y[small] <= y[large] (+ but), left out where the windows say so already."""
+        less, more = self.y(small, small_stage), self.y(large, large_stage)
+        if (isinstance(less, float) and less == 0.0) or (isinstance(more, float) and more == 1.0):
+            return
         row = Row()
-        row.add(self.y(small, small_stage), 1.0)
-        row.add(self.y(large, large_stage), -1.0)
+        row.add(less, 1.0)
+        row.add(more, -1.0)
+        if but is not None:
+            row.add(but, -1.0)
         self.require(row)
 
     def _nothing_empty(self, instance: Instance) -> None:
