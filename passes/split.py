@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.batch import BatchLayout
@@ -29,6 +28,7 @@ from .profile import default_cache_folder, profile
 from .schedule import schedule_of, shape_of
 from .split_onnx import takes_onnx_too
 from .trace import find_example_inputs, trace
+from .verify import another_example
 
 _UPDATES_SHOWN = 3
 
@@ -88,7 +88,7 @@ def split(
     operator's arithmetic and bytes, or those of another pipeline of this model. Measured times are kept in
     the user's cache directory, by operator, shapes, device and torch version, unless `profile_cache=False`.
     `check="fast"` compares loss, gradients and buffers of the stages with the model's on the example inputs,
-    "full" also on another batch of another size.
+    "full" also on other values, in a batch of another size and of another length where they are open.
 
     Raises InputError for arguments that cannot be, TraceError naming the line that cannot be traced,
     ClusterError, InfeasibleError if no assignment fits in memory, VerificationError if the stages were wrong.
@@ -144,8 +144,8 @@ def split(
     )
     if check and traced.examples:
         pipeline.verify()
-    if check == "full" and (another := _another_batch(graph, traced.examples)) is not None:
-        pipeline.verify(example=another)
+    if check == "full" and traced.examples:
+        pipeline.verify(example=another_example(graph, traced.examples))
     return pipeline
 
 
@@ -171,14 +171,6 @@ def _layout(
     # The program was made for the example's sizes alone.
     sizes = {int(spec.shape[0]) for spec in graph.inputs.values() if spec.shape}
     return replace(layout, microbatch_size=sizes.pop() if len(sizes) == 1 else None)
-
-
-def _another_batch(graph: OperatorGraph, example: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The example's samples in another order, the first one twice; None if its size is the only one."""
-    batched = [n for n, spec in graph.inputs.items() if spec.shape and isinstance(spec.shape[0], str)]
-    if not batched:
-        return None
-    return {n: torch.cat([t.flip(0), t[:1]]) if n in batched else t for n, t in example.items()}
 
 
 def _example_inputs(

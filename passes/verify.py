@@ -99,6 +99,30 @@ def verify(
     return Verification(tuple(_compared(eager, staged, tolerance, coarsest)), with_random_numbers=in_order)
 
 
+def another_example(graph: OperatorGraph, example: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs of other values and, in every dimension that is open, of another size, the same every time.
+
+    Values are drawn from each input's own, so that tokens stay tokens; what is all 0 and 1 is a mask, and
+    keeps them. An open batch is one sample longer; an open length is one shorter, for a model may bound it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return {name: _another(graph.inputs[name].shape, tensor, generator) for name, tensor in example.items()}
+
+
+def _another(shape: Sequence[int | str] | None, tensor: Tensor, generator: torch.Generator) -> Tensor:
+    for dimension, size in enumerate(shape or ()):
+        if not isinstance(size, str) or not size.isidentifier():
+            continue
+        if dimension == 0:
+            tensor = torch.cat([tensor.flip(0), tensor[:1]])
+        elif tensor.shape[dimension] > 2:
+            tensor = tensor.narrow(dimension, 0, tensor.shape[dimension] - 1)
+    if tensor.numel() == 0 or bool(((tensor == 0) | (tensor == 1)).all()):
+        return tensor.clone()
+    chosen = torch.randint(tensor.numel(), tensor.shape, generator=generator).to(tensor.device)
+    return tensor.flatten()[chosen]
+
+
 def _autocast_dtype(programs: Sequence[StageProgram]) -> torch.dtype:
     """The coarsest type that a stage computes in without its tensors saying so; float64 if there is none."""
     sources = [program.source for program in programs if "torch.autocast(" in program.source]

@@ -82,9 +82,10 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A value sent from the stage that makes it straight to one stage that reads it.
+    """A value sent from one stage to a later one.
 
-    `seconds` is latency + bytes / bandwidth, gradient included where one flows back.
+    `source` made the value, or was sent it and hands it on where that is cheaper for the links; the gradient
+    comes back the same way. `seconds` is latency + bytes / bandwidth, gradient included where one flows back.
     """
 
     value: str
@@ -99,6 +100,8 @@ class Transfer:
 class Plan:
     """Stages in pipeline order. No better plan than `bound_s` exists: gap = 1 - bound_s / bottleneck_s.
 
+    That is proven among plans that send every value straight from its maker. Handing values on can make a
+    plan faster than all of those: then `bound_s` is at most its own bottleneck.
     `fingerprint` is the operator graph's; a plan is refused for any other graph.
     """
 

@@ -25,7 +25,7 @@ class Port:
     name: str  # the argument's or variable's name in the generated code
     spec: TensorSpec
     source: int | None = None  # of an input: the stage that sends it; None: an input of the model
-    targets: tuple[int, ...] = ()  # of an output: the stages that read it
+    targets: tuple[int, ...] = ()  # of an output: the stages that are sent it
     model_output: str | None = None  # of an output: what the model calls it ("loss"), if it returns it
 
     @property

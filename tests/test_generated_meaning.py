@@ -166,6 +166,36 @@ class TestWhatTheModelSays:
             plan = by_hand(case, {name: int(index >= cut) for index, name in enumerate(blocks)})
             assert compared(case, plan).worst.relative <= 2**-8
 
+    def test_a_weight_is_cast_once_in_each_autocast_region_as_its_author_has_them(self) -> None:
+        class Twice(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(8, 8)
+                self.block = Block()
+
+            def forward(self, x: Tensor) -> Tensor:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    x = torch.tanh(self.layer(x))
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    x = torch.tanh(self.layer(x))
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    x = self.block(self.block(self.block(x)))
+                return x.float().square().mean()
+
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Linear(8, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return x + torch.tanh(self.inner(x))
+
+        torch.manual_seed(0)
+        case = case_of(Twice(), (torch.randn(5, 8),))
+        plan = by_hand(case, dict.fromkeys((block.name for block in case.problem.blocks), 0))
+
+        assert compared(case, plan).exact
+
 
 def test_a_model_in_evaluation_mode_keeps_it() -> None:
     pipe = pd2bw_fx.split(build("resnet").eval(), cluster=2, costs="analytic", check=False)

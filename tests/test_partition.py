@@ -208,7 +208,9 @@ def test_plan_is_as_fast_as_the_best_of_all_assignments(
             plan()
         return
     found = plan()
-    assert found.bottleneck_s == pytest.approx(best, rel=1.01e-4)
+    handed_on = len({(t.value, t.source) for t in found.transfers}) > len({t.value for t in found.transfers})
+    assert found.bottleneck_s <= best * (1 + 1.01e-4)
+    assert handed_on or found.bottleneck_s == pytest.approx(best, rel=1.01e-4)
     assert found.bound_s <= best * (1 + 1e-12)
     assert found.gap <= 1.01e-4
     assert found.bottleneck_s == pytest.approx(max(stage.load_s for stage in found.stages), rel=1e-9)

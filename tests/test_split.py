@@ -182,6 +182,28 @@ def test_a_full_check_compares_another_batch_of_another_size() -> None:
         pd2bw_fx.split(Biased(), (torch.randn(3, 4),), cluster=1, tracer="fx", costs="analytic", check="full")
 
 
+def test_a_full_check_runs_on_other_values_another_batch_and_another_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[dict[str, Tensor]] = []
+
+    def noted(self: pd2bw_fx.Pipeline, *, example: dict[str, Tensor] | None = None) -> None:
+        ran.append(example or dict(self.example or {}))
+
+    monkeypatch.setattr(pd2bw_fx.Pipeline, "verify", noted)
+    model = build("bert")
+
+    pd2bw_fx.split(model, cluster=1, costs="analytic", tracer="export-sequence", check="full")
+
+    fast, full = ran
+    for name, tensor in full.items():
+        batch, *rest = fast[name].shape
+        assert tensor.shape == (batch + 1, *(size - 1 for size in rest)), name
+        assert set(tensor.flatten().tolist()) <= set(fast[name].flatten().tolist())
+        is_mask = fast[name].unique().numel() <= 2
+        assert is_mask or not torch.equal(tensor[:batch], fast[name][:, : tensor.shape[1]])
+
+
 def test_a_model_of_one_batch_size_says_so_to_other_batches() -> None:
     class Fixed(nn.Module):
         def __init__(self) -> None:

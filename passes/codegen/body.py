@@ -11,7 +11,9 @@ from .naming import is_final, operator_name
 from .scopes import Line, Scope, assigned_names, line_at
 from .stage_tree import StageTree, occurrences
 
-Region = tuple[object, object]
+# no_grad, autocast, and a number that tells apart autocast regions which are alike and touch.
+Region = tuple[object, object, int]
+NO_REGION: Region = (None, None, 0)
 
 
 class Body:
@@ -24,6 +26,7 @@ class Body:
         self.reads = tree.reads(scope)
         self.symbols = tree.symbols(scope)
         self.gives = tree.gives(scope)
+        self._regions = dict(zip(map(id, self.items), self._told_apart(), strict=True))
 
     def _is_inlined(self, item: fx.Node | Scope) -> bool:
         return not isinstance(item, Scope) and is_size(self.tree.graph, item)
@@ -45,15 +48,55 @@ class Body:
         return line_at(node, self.scope.depth)
 
     def region(self, item: fx.Node | Scope) -> Region:
-        if isinstance(item, Scope):
-            if not self.tree.is_layer(item) and item.function is None:
-                return (None, None)
-            item = next(item.nodes)
-        return (item.meta.get("no_grad"), item.meta.get("autocast"))
+        return self._regions[id(item)]
+
+    def _told_apart(self) -> list[Region]:
+        """The region of each item.
+
+        Within an autocast region a weight is cast once, and the gradients of its uses are added up in the
+        lower precision. So two that touch are entered one after the other if they share a weight, and calls
+        that share one are put in the region which the author put around them. Without a shared weight that
+        is all the same, and they read better together, and where they are needed.
+        """
+        found: list[Region] = []
+        cast: dict[str, set[str]] = {}  # by region as the author has them: weights read since it was entered
+        for item in self.items:
+            no_grad, autocast, around = self._marks(item)
+            before = found[-1] if found else NO_REGION
+            number = before[2]
+            if before[:2] != (no_grad, autocast) or autocast is None:
+                number, cast = 0, {}
+            read = self._weights(item) if autocast is not None else set()
+            if any(name != around and not read.isdisjoint(names) for name, names in cast.items()):
+                number, cast = number + 1, {}
+            cast.setdefault(around, set()).update(read)
+            found.append((no_grad, autocast, number))
+        return found
+
+    def _marks(self, item: fx.Node | Scope) -> tuple[object, object, str]:
+        if not isinstance(item, Scope):
+            return item.meta.get("no_grad"), item.meta.get("autocast"), item.meta.get("autocast_region", "")
+        first = next(item.nodes)
+        if self.tree.is_layer(item) or item.function is not None:
+            return self._marks(first)
+        around = {node.meta.get("autocast_region") for node in item.nodes}
+        if around == {first.meta.get("autocast_region")} != {None} and self._is_shared(item, around):
+            return None, first.meta["autocast"], first.meta["autocast_region"]
+        return None, None, ""
+
+    def _is_shared(self, call: Scope, around: set[str | None]) -> bool:
+        """Whether another item of the same region reads a weight that this call does."""
+        others = (item for item in self.items if item is not call)
+        beside = [i for i in others if {n.meta.get("autocast_region") for n in _nodes(i)} & around]
+        return any(not self._weights(call).isdisjoint(self._weights(item)) for item in beside)
+
+    def _weights(self, item: fx.Node | Scope) -> set[str]:
+        read = (o for node in _nodes(item) for o in operands(self.tree.graph, node))
+        return {str(operand.target) for operand in read if operand.op == "get_attr"}
 
     def is_ordered(self, item: fx.Node | Scope) -> bool:
         """Whether it matters when it is computed: for its gradient, its random numbers, what it writes."""
-        nodes = list(item.nodes) if isinstance(item, Scope) else [item]
+        nodes = _nodes(item)
         found = (self.tree.graph.operators[node.name] for node in nodes)
         return any(
             o.requires_grad or o.is_random or o.writes_buffers or o.memory_group is not None for o in found
@@ -90,6 +133,10 @@ class Body:
             if not isinstance(other, Scope) and _takes_element(other) and other.args[0] is item
         }
         return {place: taken.get(place) for place in range(len(item.meta["val"]))}
+
+
+def _nodes(item: fx.Node | Scope) -> list[fx.Node]:
+    return list(item.nodes) if isinstance(item, Scope) else [item]
 
 
 def _takes_element(node: fx.Node) -> bool:

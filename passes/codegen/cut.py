@@ -17,7 +17,8 @@ class Cut:
     """One stage. `nodes` are its calls in program order, those that it recomputes among them.
 
     `inputs` and `outputs` are nodes in program order, model inputs first; `source` names the stage that
-    sends an input (None: the model's own), `targets` the stages that read an output.
+    sends an input (None: the model's own), `targets` the stages that are sent an output. A value that the
+    stage hands on is both.
     """
 
     stage: int
@@ -39,12 +40,27 @@ def cut(graph: OperatorGraph, plan: Plan) -> tuple[Cut, ...]:
     }
     outputs_at = _stages_of_outputs(graph, stage_of, plan.num_stages)
     needed = [_needed(graph, nodes, stage_of, outputs_at[s], s) for s in range(plan.num_stages)]
-    received = [_received(graph, nodes, stage_of, names, s) for s, names in enumerate(needed)]
+    read = [_received(graph, nodes, stage_of, names, s) for s, names in enumerate(needed)]
+    sent = _sent(plan, stage_of, read)
     unread = _unread(graph, needed)
     return tuple(
-        _cut(graph, nodes, stage_of, s, needed[s], received, outputs_at[s], unread[s])
-        for s in range(plan.num_stages)
+        _cut(graph, nodes, s, needed[s], sent, outputs_at[s], unread[s]) for s in range(plan.num_stages)
     )
+
+
+def _sent(plan: Plan, stage_of: Mapping[str, int], read: Sequence[set[str]]) -> dict[tuple[str, int], int]:
+    """Who sends a value to a stage: (value, stage) -> sender. The plan says who hands it on; a route of its
+    that does not begin at the stage which makes the value is none, and the value is sent directly."""
+    planned = {(transfer.value, transfer.target): transfer.source for transfer in plan.transfers}
+    sent: dict[tuple[str, int], int] = {}
+    for stage, values in enumerate(read):
+        for value in values:
+            way, at = {}, stage
+            while planned.get((value, at), at) < at:
+                way[value, at] = planned[value, at]
+                at = planned[value, at]
+            sent |= way if at == stage_of[value] else {(value, stage): stage_of[value]}
+    return sent
 
 
 def _unread(graph: OperatorGraph, needed: Sequence[set[str]]) -> list[tuple[str, ...]]:
@@ -150,27 +166,26 @@ def _received(
 def _cut(
     graph: OperatorGraph,
     nodes: Mapping[str, fx.Node],
-    stage_of: Mapping[str, int],
     stage: int,
     needed: set[str],
-    received: Sequence[set[str]],
+    sent: Mapping[tuple[str, int], int],
     outputs: Mapping[str, str],
     unread: tuple[str, ...],
 ) -> Cut:
     kept = tuple(node for name, node in nodes.items() if name in needed)
-    given = {name for target in range(stage + 1, len(received)) for name in received[target]}
-    returned = {name for name in given if stage_of[name] == stage} | set(outputs)
-    loaded = _loaded_inputs(graph, kept, outputs) | _size_inputs(graph, kept, received[stage])
+    received = {name: sender for (name, target), sender in sent.items() if target == stage}
+    returned = {name for (name, _), sender in sent.items() if sender == stage} | set(outputs)
+    loaded = _loaded_inputs(graph, kept, outputs) | _size_inputs(graph, kept, set(received))
     inputs = [nodes[name] for name in graph.inputs if name in loaded]
-    inputs += [node for name, node in nodes.items() if name in received[stage]]
+    inputs += [node for name, node in nodes.items() if name in received]
     return Cut(
         stage=stage,
         nodes=kept,
         inputs=tuple(inputs),
         outputs=tuple(node for name, node in nodes.items() if name in returned),
-        source={node.name: stage_of.get(node.name) for node in inputs},
+        source={node.name: received.get(node.name) for node in inputs},
         targets={
-            name: tuple(t for t in range(len(received)) if t != stage and name in received[t])
+            name: tuple(sorted(t for (value, t), sender in sent.items() if (value, sender) == (name, stage)))
             for name in returned
         },
         model_outputs=outputs,

@@ -54,7 +54,7 @@ def _head(
         yield from _entry(_given(port))
     yield "Gives"
     for port in outputs:
-        yield from _entry(_returned(port))
+        yield from _entry(_returned(port, inputs))
     yield from _holds(graph, plan, stage, writer, parameters)
     times = f"{format_seconds(planned.forward_s)} forward, {format_seconds(planned.backward_s)} backward"
     memory = f"{format_bytes(planned.memory.total_bytes)} of {format_bytes(planned.memory_limit_bytes)}"
@@ -82,8 +82,12 @@ def _given(port: Port) -> str:
     return f"{port.name}: {plain(str(port.spec))}, {origin}{flow}"
 
 
-def _returned(port: Port) -> str:
+def _returned(port: Port, inputs: Sequence[Port]) -> str:
+    """A value that came from another stage is handed on: cheaper for the links than from its maker."""
+    came = any(given.value == port.value and given.source is not None for given in inputs)
     places = [f"to stage {target}" for target in port.targets]
+    if came and places:
+        places[0] = f"handed on {places[0]}"
     if port.model_output is not None:
         places.append(f"the {plain(port.model_output)} of the model")
     return f"{port.name}: {plain(str(port.spec))}, {' and '.join(places)}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .attributes import Attributes
-from .body import Region
+from .body import NO_REGION, Region
 from .method import Statement
 
 WIDTH = 110
@@ -212,7 +212,7 @@ def _header(
 
 def written(entries: Sequence[Statement | Loop], attributes: Attributes, indent: int) -> Iterator[str]:
     """The lines of a body, regions re-entered around the statements that stood in them."""
-    region: Region = (None, None)
+    region = NO_REGION
     for entry in entries:
         statements = entry.body if isinstance(entry, Loop) else (entry,)
         wanted = statements[0].region
@@ -231,7 +231,7 @@ def written(entries: Sequence[Statement | Loop], attributes: Attributes, indent:
 
 
 def _region_headers(region: Region) -> list[str]:
-    no_grad, autocast = region
+    no_grad, autocast, _ = region
     headers = []
     if no_grad is not None:
         headers.append("with torch.no_grad():" if no_grad else "with torch.enable_grad():")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
-from .body import Body, Folding, Region
+from .body import NO_REGION, Body, Folding, Region
 from .cut import is_size, size_symbol
 from .expression import Scene, Source
 from .literals import identifier, plain
@@ -30,7 +30,7 @@ class Statement:
     text: str
     place: str = ""
     shape: tuple[int | str, ...] = ()
-    region: Region = (None, None)
+    region: Region = NO_REGION
 
     @property
     def comment(self) -> str:

@@ -112,11 +112,11 @@ def _public(target: torch._ops.OpOverload, name: str, values: Mapping[str, Any],
     takes_self = target._schema.arguments[:1] != [] and target._schema.arguments[0].name == "self"
     takes_self = takes_self and "self" in values
     rest = _by_schema(target, {k: v for k, v in values.items() if k != "self"}, scene)
-    is_method = takes_self and not isinstance(values["self"], list | tuple) and name not in _FUNCTIONS
+    is_method = takes_self and isinstance(values["self"], fx.Node) and name not in _FUNCTIONS
     if is_method and hasattr(torch.Tensor, name):
         return Source(f"{scene.receiver(values['self'])}.{name}({rest})")
     everything = _by_schema(target, values, scene)
-    if hasattr(torch, name) and callable(getattr(torch, name)):
+    if not name.startswith("_") and callable(getattr(torch, name, None)):
         return Source(f"torch.{name}({everything})")
     if hasattr(F, name):
         return Source(f"F.{name}({everything})")

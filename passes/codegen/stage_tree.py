@@ -64,15 +64,15 @@ class StageTree:
                     if value not in inside and not self._is_own(scope, value):
                         found.setdefault(value)
         if scope is self.root:
-            found |= dict.fromkeys(self.stage.inputs)  # some for their sizes alone, or to be handed back
+            found |= dict.fromkeys(self.stage.inputs)  # some for their sizes alone, or to be handed on
         return list(found)
 
     def gives(self, scope: Scope) -> list[fx.Node]:
         """The values of a call that are read outside it."""
         inside = set(scope.nodes)
         returned = set(self.stage.outputs)
-        handed_back = [n for n in self.stage.outputs if n.op == "placeholder"] if scope is self.root else []
-        return handed_back + [
+        handed_on = [n for n in self.stage.outputs if n not in inside] if scope is self.root else []
+        return handed_on + [
             node
             for node in scope.nodes
             if node in returned or any(reader not in inside for reader in self._readers[node])
@@ -209,11 +209,11 @@ class StageTree:
             if self.is_layer(scope):
                 continue
             for item in scope.items:
-                if not isinstance(item, Scope):
-                    for operand in operands(self.graph, item):
-                        if operand.op == "get_attr":
-                            name = self.parameter(scope, operand) or self._spec(operand).name
-                            self._own(name, classes, inside_layers)
+                read = self.reads(item) if isinstance(item, Scope) else operands(self.graph, item)
+                for operand in read:
+                    if operand.op == "get_attr":
+                        name = self.parameter(scope, operand) or self._spec(operand).name
+                        self._own(name, classes, inside_layers)
         for name in self.stage.unread:
             self._own(name, classes, inside_layers)
 

@@ -200,13 +200,14 @@ class _Copier:
             marks = {**marks, "no_grad": not enabled}
         else:
             device_type, dtype, enabled, _cache_enabled, body, *operands = args
-            marks = {**marks, "autocast": (device_type, dtype, enabled)}
+            # Two regions that are alike stay two: casts of weights are kept within one of them.
+            marks = {**marks, "autocast": (device_type, dtype, enabled), "autocast_region": node.name}
         assert isinstance(body, _Constant)
         inner = dict(zip(body.value.graph.find_nodes(op="placeholder"), operands, strict=True))
         return self.copy(body.value, inner, marks)
 
     def _meta(self, node: fx.Node) -> dict[str, Any]:
-        kept = ("val", "stack_trace", "no_grad", "autocast")
+        kept = ("val", "stack_trace", "no_grad", "autocast", "autocast_region")
         meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
         stack = node.meta.get("nn_module_stack", {})
         meta["nn_module_stack"] = _modules(stack, self.traced)

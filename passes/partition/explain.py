@@ -24,6 +24,7 @@ from .instance import Flags, Instance, Integers, evaluate
 from .kept import METHODS
 from .reader import Reader, check_problem, topological_order
 from .replicas import GradientSums, KeepingCopies, partition_replicated, shared_out, stashing
+from .route import routed
 from .search import Choices, Deadline, search
 
 GIB = 2**30
@@ -187,7 +188,7 @@ class _Cuts:
 
 
 def _slacks(plan: Plan, instance: Instance, stage_of: Integers) -> Iterator[Slack]:
-    loads = evaluate(instance, stage_of)
+    loads = evaluate(instance, stage_of) if plan.replicas else routed(instance, stage_of)[1]
     for stage in plan.stages:
         at = stage.stage
         work_s = float(loads.work_s[at] + loads.again_s[at])

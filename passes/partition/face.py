@@ -21,7 +21,8 @@ from .infeasible import infeasible_error
 from .kept import METHODS, kept_by
 from .planning import plan_of
 from .reader import check_problem
-from .search import Deadline, search
+from .route import search_with_routes
+from .search import Deadline
 
 
 def partition(
@@ -81,7 +82,7 @@ def partition(
     )
     orders = asked.orders()
     choices = asked.choices(orders)
-    found = search(choices, solver=solver, max_gap=max_gap, deadline=deadline, report=progress)
+    found = search_with_routes(choices, solver=solver, max_gap=max_gap, deadline=deadline, report=progress)
     if found is None:
         raise infeasible_error(asked, choices, orders, solver=solver)
     return plan_of(

@@ -5,6 +5,7 @@ Everything below `problem.py` and `workload.py` works on an `Instance`; both rea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Integers: TypeAlias = npt.NDArray[np.int64]
+Hops: TypeAlias = tuple[tuple[int, int], ...]  # (stage that sends, stage that is sent it)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,11 @@ class Loads:
         return together - self.apart_bytes
 
 
-def evaluate(instance: Instance, stage_of: Integers) -> Loads:
-    """Times and memory of an assignment (the stage of every node), added up from scratch."""
+def evaluate(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops] | None = None) -> Loads:
+    """Times and memory of an assignment (the stage of every node), added up from scratch.
+
+    `routes` has the hops of nets, by number, that are not sent straight to each stage that reads them.
+    """
     k = instance.num_stages
     nodes = np.arange(instance.num_nodes)
     work_s = _by_stage(stage_of, instance.work_s[stage_of, nodes], k)
@@ -120,7 +125,7 @@ def evaluate(instance: Instance, stage_of: Integers) -> Loads:
         holders = np.unique(stage_of[list(shared.nodes)])
         static[holders] += shared.num_bytes[holders]
         gradients[holders] += shared.gradient_bytes
-    send_s, receive_s, one_held = _transfers(instance, stage_of)
+    send_s, receive_s, one_held = _transfers(instance, stage_of, routes or {})
     workspace = np.zeros(k)
     np.maximum.at(workspace, stage_of, instance.workspace_bytes)
     kept = _by_stage(stage_of, instance.saved_bytes, k)
@@ -159,7 +164,9 @@ def _by_stage(stage_of: Integers, amounts: Floats, num_stages: int) -> Floats:
     return np.bincount(stage_of, amounts, num_stages).astype(np.float64)
 
 
-def _transfers(instance: Instance, stage_of: Integers) -> tuple[Floats, Floats, Floats]:
+def _transfers(
+    instance: Instance, stage_of: Integers, routes: Mapping[int, Hops]
+) -> tuple[Floats, Floats, Floats]:
     """Seconds that each stage sends and receives, and the bytes it holds of tensors that cross, once."""
     k = instance.num_stages
     send_s, receive_s, held = np.zeros(k), np.zeros(k), np.zeros(k)
@@ -168,8 +175,15 @@ def _transfers(instance: Instance, stage_of: Integers) -> tuple[Floats, Floats, 
         targets = sorted({int(stage_of[v]) for v in net.consumers} - {source})
         if not targets:
             continue
-        held[[source, *targets]] += net.held_bytes
         costs = instance.cost_s[index]
+        if index in routes:
+            hops = routes[index]
+            held[[source, *(target for _, target in hops)]] += net.held_bytes
+            for sender, target in hops:
+                send_s[sender] += costs[sender, target]
+                receive_s[target] += costs[target, sender]
+            continue
+        held[[source, *targets]] += net.held_bytes
         send_s[source] += (
             sum(costs[source, t] for t in targets) if instance.per_destination else costs[source, targets[0]]
         )

@@ -9,8 +9,9 @@ from pd2bw_fx.costs import Kept, MemoryModel, StageMemory
 from pd2bw_fx.plan import Plan, StagePlan, Transfer
 from pd2bw_fx.problem import Block, ParameterSize, Problem
 
-from .instance import Instance, Loads, evaluate
-from .reader import topological_order, transfer_s
+from .instance import Hops, Instance, Integers, Loads, evaluate
+from .reader import crossing_values, topological_order, transfer_s
+from .route import hops_of, routed
 from .search import Found
 
 
@@ -29,11 +30,15 @@ def plan_of(
     planning_s: float,
     replicas: Sequence[int] | None = None,
 ) -> Plan:
-    """Stages with their operators in the problem's order, times and memory; every transfer.
+    """Stages with their operators in the problem's order, times and memory; every transfer, by its route.
 
-    Where stages have `replicas`, the instance is that of `replicas.shared_out`.
+    Where stages have `replicas`, the instance is that of `replicas.shared_out`, and all is sent directly: the
+    links are alike.
     """
-    loads = evaluate(instance, found.stage_of)
+    routes, loads = (
+        routed(instance, found.stage_of) if replicas is None else ({}, evaluate(instance, found.stage_of))
+    )
+    bottleneck_s = loads.bottleneck_s if routes else found.bottleneck_s
     nodes = topological_order(problem)
     stage_of = {problem.blocks[at].name: int(found.stage_of[node]) for node, at in enumerate(nodes)}
     stages = []
@@ -55,9 +60,9 @@ def plan_of(
         )
     return Plan(
         stages=tuple(stages),
-        transfers=_transfers(problem, cluster, stage_of, order),
-        bottleneck_s=found.bottleneck_s,
-        bound_s=found.bound_s,
+        transfers=_transfers(problem, cluster, instance, found.stage_of, routes, order),
+        bottleneck_s=bottleneck_s,
+        bound_s=min(found.bound_s, bottleneck_s),
         method=method,
         microbatches_per_update=microbatches_per_update,
         solver=solver,
@@ -134,12 +139,16 @@ def _memory(
 
 
 def _transfers(
-    problem: Problem, cluster: Cluster, stage_of: dict[str, int], order: Sequence[int]
+    problem: Problem,
+    cluster: Cluster,
+    instance: Instance,
+    stage_of: Integers,
+    routes: Mapping[int, Hops],
+    order: Sequence[int],
 ) -> tuple[Transfer, ...]:
     transfers = []
-    for value in problem.values:
-        source = stage_of[value.producer]
-        for target in sorted({stage_of[name] for name in value.consumers} - {source}):
+    for net, value in enumerate(crossing_values(problem)):
+        for source, target in hops_of(instance, stage_of, routes, net):
             seconds = transfer_s(value, cluster, order[source], order[target])
             transfers.append(
                 Transfer(value.name, source, target, int(value.bytes), int(value.gradient_bytes), seconds)

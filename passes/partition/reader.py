@@ -118,7 +118,7 @@ class Reader:
         blocks = [problem.blocks[at] for at in topological_order(problem)]
         node = {block.name: at for at, block in enumerate(blocks)}
         self.cluster = cluster
-        self.values = [value for value in problem.values if set(value.consumers) - {value.producer}]
+        self.values = crossing_values(problem)
         self.nets = tuple(_net(value, node) for value in self.values)
         self.edges = tuple(
             sorted({(net.producer, consumer) for net in self.nets for consumer in net.consumers})
@@ -218,6 +218,11 @@ def _parameters(
         elif held.any():
             shared.append(SharedBytes(held, float(memory_model.gradient_copies * num_bytes), nodes))
     return static, gradients, tuple(shared)
+
+
+def crossing_values(problem: Problem) -> list[Value]:
+    """The values that leave their block: net n of an instance is the n-th of them."""
+    return [value for value in problem.values if set(value.consumers) - {value.producer}]
 
 
 def transfer_s(value: Value, cluster: Cluster, source: int, target: int) -> float:

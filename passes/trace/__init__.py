@@ -34,6 +34,7 @@ from .inputs import (
     common_batch_size,
     find_example_inputs,
     flatten_arguments,
+    without_cache,
 )
 from .program import MODEL_PREFIX, Program
 from .symbolic import trace_symbolically
@@ -87,7 +88,8 @@ def trace(
         if tracer not in ("auto", "fx"):
             raise InputError("torch.export needs example inputs; pass example_args, or tracer='fx'")
     else:
-        flat = flatten_arguments(model, () if args is None else args, kwargs or {}, targets)
+        args, kwargs = without_cache(model, () if args is None else args, kwargs or {})
+        flat = flatten_arguments(model, args, kwargs, targets)
         batch_size, front_ends = common_batch_size(flat), _FRONT_ENDS[tracer]
     program, traced, attempts = _first_that_works(front_ends, model, flat, loss_fn, batch_size)
     findings = draft_findings(program, batch_size) if _failed_to_export(attempts) else ()

@@ -93,6 +93,22 @@ def find_example_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, An
     return (), kwargs
 
 
+def without_cache(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The call of a model in training with `use_cache=False`, where its forward is not told otherwise.
+
+    Hugging Face models else keep keys and values for generating, which nobody reads here; of a sliding window
+    they keep the last ones, by slices that allow only some lengths.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    if not model.training or "use_cache" not in accepted or "use_cache" in kwargs:
+        return args, kwargs
+    if list(accepted).index("use_cache") < len(args):
+        return args, kwargs
+    return args, {**kwargs, "use_cache": False}
+
+
 def _as_call(offered: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(offered, Mapping):
         return (), dict(offered)

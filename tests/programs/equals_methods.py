@@ -23,6 +23,7 @@ from pd2bw_fx.runtime.reference import train_reference
 from tests.programs.alive import measured
 from tests.programs.delayed_reference import DelayedReference
 from tests.programs.equals_reference import AGAINST_THE_DELAY, OPTIMIZERS, difference, model_of
+from tests.readers import FAR, readers, readers_in_stages
 
 UPDATES = 7
 ALL_OPTIMIZERS = OPTIMIZERS | AGAINST_THE_DELAY
@@ -76,12 +77,16 @@ def runs(n: int) -> Iterator[Run]:
     if n == 3:
         yield Run("unequal replicas", "pipedream", 2, 2, replicas=(2, 1))
     if n == 4:
+        for method in ("2bw", "zb-h1"):
+            yield Run(f"{method} handed on", method, n, n, model="readers")
         yield Run("2bw replicas", "2bw", 2, 4, model="gpt", optimizer="adamw", replicas=(2, 2))
         yield Run("1f1b replicas", "1f1b", 2, 4, replicas=(2, 2), options={"max_gradient_norm": 0.5})
 
 
 @functools.cache
 def model_for(name: str, *, tied: bool) -> nn.Module:
+    if name == "readers":
+        return readers()
     if name != "gpt" or tied:
         return model_of(name)
     torch.manual_seed(0)
@@ -139,6 +144,8 @@ def main() -> None:
         pipe = None
         if rank == 0 and run.method in ("zb-auto", "bapipe"):  # plans that are found with their schedules
             pipe = pipeline_for(model, run.stages, 1, run.method, run.m)
+        elif rank == 0 and run.model == "readers":
+            pipe = readers_in_stages(FAR, check=False)[1]
         elif rank == 0:
             pipe = pipeline_for(model, run.stages, run.chunks, "2bw", None)
         drawn = model.example_inputs(batch_size=UPDATES * 2 * run.m)  # type: ignore[operator]

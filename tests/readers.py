@@ -1,0 +1,63 @@
+"""A value that every later stage reads, on two nodes with a slow link between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
+
+NEAR, FAR = 1e9, 1e6  # bytes per second
+
+
+class Readers(nn.Module):
+    """What `encode` makes is read by every layer behind it, as a decoder's do with what was encoded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(6, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded = hidden = self.encode(x)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden)) * encoded
+        return hidden.square().mean()
+
+    def example_inputs(self, batch_size: int = 4) -> tuple[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        return (torch.randn(batch_size, 6, dtype=torch.float64, generator=generator),)
+
+
+def two_nodes(num_devices: int, far_bytes_per_s: float) -> Cluster:
+    """The first device alone, the others together."""
+    rates = [
+        [far_bytes_per_s if (a == 0) != (b == 0) else NEAR for b in range(num_devices)]
+        for a in range(num_devices)
+    ]
+    delays = [[0.0 if a == b else 1e-6 for b in range(num_devices)] for a in range(num_devices)]
+    devices = Cluster.uniform(num_devices).devices
+    return Cluster(devices, tuple(map(tuple, rates)), tuple(map(tuple, delays)))
+
+
+def readers() -> Readers:
+    torch.manual_seed(0)
+    return Readers().double()
+
+
+def readers_in_stages(far_bytes_per_s: float, **options: Any) -> tuple[nn.Module, pd2bw_fx.Pipeline]:
+    model = readers()
+    at = {"encode": 0} | {f"layers.{number}": number + 1 for number in range(3)}
+    pipe = pd2bw_fx.split(
+        model,
+        cluster=two_nodes(4, far_bytes_per_s),
+        microbatches_per_update=4,
+        constraints=Constraints(stage_of=at),
+        costs="analytic",
+        **options,
+    )
+    return model, pipe
