@@ -71,9 +71,25 @@ class Attributes:
                 yield _assignment(owner, name, spell(below, child.template), child.kind)
             elif self._is_indexed(below, child):
                 yield _assignment(owner, name, self._container(below, child, spell), "module")
+                yield from self._mixed_elements(_attribute(owner, name), below, child, spell)
             else:
                 yield _assignment(owner, name, "nn.Module()", "module")
                 yield from self._statements(_attribute(owner, name), below, child, spell)
+
+    def _mixed_elements(self, owner: str, path: str, node: Attribute, spell: Spell) -> Iterator[str]:
+        """What no expression builds: the tensors and modules of an element that holds both."""
+        for name, child in node.children.items():
+            if child.template is not None:
+                continue
+            below = _join(path, name)
+            key = name if self._is_list(path, node) else quoted(name)
+            inner = self._mixed_elements if self._is_keyed(below, child) else self._statements
+            yield from inner(f"{owner}[{key}]", below, child, spell)
+
+    def _is_keyed(self, relative: str, node: Attribute) -> bool:
+        """Whether a module that is built inside a container is one itself, of all it holds."""
+        kinds = {child.kind for child in node.children.values()}
+        return self._is_indexed(relative, node) or kinds in ({"module"}, {"parameter"})
 
     def _position(self, relative: str) -> tuple[int, str]:
         """Parameters first, then modules, in the order in which the original holds them."""
@@ -123,9 +139,13 @@ class Attributes:
             return spell(relative, node.template)
         if self._is_indexed(relative, node):
             return self._container(relative, node, spell)
+        if not self._is_keyed(relative, node):
+            return "nn.Module()"
         pairs = (
             f"{quoted(name)}: {self._element(_join(relative, name), child, spell)}"
-            for name, child in node.children.items()
+            for name, child in sorted(
+                node.children.items(), key=lambda pair: self._position(_join(relative, pair[0]))
+            )
         )
         kinds = {child.kind for child in node.children.values()}
         kind = "Parameter" if kinds == {"parameter"} else "Module"
@@ -139,7 +159,7 @@ class Attributes:
             indexed = walked != "" and node.template is None and self._is_indexed(walked, node)
             if indexed and self._is_list(walked, node):
                 text = f"{text}[{part}]"
-            elif indexed or (inside_container and node.template is None):
+            elif indexed or (inside_container and node.template is None and self._is_keyed(walked, node)):
                 text = f"{text}[{quoted(part)}]"
             else:
                 text = _attribute(text, part, node.children.get(part, Attribute()).kind)

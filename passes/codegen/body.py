@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import fx, nn
 
 from .cut import is_size, operands
-from .naming import is_final, operator_name
+from .naming import is_final, operator_name, place_in_mask
 from .scopes import Line, Scope, assigned_names, line_at
 from .stage_tree import StageTree, occurrences
 
@@ -240,4 +240,9 @@ class Folding:
             return len(self.body.gives) == 1 and index == self.end - 1
         if isinstance(item, Scope) and item.function is not None:
             return False
+        if self._is_place(item) and not self._is_place(self.items[reader]):
+            return False  # the rows and columns of a mask are worth a name
         return self.body.region(item) == self.body.region(self.items[reader])
+
+    def _is_place(self, item: fx.Node | Scope) -> bool:
+        return not isinstance(item, Scope) and item.op == "call_function" and place_in_mask(item) is not None

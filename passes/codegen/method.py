@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx, nn
 
 from .body import NO_REGION, Body, Folding, Region
@@ -118,6 +119,8 @@ class _Draft:
         if result in self.body.tree.links:
             return self._free("hidden", index)
         wanted = self.body.author_name(item, result) or self._inner_name(item, result)
+        if wanted is None and self.body.gives == [result]:
+            wanted = self.body.scope.function  # what a helper function makes
         wanted = wanted or self._handed_on_name(item)
         if wanted is not None and not self._is_live(wanted, index):
             return wanted
@@ -284,6 +287,11 @@ class _Draft:
             return False
         if length - sum(lengths.values()) > _LONGEST_FOLDED and lengths[longest] <= _SHORT_OPERAND:
             return False
+        while longest.target is torch.ops.aten.unsqueeze.default:  # several are one subscript
+            base = longest.args[0]
+            if not isinstance(base, fx.Node) or base not in self.folding.folded:
+                break
+            longest = base
         self.too_long.add(longest)
         return True
 

@@ -24,6 +24,8 @@ _RESULT_NAMES = {
     "__and__": "both", "__or__": "either", "bitwise_not": "inverted", "masked_fill": "masked",
     "le": "at_most", "lt": "less", "ge": "at_least", "gt": "more", "eq": "equal", "ne": "unequal",
     "getitem": "element", "softmax": "shares", "bmm": "product", "pow": "power", "flatten": "flat",
+    "abs": "magnitude", "cumsum": "running_total", "expand_as": "expanded", "new_zeros": "zeros",
+    "new_ones": "ones", "slice_scatter": "filled", "select_scatter": "filled", "full_like": "filled",
 }  # fmt: skip
 
 
@@ -46,6 +48,36 @@ def _part_in_attention(node: fx.Node) -> str | None:
             places = zip(user.args, _ATTENTION, strict=False)
             return next((name for operand, name in places if operand is node), None)
     return None
+
+
+def place_in_mask(node: fx.Node) -> str | None:
+    """For numbers counted up along one dimension of a mask: its rows, its columns, or the samples."""
+    made: fx.Node | None = node
+    while made is not None and operator_name(made) != "arange":
+        made = hands_on(made)
+    if made is None:
+        return None
+    widest = node
+    while (wider := next((u for u in widest.users if _is_operator(u, "unsqueeze")), None)) is not None:
+        widest = wider
+    shape = widest.meta["val"].shape
+    long = [place - len(shape) for place, size in enumerate(shape) if type(size) is not int or size != 1]
+    if len(shape) < 2 or len(long) != 1:
+        return None
+    names = {-1: "columns", -2: "rows"}
+    return names.get(long[0], "samples" if long[0] == -len(shape) else None)
+
+
+def _compares_places(node: fx.Node) -> bool:
+    """Columns up to the row's own: what a causal mask lets through."""
+    places = [
+        place_in_mask(o) if isinstance(o, fx.Node) and o.op == "call_function" else None for o in node.args
+    ]
+    return (operator_name(node), *places) in {("le", "columns", "rows"), ("ge", "rows", "columns")}
+
+
+def _is_operator(node: fx.Node, name: str) -> bool:
+    return node.op == "call_function" and operator_name(node) == name
 
 
 def is_final(tree: StageTree, node: fx.Node, depth: int) -> bool:
@@ -103,9 +135,11 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
     if result.op == "get_attr":
         name = str(result.target).rpartition(".")[2]
         return identifier(re.sub(r"^constant_\d+$", "constant", name))
-    part = _part_in_attention(result)
-    if part is not None:
-        return part
+    special = _part_in_attention(result) or place_in_mask(result)
+    if special is not None:
+        return special
+    if _compares_places(result):
+        return "causal"
     name = operator_name(result)
     return identifier(_RESULT_NAMES.get(name, name))
 

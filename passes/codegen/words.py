@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from .expression import UNARY, Scene, Source, arguments, infix, subscript
@@ -163,6 +164,22 @@ def _lists_first(function: str, first: str, then: str = "dim") -> Special:
     return spelled
 
 
+def _unsqueeze(values: Mapping[str, Any], scene: Scene) -> Source | None:
+    """Several in a row, written in one line, are one subscript: x[None, None, :]."""
+    base, dimensions = values["self"], [values["dim"]]
+    while isinstance(base, fx.Node) and base.target is torch.ops.aten.unsqueeze.default:
+        if scene.source(base).text.isidentifier():
+            break
+        dimensions.append(base.args[1])
+        base = base.args[0]
+    if len(dimensions) == 1 or not isinstance(base.meta.get("val"), torch.Tensor):
+        return None
+    places = [":"] * base.meta["val"].dim()
+    for dimension in reversed(dimensions):
+        places.insert(dimension if dimension >= 0 else len(places) + 1 + dimension, "None")
+    return Source(f"{scene.receiver(base)}[{', '.join(places)}]")
+
+
 def _einsum(values: Mapping[str, Any], scene: Scene) -> Source:
     operands = ", ".join(scene.text(tensor) for tensor in values["tensors"])
     return Source(f"torch.einsum({quoted(str(values['equation']))}, {operands})")
@@ -236,6 +253,7 @@ SPECIAL: dict[str, Special] = {
     "bitwise_not": _unary("~"),
     "cat": _lists_first("torch.cat", "tensors"),
     "stack": _lists_first("torch.stack", "tensors"),
+    "unsqueeze": _unsqueeze,
     "einsum": _einsum,
     "one_hot": _one_hot,
     "gelu": _gelu,

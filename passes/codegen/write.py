@@ -11,7 +11,7 @@ from pd2bw_fx.graph import ParameterSpec, dtype_name
 
 from .attributes import Attributes
 from .classes import ClassText, Draft, class_texts
-from .layers import constructor
+from .layers import constructor, is_layer
 from .layout import WIDTH, signature_lines, written
 from .literals import identifier, plain, quoted
 from .method import Method, reference, write_method
@@ -33,6 +33,7 @@ class StageWriter:
         self._drafts: dict[str, Draft] = {}  # by path, what is inside first
         self._methods: dict[int, str] = {}  # scope -> the method's name in its class
         self._function_names: dict[int, str] = {}
+        self._idle: set[str] = set()  # layers that nobody calls
         for scope in walk(tree.root):
             if scope.function is None and not tree.is_chain(scope):
                 self._by_path[scope.path].append(scope)
@@ -48,6 +49,7 @@ class StageWriter:
         attributes = Attributes(path, self._module_at)
         for scope in scopes:
             self._write_inner(scope, attributes)
+        self._write_idle_layers(path, attributes)
         for name in sorted(self.tree.owned[path]):
             relative = name[len(path) + 1 :] if path else name
             if not attributes.holds(relative):
@@ -85,6 +87,19 @@ class StageWriter:
                 self._write_function(item)
             else:
                 attributes.add(relative, self._constructor(item))
+
+    def _write_idle_layers(self, path: str, attributes: Attributes) -> None:
+        """Layers that nobody calls, where all of their tensors are held here, as what they are."""
+        owned = self.tree.owned[path]
+        for holder in sorted({name.rpartition(".")[0] for name in owned} - {path}):
+            module = self._module_at(holder)
+            if module is None or not is_layer(module, training=self.tree.model.training):
+                continue
+            tensors = {n for n, _ in module.named_parameters(remove_duplicate=False)}
+            tensors |= {n for n, _ in module.named_buffers(remove_duplicate=False)}
+            if {f"{holder}.{name}" for name in tensors} <= owned:
+                attributes.add(holder[len(path) + 1 :] if path else holder, constructor(module))
+                self._idle.add(holder)
 
     def _constructor(self, scope: Scope) -> Template:
         """What builds the module of a call; its class is drafted first, if it has one."""
@@ -152,6 +167,7 @@ class StageWriter:
         """Ties between modules of this stage, and parameters that are not trained."""
         endings = []
         held = self.held_names()
+        layers = self._idle | {s.path for s in walk(self.tree.root) if self.tree.is_layer(s)}
         for name, canonical in held.items():
             if name == canonical:
                 continue
@@ -160,9 +176,7 @@ class StageWriter:
                 endings.append(f"{self._refer(name, attributes)} = {self._refer(canonical, attributes)}")
         for name, canonical in held.items():
             spec = self._spec(name)
-            in_layer = any(
-                name.startswith(s.path + ".") for s in walk(self.tree.root) if self.tree.is_layer(s)
-            )
+            in_layer = any(name.startswith(path + ".") for path in layers)
             if not spec.trainable and canonical in self.tree.graph.parameters and in_layer:
                 endings.append(f"self.get_parameter({quoted(name)}).requires_grad_(False)")
         return endings

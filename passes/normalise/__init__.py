@@ -20,6 +20,7 @@ from .clean import (
     remove_empty_parts,
     remove_guards,
     remove_identities,
+    remove_true_terms,
 )
 from .describe import Describer, parameter_specs
 from .facts import Facts, observe
@@ -44,6 +45,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     remove_empty_parts(draft)
     draft, facts = _observed(draft, traced)
     remove_identities(draft, facts)
+    remove_true_terms(draft, facts)
     remove_dead_code(draft, facts)
     module = _module(draft, traced)
     placeholders = draft.graph.find_nodes(op="placeholder")

@@ -32,12 +32,7 @@ def remove_guards(draft: Draft) -> None:
 
 def remove_identities(draft: Draft, facts: Facts) -> None:
     """Aliases, casts to the type that the tensor has, reshapes to its shape: the same values and gradient."""
-    written = {
-        storage
-        for targets in facts.written.values()
-        for node in targets
-        for storage in facts.storages[node.name]
-    }
+    written = _written_storages(facts)
     for node in list(draft.graph.nodes):
         if node.op == "call_function" and _is_identity(node, facts, written):
             node.replace_all_uses_with(node.args[0])
@@ -69,6 +64,38 @@ def _is_identity(node: fx.Node, facts: Facts, written: set[int]) -> bool:
     if name in {"mul", "div"}:
         return node.args[1:] == (1,) and not node.kwargs
     return name in {"slice", "view", "reshape", "expand"}
+
+
+def remove_true_terms(draft: Draft, facts: Facts) -> None:
+    """`True & mask`, with which masks that are put together from parts begin, is the mask."""
+    written = _written_storages(facts)
+    for node in list(draft.graph.nodes):
+        if node.op != "call_function" or operator_name(node) not in {"__and__", "bitwise_and"}:
+            continue
+        term, mask = node.args[:2]
+        if not _is_true(term) or not isinstance(mask, fx.Node) or facts.storages[node.name] & written:
+            continue
+        if _sizes_and_type(mask) == _sizes_and_type(node):
+            node.replace_all_uses_with(mask)
+            draft.graph.erase_node(node)
+
+
+def _is_true(term: object) -> bool:
+    """One truth value that nobody writes: `new_ones` of no dimension, which only `&` reads."""
+    if not isinstance(term, fx.Node) or operator_name(term) != "new_ones":
+        return False
+    value = term.meta.get("val")
+    read = all(operator_name(user) in {"__and__", "bitwise_and"} for user in term.users)
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bool and value.dim() == 0 and read
+
+
+def _written_storages(facts: Facts) -> set[int]:
+    return {
+        storage
+        for targets in facts.written.values()
+        for node in targets
+        for storage in facts.storages[node.name]
+    }
 
 
 def remove_broadcasts(draft: Draft) -> None:
