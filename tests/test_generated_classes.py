@@ -169,3 +169,46 @@ def test_known_models_repeat_no_class_for_its_sizes(name: str, classes: int, tmp
     (tmp_path / "stage_0.py").write_text(program.source)
     assert program.source.count(f"class {repeated}") == classes
     assert ruff_faults(tmp_path) == ""
+
+
+class Spare(nn.Module):
+    """Most of its layers are never called, and stand in lists and dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 4)
+        self.spare = nn.ModuleList([nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6)])
+        self.blocks = nn.ModuleDict({"a": nn.LayerNorm(4), "b": nn.Sequential(nn.Linear(4, 4), nn.ReLU())})
+        self.odd = nn.ModuleList([nn.Linear(3, 3), Mixed()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x).square().mean()
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("seen", torch.zeros(2))
+        self.inner = nn.Linear(2, 2).requires_grad_(False)
+
+
+def test_layers_that_nobody_calls_are_printed_as_layers(tmp_path: Path) -> None:
+    case = case_of(Spare(), (torch.randn(3, 4),))
+    (program,) = generate(case.graph, planned(case, 1))
+
+    expected = """\
+        self.used = nn.Linear(4, 4)
+        self.spare = nn.ModuleList([nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6)])
+        self.blocks = nn.ModuleDict({"a": nn.LayerNorm(4), "b": nn.ModuleList([nn.Linear(4, 4)])})
+        self.odd = nn.ModuleList([nn.Linear(3, 3), nn.Module()])
+        self.odd[1].weight = nn.Parameter(torch.empty(2))
+        self.odd[1].register_buffer("seen", torch.empty(2))
+        self.odd[1].inner = nn.Linear(2, 2)
+        self.get_parameter("odd.1.inner.bias").requires_grad_(False)
+        self.get_parameter("odd.1.inner.weight").requires_grad_(False)
+"""
+    assert expected in program.source
+    (tmp_path / "stage_0.py").write_text(program.source)
+    assert ruff_faults(tmp_path) == ""
+    assert compared(case, planned(case, 1), (program,)).exact

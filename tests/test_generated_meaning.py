@@ -196,6 +196,23 @@ class TestWhatTheModelSays:
 
         assert compared(case, plan).exact
 
+    def test_numbers_are_raised_buffers_looked_up_and_weights_normed(self) -> None:
+        class Looked(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("places", torch.arange(5), persistent=False)
+                self.table = nn.Embedding(5, 8)
+                self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+
+            def forward(self, x: Tensor) -> Tensor:
+                placed = x + self.table(self.places)
+                return (2 ** torch.tanh(self.normed(placed))).mean()
+
+        case = case_of(Looked().double(), (torch.randn(3, 5, 8).double(),))
+        plan = planned(case, 2)
+
+        assert compared(case, plan).exact
+
 
 def test_a_model_in_evaluation_mode_keeps_it() -> None:
     pipe = pd2bw_fx.split(build("resnet").eval(), cluster=2, costs="analytic", check=False)

@@ -13,7 +13,7 @@ The reason of each one that failed is kept in the report, and beside it the line
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,20 +88,46 @@ def trace(
         if tracer not in ("auto", "fx"):
             raise InputError("torch.export needs example inputs; pass example_args, or tracer='fx'")
     else:
-        args, kwargs = without_cache(model, () if args is None else args, kwargs or {})
-        flat = flatten_arguments(model, args, kwargs, targets)
+        flat = flatten_arguments(model, () if args is None else args, kwargs or {}, targets)
         batch_size, front_ends = common_batch_size(flat), _FRONT_ENDS[tracer]
-    program, traced, attempts = _first_that_works(front_ends, model, flat, loss_fn, batch_size)
+    attempts: list[tuple[str, Exception]] = []
+    for arguments, names in _ways(model, flat, (args, kwargs, targets), tracer, front_ends):
+        program, traced, failed = _first_that_works(names, model, arguments, loss_fn, batch_size)
+        attempts += failed
+        if traced is not None:
+            break
     findings = draft_findings(program, batch_size) if _failed_to_export(attempts) else ()
     if traced is None:
         raise _cannot_be_traced(program, attempts, findings)
     report = TraceReport(
         tracer=traced.report.tracer,
         attempts=tuple(Attempt(name, one_line(error)) for name, error in attempts),
-        notes=(*findings, *_notes(program, flat, batch_size), *traced.report.notes),
+        notes=(*findings, *_notes(program, program.flat, batch_size), *traced.report.notes),
         duration_s=time.perf_counter() - started,
     )
     return replace(traced, report=report)
+
+
+def _ways(
+    model: nn.Module,
+    flat: FlatArguments,
+    call: tuple[Any, Any, Any],
+    tracer: str,
+    front_ends: tuple[str, ...],
+) -> Iterator[tuple[FlatArguments, tuple[str, ...]]]:
+    """The front ends to try, with what they call the model with.
+
+    For open lengths also without the cache for generating, which may allow only some of them and which
+    nobody reads in training.
+    """
+    args, kwargs, targets = call
+    uncached = without_cache(model, args or (), kwargs or {}) if tracer == "export-sequence" else None
+    if uncached is None:
+        yield flat, front_ends
+        return
+    yield flat, front_ends[:1]
+    yield flatten_arguments(model, args or (), uncached, targets), front_ends[:1]
+    yield flat, front_ends[1:]
 
 
 def _failed_to_export(attempts: Sequence[tuple[str, Exception]]) -> bool:

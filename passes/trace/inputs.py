@@ -93,20 +93,16 @@ def find_example_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, An
     return (), kwargs
 
 
-def without_cache(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The call of a model in training with `use_cache=False`, where its forward is not told otherwise.
+def without_cache(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The keyword arguments with `use_cache=False`, where a model in training takes it and is not told.
 
-    Hugging Face models else keep keys and values for generating, which nobody reads here; of a sliding window
-    they keep the last ones, by slices that allow only some lengths.
+    Hugging Face models else keep keys and values for generating; of a sliding window they keep the last ones,
+    by slices that allow only some lengths.
     """
-    accepted = inspect.signature(model.forward).parameters
+    accepted = list(inspect.signature(model.forward).parameters)
     if not model.training or "use_cache" not in accepted or "use_cache" in kwargs:
-        return args, kwargs
-    if list(accepted).index("use_cache") < len(args):
-        return args, kwargs
-    return args, {**kwargs, "use_cache": False}
+        return None
+    return {**kwargs, "use_cache": False} if accepted.index("use_cache") >= len(args) else None
 
 
 def _as_call(offered: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
