@@ -366,6 +366,9 @@ a number is the largest difference relative to the tensor's largest entry. Secon
 Models of the Llama family without an attention mask differ in the last bit: while they are traced they give
 their attention a causal mask, and otherwise take the kernel that needs none.
 
+What does not go through says why: BLOOM's activation is an autograd function of its own, whose backward a
+trace would lose, and DETR's encoder asks in Python whether a tensor is finite.
+
 """
 
 
