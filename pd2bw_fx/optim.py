@@ -1,6 +1,6 @@
-"""Optimizers that lose less than AdamW to gradients that are one update late, as 2BW's are.
+"""Optimizers to set against gradients that are one update late, as 2BW's are.
 
-`docs/PERFORMANCE.md` has what each of them loses; none is a default.
+`docs/PERFORMANCE.md` has what each of them reaches and loses; none is a default.
 """
 
 from __future__ import annotations
