@@ -16,8 +16,9 @@ from torch.distributed.run import get_args_parser
 import pd2bw_fx
 from pd2bw_fx import cli
 from pd2bw_fx.metrics import Metrics
-from pd2bw_fx.models import build
+from pd2bw_fx.models import build, gpt
 from pd2bw_fx.pipeline import Pipeline
+from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,6 +42,21 @@ def test_the_how_to_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "Predicted and measured" in (tmp_path / "report.html").read_text()
 
 
+def test_what_the_how_to_looks_at_from_the_command_line_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commands that train or compare are held to more in test_cli and test_compare."""
+    monkeypatch.chdir(tmp_path)
+    pd2bw_fx.split(build("gpt"), cluster=2, costs="analytic", check=False).save("gpt_2")
+
+    for words in (words for block in blocks("docs/HOWTO.md", "sh") for words in commands(block)):
+        if words[1] in ("check", "simulate", "report") and "--metrics" not in words:
+            assert cli.main(words[1:]) == 0, words
+
+    for made in ("timeline.svg", "trace.json", "report.html", "graph.svg", "memory.png"):
+        assert (tmp_path / made).stat().st_size > 500
+
+
 def test_the_ten_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ten_lines = blocks("README.md", "python")[0].replace("num_batches=100", "num_batches=2")
@@ -52,6 +68,33 @@ def test_the_ten_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert isinstance(pipe, Pipeline)
     assert pipe.state_dict().keys() == build("gpt").state_dict().keys()
     assert (tmp_path / "gpt_onnx" / "stage_1.onnx").exists()
+
+
+def test_the_readme_shows_a_stage_as_it_is_printed() -> None:
+    between_blocks = pd2bw_fx.Constraints(stage_of={"blocks.1": 0, "blocks.2": 1}, whole=("blocks.*",))
+    model = gpt.GPT.from_config(gpt.GPTConfig(sequence_length=64))
+
+    pipe = pd2bw_fx.split(
+        model, model.example_inputs(), cluster=2, costs="analytic", constraints=between_blocks, check=False
+    )
+
+    assert blocks("README.md", "python")[1] in pipe.stages[1].source
+
+
+def test_the_script_of_the_readme_trains_under_torchrun(tmp_path: Path) -> None:
+    head, script = (blocks("README.md", "python")[number] for number in (0, 2))
+    until_split = head[: head.index("pipe =")].replace("sequence_length=64", "sequence_length=8")
+    (tmp_path / "cluster.toml").write_text(pd2bw_fx.Cluster.uniform(2, memory_bytes="1 GiB").to_toml())
+    (tmp_path / "script.py").write_text(
+        f"{until_split}example_args = model.example_inputs()\n"
+        "batches = text.byte_batches(batch_size=16, sequence_length=8, seed=0, num_batches=2)\n"
+        f"{script}engine.close()\nprint('loss', float(loss))\n"
+    )
+
+    trained = torchrun(2, tmp_path / "script.py", folder=tmp_path)
+
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stdout.count("loss") == 2
 
 
 def test_the_reference_has_every_public_name_with_its_docstring() -> None:
