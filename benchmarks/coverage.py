@@ -361,8 +361,8 @@ Made by `python benchmarks/coverage.py` with torch {torch} and transformers {tra
 Every model is built from a small configuration, is in training mode with its labels and its own dropout, and
 is traced with the batch size left open, planned for two devices, printed as two stages, and compared with the
 live model in float64: the outputs, every gradient and every buffer. "Bit for bit" means no difference at all;
-a number is the largest difference relative to the tensor's largest entry. Seconds are by the clock, for all of
-it together, on two cores that had other work.
+a number is the largest difference relative to the tensor's largest entry. Seconds are by the clock, for
+all of it together, on two cores that had other work.
 
 Models of the Llama family without an attention mask differ in the last bit: while they are traced they give
 their attention a causal mask, and otherwise take the kernel that needs none.
