@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from pd2bw_fx.report.memory import memory_svg
 from tests.programs.delayed_reference import DelayedReference
 from tests.programs.equals_reference import difference
 
+BUCKET_BYTES = 5  # messages of this size carry gradients
 LATENCY_S = 0.25
 PLAIN = MemoryModel(optimizer_copies=0)
 
@@ -81,9 +83,7 @@ def _load(
     if memory > memory_bytes:
         return math.inf
     work_s = sum(block.forward_s[0] + block.backward_s[0] for block in own)
-    own_names = [name for block in own for name in block.parameters]
-    messages = sum(1 for name in own_names if problem.parameters[name].trainable_bytes)
-    ring_s = 2 * (r[s] - 1) * (LATENCY_S * messages + weights / r[s] / 2)
+    ring_s = 2 * (r[s] - 1) * (LATENCY_S * weights / BUCKET_BYTES + weights / r[s] / 2)
     return (work_s + links_s) / r[s] + ring_s / m
 
 
@@ -121,7 +121,8 @@ def test_copies_are_shared_out_as_well_as_in_the_best_of_all_plans(data: Any) ->
         with pytest.raises(InfeasibleError, match="no assignment fits"):
             partition_replicated(problem, cluster, **setting)
         return
-    found = partition_replicated(problem, cluster, **setting)
+    with patch("pd2bw_fx.passes.partition.replicas.GRADIENT_BUCKET_BYTES", BUCKET_BYTES):
+        found = partition_replicated(problem, cluster, **setting)
     assert found.bottleneck_s == pytest.approx(expected, rel=3e-6)
     assert found.bound_s <= expected * (1 + 1e-9)
     assert sum(stage.replicas for stage in found.stages) <= num_devices

@@ -5,7 +5,6 @@ hide behind them.
 """
 
 import json
-import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
@@ -376,11 +375,10 @@ def test_throughput_of_few_updates_is_all_microbatches_over_the_span() -> None:
     assert timeline.throughput == 0.25
 
 
-def test_two_hundred_thousand_actions_take_seconds() -> None:
+def test_two_hundred_thousand_actions_are_simulated() -> None:
     schedule = two_buffered(16, 32, updates=66)
     assert sum(map(len, schedule.ranks)) > 190_000
 
-    start = time.perf_counter()
-    simulate_durations(schedule, Durations.chain([1.0] * 16, [2.0] * 16, latency_s=0.1))
+    timeline = simulate_durations(schedule, Durations.chain([1.0] * 16, [2.0] * 16))
 
-    assert time.perf_counter() - start < 5.0
+    assert timeline.span_s == 66 * 32 * 3.0 + 15 * 3.0  # all microbatches, and filling and draining

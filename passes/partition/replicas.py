@@ -2,10 +2,11 @@
 
 Stage s runs on r_s devices, and microbatch k on the (k mod r_s)-th of them. Of every microbatch a copy bears
 
-    load_s = (work_s + links_s) / r_s + 2 (r_s - 1) (p_s L + |w_s| / (r_s B)) / m
+    load_s = (work_s + links_s) / r_s + 2 (r_s - 1) (|w_s| / bucket L + |w_s| / (r_s B)) / m
 
-the second term for adding up gradients over the copies once in m microbatches, in a ring for each of the p_s
-parameters, over links of latency L and bandwidth B; like everything else it is added, not overlapped.
+the second term for adding up gradients over the copies once in m microbatches, in a ring for each bucket of
+them, over links of latency L and bandwidth B; like everything else it is added, not overlapped. (Buckets
+count by their bytes, a stage's last one as much as it is full.)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.costs import Kept, MemoryModel
+from pd2bw_fx.costs import GRADIENT_BUCKET_BYTES, Kept, MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.passes.solver import check_solver
 from pd2bw_fx.plan import Plan, Progress
@@ -236,7 +237,7 @@ class GradientSums:
             names = dict.fromkeys(problem.blocks[at].parameters)
             sizes = [problem.parameters[name].trainable_bytes for name in names if name not in counted]
             counted.update(names)
-            delays.append(latency_s * sum(1 for size in sizes if size))
+            delays.append(latency_s * sum(sizes) / GRADIENT_BUCKET_BYTES)
             seconds.append(sum(sizes) / rate)
         return cls(np.array(delays), np.array(seconds))
 

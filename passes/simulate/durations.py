@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.costs import Calibration
+from pd2bw_fx.costs import GRADIENT_BUCKET_BYTES, Calibration
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.plan import Plan, StagePlan
-
-_BUCKET_BYTES = 25 * 2**20  # the runtime's
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +152,7 @@ def _all_reduce_s(stage: StagePlan, num_ranks: int, cluster: Cluster) -> float:
     if num_ranks == 1 or not pairs:
         return 0.0
     num_bytes = stage.memory.gradient_bytes
-    latency_s = max(cluster.latency_s[a][b] for a, b in pairs) * math.ceil(num_bytes / _BUCKET_BYTES)
+    latency_s = max(cluster.latency_s[a][b] for a, b in pairs) * math.ceil(num_bytes / GRADIENT_BUCKET_BYTES)
     bytes_per_s = min(cluster.bytes_per_s[a][b] for a, b in pairs)
     return 2 * (num_ranks - 1) * (latency_s + num_bytes / num_ranks / bytes_per_s)
 

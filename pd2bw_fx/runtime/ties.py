@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pd2bw_fx.costs import GRADIENT_BUCKET_BYTES
 from pd2bw_fx.runtime.failure import translated
-
-_BUCKET_BYTES = 25 * 2**20  # what DistributedDataParallel takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def in_buckets(ties: Sequence[TiedParameter], like: Mapping[str, Tensor]) -> tup
         tensor = like[tied.name]
         names, size = open_.pop((tied.group, tensor.dtype), ([], 0))
         names, size = [*names, tied.name], size + tensor.nbytes
-        if size >= _BUCKET_BYTES:
+        if size >= GRADIENT_BUCKET_BYTES:
             buckets.append(Bucket(tied.group, tuple(names)))
         else:
             open_[tied.group, tensor.dtype] = names, size
