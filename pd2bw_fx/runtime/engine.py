@@ -11,7 +11,6 @@ engine.flush()
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,10 +32,8 @@ from pd2bw_fx.runtime.failure import shared_fate, translated
 from pd2bw_fx.runtime.job import Job, merged_tensors
 from pd2bw_fx.runtime.loss import Loss, LossPost
 from pd2bw_fx.runtime.rank_runner import evaluation_actions
-from pd2bw_fx.runtime.recorder import Recorder, offset_to_first_rank
 from pd2bw_fx.runtime.reports import LossLog, UpdateReport
-from pd2bw_fx.runtime.setup import Precision, make_runner, make_weights
-from pd2bw_fx.runtime.shared_memory import ranks_in_reach
+from pd2bw_fx.runtime.setup import Groups, Precision, make_recorder, make_runner, make_weights
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.weights import OptimizerFactory, ParameterOptions, SchedulerFactory
@@ -96,18 +93,15 @@ class Engine:
         self._synchronous_updates = max(
             (c.synchronous_updates for c in corrections if isinstance(c, PipeMare)), default=0
         )
-        limit = datetime.timedelta(seconds=timeout_s)
-        everyone = list(range(job.num_ranks))
-        activations, gradients, norms, self._control = (
-            dist.new_group(everyone, timeout=limit) for _ in range(4)
-        )
+        groups = Groups.of(job.num_ranks, timeout_s)
+        self._control = groups.control
         self._post = LossPost(
             job.ranks_of(job.loss_stage), job.rank, job.num_ranks, group=self._control, device=self.device
         )
         self._weights = make_weights(
             job,
             self.device,
-            norms=norms,
+            norms=groups.norms,
             max_gradient_norm=max_gradient_norm,
             precision=precision,
             corrections=corrections,
@@ -121,18 +115,13 @@ class Engine:
             microbatches_per_update=job.microbatches_per_update,
             learning_rates=lambda: self._weights.learning_rates,
         )
-        self._recorder = None
-        if record:
-            offset_s = offset_to_first_rank(job.rank, job.num_ranks, self._control)
-            self._recorder = Recorder(job.rank, record, offset_s=offset_s)
+        self._recorder = make_recorder(job, record, self._control)
         self._runner = make_runner(
             job,
             self._weights,
             self.device,
-            activations=activations,
-            gradients=gradients,
+            groups=groups,
             precision=precision,
-            in_reach=ranks_in_reach(self._control, job.rank, job.num_ranks),
             on_loss=self._collect_loss,
             recorder=self._recorder,
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,8 @@ from pd2bw_fx.runtime.corrections import Correction, Corrector
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Connections
 from pd2bw_fx.runtime.rank_runner import RankRunner
-from pd2bw_fx.runtime.recorder import Recorder
+from pd2bw_fx.runtime.recorder import Recorder, offset_to_first_rank
+from pd2bw_fx.runtime.shared_memory import ranks_in_reach
 from pd2bw_fx.runtime.stage_runner import StageRunner
 from pd2bw_fx.runtime.ties import join_ties
 from pd2bw_fx.runtime.update import Clipping, LossScale
@@ -23,6 +26,29 @@ from pd2bw_fx.runtime.weights import WeightStore
 
 Precision = Literal["bf16", "fp16"]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """All ranks, once for each kind of thing that they tell one another: none waits behind another kind."""
+
+    activations: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+    norms: dist.ProcessGroup
+    control: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, num_ranks: int, timeout_s: float) -> Self:
+        """All ranks call this at the same time."""
+        limit = datetime.timedelta(seconds=timeout_s)
+        return cls(*(dist.new_group(list(range(num_ranks)), timeout=limit) for _ in range(4)))
+
+
+def make_recorder(job: Job, num_calls: int, control: dist.ProcessGroup) -> Recorder | None:
+    if num_calls == 0:
+        return None
+    offset_s = offset_to_first_rank(job.rank, job.num_ranks, control)
+    return Recorder(job.rank, num_calls, offset_s=offset_s)
 
 
 def make_weights(
@@ -87,14 +113,13 @@ def make_runner(
     weights: WeightStore,
     device: torch.device,
     *,
-    activations: dist.ProcessGroup,
-    gradients: dist.ProcessGroup,
+    groups: Groups,
     precision: Precision | None,
-    in_reach: frozenset[int],
     on_loss: Callable[[int, Tensor], None],
     recorder: Recorder | None = None,
 ) -> RankRunner:
-    connections = Connections(job, activations, gradients, device, in_reach)
+    in_reach = ranks_in_reach(groups.control, job.rank, job.num_ranks)
+    connections = Connections(job, groups.activations, groups.gradients, device, in_reach)
     return RankRunner(
         {
             program.stage: StageRunner(
