@@ -81,7 +81,7 @@ def test_a_written_cluster_is_read_as_it_was(tmp_path: Path, back: float) -> Non
 def test_what_cannot_be_probed_is_refused_at_once(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["probe", *arguments]) == 1
+    assert main(["probe", *arguments]) == 2
 
     assert message in capsys.readouterr().err
 
@@ -92,6 +92,6 @@ def test_processes_of_torchrun_are_not_started_again(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
 
-    assert main(["probe", "-o", "c.toml", "--processes", "2"]) == 1
+    assert main(["probe", "-o", "c.toml", "--processes", "2"]) == 2
 
     assert "leave out --processes" in capsys.readouterr().err

@@ -54,8 +54,12 @@ class Watch:
         self._answered_s = time.monotonic()  # by the store
         self._store.set(_key(rank), "0")
         atexit.register(self.close)
-        for loop in (self._listen, self._judge):
-            threading.Thread(target=loop, name="pd2bw_fx watch", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=loop, name="pd2bw_fx watch", daemon=True)
+            for loop in (self._listen, self._judge)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def enter(self) -> None:
         self._depth += 1
@@ -68,6 +72,9 @@ class Watch:
         atexit.unregister(self.close)
         if not self._is_closed.is_set():
             self._is_closed.set()
+            # A thread that is inside of the store when the interpreter ends takes the process with it.
+            for thread in self._threads:
+                thread.join(_BEAT_S)
             with contextlib.suppress(RuntimeError):
                 self._store.set(_key(self._rank), _DONE)
 
