@@ -32,7 +32,7 @@ CONFIG = GPTConfig(
     vocab_size=512, sequence_length=128, num_layers=8, num_heads=8, width=256, dropout=0.0, tied=False
 )
 MICROBATCH = 2
-OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
+OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
 Batch = tuple[Tensor, ...]
 Update = Callable[[], Any]
 
