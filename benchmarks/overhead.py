@@ -10,7 +10,6 @@ calls of torch.distributed with all waiting in them.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import statistics
 import subprocess
@@ -43,7 +42,6 @@ class Watch:
         self._elsewhere_s = 0.0
 
     def excluded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             began_s = time.perf_counter()
             try:
