@@ -115,11 +115,11 @@ def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     if node.op == "placeholder":
         return identifier(node.name)
     depth = scope.depth if inside or scope.function is not None else max(scope.depth - 1, 0)
-    line = line_at(node, depth)
-    names = assigned_names(line.code) if line is not None else ()
     own = name_within(tree, node, depth)
     if own is not None:
         return own
+    line = line_at(node, len(module_calls(node)))  # its own: further out, other things are taken apart
+    names = assigned_names(line.code) if line is not None else ()
     if len(names) > 1 and getattr(node.target, "__name__", "") == "getitem":
         place: Any = node.args[1]
         if isinstance(place, int) and place < len(names) and names[place] != "_":
