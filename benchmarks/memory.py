@@ -13,14 +13,13 @@ import argparse
 import functools
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import told_under_torchrun
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
@@ -46,12 +45,7 @@ def main() -> int:
     if "RANK" in os.environ:
         work(options)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        output = options.output or Path(folder) / "memory.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.processes)]
-        command += [__file__, *sys.argv[1:], "-o", str(output)]
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        rows = json.loads(output.read_text())
+    rows = told_under_torchrun(__file__, options.processes, options.output)
     print_table(rows)
     return int(any(abs(row["planned"] / row["measured"] - 1) > TOLERANCE for row in rows))
 

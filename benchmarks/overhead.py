@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import under_torchrun
 from torch import nn
 
 import pd2bw_fx
@@ -87,16 +86,7 @@ def main() -> None:
     if "RANK" in os.environ:
         work(options.updates)
         return
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        __file__,
-        *sys.argv[1:],
-    ]
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    under_torchrun(__file__, 2)
 
 
 def work(updates: int) -> None:

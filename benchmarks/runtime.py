@@ -14,9 +14,6 @@ import functools
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import told_under_torchrun
 from peers import (
     CONFIG,
     INTERLEAVED_PEERS,
@@ -71,12 +69,7 @@ def main() -> None:
     if "RANK" in os.environ:
         work(options)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        output = options.output or Path(folder) / "runtime.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.processes)]
-        command += [__file__, *sys.argv[1:], "-o", str(output)]
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        answer = json.loads(output.read_text())
+    answer = told_under_torchrun(__file__, options.processes, options.output)
     print_table(answer)
     if options.plot:
         plot(answer, options.plot)

@@ -21,9 +21,7 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import told_under_torchrun
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -92,12 +91,7 @@ def main() -> int:
     if "RANK" in os.environ:
         work(options)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        output = options.output or Path(folder) / "simulated.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        command += [__file__, *sys.argv[1:], "-o", str(output)]
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        return judge(json.loads(output.read_text()))
+    return judge(told_under_torchrun(__file__, 2, options.output))
 
 
 def work(options: argparse.Namespace) -> None:

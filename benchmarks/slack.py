@@ -16,9 +16,6 @@ import os
 import queue
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -26,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import told_under_torchrun
 from torch import Tensor
 
 import pd2bw_fx
@@ -54,12 +52,7 @@ def main() -> None:
     if "RANK" in os.environ:
         work(options)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        output = options.output or Path(folder) / "slack.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(STAGES), __file__]
-        command += [*sys.argv[1:], "-o", str(output)]
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        print_table(json.loads(output.read_text()), options)
+    print_table(told_under_torchrun(__file__, STAGES, options.output), options)
 
 
 class LateRoute:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import time
 
 import torch
 import torch.distributed as dist
+from launch import under_torchrun
 
 from pd2bw_fx.runtime import channel
 from pd2bw_fx.runtime.channel import Inbox, Outbox, Route
@@ -32,16 +31,7 @@ def main() -> None:
     if "RANK" in os.environ:
         work(options.rounds)
         return
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        __file__,
-        *sys.argv[1:],
-    ]
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    under_torchrun(__file__, 2)
 
 
 def work(rounds: int) -> None:
