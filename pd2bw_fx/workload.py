@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pd2bw_fx.errors import InputError
 
@@ -102,24 +102,24 @@ def _check_one_cost(edges: Sequence[WorkloadEdge]) -> None:
 def _node(at: int, entry: Any) -> WorkloadNode:
     table = _table(f"nodes[{at}]", entry)
     where = f"nodes[{at}] (id {table.get('id')!r})"
-    if not isinstance(table.get("id"), int) or isinstance(table["id"], bool):
+    if not _is_whole(table.get("id")):
         raise InputError(f"nodes[{at}] has id {table.get('id')!r}; a whole number was expected")
-    on_accelerator = bool(table.get("supportedOnFpga", 1))
+    on_accelerator = _flag(where, "supportedOnFpga", table, missing=True)
     return WorkloadNode(
         id=table["id"],
         accelerator_time=_amount(where, "fpgaLatency", table) if on_accelerator else 0.0,
         cpu_time=_amount(where, "cpuLatency", table),
         num_bytes=_amount(where, "size", table),
         on_accelerator=on_accelerator,
-        is_backward=bool(table.get("isBackwardNode", 0)),
-        color=table.get("colorClass"),
+        is_backward=_flag(where, "isBackwardNode", table, missing=False),
+        color=_color(where, table),
     )
 
 
 def _edge(at: int, entry: Any, known: set[int]) -> WorkloadEdge:
     table = _table(f"edges[{at}]", entry)
     for key in ("sourceId", "destId"):
-        if table.get(key) not in known:
+        if not _is_whole(table.get(key)) or table[key] not in known:
             raise InputError(f"edges[{at}]: {key} is {table.get(key)!r}, and no node has that id")
     return WorkloadEdge(table["sourceId"], table["destId"], _amount(f"edges[{at}]", "cost", table))
 
@@ -139,9 +139,30 @@ def _list(table: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 def _count(key: str, table: Mapping[str, Any]) -> int:
     value = table.get(key, 0)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not _is_whole(value) or value < 0:
         raise InputError(f"{key} is {value!r}; a whole number of zero or more was expected")
     return value
+
+
+def _flag(where: str, key: str, table: Mapping[str, Any], *, missing: bool) -> bool:
+    value = table.get(key)
+    if value is None:
+        return missing
+    if value not in (0, 1):
+        raise InputError(f"{where}: {key} is {value!r}; 0, 1, true or false was expected")
+    return bool(value)
+
+
+def _color(where: str, table: Mapping[str, Any]) -> int | str | None:
+    """Nodes of one color go together; it is a name for a class, no amount."""
+    value = table.get("colorClass")
+    if value is None or isinstance(value, str) or _is_whole(value):
+        return value
+    raise InputError(f"{where}: colorClass is {value!r}; a whole number or a name was expected")
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _amount(where: str, key: str, table: Mapping[str, Any]) -> float:
