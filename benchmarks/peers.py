@@ -44,8 +44,10 @@ def make_engine(pipe: pd2bw_fx.Pipeline | None, method: str, m: int) -> pd2bw_fx
 
 
 def with_weights(engine: pd2bw_fx.Engine) -> Job:
-    """The engine's job, with the weights that it was given."""
-    return replace(engine.job, tensors=engine.tensors())
+    """The engine's job, with the weights that it was given; the engine itself is given up."""
+    job = replace(engine.job, tensors=engine.tensors())
+    engine.close()
+    return job
 
 
 def bound(job: Job, batch: Batch, m: int) -> Update:

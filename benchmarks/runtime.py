@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import os
 import statistics
@@ -89,9 +90,14 @@ def work(options: argparse.Namespace) -> None:
     runs = []
     for m in options.microbatches:
         if m >= num_ranks:
-            makers = contenders(whole, chunks, model, m)
+            engines: list[pd2bw_fx.Engine] = []
+            makers = contenders(whole, chunks, model, m, engines)
             made = {n: make() for n, make in makers.items() if not options.only or n in options.only}
             runs.append({"microbatches": m, "seconds": measured(made, options.rounds, options.updates)})
+            for engine in engines:
+                engine.close()  # each has threads that wake a hundred times a second
+            del made, makers, engines
+            gc.collect()
     if dist.get_rank() == 0:
         answer = {"processes": num_ranks, "config": str(CONFIG), "runs": runs}
         options.output.write_text(json.dumps(answer, indent=1))
@@ -99,12 +105,17 @@ def work(options: argparse.Namespace) -> None:
 
 
 def contenders(
-    whole: pd2bw_fx.Pipeline | None, chunks: pd2bw_fx.Pipeline | None, model: GPT, m: int
+    whole: pd2bw_fx.Pipeline | None,
+    chunks: pd2bw_fx.Pipeline | None,
+    model: GPT,
+    m: int,
+    engines: list[pd2bw_fx.Engine],
 ) -> dict[str, Callable[[], Contender]]:
     batch = model.example_inputs(batch_size=MICROBATCH * m)
 
     def ours(pipe: pd2bw_fx.Pipeline | None, method: str) -> Contender:
         engine = make_engine(pipe, method, m)
+        engines.append(engine)
         return functools.partial(engine.step, batch), engine.flush
 
     def theirs(kind: Any, pipe: pd2bw_fx.Pipeline | None, method: str) -> Contender:

@@ -1,13 +1,14 @@
 """Does a simulated update take as long as a real one? Every method, on two processes of this machine.
 
-    python benchmarks/simulated.py [--models gpt resnet] [--methods 2bw 1f1b] [--rounds 3] [-o simulated.json]
+    python benchmarks/simulated.py [--models gpt resnet] [--methods 2bw 1f1b] [--rounds 5] [-o simulated.json]
 
 Every process has one thread. In a round, both processes profile the model's operators at the same time, as
 they compute at the same time in training; a few updates of 1f1b and of zb-h1 are recorded, which tell what
-the engine takes besides (`calibrate`); then every method trains a few updates, one method after another. No
-other method is timed before it is simulated. Each simulated time is made from the figures of its own round,
-and the ratio of the two is the median over rounds, so that drift of the machine cancels. An update's time is
-one of the steady state, on the slower process. Links are measured once for each model.
+the engine takes besides (`calibrate`); then every method trains a few updates, one method after another. The
+machine drifts by a tenth within seconds, so 1f1b is recorded again between any two methods, and each is
+simulated with what the recordings right before and after it took. No other method is timed before it is
+simulated. An update's time is one of the steady state, on the slower process: the median of a round's updates,
+and of the rounds' ratios of simulated to real. Links are measured once for each model.
 
 Exits with 1 if the median error is more than 5%, or if two methods whose times differ by more than 5% are
 simulated in another order.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import itertools
 import json
 import os
@@ -62,7 +64,6 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
 MICROBATCH_SIZE = 4
 UPDATES_SIMULATED = 8
 OWN_PLAN = ("interleaved", "bapipe", "zb-auto", "ddp")  # the others train the stages of 2bw
-RECORDED = ("1f1b", "zb-h1")  # the runs that tell what the engine takes besides
 RECORDED_CALLS = 8
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
 
@@ -84,7 +85,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--methods", nargs="+", choices=trained, default=trained)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=3, help="updates of each method in a round")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
@@ -100,6 +101,7 @@ def work(options: argparse.Namespace) -> None:
     runs = []
     for name, m in itertools.product(options.models, options.microbatches):
         torch.manual_seed(0)
+        gc.collect()  # with the engines of the last model their threads end
         for method, pairs in measured(MODELS[name](), m, options).items():
             runs.append({"model": name, "microbatches": m, "method": method, "pairs": pairs})
     if dist.get_rank() == 0:
@@ -113,21 +115,28 @@ def measured(model: nn.Module, m: int, options: argparse.Namespace) -> dict[str,
     batch = model.example_inputs(batch_size=MICROBATCH_SIZE * m)  # type: ignore[operator]
     common = pd2bw_fx.split(model, example, cluster=probe("cpu"), costs="analytic", check=False)
     whole = trace(model, example, {}).call
-    contenders = list(made(model, example, common, m, [*options.methods, *RECORDED]))
-    recorded = [contenders.pop() for _ in RECORDED]
+    contenders = list(made(model, example, common, m, options.methods))
+    whole_backward, halves = made(model, example, common, m, ("1f1b", "zb-h1"))
     pairs: dict[str, list[tuple[float, float]]] = {each.method: [] for each in contenders}
     for number in range(options.rounds + 1):
         dist.barrier()
         costs = profile(
             common.graph, common.example, device=common.cluster.devices[0], method="measured", whole=whole
         )
-        timelines = [timeline_of_run(each, batch, options.updates) for each in recorded]
-        known = calibrate(priced(common.plan, costs), timelines)
+        plan = priced(common.plan, costs)
+        before = timeline_of_run(whole_backward, batch, options.updates)
+        of_halves = calibrate(plan, [before, timeline_of_run(halves, batch, options.updates)])
         for each in contenders:
             real_s = timed(each.engine, batch, options.updates)
-            simulated_s = update_s(simulated(each, costs, known))
+            after = timeline_of_run(whole_backward, batch, options.updates)
+            known = replace(
+                calibrate(plan, [before, after]), halves=of_halves.halves, weight_share=of_halves.weight_share
+            )
             if number > 0:
-                pairs[each.method].append((simulated_s, real_s))
+                pairs[each.method].append((update_s(simulated(each, costs, known)), real_s))
+            before = after
+    for each in (*contenders, whole_backward, halves):
+        each.engine.close()  # each has threads that wake a hundred times a second
     return pairs
 
 
@@ -186,16 +195,17 @@ def update_s(timeline: Timeline) -> float:
 
 
 def timed(engine: pd2bw_fx.Engine, batch: Any, updates: int) -> float:
-    """Seconds an update of the slower process, its pipeline filled before the clock starts."""
+    """Seconds of a typical update on the slower process, its pipeline filled before the clock starts."""
     engine.step(batch)
     dist.barrier()
-    began = time.perf_counter()
+    clock = [time.perf_counter()]
     for _ in range(updates):
         engine.step(batch)
-    took = torch.tensor([time.perf_counter() - began])
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        clock.append(time.perf_counter())
     engine.flush()
-    return float(took) / updates
+    took = torch.tensor([statistics.median(b - a for a, b in itertools.pairwise(clock))])
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
 
 
 def judge(runs: list[dict[str, Any]]) -> int:

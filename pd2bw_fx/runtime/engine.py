@@ -93,7 +93,7 @@ class Engine:
         self._synchronous_updates = max(
             (c.synchronous_updates for c in corrections if isinstance(c, PipeMare)), default=0
         )
-        groups = Groups.of(job.num_ranks, timeout_s)
+        self._groups = groups = Groups(job.num_ranks, timeout_s, self.device)
         self._control = groups.control
         self._post = LossPost(
             job.ranks_of(job.loss_stage), job.rank, job.num_ranks, group=self._control, device=self.device
@@ -101,7 +101,7 @@ class Engine:
         self._weights = make_weights(
             job,
             self.device,
-            norms=groups.norms,
+            groups=groups,
             max_gradient_norm=max_gradient_norm,
             precision=precision,
             corrections=corrections,
@@ -335,12 +335,14 @@ class Engine:
         return tuple(Record(*record) for records in gathered for record in records)
 
     def close(self) -> None:
-        """Leave the process group, if the engine joined it."""
+        """Give up the engine's process groups, and the one that torchrun describes if the engine joined it."""
         if self._watch is not None:
             self._watch.close()
         if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
             self._owns_world = False
+        elif not self._is_broken and dist.is_initialized():
+            self._groups.close()
 
     def __enter__(self) -> Self:
         return self

@@ -141,7 +141,9 @@ class Connections:
             number = theirs.index(sender) * len(self.job.stages) + self.job.stages.index(receiver)
         group = self.gradients if back else self.activations
         shares = rank in self.in_reach and self.device.type == "cpu"
-        return Route(rank, group, self.device, number * TAGS_A_LINK, shares)
+        # The two directions may share a group with each other and with tags below those of any link.
+        first_tag = (1 + 2 * number + back) * TAGS_A_LINK
+        return Route(rank, group, self.device, first_tag, shares)
 
     @property
     def _most(self) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,20 +27,36 @@ Precision = Literal["bf16", "fp16"]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True)
 class Groups:
-    """All ranks, once for each kind of thing that they tell one another: none waits behind another kind."""
+    """The process groups of an engine. All ranks make the same ones, in the same order.
 
-    activations: dist.ProcessGroup
-    gradients: dist.ProcessGroup
-    norms: dist.ProcessGroup
-    control: dist.ProcessGroup
+    nccl carries out what it is given on a group one after another, so the two directions of the pipeline have
+    a group each. gloo tells messages apart by their tags and has a thread for every group that wakes a
+    hundred times a second: there, one group does for both and for `control`.
+    """
 
-    @classmethod
-    def of(cls, num_ranks: int, timeout_s: float) -> Self:
-        """All ranks call this at the same time."""
-        limit = datetime.timedelta(seconds=timeout_s)
-        return cls(*(dist.new_group(list(range(num_ranks)), timeout=limit) for _ in range(4)))
+    def __init__(self, num_ranks: int, timeout_s: float, device: torch.device) -> None:
+        self._ranks = tuple(range(num_ranks))
+        self._limit = datetime.timedelta(seconds=timeout_s)
+        self._made: list[dist.ProcessGroup] = []
+        self.control = self.of_all()
+        apart = device.type != "cpu"
+        self.activations = self.of_all() if apart else self.control
+        self.gradients = self.of_all() if apart else self.control
+
+    def of_all(self) -> dist.ProcessGroup:
+        return self.of(self._ranks)
+
+    def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        group = dist.new_group(list(ranks), timeout=self._limit)
+        if dist.get_rank() in ranks:
+            self._made.append(group)
+        return group
+
+    def close(self) -> None:
+        """Give up the groups; their threads end with the last that still holds them."""
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
 
 
 def make_recorder(job: Job, num_calls: int, control: dist.ProcessGroup) -> Recorder | None:
@@ -55,7 +70,7 @@ def make_weights(
     job: Job,
     device: torch.device,
     *,
-    norms: dist.ProcessGroup,
+    groups: Groups,
     max_gradient_norm: float | None,
     precision: Precision | None,
     corrections: Sequence[Correction],
@@ -80,8 +95,9 @@ def make_weights(
         num_versions=max(rules.num_versions(shape, stage) for stage in job.stages),
         device=device,
         keeps_versions=rules.keeps_versions,
-        ties=join_ties(holders, job.rank),
-        clipping=None if limit is None else Clipping(limit, norms, counts),
+        ties=join_ties(holders, job.rank, groups.of),
+        # Its sums start while others of the engine are still to come, each rank at its own time.
+        clipping=None if limit is None else Clipping(limit, groups.of_all(), counts),
         loss_scale=LossScale() if precision == "fp16" else None,
         corrector=Corrector(corrections, delay_of(job)) if corrections else None,
     )

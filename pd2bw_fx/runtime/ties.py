@@ -30,12 +30,14 @@ class TiedParameter:
     group: dist.ProcessGroup
 
 
-def join_ties(holders: Mapping[str, tuple[int, ...]], rank: int) -> tuple[TiedParameter, ...]:
+def join_ties(
+    holders: Mapping[str, tuple[int, ...]], rank: int, group_of: Callable[[Sequence[int]], dist.ProcessGroup]
+) -> tuple[TiedParameter, ...]:
     """This rank's tied parameters, in an order that is the same on all their holders.
 
-    `holders` are the ranks of each. All ranks must call this.
+    `holders` are the ranks of each, `group_of` makes the group of some ranks. All ranks must call this.
     """
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(holders.values()))}
+    groups = {ranks: group_of(ranks) for ranks in sorted(set(holders.values()))}
     return tuple(TiedParameter(name, groups[ranks]) for name, ranks in holders.items() if rank in ranks)
 
 
