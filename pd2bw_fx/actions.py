@@ -44,8 +44,8 @@ class Action:
     version: int
 
     def __str__(self) -> str:
-        if self.kind is Kind.UPDATE:
-            return f"U(stage {self.stage} -> W{self.version})"
+        if self.kind in (Kind.UPDATE, Kind.ALL_REDUCE):
+            return f"{self.kind}(stage {self.stage} -> W{self.version})"
         return f"{self.kind}{self.microbatch}(stage {self.stage}, W{self.version})"
 
 

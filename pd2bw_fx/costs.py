@@ -9,6 +9,11 @@ from typing import Any, Self
 GRADIENT_BUCKET_BYTES = 25 * 2**20  # of gradients that copies add up at a time; DistributedDataParallel's
 
 
+def ring_bytes(num_bytes: float, num_ranks: int) -> float:
+    """What each of r ranks sends so that all have the sum: 2 (r - 1) steps of an r-th in a ring."""
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
     """One operator at the costs' microbatch size on the costs' device."""
@@ -69,7 +74,8 @@ class Calibration:
     `forward` and `backward` are the run's seconds over the profile's. Where a backward runs in halves, the
     two take `halves` times the whole one, `weight_share` of it in that of the weights; None: no run had any.
     Seconds: an update for each byte of trainable weights; starting a send, and taking what has arrived, for
-    each stage that it goes to or comes from; and what lies between the actions of a rank, for each update.
+    each stage that it goes to or comes from; what lies between the actions of a rank, for each update; and an
+    all-reduce for each byte that a rank sends in its ring (None: no run had one, the links' figures hold).
     """
 
     forward: float = 1.0
@@ -80,6 +86,7 @@ class Calibration:
     send_s: float = 0.0
     receive_s: float = 0.0
     between_s: float = 0.0
+    ring_s_per_byte: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

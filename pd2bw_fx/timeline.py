@@ -45,7 +45,7 @@ class Event(NamedTuple):
     @property
     def label(self) -> str:
         """As schedules are written: F3, B2, U."""
-        return self.kind.value if self.kind is Kind.UPDATE else f"{self.kind.value}{self.microbatch}"
+        return self.kind.value if self.microbatch < 0 else f"{self.kind.value}{self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)

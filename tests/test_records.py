@@ -84,3 +84,30 @@ COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
 
 def key(event: Event) -> tuple[Kind, int, int]:
     return event.kind, event.stage, event.microbatch
+
+
+@pytest.mark.parametrize("method", ["ddp", "chimera"])
+def test_an_update_that_waits_for_other_ranks_is_told_when_it_is_made(method: str) -> None:
+    model = build("mlp")
+    pipe = pd2bw_fx.split(
+        model, model.example_inputs(batch_size=1), cluster=2, method=method, microbatches_per_update=4
+    )
+    batches = [model.example_inputs(batch_size=4) for _ in range(UPDATES)]
+    metrics = pipe.train_local(batches, optimizer=sgd, record=UPDATES + 1, threads_per_worker=1).metrics
+    timeline = metrics.timeline
+    assert timeline is not None
+
+    for rank in range(2):
+        events = list(timeline.of_rank(rank))
+        planned = pipe.simulate(microbatches_per_update=4, num_updates=UPDATES).of_rank(rank)
+        made = [e.version for e in events if e.kind is Kind.UPDATE]
+        assert made == [e.version for e in planned if e.kind is Kind.UPDATE]
+        waits = {e.version: e for e in events if e.kind is Kind.ALL_REDUCE}
+        steps = {e.version: e for e in events if e.kind is Kind.UPDATE and e.duration_s > 0}
+        assert waits.keys() == steps.keys() == set(range(1, UPDATES + 1))
+        for version, step in steps.items():
+            assert waits[version].end_s == step.start_s
+            first = next(e for e in events if e.kind is Kind.FORWARD and e.start_s >= step.start_s) if (
+                version < UPDATES
+            ) else None
+            assert first is None or (first.version == version and first.start_s == step.end_s)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from pd2bw_fx.actions import Kind
-from pd2bw_fx.costs import Calibration
+from pd2bw_fx.costs import Calibration, ring_bytes
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.timeline import RECEIVES, SENDS, Timeline
@@ -47,6 +47,7 @@ def calibrate(plan: Plan, timelines: Sequence[Timeline]) -> Calibration:
         send_s=_message_s(whole, SENDS, 0.5),
         receive_s=_message_s(whole, RECEIVES, 0.1),
         between_s=fmean(_between_s(timeline) for timeline in whole),
+        ring_s_per_byte=_ring_s_per_byte(plan, whole),
     )
 
 
@@ -96,6 +97,28 @@ def _between_s(timeline: Timeline) -> float:
                 found.append(gaps_s)
                 gaps_s = 0.0
     return median(found[timeline.num_ranks :] or found)
+
+
+def _ring_s_per_byte(plan: Plan, timelines: Sequence[Timeline]) -> float | None:
+    """Of the updates for which ranks waited: by the rank that waited least, for it came last."""
+    found: list[float] = []
+    for timeline in timelines:
+        holders = [{e.rank for e in timeline.events if e.stage == s.stage} for s in plan.stages]
+        waits: dict[int, dict[int, float]] = {}
+        for event in timeline.events:
+            if event.kind is Kind.ALL_REDUCE:
+                of_ranks = waits.setdefault(event.version, {})
+                of_ranks[event.rank] = of_ranks.get(event.rank, 0.0) + event.duration_s
+        for of_ranks in waits.values():
+            rank, waited_s = min(of_ranks.items(), key=lambda item: item[1])
+            sent = sum(
+                ring_bytes(stage.memory.gradient_bytes, len(own))
+                for stage, own in zip(plan.stages, holders, strict=True)
+                if rank in own
+            )
+            if sent:  # or only the norm of the gradient was waited for
+                found.append(waited_s / sent)
+    return median(found) if found else None
 
 
 def _ratio(found: float, planned: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.costs import GRADIENT_BUCKET_BYTES, Calibration
+from pd2bw_fx.costs import GRADIENT_BUCKET_BYTES, Calibration, ring_bytes
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.plan import Plan, StagePlan
 
@@ -123,7 +123,7 @@ class Durations:
             links=_links(plan, cluster, known),
             weight_backward_s=tuple(weights_s for _, weights_s in halves),
             all_reduce_s=tuple(
-                _all_reduce_s(stage, count, cluster)
+                _all_reduce_s(stage, count, cluster, known)
                 for stage, count in zip(plan.stages, holders, strict=True)
             ),
             undivided_s=tuple(
@@ -146,15 +146,17 @@ def _halves_s(plan: Plan, stage: StagePlan, known: Calibration) -> tuple[float, 
     return backward_s * (1 - known.weight_share) + again_s, backward_s * known.weight_share
 
 
-def _all_reduce_s(stage: StagePlan, num_ranks: int, cluster: Cluster) -> float:
+def _all_reduce_s(stage: StagePlan, num_ranks: int, cluster: Cluster, known: Calibration) -> float:
     """Bucket by bucket, as the runtime adds them up: each of a ring's steps has a latency for each."""
     pairs = [(a, b) for a in range(len(cluster)) for b in range(len(cluster)) if a != b]
     if num_ranks == 1 or not pairs:
         return 0.0
     num_bytes = stage.memory.gradient_bytes
+    if known.ring_s_per_byte is not None:
+        return known.ring_s_per_byte * ring_bytes(num_bytes, num_ranks)
     latency_s = max(cluster.latency_s[a][b] for a, b in pairs) * math.ceil(num_bytes / GRADIENT_BUCKET_BYTES)
     bytes_per_s = min(cluster.bytes_per_s[a][b] for a, b in pairs)
-    return 2 * (num_ranks - 1) * (latency_s + num_bytes / num_ranks / bytes_per_s)
+    return 2 * (num_ranks - 1) * latency_s + ring_bytes(num_bytes, num_ranks) / bytes_per_s
 
 
 def _links(plan: Plan, cluster: Cluster, known: Calibration) -> tuple[LinkTimes, ...]:

@@ -266,7 +266,7 @@ class Engine:
             if self._empty_before < self.updates:
                 self._runner.run(self._actions(self.updates, self.updates, drain=True))
                 self._empty_before = self.updates
-            self._weights.finish_update()
+            self._runner.finish_update()
             self._runner.settle()
             self._log.finish()
 

@@ -46,7 +46,8 @@ class RankRunner:
         for stage in self._stages.values():
             stage.training = training
         coming = {kind: self._post(kind, _pieces(actions, kind)) for kind in _RECEIVES}
-        records = None if self._recorder is None else self._recorder.begin()
+        if self._recorder is not None:
+            self._recorder.begin()
         completing = _last_backwards(actions)
         for index, action in enumerate(actions):
             self.current = action
@@ -56,8 +57,8 @@ class RankRunner:
                 self._update(action)
             else:
                 self._stages[action.stage].perform(action)
-            if records is not None:
-                records.append((action, began_s, time.perf_counter()))
+            if self._recorder is not None:
+                self._recorder.note(action, began_s, self._weights.take_steps())
             self._weights.progress()
             if action.kind in coming:
                 self._posted[action.kind].discard((action.stage, action.microbatch))
@@ -66,6 +67,12 @@ class RankRunner:
         if training:
             waiting = [(stage.program.stage, k) for stage in self._stages.values() for k in stage.waiting]
             self._post(Kind.RECEIVE_GRADIENT, sorted(waiting, key=lambda piece: piece[1]))
+
+    def finish_update(self) -> None:
+        """Make the version that was put off, if one was."""
+        self._weights.finish_update()
+        if self._recorder is not None:
+            self._recorder.note_rest(self._weights.take_steps())
 
     def settle(self) -> None:
         """Wait until every peer has what was sent to it."""

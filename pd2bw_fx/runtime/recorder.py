@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from pd2bw_fx.actions import Action
+from pd2bw_fx.actions import Action, Kind
 from pd2bw_fx.metrics import Record
+from pd2bw_fx.runtime.update import Step
 
 _EXCHANGES = 8
 
@@ -25,11 +27,43 @@ class Recorder:
         self._rank = rank
         self._offset_s = offset_s
         self._calls: deque[list[tuple[Action, float, float]]] = deque(maxlen=updates)
+        self._put_off: dict[int, list[Action]] = {}  # by version: updates that are still to be told
 
-    def begin(self) -> list[tuple[Action, float, float]]:
-        """Where the actions of a call are noted down, with the seconds of `time.perf_counter`."""
+    def begin(self) -> None:
+        """A call of the engine."""
         self._calls.append([])
-        return self._calls[-1]
+
+    def note(self, action: Action, began_s: float, steps: Iterable[Step]) -> None:
+        """An action has ended, in which `steps` were made. Seconds are those of `time.perf_counter`.
+
+        An update that is put off is told when it is made: as a wait for other ranks, and a step.
+        """
+        is_update = action.kind is Kind.UPDATE
+        is_made = False
+        for step in steps:
+            is_made = is_update and step.version == action.version
+            if not is_made:
+                self._tell_put_off(step)
+                began_s = step.ended_s
+        if is_update and not is_made:
+            self._put_off.setdefault(action.version, []).append(action)
+            return
+        for other in self._put_off.pop(action.version, ()) if is_update else ():
+            self._calls[-1].append((other, began_s, began_s))
+        self._calls[-1].append((action, began_s, time.perf_counter()))
+
+    def note_rest(self, steps: Iterable[Step]) -> None:
+        """Steps that were made after the last action."""
+        for step in steps:
+            self._tell_put_off(step)
+
+    def _tell_put_off(self, step: Step) -> None:
+        """Of a rank's stages, the last one's update stands for all of them: they step together."""
+        *others, last = self._put_off.pop(step.version)
+        told = self._calls[-1]
+        told.append((replace(last, kind=Kind.ALL_REDUCE), step.began_s, step.added_s))
+        told += [(other, step.added_s, step.added_s) for other in others]
+        told.append((last, step.added_s, step.ended_s))
 
     def __iter__(self) -> Iterator[Record]:
         for call in self._calls:

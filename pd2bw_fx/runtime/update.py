@@ -68,6 +68,16 @@ class LossScale:
         self._finite = state["finite"]
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """When W(version) was made, in seconds of `time.perf_counter`: first what other ranks add was waited for."""
+
+    version: int
+    began_s: float
+    added_s: float
+    ended_s: float
+
+
 @dataclass(slots=True)
 class PendingUpdate:
     """`gradients` by parameter, those that there are; those of `sums` come from all holders.

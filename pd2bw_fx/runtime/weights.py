@@ -14,6 +14,8 @@ off until its version is needed; gradients that come meanwhile are the next upda
 from __future__ import annotations
 
 import functools
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +29,7 @@ from pd2bw_fx.runtime.checkpoint import Checkpoint, RankState, random_state
 from pd2bw_fx.runtime.corrections import Corrector
 from pd2bw_fx.runtime.slots import Flat, Slots
 from pd2bw_fx.runtime.ties import GradientSums, TiedParameter, UseQuestion, in_buckets
-from pd2bw_fx.runtime.update import Clipping, LossScale, PendingUpdate
+from pd2bw_fx.runtime.update import Clipping, LossScale, PendingUpdate, Step
 from pd2bw_fx.stage import StageProgram
 
 OptimizerFactory = Callable[[Any], Optimizer]  # takes what torch's optimizers take: parameters, or groups
@@ -68,6 +70,7 @@ class WeightStore:
         if corrector is not None:
             corrector.watch(self._slots[0].flat, self._places)
         self._pending: PendingUpdate | None = None
+        self._steps: deque[Step] = deque(maxlen=2)
         # The optimizer's parameters: stepped in the slot that is being made.
         self._aliases = {
             name: nn.Parameter(place.view(self._stepped(0)).detach()) for name, place in self._places.items()
@@ -172,7 +175,9 @@ class WeightStore:
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        began_s = time.perf_counter()
         gradients = pending.finish()
+        added_s = time.perf_counter()
         if pending.used is not None:
             self._use_only(pending.used)
         source, target = self.newest % self.num_versions, pending.version % self.num_versions
@@ -185,6 +190,13 @@ class WeightStore:
         if gradients is not None:
             self._step(target, gradients)
         self.newest = pending.version
+        self._steps.append(Step(pending.version, began_s, added_s, time.perf_counter()))
+
+    def take_steps(self) -> list[Step]:
+        """The updates that were made since the last call, two at most."""
+        taken = list(self._steps)
+        self._steps.clear()
+        return taken
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters of the newest version, buffers and constants, by their names in the graph."""
