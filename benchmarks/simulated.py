@@ -7,8 +7,8 @@ they compute at the same time in training; a few updates of 1f1b and of zb-h1 ar
 the engine takes besides (`calibrate`); then every method trains a few updates, one method after another. The
 machine drifts by a tenth within seconds, so 1f1b is recorded again between any two methods, and each is
 simulated with what the recordings right before and after it took. No other method is timed before it is
-simulated. An update's time is one of the steady state, on the slower process: the median of a round's updates,
-and of the rounds' ratios of simulated to real. Links are measured once for each model.
+simulated. An update's time is one of the steady state, on the slower process: the median of a round's
+updates; the ratio of the two is the median over rounds. Links are measured once for each model.
 
 Exits with 1 if the median error is more than 5%, or if two methods whose times differ by more than 5% are
 simulated in another order.

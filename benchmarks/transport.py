@@ -2,24 +2,28 @@
 
     python benchmarks/transport.py [--rounds 30]
 
-The two take turns; each message is answered, and the fastest of the rounds is told.
+The two take turns. First each message is answered while nothing else is done, and the fastest of the rounds is
+told. Then both processes compute all the time, and what counts is how long they are kept from it: by the
+sending, and by the taking of a message that was sent long before (the median of the rounds).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from launch import under_torchrun
 
-from pd2bw_fx.runtime import channel
 from pd2bw_fx.runtime.channel import Inbox, Outbox, Route
 
-KIBIBYTES = (64, 256, 1024, 4096, 16384)
+KIBIBYTES = (4, 64, 256, 1024, 4096, 16384)
 CPU = torch.device("cpu")
+COMPUTE_S = 0.01
 
 
 def main() -> None:
@@ -36,37 +40,74 @@ def main() -> None:
 
 def work(rounds: int) -> None:
     torch.set_num_threads(1)
-    channel.FROM_BYTES = 0  # every size through memory, where a link has any
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    ends: dict[bool, Inbox | Outbox] = {}
-    for shares in (False, True):
-        route = Route(1 - rank, dist.new_group([0, 1]), CPU, 0, shares_memory=shares)
-        ends[shares] = Outbox(route, ("x",), window=1) if rank == 0 else Inbox(route, ("x",))
-    answers = dist.new_group([0, 1])
+    rank, answers = dist.get_rank(), dist.new_group([0, 1])
+    groups = {shares: dist.new_group([0, 1]) for shares in (False, True)}
     for size in KIBIBYTES:
         tensor = torch.ones(size * 256)
-        fastest = {False: float("inf"), True: float("inf")}
-        if rank == 0:
-            ends[True] = Outbox(ends[True].route, ("x",), window=1)  # with memory for this size
-        else:
-            ends[True] = Inbox(ends[True].route, ("x",))
-        for number in range(rounds):
+        routes = {s: Route(1 - rank, group, CPU, 0, shares_memory=s) for s, group in groups.items()}
+        ends = {
+            shares: Outbox(route, ("x",), window=1) if rank == 0 else Inbox(route, ("x",))
+            for shares, route in routes.items()
+        }
+        answered, kept = ({shares: list[float]() for shares in ends} for _ in range(2))
+        for number in range(2 * rounds):
             for shares, end in ends.items():
-                dist.barrier()
-                began_s = time.perf_counter()
-                if isinstance(end, Outbox):
-                    end.send(number, size, [tensor])
-                    dist.recv(torch.empty(1), 1, group=answers)
+                if number < rounds:
+                    answered[shares].append(answered_s(end, tensor, number, answers))
                 else:
-                    end.expect(number, size)
-                    end.take(number)
-                    dist.send(torch.ones(1), 0, group=answers)
-                fastest[shares] = min(fastest[shares], time.perf_counter() - began_s)
+                    kept[shares].append(kept_s(end, tensor, number))
+        told = torch.tensor([[statistics.median(kept[shares]) for shares in (False, True)]])
+        both = torch.empty(2, 2)
+        dist.all_gather_into_tensor(both, told)
         if rank == 0:
-            socket_ms, memory_ms = fastest[False] * 1e3, fastest[True] * 1e3
-            print(f"{size:>6} KiB   socket {socket_ms:6.2f} ms   memory {memory_ms:6.2f} ms", flush=True)
+            alone = [min(answered[shares]) * 1e3 for shares in (False, True)]
+            print(
+                f"{size:>6} KiB   answered: socket {alone[0]:6.2f} ms, memory {alone[1]:6.2f} ms"
+                f"   computing: socket {both[0, 0] * 1e3:5.2f} + {both[1, 0] * 1e3:5.2f} ms,"
+                f" memory {both[0, 1] * 1e3:5.2f} + {both[1, 1] * 1e3:5.2f} ms",
+                flush=True,
+            )
     dist.destroy_process_group()
+
+
+def answered_s(end: Inbox | Outbox, tensor: torch.Tensor, number: int, answers: dist.ProcessGroup) -> float:
+    dist.barrier()
+    began_s = time.perf_counter()
+    if isinstance(end, Outbox):
+        end.send(number, tensor.shape, [tensor])
+        dist.recv(torch.empty(1), 1, group=answers)
+    else:
+        end.expect(number, tensor.shape)
+        end.take(number)
+        dist.send(torch.ones(1), 0, group=answers)
+    return time.perf_counter() - began_s
+
+
+def kept_s(end: Inbox | Outbox, tensor: torch.Tensor, number: int) -> float:
+    """Both compute before and after; the receiver long enough for the message to be there."""
+    dist.barrier()
+    if isinstance(end, Outbox):
+        compute(COMPUTE_S)
+        took_s = timed(lambda: end.send(number, tensor.shape, [tensor]))
+        compute(2 * COMPUTE_S)
+        return took_s
+    took_s = timed(lambda: end.expect(number, tensor.shape))
+    compute(2 * COMPUTE_S)
+    return took_s + timed(lambda: end.take(number))
+
+
+def timed(call: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    call()
+    return time.perf_counter() - began_s
+
+
+def compute(seconds: float) -> None:
+    matrix = torch.ones(128, 128)
+    until_s = time.perf_counter() + seconds
+    while time.perf_counter() < until_s:
+        matrix @ matrix
 
 
 if __name__ == "__main__":

@@ -107,7 +107,9 @@ def test_an_update_that_waits_for_other_ranks_is_told_when_it_is_made(method: st
         assert waits.keys() == steps.keys() == set(range(1, UPDATES + 1))
         for version, step in steps.items():
             assert waits[version].end_s == step.start_s
-            first = next(e for e in events if e.kind is Kind.FORWARD and e.start_s >= step.start_s) if (
-                version < UPDATES
-            ) else None
+            first = (
+                next(e for e in events if e.kind is Kind.FORWARD and e.start_s >= step.start_s)
+                if (version < UPDATES)
+                else None
+            )
             assert first is None or (first.version == version and first.start_s == step.end_s)

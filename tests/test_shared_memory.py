@@ -1,4 +1,4 @@
-"""Large tensors between processes of one host: they arrive as they were sent, and nothing is left behind."""
+"""Tensors between processes of one host: they arrive as they were sent, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import pd2bw_fx
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime.reference import train_reference
-from pd2bw_fx.runtime.shared_memory import FROM_BYTES, SharedPlaces
+from pd2bw_fx.runtime.shared_memory import NO_PLACE, SharedPlaces
 from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files without a name are Linux's")
@@ -24,28 +24,28 @@ def test_links_carry_the_same_with_and_without_a_free_place(tmp_path: Path) -> N
 
     assert ran.returncode == 0, ran.stderr[-2000:]
     told = json.loads((tmp_path / "result.json").read_text())
-    assert told == {"reach": [0], "differing": [], "shared": [1, 2]}
+    assert told == {"reach": [0], "differing": [], "shared": [1, 2, 3]}
 
 
 def test_places_are_given_out_until_none_is_free() -> None:
     sender = SharedPlaces.make(1000 * 4)
     receiver = SharedPlaces.attach(sender.ticket, 1000 * 4)
-    tensors = [torch.randn(10, 100) for _ in range(3)]
+    tensors = [torch.randn(10, 100) for _ in range(4)]
 
     places = [sender.put(tensor) for tensor in tensors]
     taken = torch.empty(10, 100)
     receiver.take(places[1], taken)
 
-    assert places == [0, 1, -1]
+    assert places == [0, 1, 2, NO_PLACE]
     assert torch.equal(taken, tensors[1])
-    assert sender.put(tensors[2]) == 1
+    assert sender.put(tensors[3]) == 1
 
 
 def test_training_with_large_activations_equals_the_reference() -> None:
     torch.manual_seed(0)
     model, m = build("mlp").double(), 2
-    rows = FROM_BYTES // (64 * 8)
-    batches = [model.example_inputs(batch_size=rows * m) for _ in range(3)]
+    rows = 2**20 // (64 * 8)
+    batches = [model.example_inputs(batch_size=rows * m) for _ in range(4)]
     pipe = pd2bw_fx.split(model, model.example_inputs(batch_size=2), cluster=2, costs="analytic", check=False)
 
     result = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=m)

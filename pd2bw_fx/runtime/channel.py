@@ -6,7 +6,7 @@ follows.
 
     sender     header F0  F1  F2 ..         receiver   header F0  F1 posted  F2 posted ..
 
-Between processes of one host, large tensors of the first such size go through memory that both see.
+Between processes of one host, tensors of the first such size go through memory that both see.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import dtype_name
 from pd2bw_fx.runtime.failure import translated
-from pd2bw_fx.runtime.shared_memory import FROM_BYTES, SharedPlaces
+from pd2bw_fx.runtime.shared_memory import NO_PLACE, Notes, SharedPlaces
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
@@ -30,7 +30,7 @@ _DTYPES = (
 )  # fmt: skip
 _MAX_DIMS = 8
 _ABSENT = -1
-_HEADER_COLUMNS = 2 + _MAX_DIMS + 2
+_HEADER_COLUMNS = 2 + _MAX_DIMS + 3
 _TAGS_A_MICROBATCH = 1024
 _MICROBATCH_TAGS = 2**11  # far more than are ever under way at once
 TAGS_A_LINK = _TAGS_A_MICROBATCH * _MICROBATCH_TAGS
@@ -49,6 +49,7 @@ class Route:
     device: torch.device
     first_tag: int
     shares_memory: bool = False
+    timeout_s: float = 600.0  # of a wait for shared memory; the group has one of its own
 
     @property
     def via_host(self) -> bool:
@@ -77,8 +78,16 @@ class Route:
         with translated(self.peer):
             work.wait()
 
+    def place(self, notes: Notes, microbatch: int, position: int) -> int:
+        """Wait until a tensor is in shared memory, or is not going to be."""
+        with translated(self.peer):
+            return notes.take(microbatch, position, timeout_s=self.timeout_s)
 
-Layout = tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]  # None: a value that is not sent
+
+Entry = tuple[torch.dtype, tuple[int, ...]]
+Layout = tuple[Entry | None, ...]  # None: a value that is not sent
+Ticket = tuple[int, int, int]  # a process, and its descriptors of memory and of notes
+_NO_TICKET: Ticket = (0, 0, 0)
 Shared = dict[tuple[Hashable, int], SharedPlaces]  # by size of the microbatch, and position of the value
 
 
@@ -91,6 +100,7 @@ class Outbox:
     window: int
     _agreed: dict[Hashable, Layout] = field(default_factory=dict)
     _shared: Shared = field(default_factory=dict)
+    _notes: tuple[Notes, Notes] | None = None  # to read, which the peer attaches to, and to write
     _under_way: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = field(default_factory=deque)
 
     def send(self, microbatch: int, size: Hashable, tensors: Sequence[Tensor | None]) -> None:
@@ -105,8 +115,9 @@ class Outbox:
         elif self._agreed[size] != layout:
             self._refuse(layout, self._agreed[size], microbatch)
         for position, tensor in enumerate(tensors, start=1):
-            if tensor is not None:
-                works += self._start(tensor.detach(), self.route.tag(microbatch, position), (size, position))
+            if tensor is not None and not self._share(microbatch, (size, position), tensor.detach()):
+                wire = tensor.detach().contiguous().to(self.route.wire_device)
+                works.append((self.route.isend(wire, self.route.tag(microbatch, position)), wire))
         self._under_way.append((microbatch, works))
         while len(self._under_way) > self.window:
             self._wait_for_oldest()
@@ -114,24 +125,28 @@ class Outbox:
     def _agree(self, microbatch: int, size: Hashable, layout: Layout) -> tuple[dist.Work, Tensor]:
         """Tell the peer what comes with microbatches of this size."""
         if self.route.shares_memory and not self._agreed:  # further sizes are too rare to keep memory for
+            self._notes = Notes.make()
             for position, entry in enumerate(layout, start=1):
-                if entry is not None and (size_bytes := _bytes_of(entry)) >= FROM_BYTES:
-                    self._shared[size, position] = SharedPlaces.make(size_bytes)
+                if entry is not None and (num_bytes := _bytes_of(entry)):
+                    self._shared[size, position] = SharedPlaces.make(num_bytes)
         self._agreed[size] = layout
-        places = [self._shared.get((size, position + 1)) for position in range(len(layout))]
-        header = _header(self.values, layout, places).to(self.route.wire_device)
+        tickets = [
+            (*shared.ticket, self._notes[0].ticket[1])
+            if (shared := self._shared.get((size, position))) and self._notes
+            else _NO_TICKET
+            for position in range(1, len(layout) + 1)
+        ]
+        header = _header(self.values, layout, tickets).to(self.route.wire_device)
         return self.route.isend(header, self.route.tag(microbatch, 0)), header
 
-    def _start(self, tensor: Tensor, tag: int, at: tuple[Hashable, int]) -> list[tuple[dist.Work, Tensor]]:
-        works: list[tuple[dist.Work, Tensor]] = []
-        if at in self._shared:
-            place = torch.tensor([self._shared[at].put(tensor)])
-            works.append((self.route.isend(place, tag), place))
-            if int(place) >= 0:
-                return works
-        wire = tensor.contiguous().to(self.route.wire_device)
-        works.append((self.route.isend(wire, tag), wire))
-        return works
+    def _share(self, microbatch: int, at: tuple[Hashable, int], tensor: Tensor) -> bool:
+        """Whether the tensor is now where the peer sees it."""
+        if at not in self._shared:
+            return False
+        assert self._notes is not None
+        place = self._shared[at].put(tensor)
+        self._notes[1].put(microbatch, at[1], place)
+        return place != NO_PLACE
 
     def settle(self, microbatch: int | None = None) -> None:
         """Wait until everything, or everything up to a microbatch, has been received."""
@@ -161,6 +176,7 @@ class Inbox:
     values: tuple[str, ...]
     _agreed: dict[Hashable, Layout] = field(default_factory=dict)
     _shared: Shared = field(default_factory=dict)
+    _notes: Notes | None = None
     _posted: dict[int, _Posted] = field(default_factory=dict)
 
     def expect(self, microbatch: int, size: Hashable) -> None:
@@ -187,40 +203,42 @@ class Inbox:
         del self._posted[microbatch]
         for work in posted.works or []:
             self.route.wait(work)
+        layout = self._agreed[posted.size]
         return [
-            self._value(microbatch, (posted.size, position), told)
-            for position, told in enumerate(posted.buffers, start=1)
+            self._shared_value(microbatch, (posted.size, position), entry)
+            if entry is not None and (posted.size, position) in self._shared
+            else None
+            if (buffer := posted.buffers[position - 1]) is None
+            else buffer.to(self.route.device)
+            for position, entry in enumerate(layout, start=1)
         ]
 
     def _read(self, size: Hashable, header: list[list[int]]) -> None:
         self._agreed[size] = layout = _read_layout(header)
         for position, (entry, row) in enumerate(zip(layout, header, strict=True), start=1):
-            if entry is not None and row[-2]:
-                self._shared[size, position] = SharedPlaces.attach((row[-2], row[-1]), _bytes_of(entry))
+            process, memory, notes = row[-3:]
+            if entry is not None and process:
+                self._shared[size, position] = SharedPlaces.attach((process, memory), _bytes_of(entry))
+                self._notes = self._notes or Notes.attach((process, notes))
 
-    def _value(self, microbatch: int, at: tuple[Hashable, int], told: Tensor | None) -> Tensor | None:
-        if told is None or at not in self._shared:
-            return None if told is None else told.to(self.route.device)
-        size, position = at
-        entry = self._agreed[size][position - 1]
-        assert entry is not None
-        tensor = torch.empty(entry[1], dtype=entry[0])
-        if (place := int(told)) >= 0:
+    def _shared_value(self, microbatch: int, at: tuple[Hashable, int], entry: Entry) -> Tensor:
+        assert self._notes is not None
+        dtype, shape = entry
+        tensor = torch.empty(shape, dtype=dtype)
+        place = self.route.place(self._notes, microbatch, at[1])
+        if place == NO_PLACE:  # the tensor itself follows
+            self.route.wait(self.route.irecv(tensor, self.route.tag(microbatch, at[1])))
+        else:
             self._shared[at].take(place, tensor)
-        else:  # no place was free: the tensor itself follows
-            self.route.wait(self.route.irecv(tensor, self.route.tag(microbatch, position)))
         return tensor
 
     def _post_tensors(self, microbatch: int, posted: _Posted, layout: Layout) -> None:
         posted.works = []
         for position, entry in enumerate(layout, start=1):
-            if entry is None:
+            if entry is None or (posted.size, position) in self._shared:
                 posted.buffers.append(None)
                 continue
-            if (posted.size, position) in self._shared:
-                buffer = torch.empty(1, dtype=torch.int64)
-            else:
-                buffer = torch.empty(entry[1], dtype=entry[0], device=self.route.wire_device)
+            buffer = torch.empty(entry[1], dtype=entry[0], device=self.route.wire_device)
             posted.buffers.append(buffer)
             posted.works.append(self.route.irecv(buffer, self.route.tag(microbatch, position)))
 
@@ -234,10 +252,10 @@ class _Posted:
     buffers: list[Tensor | None] = field(default_factory=list)
 
 
-def _header(values: Sequence[str], layout: Layout, places: Sequence[SharedPlaces | None]) -> Tensor:
-    """A row for each value: its type, number of dimensions and sizes, and the ticket of its memory."""
+def _header(values: Sequence[str], layout: Layout, tickets: Sequence[Ticket]) -> Tensor:
+    """A row for each value: its type, number of dimensions and sizes, and where its memory and notes are."""
     rows = []
-    for value, entry, shared in zip(values, layout, places, strict=True):
+    for value, entry, ticket in zip(values, layout, tickets, strict=True):
         if entry is None:
             rows.append([0, _ABSENT] + [0] * (_HEADER_COLUMNS - 2))
             continue
@@ -248,7 +266,6 @@ def _header(values: Sequence[str], layout: Layout, places: Sequence[SharedPlaces
                 f"the types {', '.join(map(dtype_name, _DTYPES))} can be sent"
             )
         sizes = [*shape] + [0] * (_MAX_DIMS - len(shape))
-        ticket = (0, 0) if shared is None else shared.ticket
         rows.append([_DTYPES.index(dtype), len(shape), *sizes, *ticket])
     return torch.tensor(rows, dtype=torch.int64)
 
@@ -260,9 +277,9 @@ def _read_layout(header: Sequence[Sequence[int]]) -> Layout:
     )
 
 
-def _bytes_of(entry: tuple[torch.dtype, tuple[int, ...]]) -> int:
+def _bytes_of(entry: Entry) -> int:
     return torch.Size(entry[1]).numel() * entry[0].itemsize
 
 
-def _described(entry: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+def _described(entry: Entry | None) -> str:
     return "not there" if entry is None else f"{dtype_name(entry[0])} {entry[1]}"

@@ -335,7 +335,7 @@ class Engine:
         return tuple(Record(*record) for records in gathered for record in records)
 
     def close(self) -> None:
-        """Give up the engine's process groups, and the one that torchrun describes if the engine joined it."""
+        """Give up the engine's process groups, and torchrun's if the engine joined it."""
         if self._watch is not None:
             self._watch.close()
         if self._owns_world and dist.is_initialized():

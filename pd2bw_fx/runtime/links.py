@@ -87,7 +87,8 @@ class Connections:
     activations: dist.ProcessGroup
     gradients: dist.ProcessGroup
     device: torch.device
-    in_reach: frozenset[int] = frozenset()  # ranks whose memory this one sees
+    in_reach: frozenset[int]  # ranks whose memory this one sees
+    timeout_s: float
     _handovers: dict[tuple[int, int, bool], Handover] = field(default_factory=dict)
 
     def of(self, program: StageProgram) -> Links:
@@ -143,7 +144,7 @@ class Connections:
         shares = rank in self.in_reach and self.device.type == "cpu"
         # The two directions may share a group with each other and with tags below those of any link.
         first_tag = (1 + 2 * number + back) * TAGS_A_LINK
-        return Route(rank, group, self.device, first_tag, shares)
+        return Route(rank, group, self.device, first_tag, shares, self.timeout_s)
 
     @property
     def _most(self) -> int:

@@ -37,7 +37,7 @@ class Groups:
 
     def __init__(self, num_ranks: int, timeout_s: float, device: torch.device) -> None:
         self._ranks = tuple(range(num_ranks))
-        self._limit = datetime.timedelta(seconds=timeout_s)
+        self.timeout_s = timeout_s
         self._made: list[dist.ProcessGroup] = []
         self.control = self.of_all()
         apart = device.type != "cpu"
@@ -48,7 +48,9 @@ class Groups:
         return self.of(self._ranks)
 
     def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        group = dist.new_group(list(ranks), timeout=self._limit)
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=datetime.timedelta(seconds=self.timeout_s)
+        )
         if dist.get_rank() in ranks:
             self._made.append(group)
         return group
@@ -135,7 +137,9 @@ def make_runner(
     recorder: Recorder | None = None,
 ) -> RankRunner:
     in_reach = ranks_in_reach(groups.control, job.rank, job.num_ranks)
-    connections = Connections(job, groups.activations, groups.gradients, device, in_reach)
+    connections = Connections(
+        job, groups.activations, groups.gradients, device, in_reach, timeout_s=groups.timeout_s
+    )
     return RankRunner(
         {
             program.stage: StageRunner(

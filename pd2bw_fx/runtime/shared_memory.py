@@ -1,10 +1,11 @@
-"""Large tensors between CPU ranks of one host: through memory that both see, rather than through a socket.
+"""Tensors between CPU ranks of one host: through memory that both see, rather than through a socket.
 
-    sender     copies into a free place, sends its number          receiver   copies out, marks the place free
-               no place is free: sends -1, then the tensor
+    sender     copies into a free place, writes a note of it       receiver   copies out, marks the place free
+               no place is free: a note of that, then the tensor
 
-The memory is an open file without a name, which the receiver opens through the sender's process entry: when
-the processes end, however they end, it is gone.
+The memory is an open file without a name, and the notes go through a pipe: both are opened by the receiver
+through the sender's process entry, and gone when the processes end, however they end. No thread but the two
+that compute has a part in it, where a socket's has to be given a core first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import select
+import struct
 import sys
 import weakref
 from pathlib import Path
@@ -21,11 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-FROM_BYTES = 2**20  # below, a socket is as fast (benchmarks/transport.py)
-_PLACES = 2
+_PLACES = 3
+NO_PLACE = -1
 _PAGE_BYTES = 4096
 _FREE, _FULL = 0, 1
 _TOKEN_BYTES = 16
+_NOTE = struct.Struct("<qii")
+_NOTES_READ = 64
 
 
 class SharedPlaces:
@@ -56,13 +61,13 @@ class SharedPlaces:
             os.close(descriptor)
 
     def put(self, tensor: Tensor) -> int:
-        """The place where the tensor is now; -1: none is free."""
+        """The place where the tensor is now, or NO_PLACE: none is free."""
         for place in range(_PLACES):
             if self._states[place] == _FREE:
                 self._view(place, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
                 self._states[place] = _FULL
                 return place
-        return -1
+        return NO_PLACE
 
     def take(self, place: int, into: Tensor) -> None:
         into.copy_(self._view(place, into.dtype, tuple(into.shape)))
@@ -71,6 +76,45 @@ class SharedPlaces:
     def _view(self, place: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         start, count = _PAGE_BYTES + place * self._pitch, torch.Size(shape).numel()
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(shape)
+
+
+class Notes:
+    """A pipe that tells where tensors are: (microbatch, position among the values, place)."""
+
+    def __init__(self, descriptor: int, *, process: int) -> None:
+        self.ticket = process, descriptor
+        self._descriptor = descriptor
+        self._known: dict[tuple[int, int], int] = {}
+        self._waiting = select.poll()
+        self._waiting.register(descriptor, select.POLLIN)
+        weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def make(cls) -> tuple[Self, Self]:
+        """The end to read, which is there for others to attach by, and the end to write."""
+        read, write = os.pipe()
+        return cls(read, process=os.getpid()), cls(write, process=os.getpid())
+
+    @classmethod
+    def attach(cls, ticket: tuple[int, int]) -> Self:
+        """Another process's end to read. Raises OSError where that cannot be looked into."""
+        return cls(os.open(_entry(*ticket), os.O_RDONLY | os.O_CLOEXEC), process=ticket[0])
+
+    def put(self, microbatch: int, position: int, place: int) -> None:
+        os.write(self._descriptor, _NOTE.pack(microbatch, position, place))
+
+    def take(self, microbatch: int, position: int, *, timeout_s: float) -> int:
+        """The place of a tensor. Raises EOFError where the other process is gone, TimeoutError."""
+        key = microbatch, position
+        while key not in self._known:
+            if not self._waiting.poll(timeout_s * 1e3):
+                raise TimeoutError(f"no note within {timeout_s:.0f} s")
+            read = os.read(self._descriptor, _NOTES_READ * _NOTE.size)
+            if not read:
+                raise EOFError("the process at the other end is gone")
+            for number, at, place in _NOTE.iter_unpack(read):
+                self._known[number, at] = place
+        return self._known.pop(key)
 
 
 def ranks_in_reach(group: dist.ProcessGroup, rank: int, num_ranks: int) -> frozenset[int]:

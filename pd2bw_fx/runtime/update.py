@@ -70,7 +70,7 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """When W(version) was made, in seconds of `time.perf_counter`: first what other ranks add was waited for."""
+    """When W(version) was made, by `time.perf_counter`: what other ranks add is there at `added_s`."""
 
     version: int
     began_s: float
