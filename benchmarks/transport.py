@@ -2,8 +2,8 @@
 
     python benchmarks/transport.py [--rounds 30]
 
-The two take turns. First each message is answered while nothing else is done, and the fastest of the rounds is
-told. Then both processes compute all the time, and what counts is how long they are kept from it: by the
+The two take turns. First each message is answered while nothing else is done, and the fastest of the rounds
+is told. Then both processes compute all the time, and what counts is how long they are kept from it: by the
 sending, and by the taking of a message that was sent long before (the median of the rounds).
 """
 
@@ -57,18 +57,21 @@ def work(rounds: int) -> None:
                     answered[shares].append(answered_s(end, tensor, number, answers))
                 else:
                     kept[shares].append(kept_s(end, tensor, number))
-        told = torch.tensor([[statistics.median(kept[shares]) for shares in (False, True)]])
-        both = torch.empty(2, 2)
-        dist.all_gather_into_tensor(both, told)
+        both: list[list[float]] = [[], []]
+        dist.all_gather_object(both, [statistics.median(kept[shares]) * 1e3 for shares in ends])
         if rank == 0:
-            alone = [min(answered[shares]) * 1e3 for shares in (False, True)]
-            print(
-                f"{size:>6} KiB   answered: socket {alone[0]:6.2f} ms, memory {alone[1]:6.2f} ms"
-                f"   computing: socket {both[0, 0] * 1e3:5.2f} + {both[1, 0] * 1e3:5.2f} ms,"
-                f" memory {both[0, 1] * 1e3:5.2f} + {both[1, 1] * 1e3:5.2f} ms",
-                flush=True,
-            )
+            tell(size, [min(answered[shares]) * 1e3 for shares in ends], *both)
     dist.destroy_process_group()
+
+
+def tell(size: int, alone_ms: list[float], sending_ms: list[float], taking_ms: list[float]) -> None:
+    columns = [
+        f"{name}: answered {alone:6.2f} ms, keeps from computing {sends:5.2f} + {takes:5.2f} ms"
+        for name, alone, sends, takes in zip(
+            ("socket", "memory"), alone_ms, sending_ms, taking_ms, strict=True
+        )
+    ]
+    print(f"{size:>6} KiB   " + "   ".join(columns), flush=True)
 
 
 def answered_s(end: Inbox | Outbox, tensor: torch.Tensor, number: int, answers: dist.ProcessGroup) -> float:
