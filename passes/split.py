@@ -15,9 +15,11 @@ from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Costs, MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.modes import asking_for_mode
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.program import tensors
+from pd2bw_fx.traced import Traced
 
 from .arrange import arrange, share_out, wished_shape
 from .coarsen import coarsen
@@ -28,7 +30,7 @@ from .profile import default_cache_folder, profile
 from .schedule import schedule_of, shape_of
 from .split_onnx import takes_onnx_too
 from .trace import find_example_inputs, trace
-from .verify import another_example
+from .verify import another_example, evaluation_differs
 
 _UPDATES_SHOWN = 3
 
@@ -144,9 +146,34 @@ def split(
     )
     if check and traced.examples:
         pipeline.verify()
+        pipeline.trace_report = replace(traced.report, evaluation=_in_evaluation(pipeline, traced))
     if check == "full" and traced.examples:
         pipeline.verify(example=another_example(graph, traced.examples))
     return pipeline
+
+
+def _in_evaluation(pipeline: Pipeline, traced: Traced) -> str:
+    """What the stages of a model in training mode do otherwise than it in evaluation mode, and where."""
+    model = traced.model
+    if not model.training or traced.call is None:
+        return ""
+    found = evaluation_differs(
+        pipeline.graph,
+        pipeline.plan,
+        pipeline.programs,
+        pipeline.tensors(),
+        traced.examples,
+        model=model,
+        forward=traced.call,
+    )
+    if not found:
+        return ""
+    asking = asking_for_mode(model)
+    asks = f"; {' and '.join(asking)} ask{'' if len(asking) > 1 else 's'} for the mode" if asking else ""
+    return (
+        f"in evaluation mode {found}{asks}. A trace has the branch of the mode that the model is in: split "
+        "model.eval() to evaluate"
+    )
 
 
 def _same(costs: Costs, graph: OperatorGraph) -> Costs:

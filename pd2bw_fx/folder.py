@@ -30,6 +30,7 @@ from pd2bw_fx.files import read_manifest, whole_folder, write_manifest
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
+from pd2bw_fx.traced import TraceReport
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -48,6 +49,8 @@ def save_pipeline(pipeline: Pipeline, folder: str | Path) -> None:
             _write_tensors(fresh / f"stage_{program.stage}.safetensors", held)
         if pipeline.example is not None:
             _write_tensors(fresh / "example.safetensors", pipeline.example)
+        if pipeline.trace_report is not None:
+            (fresh / _TRACE).write_text(json.dumps(pipeline.trace_report.to_json(), indent=1) + "\n")
         for name, data in _parts(pipeline).items():
             (fresh / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
         facts = {
@@ -87,7 +90,7 @@ def read_pipeline(folder: str | Path, *, edited: bool = False) -> dict[str, Any]
     tensors: dict[str, Tensor] = {}
     for program in programs:
         tensors |= _read_tensors(folder / f"stage_{program.stage}.safetensors")
-    example = folder / "example.safetensors"
+    example, trace = folder / "example.safetensors", folder / _TRACE
     return {
         "graph": graph,
         "costs": Costs.from_json(data["costs"]),
@@ -98,9 +101,11 @@ def read_pipeline(folder: str | Path, *, edited: bool = False) -> dict[str, Any]
         "tensors": tensors,
         "batch_layout": None if data["batch"] is None else BatchLayout.from_json(data["batch"]),
         "example": _read_tensors(example) if example.is_file() else None,
+        "trace_report": TraceReport.from_json(_read_json(trace)) if trace.is_file() else None,
     }
 
 
+_TRACE = "trace.json"
 _JSON_PARTS = ("graph", "plan", "costs", "cluster", "schedule", "stages", "batch")
 
 

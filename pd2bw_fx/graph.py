@@ -81,7 +81,8 @@ class Operator:
     `parameters` and `buffers` (constants among them) are read by state_dict name.
     `outputs` holds one spec, or one for each element of a tuple, or none for a size.
     Operators of one `memory_group` read and write the same memory in place (running statistics, and what
-    has no functional form) or values of a size that only a run can tell: they stay in one stage, in order.
+    has no functional form) or values of a size that only a run can tell, or are of one call that evaluation
+    leaves out: they stay in one stage, in order.
     """
 
     name: str

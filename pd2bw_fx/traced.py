@@ -26,6 +26,9 @@ class Attempt:
 class TraceReport:
     """Which front end won, why the ones before it did not, and what a user should know of the result.
 
+    `evaluation` says what the stages do otherwise than the model in evaluation mode, where a check found
+    something: a trace has one of the two branches of `if self.training`.
+
     `tracer` is "export" (sizes follow the batch), "export-sequence" (and the lengths of sequences),
     "export-static" (one batch size only), "fx", or "given" for a program that was the user's own.
     """
@@ -34,11 +37,13 @@ class TraceReport:
     attempts: tuple[Attempt, ...] = ()
     notes: tuple[str, ...] = ()
     duration_s: float = 0.0
+    evaluation: str = ""
 
     def __str__(self) -> str:
         lines = [f"traced by {self.tracer} in {self.duration_s:.1f} s"]
         lines += [f"  not by {attempt}" for attempt in self.attempts]
         lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  not for evaluation: {self.evaluation}"] if self.evaluation else []
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -47,6 +52,7 @@ class TraceReport:
             "attempts": [[attempt.tracer, attempt.reason] for attempt in self.attempts],
             "notes": list(self.notes),
             "duration_s": self.duration_s,
+            "evaluation": self.evaluation,
         }
 
     @classmethod
@@ -56,6 +62,7 @@ class TraceReport:
             attempts=tuple(Attempt(tracer, reason) for tracer, reason in data["attempts"]),
             notes=tuple(data["notes"]),
             duration_s=data["duration_s"],
+            evaluation=data["evaluation"],
         )
 
 

@@ -122,7 +122,7 @@ def _outline(draft: Draft, numbers: Mapping[str, int]) -> str:
     lines += draft.attributes.statements(lambda _, template: outline(template, numbers))
     lines += draft.endings
     for name, method, returned in draft.methods:
-        lines.append(f"{name} {method.arguments} {method.annotations} {returned}")
+        lines.append(f"{name} {method.arguments} {method.annotations} {method.passed_through} {returned}")
         lines += [f"{_without_numbers(s.text)} {s.region}" for s in method.body]
     return "\n".join(lines)
 
@@ -221,6 +221,8 @@ class _Writer:
                 lines.append("")
             arguments = [f"{a}: {kind}" for a, kind in zip(method.arguments, method.annotations, strict=True)]
             lines += signature_lines(name, ["self", *arguments], returned, 4)
+            if method.passed_through is not None:
+                lines += ["        if not self.training:", f"            return {method.passed_through}"]
             bodies = [draft.methods[place][1].body for draft in family.members]
             body = [
                 _common([body[line] for body in bodies], words, family) for line in range(len(method.body))

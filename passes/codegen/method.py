@@ -41,11 +41,15 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A written forward: its arguments in call order, its body, what it returns."""
+    """A written forward: its arguments in call order, its body.
+
+    `passed_through` is the argument that it returns in evaluation, without doing anything else.
+    """
 
     arguments: tuple[str, ...]
     annotations: tuple[str, ...]
     body: tuple[Statement, ...]
+    passed_through: str | None = None
 
 
 def reference(path: str) -> str:
@@ -100,7 +104,8 @@ class _Draft:
             body.append(self._return())
         annotations = ["Tensor"] * len(self.body.reads)
         annotations += ["torch.device" if symbol == DEVICE else "int" for symbol in self.body.symbols]
-        return Method(tuple(arguments), tuple(annotations), tuple(body))
+        passes = self.body.tree.passes_through_in_evaluation(self.body.scope)
+        return Method(tuple(arguments), tuple(annotations), tuple(body), arguments[0] if passes else None)
 
     # Names.
 

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec
+from pd2bw_fx.modes import passes_through_in_evaluation
 
 from .cut import Cut, is_size, operands, size_symbol, spec_of
 from .layers import is_layer
@@ -53,6 +54,18 @@ class StageTree:
         own = {n.name for n in scope.nodes if not self.graph.operators[n.name].is_replicable}
         whole = self._whole_calls[scope.key] if scope.path else set(self.graph.operators)
         return whole == own
+
+    def passes_through_in_evaluation(self, scope: Scope) -> bool:
+        """Whether a call gives its one input back in evaluation, and all of it is here."""
+        module = self.modules.get(scope.path)
+        return (
+            bool(scope.path)
+            and scope.function is None
+            and module is not None
+            and passes_through_in_evaluation(module)
+            and len(self.reads(scope)) == len(self.gives(scope)) == 1
+            and self.is_whole(scope)
+        )
 
     def reads(self, scope: Scope) -> list[fx.Node]:
         """The values that a call needs from outside, its own parameters and sizes left out."""

@@ -53,7 +53,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     describer = Describer(
         draft=draft,
         facts=facts,
-        memory=find_memory_groups(draft, facts),
+        memory=find_memory_groups(draft, facts, traced.model),
         symbols=_symbols(traced, placeholders),
         canonical=canonical_names(traced.model),
         parameters=parameters.keys(),

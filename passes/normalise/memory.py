@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from pd2bw_fx.modes import passes_through_in_evaluation
 
 from .facts import Facts
 from .lift import Draft
@@ -21,10 +23,10 @@ class Memory:
     buffers_written: Mapping[str, tuple[str, ...]]
 
 
-def find_memory_groups(draft: Draft, facts: Facts) -> Memory:
+def find_memory_groups(draft: Draft, facts: Facts, model: nn.Module) -> Memory:
     """Operators on one buffer that is written belong together; so do those on a written activation's memory
-    up to the last write, after which a copy of it is as good; and those on values of a size that only a run
-    can tell, for no link knows how many bytes to expect."""
+    up to the last write, after which a copy of it is as good; those on values of a size that only a run can
+    tell, for no link knows how many bytes to expect; and those of a call that evaluation leaves out."""
     state = {node.name: node for node in draft.graph.nodes if node.op == "get_attr"}
     owners = {storage: str(node.target) for node in state.values() for storage in facts.storages[node.name]}
     touching = _touching(draft, facts)
@@ -41,6 +43,8 @@ def find_memory_groups(draft: Draft, facts: Facts) -> Memory:
             nodes = nodes[: nodes.index(writers[-1]) + 1]
         _unite(groups, [node.name for node in nodes])
     for nodes in _on_unknown_sizes(draft).values():
+        _unite(groups, [node.name for node in nodes])
+    for nodes in _left_out_in_evaluation(draft, model).values():
         _unite(groups, [node.name for node in nodes])
     for nodes in _beside_running_statistics(draft, buffers).values():
         _unite(groups, [node.name for node in nodes])
@@ -60,6 +64,19 @@ def _on_unknown_sizes(draft: Draft) -> dict[Any, list[fx.Node]]:
         values = [node.meta.get("val"), *(operand.meta.get("val") for operand in node.all_input_nodes)]
         for symbol in free_unbacked_symbols(values):
             found.setdefault(symbol, []).append(node)
+    return found
+
+
+def _left_out_in_evaluation(draft: Draft, model: nn.Module) -> dict[str, list[fx.Node]]:
+    """By call: the operators of modules that give their input back in evaluation."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, list[fx.Node]] = {}
+    for node in draft.graph.nodes:
+        calls = node.meta.get("nn_module_stack")
+        if calls and node.op not in {"placeholder", "get_attr", "output"}:
+            key, (path, _) = next(reversed(calls.items()))
+            if path in modules and passes_through_in_evaluation(modules[path]):
+                found.setdefault(key, []).append(node)
     return found
 
 

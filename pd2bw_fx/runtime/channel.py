@@ -111,7 +111,7 @@ class Outbox:
         layout = tuple(None if t is None else (t.dtype, tuple(t.shape)) for t in tensors)
         works: list[tuple[dist.Work, Tensor]] = []
         if size not in self._agreed:
-            works.append(self._agree(microbatch, size, layout))
+            works += self._agree(microbatch, size, layout)
         elif self._agreed[size] != layout:
             self._refuse(layout, self._agreed[size], microbatch)
         for position, tensor in enumerate(tensors, start=1):
@@ -122,8 +122,11 @@ class Outbox:
         while len(self._under_way) > self.window:
             self._wait_for_oldest()
 
-    def _agree(self, microbatch: int, size: Hashable, layout: Layout) -> tuple[dist.Work, Tensor]:
-        """Tell the peer what comes with microbatches of this size."""
+    def _agree(self, microbatch: int, size: Hashable, layout: Layout) -> list[tuple[dist.Work, Tensor]]:
+        """Tell the peer what comes with microbatches of this size.
+
+        It answers once it holds what is shared, which goes with this process otherwise.
+        """
         if self.route.shares_memory and not self._agreed:  # further sizes are too rare to keep memory for
             self._notes = Notes.make()
             for position, entry in enumerate(layout, start=1):
@@ -137,7 +140,12 @@ class Outbox:
             for position in range(1, len(layout) + 1)
         ]
         header = _header(self.values, layout, tickets).to(self.route.wire_device)
-        return self.route.isend(header, self.route.tag(microbatch, 0)), header
+        tag = self.route.tag(microbatch, 0)
+        works = [(self.route.isend(header, tag), header)]
+        if any(ticket is not _NO_TICKET for ticket in tickets):
+            answer = torch.empty(1)
+            works.append((self.route.irecv(answer, tag), answer))
+        return works
 
     def _share(self, microbatch: int, at: tuple[Hashable, int], tensor: Tensor) -> bool:
         """Whether the tensor is now where the peer sees it."""
@@ -196,7 +204,7 @@ class Inbox:
         if posted.header_work is not None:
             self.route.wait(posted.header_work)
             assert posted.header is not None
-            self._read(posted.size, posted.header.tolist())
+            self._read(microbatch, posted.size, posted.header.tolist())
             for number, other in self._posted.items():
                 if other.size == posted.size:
                     self._post_tensors(number, other, self._agreed[posted.size])
@@ -213,13 +221,15 @@ class Inbox:
             for position, entry in enumerate(layout, start=1)
         ]
 
-    def _read(self, size: Hashable, header: list[list[int]]) -> None:
+    def _read(self, microbatch: int, size: Hashable, header: list[list[int]]) -> None:
         self._agreed[size] = layout = _read_layout(header)
         for position, (entry, row) in enumerate(zip(layout, header, strict=True), start=1):
             process, memory, notes = row[-3:]
             if entry is not None and process:
                 self._shared[size, position] = SharedPlaces.attach((process, memory), _bytes_of(entry))
                 self._notes = self._notes or Notes.attach((process, notes))
+        if any(row[-3] for row in header):
+            self.route.wait(self.route.isend(torch.zeros(1), self.route.tag(microbatch, 0)))
 
     def _shared_value(self, microbatch: int, at: tuple[Hashable, int], entry: Entry) -> Tensor:
         assert self._notes is not None

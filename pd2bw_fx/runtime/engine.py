@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pd2bw_fx.actions import Action
-from pd2bw_fx.errors import PlanMismatchError, WorkerError
+from pd2bw_fx.errors import InputError, PlanMismatchError, WorkerError
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.passes.schedule import method_of
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
@@ -239,7 +239,9 @@ class Engine:
         """The loss under the newest weights, in evaluation mode and without gradients.
 
         Flushes first. A batch that cannot be cut into `microbatches_per_update` parts goes through whole.
+        Raises InputError where the model does something else in evaluation than what was traced.
         """
+        self._require_evaluation()
         self.flush()
         layout, count = self.job.layout, self.job.microbatches_per_update
         with self._shared_fate("in an evaluation"):
@@ -249,6 +251,7 @@ class Engine:
             return self.eval_microbatches([Microbatch.of(piece) for piece in pieces])
 
     def eval_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
+        self._require_evaluation()
         self.flush()
         with self._shared_fate("in an evaluation"):
             self._weights.train(on=False)
@@ -354,6 +357,10 @@ class Engine:
         if error is None:
             self.flush()
         self.close()
+
+    def _require_evaluation(self) -> None:
+        if self.job.evaluation:
+            raise InputError(f"the stages are not for evaluation: {self.job.evaluation}")
 
     def _draw_by(self, seed: int) -> None:
         self._seed = seed

@@ -61,6 +61,7 @@ class Job:
     buffers: tuple[ParameterSpec, ...]
     holders: Mapping[str, tuple[int, ...]]
     fingerprint: str  # of the operator graph
+    evaluation: str  # what the stages do otherwise than the model in evaluation mode
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -163,7 +164,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
         )
     loss_stages = [p.stage for p in programs if any(port.model_output == graph.loss for port in p.outputs)]
     assert loss_stages, f"no stage returns the output {graph.loss!r}"
-    held = pipeline.tensors()
+    held, report = pipeline.tensors(), pipeline.trace_report
     ranks = _ranks(pipeline.plan, work)
     stages_of = [work.rules.stages_of(work.shape, place) for place in range(len(ranks))]
     made = []
@@ -185,6 +186,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
                 buffers=tuple(graph.buffers.values()),
                 holders=_holders(programs, stages_of, ranks),
                 fingerprint=pipeline.plan.fingerprint,
+                evaluation="" if report is None else report.evaluation,
             )
         )
     return tuple(sorted(made, key=lambda job: job.rank))

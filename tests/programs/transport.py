@@ -4,14 +4,16 @@ torchrun --nproc-per-node 2 transport.py RESULT.json
 """
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pd2bw_fx.runtime.channel import Inbox, Outbox, Route
+from pd2bw_fx.runtime.channel import TAGS_A_LINK, Inbox, Outbox, Route
 from pd2bw_fx.runtime.shared_memory import ranks_in_reach
 
 MICROBATCHES = 6
@@ -46,6 +48,25 @@ def receive(route: Route) -> dict[str, object]:
     return {"differing": differing, "shared": sorted(position for _, position in inbox._shared)}
 
 
+def send_and_leave(route: Route) -> None:
+    outbox = Outbox(route, NAMES, window=MICROBATCHES)
+    for number in range(2):
+        outbox.send(number, 1, values_of(number, 1))
+    outbox.settle()
+
+
+def receive_late(route: Route) -> bool:
+    """Whether everything arrives of a process that ends as soon as it has settled."""
+    inbox, arrived = Inbox(route, NAMES), True
+    for number in range(2):
+        inbox.expect(number, 1)
+    for number in range(2):
+        time.sleep(0.5)
+        pairs = zip(inbox.take(number), values_of(number, 1), strict=True)
+        arrived &= all(equal(found, sent) for found, sent in pairs)
+    return arrived
+
+
 def equal(found: Tensor | None, sent: Tensor | None) -> bool:
     if found is None or sent is None:
         return found is sent
@@ -56,13 +77,16 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, group = dist.get_rank(), dist.new_group([0, 1])
     reach = ranks_in_reach(group, rank, 2)
-    route = Route(1 - rank, group, torch.device("cpu"), 0, shares_memory=bool(reach))
+    route, last = (
+        Route(1 - rank, group, torch.device("cpu"), number * TAGS_A_LINK, shares_memory=bool(reach))
+        for number in range(2)
+    )
     if rank == 0:
         send(route)
-    else:
-        Path(sys.argv[1]).write_text(json.dumps({"reach": sorted(reach), **receive(route)}))
-    dist.barrier()
-    dist.destroy_process_group()
+        send_and_leave(last)
+        os._exit(0)
+    told = {"reach": sorted(reach), **receive(route), "late": receive_late(last)}
+    Path(sys.argv[1]).write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

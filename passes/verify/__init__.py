@@ -21,30 +21,15 @@ from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import Port, StageProgram, build_module, held_buffers, held_parameters
 
-# Relative to a tensor's largest entry: rounding of sums in another order, no more.
-_TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+from .compare import Difference, coarsest_tolerance, difference, largest_of, tolerance_of
+
+__all__ = ["Difference", "Forward", "Verification", "another_example", "evaluation_differs", "verify"]
 
 # A gradient may be nothing but rounding (softmax takes no notice of a key's bias): its scale is at least this
 # share of the largest gradient.
 _FAINTEST = 1e-3
 
 Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The largest absolute difference of one tensor, beside the tensor's largest entry.
-
-    The scale of a gradient is at least a thousandth of the largest entry of all gradients.
-    """
-
-    name: str
-    largest: float
-    scale: float
-
-    @property
-    def relative(self) -> float:
-        return self.largest / self.scale if self.scale > 0 else self.largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +80,45 @@ def verify(
     in_order = _draws_in_program_order(graph, plan)
     eager = _run_model(graph, tensors, example, model, forward, random=in_order)
     staged = _run_stages(graph, programs, tensors, example, random=in_order)
-    coarsest = _TOLERANCES[_autocast_dtype(programs)] if tolerance is None else tolerance
+    coarsest = coarsest_tolerance(programs) if tolerance is None else tolerance
     return Verification(tuple(_compared(eager, staged, tolerance, coarsest)), with_random_numbers=in_order)
+
+
+def evaluation_differs(
+    graph: OperatorGraph,
+    plan: Plan,
+    programs: Sequence[StageProgram],
+    tensors: Mapping[str, Tensor],
+    example: Mapping[str, Tensor],
+    *,
+    model: nn.Module,
+    forward: Forward,
+) -> str:
+    """What the stages of a model that was traced in training do otherwise than it in evaluation; or "".
+
+    A trace has one of the two branches of `if self.training`.
+    """
+    in_order = _draws_in_program_order(graph, plan)
+    with _weights_of(model, graph, tensors), _randomness(on=in_order), torch.no_grad():
+        model.eval()
+        try:
+            expected = forward(example)
+        except Exception as error:  # whatever the model's other branch does with the example
+            return f"the model cannot be run in evaluation mode on the example inputs: {error}"
+    modules = [build_module(program, tensors).eval() for program in programs]
+    with _randomness(on=in_order), torch.no_grad():
+        _, produced = _run_forwards(programs, modules, example)
+    found = _model_outputs(programs, produced)
+    for name, value in found.items():
+        if name not in expected:
+            return f"the model does not return {name!r}"
+        try:
+            apart = difference(name, expected[name], value, 0.0)
+        except VerificationError as error:
+            return str(error)
+        if not apart.relative <= max(tolerance_of(value), coarsest_tolerance(programs)):
+            return f"{name!r} is another one, by {apart.relative:.1e} of its largest entry"
+    return ""
 
 
 def another_example(graph: OperatorGraph, example: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -121,15 +143,6 @@ def _another(shape: Sequence[int | str] | None, tensor: Tensor, generator: torch
         return tensor.clone()
     chosen = torch.randint(tensor.numel(), tensor.shape, generator=generator).to(tensor.device)
     return tensor.flatten()[chosen]
-
-
-def _autocast_dtype(programs: Sequence[StageProgram]) -> torch.dtype:
-    """The coarsest type that a stage computes in without its tensors saying so; float64 if there is none."""
-    sources = [program.source for program in programs if "torch.autocast(" in program.source]
-    for dtype in (torch.bfloat16, torch.float16):
-        if any(str(dtype) in source for source in sources):
-            return dtype
-    return torch.float64
 
 
 def _draws_in_program_order(graph: OperatorGraph, plan: Plan) -> bool:
@@ -202,19 +215,9 @@ def _run_stages(
     random: bool,
 ) -> _Run:
     modules = [build_module(program, tensors) for program in programs]
-    received: list[dict[str, Tensor]] = []
-    produced: list[dict[str, Tensor]] = []
     with _randomness(on=random):
-        for program, module in zip(programs, modules, strict=True):
-            arguments = {port.value: _argument(port, example, produced) for port in program.inputs}
-            received.append(arguments)
-            produced.append(_named_outputs(program, module(*arguments.values())))
-    outputs = {
-        port.model_output: produced[program.stage][port.value]
-        for program in programs
-        for port in program.outputs
-        if port.model_output is not None
-    }
+        received, produced = _run_forwards(programs, modules, example)
+    outputs = _model_outputs(programs, produced)
     _backward(graph, programs, received, produced)
     return _Run(
         outputs={name: value.detach() for name, value in outputs.items()},
@@ -225,6 +228,30 @@ def _run_stages(
             for name, buffer in held_buffers(program, module).items()
         },
     )
+
+
+def _run_forwards(
+    programs: Sequence[StageProgram], modules: Sequence[nn.Module], example: Mapping[str, Tensor]
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """What each stage takes and what it gives, by name."""
+    received: list[dict[str, Tensor]] = []
+    produced: list[dict[str, Tensor]] = []
+    for program, module in zip(programs, modules, strict=True):
+        arguments = {port.value: _argument(port, example, produced) for port in program.inputs}
+        received.append(arguments)
+        produced.append(_named_outputs(program, module(*arguments.values())))
+    return received, produced
+
+
+def _model_outputs(
+    programs: Sequence[StageProgram], produced: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    return {
+        port.model_output: produced[program.stage][port.value]
+        for program in programs
+        for port in program.outputs
+        if port.model_output is not None
+    }
 
 
 def _argument(port: Port, example: Mapping[str, Tensor], produced: Sequence[Mapping[str, Tensor]]) -> Tensor:
@@ -292,7 +319,7 @@ def _summed_gradients(
 
 
 def _compared(eager: _Run, staged: _Run, tolerance: float | None, coarsest: float) -> Iterator[Difference]:
-    largest = max((_largest(g) for g in eager.gradients.values() if g is not None), default=0.0)
+    largest = max((largest_of(g) for g in eager.gradients.values() if g is not None), default=0.0)
     faintest = {"output": 0.0, "gradient of": _FAINTEST * largest, "buffer": 0.0}
     for kind, expected, found in (
         ("output", eager.outputs, staged.outputs),
@@ -302,45 +329,15 @@ def _compared(eager: _Run, staged: _Run, tolerance: float | None, coarsest: floa
         for name in expected:
             if name not in found:
                 raise VerificationError(f"{kind} {name!r} is the model's, but no stage gives it")
-            difference = _difference(f"{kind} {name}", expected[name], found[name], faintest[kind])
+            apart = difference(f"{kind} {name}", expected[name], found[name], faintest[kind])
             like = expected[name] if expected[name] is not None else found[name]
-            allowed = tolerance if tolerance is not None else max(_tolerance(like), coarsest)
-            if not difference.relative <= allowed:
+            allowed = tolerance if tolerance is not None else max(tolerance_of(like), coarsest)
+            if not apart.relative <= allowed:
                 raise VerificationError(
-                    f"{difference.name} differs from the model's by {difference.relative:.3e} of its largest "
-                    f"entry ({difference.largest:.3e} of {difference.scale:.3e}); {allowed:.0e} is allowed"
+                    f"{apart.name} differs from the model's by {apart.relative:.3e} of its largest "
+                    f"entry ({apart.largest:.3e} of {apart.scale:.3e}); {allowed:.0e} is allowed"
                 )
-            yield difference
-
-
-def _tolerance(tensor: Tensor | None) -> float:
-    return 0.0 if tensor is None else _TOLERANCES.get(tensor.dtype, 0.0)
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.detach().abs().max().nan_to_num()) if tensor.numel() else 0.0
-
-
-def _difference(name: str, expected: Tensor | None, found: Tensor | None, faintest: float) -> Difference:
-    if expected is None and found is None:
-        return Difference(name, 0.0, 0.0)
-    if expected is None or found is None:
-        # An unread parameter has no gradient in one and zeros in the other: the same thing.
-        other = expected if expected is not None else found
-        assert other is not None
-        return Difference(name, _largest(other), faintest)
-    if expected.shape != found.shape or expected.dtype != found.dtype:
-        raise VerificationError(
-            f"{name} is {found.dtype} {tuple(found.shape)} in the stages, "
-            f"{expected.dtype} {tuple(expected.shape)} in the model"
-        )
-    if expected.numel() == 0 or torch.equal(expected, found):
-        return Difference(name, 0.0, 1.0)
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    a, b = expected.to(wide), found.to(wide)
-    same = (a == b) | (a.isnan() & b.isnan())
-    apart = torch.where(same, 0.0, (a - b).abs()).max()
-    return Difference(name, float(apart.nan_to_num(nan=float("inf"))), max(_largest(a), faintest))
+            yield apart
 
 
 class _WithoutDropout(TorchFunctionMode):

@@ -1,0 +1,70 @@
+"""How far two tensors are apart, and how far they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pd2bw_fx.errors import VerificationError
+from pd2bw_fx.stage import StageProgram
+
+# Relative to a tensor's largest entry: rounding of sums in another order, no more.
+_TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest absolute difference of one tensor, beside the tensor's largest entry.
+
+    The scale of a gradient is at least a thousandth of the largest entry of all gradients.
+    """
+
+    name: str
+    largest: float
+    scale: float
+
+    @property
+    def relative(self) -> float:
+        return self.largest / self.scale if self.scale > 0 else self.largest
+
+
+def coarsest_tolerance(programs: Sequence[StageProgram]) -> float:
+    """Of the coarsest type that a stage computes in without its tensors saying so."""
+    sources = [program.source for program in programs if "torch.autocast(" in program.source]
+    for dtype in (torch.bfloat16, torch.float16):
+        if any(str(dtype) in source for source in sources):
+            return _TOLERANCES[dtype]
+    return _TOLERANCES[torch.float64]
+
+
+def tolerance_of(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else _TOLERANCES.get(tensor.dtype, 0.0)
+
+
+def largest_of(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().max().nan_to_num()) if tensor.numel() else 0.0
+
+
+def difference(name: str, expected: Tensor | None, found: Tensor | None, faintest: float) -> Difference:
+    if expected is None and found is None:
+        return Difference(name, 0.0, 0.0)
+    if expected is None or found is None:
+        # An unread parameter has no gradient in one and zeros in the other: the same thing.
+        other = expected if expected is not None else found
+        assert other is not None
+        return Difference(name, largest_of(other), faintest)
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        raise VerificationError(
+            f"{name} is {found.dtype} {tuple(found.shape)} in the stages, "
+            f"{expected.dtype} {tuple(expected.shape)} in the model"
+        )
+    if expected.numel() == 0 or torch.equal(expected, found):
+        return Difference(name, 0.0, 1.0)
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, b = expected.to(wide), found.to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())
+    apart = torch.where(same, 0.0, (a - b).abs()).max()
+    return Difference(name, float(apart.nan_to_num(nan=float("inf"))), max(largest_of(a), faintest))

@@ -1,0 +1,128 @@
+"""What a module does in evaluation, of which a trace in training mode has nothing: kept right, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.modes import passes_through_in_evaluation
+from tests.torchrun import torchrun
+
+
+class StochasticDepth(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training or self.rate == 0.0:
+            return hidden
+        keep = 1 - self.rate
+        size = (hidden.shape[0],) + (1,) * (hidden.ndim - 1)
+        drawn = torch.rand(size, dtype=hidden.dtype, device=hidden.device)
+        return hidden / keep * (drawn < keep)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, rate: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.depth = StochasticDepth(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.depth(torch.relu(self.linear(x)))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(8, 0.1 * number) for number in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if self.training else 3 * x
+
+
+def split(model: nn.Module, *, num_stages: int = 2) -> pd2bw_fx.Pipeline:
+    return pd2bw_fx.split(model, (torch.randn(4, 8),), cluster=num_stages, costs="analytic")
+
+
+def run(pipe: pd2bw_fx.Pipeline, x: Tensor, *, training: bool) -> Tensor:
+    values = {"x": x}
+    for stage in pipe.stages:
+        returned = stage.module.train(training)(*(values[port.value] for port in stage.program.inputs))
+        results = (returned,) if isinstance(returned, Tensor) else returned
+        values |= {port.value: r for port, r in zip(stage.program.outputs, results, strict=True)}
+    return values[pipe.stages[-1].program.outputs[0].value]
+
+
+def test_stochastic_depth_draws_in_training_and_does_nothing_in_evaluation() -> None:
+    model, x = Residual(), torch.randn(7, 8)
+    pipe = split(model)
+
+    source = pipe.programs[1].source
+    assert "        if not self.training:\n            return hidden\n" in source
+    assert source.count("class StochasticDepth") == 1
+    for training in (True, False):
+        torch.manual_seed(3)
+        expected = model.train(training)(x)
+        torch.manual_seed(3)
+        assert torch.equal(run(pipe, x, training=training), expected)
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.evaluation == ""
+
+
+def test_a_cut_never_goes_through_what_evaluation_leaves_out() -> None:
+    pipe = split(Residual())
+
+    for number in range(1, 6):
+        own = [n for n, o in pipe.graph.operators.items() if o.module_path == f"blocks.{number}.depth"]
+        assert len(own) > 1
+        assert len({pipe.graph.operators[name].memory_group for name in own}) == 1
+        assert len({pipe.plan.stage_of[name] for name in own}) == 1
+
+
+def test_only_what_gives_its_input_back_passes_through() -> None:
+    assert passes_through_in_evaluation(StochasticDepth(0.5))
+    assert not passes_through_in_evaluation(StochasticDepth(0.5).eval())
+    assert not passes_through_in_evaluation(Scaled())
+    assert not passes_through_in_evaluation(nn.Dropout())
+    assert not passes_through_in_evaluation(Block(8, 0.5))
+
+
+def test_another_branch_in_evaluation_is_told_and_not_evaluated(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Scaled(), nn.Linear(8, 1), Mean())
+    pipe = split(model)
+
+    assert pipe.trace_report is not None
+    assert "Scaled at 1 asks for the mode" in pipe.trace_report.evaluation
+    pipe.save(tmp_path / "folder")
+    loaded = pd2bw_fx.load(tmp_path / "folder")
+    assert loaded.trace_report == pipe.trace_report
+    ran = torchrun(2, "evaluates.py", tmp_path / "folder", tmp_path / "result.txt")
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    told = (tmp_path / "result.txt").read_text()
+    assert told.startswith("InputError: the stages are not for evaluation: in evaluation mode")
+    assert "Scaled at 1" in told
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
+def test_a_model_in_evaluation_mode_is_taken_as_it_is() -> None:
+    model = Residual().eval()
+    pipe = split(model)
+
+    x = torch.randn(5, 8)
+    assert torch.equal(run(pipe, x, training=True), model(x))
