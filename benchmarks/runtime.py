@@ -2,9 +2,10 @@
 
     python benchmarks/runtime.py [--processes 2] [--microbatches 2 4 8] [--rounds 9] [--plot FILE] [-o FILE]
 
-Every process has one thread. In each round every contender trains the same number of updates, one after the
-other; a ratio is the median over rounds of the two times of the same round, so that drift of the machine
-cancels. "bound" is the stages' compute on all processes at once without any communication.
+Every process has one thread. In each round every contender trains the same number of updates, and 2BW does so
+before and after each of them: what counts is a contender's time over 2BW's right beside it, so that drift of
+the machine cancels, which is a tenth within seconds. A ratio of two contenders is the median of its rounds.
+"bound" is the stages' compute on all processes at once without any communication.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ RATIOS = (
     ("gpipe", "torch GPipe"),
     ("interleaved", "torch interleaved"),
 )
+Times = dict[str, list[float]]
 Contender = tuple[Update, Update]  # one update, and what to do at the end of a round
 
 
@@ -63,7 +65,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--updates", type=int, default=4, help="updates of each contender in a round")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these contenders")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these, and 2bw")
     parser.add_argument("--plot", type=Path, help="a picture of the ratios")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
@@ -92,8 +94,9 @@ def work(options: argparse.Namespace) -> None:
         if m >= num_ranks:
             engines: list[pd2bw_fx.Engine] = []
             makers = contenders(whole, chunks, model, m, engines)
-            made = {n: make() for n, make in makers.items() if not options.only or n in options.only}
-            runs.append({"microbatches": m, "seconds": measured(made, options.rounds, options.updates)})
+            made = {n: make() for n, make in makers.items() if n in (options.only or makers) or n == "2bw"}
+            seconds, beside = measured(made, options.rounds, options.updates)
+            runs.append({"microbatches": m, "seconds": seconds, "over 2bw": beside})
             for engine in engines:
                 engine.close()  # each has threads that wake a hundred times a second
             del made, makers, engines
@@ -140,29 +143,48 @@ def nothing() -> None:
     """A synchronous contender has nothing left to do."""
 
 
-def measured(contenders: dict[str, Contender], rounds: int, updates: int) -> dict[str, list[float]]:
-    """Seconds an update of the slowest process, for each round after a first that warms up.
+def measured(contenders: dict[str, Contender], rounds: int, updates: int) -> tuple[Times, Times]:
+    """For each round after a first that warms up: seconds an update, and these over 2BW's beside it."""
+    seconds: Times = {name: [] for name in contenders}
+    beside: Times = {name: [] for name in contenders}
+    others = [name for name in contenders if name != "2bw"]
+    for number in range(rounds + 1):
+        before_s = seconds_of(contenders["2bw"], updates)
+        own_s = [before_s]
+        for name in others:
+            took_s = seconds_of(contenders[name], updates)
+            after_s = seconds_of(contenders["2bw"], updates)
+            own_s.append(after_s)
+            if number > 0:
+                seconds[name].append(took_s)
+                beside[name].append(2 * took_s / (before_s + after_s))
+            before_s = after_s
+        if number > 0:
+            seconds["2bw"].append(statistics.median(own_s))
+            beside["2bw"].append(1.0)
+    return seconds, beside
+
+
+def seconds_of(contender: Contender, updates: int) -> float:
+    """Seconds an update of the slowest process.
 
     The update before the clock starts fills the pipeline: 2BW is timed in its steady state.
     """
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds + 1):
-        for name, (update, finish) in contenders.items():
-            dist.barrier()
-            update()
-            began = time.perf_counter()
-            for _ in range(updates):
-                update()
-            took = torch.tensor([time.perf_counter() - began])
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            finish()
-            if number > 0:
-                times[name].append(float(took) / updates)
-    return times
+    update, finish = contender
+    dist.barrier()
+    update()
+    began = time.perf_counter()
+    for _ in range(updates):
+        update()
+    took = torch.tensor([time.perf_counter() - began])
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    finish()
+    return float(took) / updates
 
 
-def ratios(seconds: dict[str, list[float]], ours: str, theirs: str) -> list[float]:
-    return [b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
+def ratios(run: dict[str, Any], ours: str, theirs: str) -> list[float]:
+    beside = run["over 2bw"]
+    return [b / a for a, b in zip(beside[ours], beside[theirs], strict=True)]
 
 
 def known_ratios(run: dict[str, Any]) -> list[tuple[str, str]]:
@@ -176,7 +198,7 @@ def print_table(answer: dict[str, Any]) -> None:
         medians = ", ".join(f"{name} {statistics.median(t) * 1e3:.0f} ms" for name, t in seconds.items())
         print(f"\nm = {run['microbatches']}: {medians}")
         for ours, theirs in known_ratios(run):
-            found = ratios(seconds, ours, theirs)
+            found = ratios(run, ours, theirs)
             spread = f"{min(found):.3f} to {max(found):.3f}"
             print(f"    {ours:>11} / {theirs:<20} {statistics.median(found):.3f}   ({spread})")
 
@@ -192,7 +214,7 @@ def plot(answer: dict[str, Any], path: Path) -> None:
     names = [theirs for ours, theirs in known_ratios(answer["runs"][0]) if ours == "2bw"]
     width = 0.8 / len(answer["runs"])
     for number, run in enumerate(answer["runs"]):
-        found = [ratios(run["seconds"], "2bw", name) for name in names]
+        found = [ratios(run, "2bw", name) for name in names]
         medians = [statistics.median(values) for values in found]
         spread = [
             [median - min(values) for median, values in zip(medians, found, strict=True)],

@@ -211,15 +211,7 @@ class Inbox:
         del self._posted[microbatch]
         for work in posted.works or []:
             self.route.wait(work)
-        layout = self._agreed[posted.size]
-        return [
-            self._shared_value(microbatch, (posted.size, position), entry)
-            if entry is not None and (posted.size, position) in self._shared
-            else None
-            if (buffer := posted.buffers[position - 1]) is None
-            else buffer.to(self.route.device)
-            for position, entry in enumerate(layout, start=1)
-        ]
+        return [self._value(microbatch, posted, position) for position in range(1, len(posted.buffers) + 1)]
 
     def _read(self, microbatch: int, size: Hashable, header: list[list[int]]) -> None:
         self._agreed[size] = layout = _read_layout(header)
@@ -231,15 +223,20 @@ class Inbox:
         if any(row[-3] for row in header):
             self.route.wait(self.route.isend(torch.zeros(1), self.route.tag(microbatch, 0)))
 
-    def _shared_value(self, microbatch: int, at: tuple[Hashable, int], entry: Entry) -> Tensor:
+    def _value(self, microbatch: int, posted: _Posted, position: int) -> Tensor | None:
+        shared = self._shared.get((posted.size, position))
+        if shared is None:
+            buffer = posted.buffers[position - 1]
+            return None if buffer is None else buffer.to(self.route.device)
+        entry = self._agreed[posted.size][position - 1]
+        assert entry is not None
         assert self._notes is not None
-        dtype, shape = entry
-        tensor = torch.empty(shape, dtype=dtype)
-        place = self.route.place(self._notes, microbatch, at[1])
+        tensor = torch.empty(entry[1], dtype=entry[0])
+        place = self.route.place(self._notes, microbatch, position)
         if place == NO_PLACE:  # the tensor itself follows
-            self.route.wait(self.route.irecv(tensor, self.route.tag(microbatch, at[1])))
+            self.route.wait(self.route.irecv(tensor, self.route.tag(microbatch, position)))
         else:
-            self._shared[at].take(place, tensor)
+            shared.take(place, tensor)
         return tensor
 
     def _post_tensors(self, microbatch: int, posted: _Posted, layout: Layout) -> None:
