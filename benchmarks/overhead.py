@@ -4,7 +4,7 @@
 
 Two processes train stages that are far too small. From the time of each action those of the calls are taken
 off that any engine has to make: the module's forward, autograd's backward, the optimizer's step, and the
-calls of torch.distributed with all waiting in them.
+calls of torch.distributed, with all waiting for messages.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Watch:
 
     def put_on(self) -> None:
         """Into this process's engines."""
-        for name in ("isend", "irecv", "wait"):
+        for name in ("isend", "irecv", "wait", "place"):
             setattr(Route, name, self.excluded(getattr(Route, name)))
         torch.autograd.backward = self.excluded(torch.autograd.backward)
         torch.optim.SGD.step = self.excluded(torch.optim.SGD.step)  # type: ignore[method-assign]
