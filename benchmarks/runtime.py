@@ -53,6 +53,7 @@ RATIOS = (
     ("gpipe", "torch GPipe"),
     ("interleaved", "torch interleaved"),
 )
+WARM_UP = 2  # updates; the first stages are ahead of the last ones only after they have made one
 Times = dict[str, list[float]]
 Contender = tuple[Update, Update]  # one update, and what to do at the end of a round
 
@@ -168,11 +169,12 @@ def measured(contenders: dict[str, Contender], rounds: int, updates: int) -> tup
 def seconds_of(contender: Contender, updates: int) -> float:
     """Seconds an update of the slowest process.
 
-    The update before the clock starts fills the pipeline: 2BW is timed in its steady state.
+    The updates before the clock starts fill the pipeline: 2BW is timed in its steady state.
     """
     update, finish = contender
     dist.barrier()
-    update()
+    for _ in range(WARM_UP):
+        update()
     began = time.perf_counter()
     for _ in range(updates):
         update()
