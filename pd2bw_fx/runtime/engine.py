@@ -93,7 +93,7 @@ class Engine:
         self._synchronous_updates = max(
             (c.synchronous_updates for c in corrections if isinstance(c, PipeMare)), default=0
         )
-        self._groups = groups = Groups(job.num_ranks, timeout_s, self.device)
+        self._groups = groups = Groups(job.num_ranks, timeout_s)
         self._control = groups.control
         self._post = LossPost(
             job.ranks_of(job.loss_stage), job.rank, job.num_ranks, group=self._control, device=self.device

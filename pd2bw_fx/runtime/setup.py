@@ -35,12 +35,12 @@ class Groups:
     hundred times a second: there, one group does for both and for `control`.
     """
 
-    def __init__(self, num_ranks: int, timeout_s: float, device: torch.device) -> None:
+    def __init__(self, num_ranks: int, timeout_s: float) -> None:
         self._ranks = tuple(range(num_ranks))
         self.timeout_s = timeout_s
         self._made: list[dist.ProcessGroup] = []
         self.control = self.of_all()
-        apart = device.type != "cpu"
+        apart = dist.get_backend() != "gloo"
         self.activations = self.of_all() if apart else self.control
         self.gradients = self.of_all() if apart else self.control
 
