@@ -3,7 +3,7 @@
     python benchmarks/simulated.py [--models gpt resnet] [--methods 2bw 1f1b] [--rounds 5] [-o simulated.json]
 
 Every process has one thread. In a round, both processes profile the model's operators at the same time, as
-they compute at the same time in training; a few updates of 1f1b, zb-h1 and ddp are recorded, which tell
+they compute at the same time in training; a few updates of 1f1b, zb-h1 and chimera are recorded, which tell
 what the engine takes besides (`calibrate`); then every method trains a few updates, one method after another.
 The machine drifts by a tenth within seconds, so 1f1b is recorded again between any two methods, and each is
 simulated with what the recordings right before and after it took. No other method is timed before it is
@@ -63,7 +63,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
 }
 MICROBATCH_SIZE = 4
 UPDATES_SIMULATED = 8
-RECORDED = ("1f1b", "zb-h1", "ddp")  # what tells of the engine, of halves and of all-reduces
+RECORDED = ("1f1b", "zb-h1", "chimera")  # what tells of the engine, of halves and of all-reduces
 OWN_PLAN = ("interleaved", "bapipe", "zb-auto", "ddp")  # the others train the stages of 2bw
 RECORDED_CALLS = 8
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
@@ -127,7 +127,7 @@ def measured(model: nn.Module, m: int, options: argparse.Namespace) -> dict[str,
         plan = priced(common.plan, costs)
         before = timeline_of_run(plain, batch, options.updates)
         of_halves = calibrate(plan, [before, timeline_of_run(halves, batch, options.updates)])
-        of_sums = calibrate(priced(sums.pipe.plan, costs), [timeline_of_run(sums, batch, options.updates)])
+        of_sums = calibrate(plan, [timeline_of_run(sums, batch, options.updates)])
         for each in contenders:
             real_s = timed(each.engine, batch, options.updates)
             after = timeline_of_run(plain, batch, options.updates)
