@@ -337,12 +337,32 @@ class DropPath(nn.Module):
         return hidden * torch.rand(hidden.shape[0], 1, device=hidden.device).add(0.5).floor()
 
 
-def test_a_branch_of_training_that_was_traced_is_named_and_evaluation_exports(tmp_path: Path) -> None:
+class Thinned(nn.Module):
+    """Something else in either mode."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training:
+            return hidden * 0.5
+        return hidden * torch.rand(hidden.shape[0], 1, device=hidden.device).add(0.5).floor()
+
+
+def test_stochastic_depth_that_was_traced_in_training_is_not_in_the_files(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), DropPath(), nn.Linear(4, 4), nn.Dropout(0.1))
     x = torch.randn(3, 4)
 
-    with pytest.raises(ExportError, match=r"drawn by 1 \(DropPath, .*split `model.eval\(\)`"):
+    cut(net, (x,), {}, 2).export(tmp_path / "onnx")
+
+    found = run_onnx(tmp_path / "onnx", {"input": x})["output"]
+    np.testing.assert_allclose(found, net.eval()(x).detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_branch_of_training_that_was_traced_is_named_and_evaluation_exports(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), Thinned(), nn.Linear(4, 4), nn.Dropout(0.1))
+    x = torch.randn(3, 4)
+
+    with pytest.raises(ExportError, match=r"drawn by 1 \(Thinned, .*split `model.eval\(\)`"):
         cut(net, (x,), {}, 2).export(tmp_path / "onnx")
 
     cut(net.eval(), (x,), {}, 2).export(tmp_path / "onnx")
