@@ -28,13 +28,12 @@ def test_links_carry_the_same_with_and_without_a_free_place(tmp_path: Path) -> N
 
 
 def test_places_are_given_out_until_none_is_free() -> None:
-    sender = SharedPlaces.make(1000 * 4)
-    receiver = SharedPlaces.attach(sender.ticket, 1000 * 4)
+    sender = SharedPlaces.make(torch.float32, (10, 100))
+    receiver = SharedPlaces.attach(sender.ticket, torch.float32, (10, 100))
     tensors = [torch.randn(10, 100) for _ in range(4)]
 
     places = [sender.put(tensor) for tensor in tensors]
-    taken = torch.empty(10, 100)
-    receiver.take(places[1], taken)
+    taken = receiver.take(places[1])
 
     assert places == [0, 1, 2, NO_PLACE]
     assert torch.equal(taken, tensors[1])

@@ -130,8 +130,8 @@ class Outbox:
         if self.route.shares_memory and not self._agreed:  # further sizes are too rare to keep memory for
             self._notes = Notes.make()
             for position, entry in enumerate(layout, start=1):
-                if entry is not None and (num_bytes := _bytes_of(entry)):
-                    self._shared[size, position] = SharedPlaces.make(num_bytes)
+                if entry is not None and 0 not in entry[1]:
+                    self._shared[size, position] = SharedPlaces.make(*entry)
         self._agreed[size] = layout
         tickets = [
             (*shared.ticket, self._notes[0].ticket[1])
@@ -218,7 +218,7 @@ class Inbox:
         for position, (entry, row) in enumerate(zip(layout, header, strict=True), start=1):
             process, memory, notes = row[-3:]
             if entry is not None and process:
-                self._shared[size, position] = SharedPlaces.attach((process, memory), _bytes_of(entry))
+                self._shared[size, position] = SharedPlaces.attach((process, memory), *entry)
                 self._notes = self._notes or Notes.attach((process, notes))
         if any(row[-3] for row in header):
             self.route.wait(self.route.isend(torch.zeros(1), self.route.tag(microbatch, 0)))
@@ -228,15 +228,14 @@ class Inbox:
         if shared is None:
             buffer = posted.buffers[position - 1]
             return None if buffer is None else buffer.to(self.route.device)
+        assert self._notes is not None
+        place = self.route.place(self._notes, microbatch, position)
+        if place != NO_PLACE:
+            return shared.take(place)
         entry = self._agreed[posted.size][position - 1]
         assert entry is not None
-        assert self._notes is not None
-        tensor = torch.empty(entry[1], dtype=entry[0])
-        place = self.route.place(self._notes, microbatch, position)
-        if place == NO_PLACE:  # the tensor itself follows
-            self.route.wait(self.route.irecv(tensor, self.route.tag(microbatch, position)))
-        else:
-            shared.take(place, tensor)
+        tensor = torch.empty(entry[1], dtype=entry[0])  # the tensor itself follows
+        self.route.wait(self.route.irecv(tensor, self.route.tag(microbatch, position)))
         return tensor
 
     def _post_tensors(self, microbatch: int, posted: _Posted, layout: Layout) -> None:
@@ -282,10 +281,6 @@ def _read_layout(header: Sequence[Sequence[int]]) -> Layout:
         None if num_dims == _ABSENT else (_DTYPES[dtype], tuple(sizes[:num_dims]))
         for dtype, num_dims, *sizes in header
     )
-
-
-def _bytes_of(entry: Entry) -> int:
-    return torch.Size(entry[1]).numel() * entry[0].itemsize
 
 
 def _described(entry: Entry | None) -> str:

@@ -34,29 +34,32 @@ _NOTES_READ = 64
 
 
 class SharedPlaces:
-    """`_PLACES` places of `size_bytes` each. `ticket` is what another process attaches by."""
+    """Places for `_PLACES` tensors of one type and shape. `ticket` is what another process attaches by."""
 
-    def __init__(self, descriptor: int, size_bytes: int) -> None:
+    def __init__(self, descriptor: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.ticket = os.getpid(), descriptor
-        self._pitch = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
-        self._memory = mmap.mmap(descriptor, _PAGE_BYTES + _PLACES * self._pitch)
-        self._states = torch.frombuffer(self._memory, dtype=torch.int64, count=_PLACES)
+        count, pitch = torch.Size(shape).numel(), _pitch(dtype, shape)
+        memory = mmap.mmap(descriptor, _PAGE_BYTES + _PLACES * pitch)
+        self._states = memoryview(memory)[: 8 * _PLACES].cast("q")
+        self._places = [
+            torch.frombuffer(memory, dtype=dtype, count=count, offset=_PAGE_BYTES + place * pitch).view(shape)
+            for place in range(_PLACES)
+        ]
 
     @classmethod
-    def make(cls, size_bytes: int) -> Self:
+    def make(cls, dtype: torch.dtype, shape: tuple[int, ...]) -> Self:
         descriptor = os.memfd_create("pd2bw_fx", os.MFD_CLOEXEC)
-        pitch = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
-        os.truncate(descriptor, _PAGE_BYTES + _PLACES * pitch)
-        made = cls(descriptor, size_bytes)
+        os.truncate(descriptor, _PAGE_BYTES + _PLACES * _pitch(dtype, shape))
+        made = cls(descriptor, dtype, shape)
         weakref.finalize(made, os.close, descriptor)
         return made
 
     @classmethod
-    def attach(cls, ticket: tuple[int, int], size_bytes: int) -> Self:
+    def attach(cls, ticket: tuple[int, int], dtype: torch.dtype, shape: tuple[int, ...]) -> Self:
         """Raises OSError where the other process cannot be looked into."""
         descriptor = os.open(_entry(*ticket), os.O_RDWR | os.O_CLOEXEC)
         try:
-            return cls(descriptor, size_bytes)
+            return cls(descriptor, dtype, shape)
         finally:
             os.close(descriptor)
 
@@ -64,18 +67,21 @@ class SharedPlaces:
         """The place where the tensor is now, or NO_PLACE: none is free."""
         for place in range(_PLACES):
             if self._states[place] == _FREE:
-                self._view(place, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
+                self._places[place].copy_(tensor)
                 self._states[place] = _FULL
                 return place
         return NO_PLACE
 
-    def take(self, place: int, into: Tensor) -> None:
-        into.copy_(self._view(place, into.dtype, tuple(into.shape)))
+    def take(self, place: int) -> Tensor:
+        """A copy of what is there."""
+        taken = self._places[place].clone()
         self._states[place] = _FREE
+        return taken
 
-    def _view(self, place: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        start, count = _PAGE_BYTES + place * self._pitch, torch.Size(shape).numel()
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(shape)
+
+def _pitch(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Bytes from one place to the next: whole pages."""
+    return -(-torch.Size(shape).numel() * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
 
 
 class Notes:
