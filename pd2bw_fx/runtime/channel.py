@@ -218,8 +218,9 @@ class Inbox:
         for position, (entry, row) in enumerate(zip(layout, header, strict=True), start=1):
             process, memory, notes = row[-3:]
             if entry is not None and process:
-                self._shared[size, position] = SharedPlaces.attach((process, memory), *entry)
-                self._notes = self._notes or Notes.attach((process, notes))
+                with translated(self.route.peer):  # it may have ended meanwhile
+                    self._shared[size, position] = SharedPlaces.attach((process, memory), *entry)
+                    self._notes = self._notes or Notes.attach((process, notes))
         if any(row[-3] for row in header):
             self.route.wait(self.route.isend(torch.zeros(1), self.route.tag(microbatch, 0)))
 

@@ -35,7 +35,7 @@ def translated(peer: int | None) -> Iterator[None]:
     """torch.distributed's errors name an address; ours name the rank (None: one of all the others)."""
     try:
         yield
-    except (RuntimeError, EOFError, TimeoutError) as error:
+    except (RuntimeError, EOFError, OSError) as error:
         whom = "another rank" if peer is None else f"rank {peer}"
         text = (str(error).splitlines() or [type(error).__name__])[0]
         raise LinkDownError(
