@@ -73,6 +73,8 @@ class Calibration:
 
     `forward` and `backward` are the run's seconds over the profile's. Where a backward runs in halves, the
     two take `halves` times the whole one, `weight_share` of it in that of the weights; None: no run had any.
+    Where several ranks hold a stage, its backwards take `shared` times those of others: what they add up is
+    copied together while they run.
     Seconds: an update for each byte of trainable weights; starting a send, and taking what has arrived, for
     each stage that it goes to or comes from; what lies between the actions of a rank, for each update; and an
     all-reduce for each byte that a rank sends in its ring (None: no run had one, the links' figures hold).
@@ -82,6 +84,7 @@ class Calibration:
     backward: float = 1.0
     halves: float | None = None
     weight_share: float = 0.5
+    shared: float = 1.0
     update_s_per_byte: float = 0.0
     send_s: float = 0.0
     receive_s: float = 0.0
@@ -97,12 +100,14 @@ class Kept:
     `gradients_wait`: while so many microbatches are in flight, none of the update's gradients is there; the
     backward that makes the first ones ends with one microbatch less. So it is in GPipe, and wherever every
     microbatch is an update (`updates_each`), where no backward ever begins beside gradients.
+    `correction_copies`: of the trainable weights, for what a method does about its delay.
     """
 
     weight_versions: int
     in_flight: int
     gradients_wait: bool = False
     updates_each: bool = False
+    correction_copies: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +133,11 @@ class MemoryModel:
         """At a stage where the method keeps this."""
         return kept.weight_versions if self.weight_versions is None else self.weight_versions
 
+    def weight_copies(self, kept: Kept) -> int:
+        return self.versions(kept) + kept.correction_copies
+
     def copies(self, kept: Kept) -> int:
-        return self.versions(kept) + self.gradient_copies + self.optimizer_copies
+        return self.weight_copies(kept) + self.gradient_copies + self.optimizer_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +148,7 @@ class StageMemory:
     smaller of the two, `apart_bytes`, is not part of the total.
     """
 
-    weight_bytes: int  # all versions, frozen parameters and buffers among them
+    weight_bytes: int  # all versions and a correction's copies, frozen parameters and buffers among them
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int  # saved for the backward, all microbatches in flight

@@ -57,12 +57,19 @@ class StagePlan:
     weight_versions: int = 2
     gradients_wait: bool = False
     updates_each: bool = False
+    correction_copies: int = 0
     replicas: int = 1
     gradient_sum_s: float = 0.0
 
     @property
     def kept(self) -> Kept:
-        return Kept(self.weight_versions, self.microbatches_in_flight, self.gradients_wait, self.updates_each)
+        return Kept(
+            self.weight_versions,
+            self.microbatches_in_flight,
+            self.gradients_wait,
+            self.updates_each,
+            self.correction_copies,
+        )
 
     @property
     def load_s(self) -> float:

@@ -110,6 +110,7 @@ def _stage(
         weight_versions=memory_model.versions(kept),
         gradients_wait=kept.gradients_wait,
         updates_each=kept.updates_each,
+        correction_copies=kept.correction_copies,
         replicas=replicas,
         gradient_sum_s=max(0.0, float(loads.work_s[stage]) - (forward_s + backward_s) / replicas)
         if replicas > 1
@@ -128,7 +129,7 @@ def _memory(
     trainable = sum(sizes[name].trainable_bytes for name in parameters)
     frozen = sum(sizes[name].frozen_bytes for name in parameters)
     return StageMemory(
-        weight_bytes=memory_model.versions(kept) * trainable + frozen,
+        weight_bytes=memory_model.weight_copies(kept) * trainable + frozen,
         gradient_bytes=memory_model.gradient_copies * trainable,
         optimizer_bytes=memory_model.optimizer_copies * trainable,
         activation_bytes=round(float(loads.saved_bytes[stage])),

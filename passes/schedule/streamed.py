@@ -20,8 +20,10 @@ m = 1, after the first d:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pd2bw_fx.actions import Kind, Shape
+from pd2bw_fx.costs import Kept
 from pd2bw_fx.errors import InputError
 
 from .flushed import Turns, warm_up_forwards
@@ -157,6 +159,15 @@ class PipelinedBackpropagation(_Streamed):
 
 
 class PipeMare(PipelinedBackpropagation):
-    """As pipelined backpropagation; learning rates and discrepancy are corrected by the runtime."""
+    """As pipelined backpropagation; learning rates and discrepancy are corrected by the runtime.
+
+    Backwards see the weights as they were, by the running mean of their changes: where there is a delay, that
+    mean is kept, and the newest weights beside those that are shown.
+    """
 
     name = "pipemare"
+
+    def kept(self, shape: Shape, stage: int) -> Kept:
+        return replace(
+            super().kept(shape, stage), correction_copies=2 if self.warm_up(shape, stage) > 0 else 0
+        )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.runtime.slots import Flat, Place, empty_flat
+from pd2bw_fx.runtime.slots import Flat, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,16 @@ Correction = SpikeCompensation | WeightPrediction | PipeMare
 _T = TypeVar("_T", bound=Correction)
 
 
+def corrections_of(method: str) -> tuple[Correction, ...]:
+    """What belongs to a method whose user asks for nothing else: PipeMare is its discrepancy correction."""
+    return (PipeMare(),) if method == "pipemare" else ()
+
+
 class Corrector:
     """Applies corrections on a rank whose forwards run `delay` updates before their backward.
 
-    The newest weights have a buffer of their own, `newest`; the slot that modules compute with is written
-    before a forward or backward with what that is to see.
+    Where a forward or backward is to see other weights than the newest, those have a buffer of their own,
+    `newest`, and the slot that modules compute with is written before. Otherwise the two are one.
     """
 
     def __init__(self, corrections: Sequence[Correction], delay: int) -> None:
@@ -70,14 +75,19 @@ class Corrector:
         self._updates = 0
         self._shown = "newest"
         self.newest: Flat = {}
+        self._change: Flat = {}  # of the last update, or the running mean; for what looks ahead or back by it
 
     def watch(self, seen: Flat, places: Mapping[str, Place]) -> None:
         """`seen` is the slot that modules compute with, laid out in `places`."""
         self._seen = seen
         self._places = places
+        goes_back = self._pipemare is not None and self._pipemare.decay is not None
+        if self._delay == 0 or (self._prediction is None and not goes_back):
+            self.newest = seen
+            return
         self.newest = {dtype: flat.clone() for dtype, flat in seen.items()}
-        device = next(iter(seen.values())).device if seen else torch.device("cpu")
-        self._change = empty_flat(places, device)  # the last update's, or their running mean
+        if goes_back or (self._prediction is not None and self._prediction.form == "weights"):
+            self._change = {dtype: torch.zeros_like(flat) for dtype, flat in seen.items()}
 
     def check(self, optimizer: Optimizer) -> None:
         """Raises InputError for an optimizer that a correction is not made for."""
@@ -100,14 +110,15 @@ class Corrector:
             )
 
     def show_forward(self, optimizer: Optimizer | None) -> None:
-        if self._prediction is None or self._delay == 0:
+        if self._prediction is None or self.newest is self._seen:
             self.show_newest()
         elif self._shown != "prediction":
             self._predict(self._prediction, optimizer)
             self._shown = "prediction"
 
     def show_backward(self) -> None:
-        if self._pipemare is None or self._pipemare.decay is None or self._delay == 0 or self._begun < 0:
+        goes_back = self._pipemare is not None and self._pipemare.decay is not None
+        if not goes_back or self.newest is self._seen or self._begun < 0:
             self.show_newest()
         elif self._shown != "past":
             for dtype, flat in self._seen.items():
@@ -115,14 +126,15 @@ class Corrector:
             self._shown = "past"
 
     def show_newest(self) -> None:
-        if self._shown != "newest":
+        if self._shown != "newest" and self.newest is not self._seen:
             for dtype, flat in self._seen.items():
                 flat.copy_(self.newest[dtype])
-            self._shown = "newest"
+        self._shown = "newest"
 
     def step(self, optimizer: Optimizer) -> None:
         """The optimizer's step on `newest`, corrected."""
-        before = {dtype: flat.clone() for dtype, flat in self.newest.items()}
+        for dtype in self._change:  # the slot is free until something is shown in it again
+            self._seen[dtype].copy_(self.newest[dtype])
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * self._rate_factor()
@@ -133,21 +145,23 @@ class Corrector:
             group["lr"] = rate
         kept = self._share_kept()
         for dtype, change in self._change.items():
-            change.mul_(kept).add_(self.newest[dtype] - before[dtype], alpha=1 - kept)
+            moved = torch.sub(self.newest[dtype], self._seen[dtype], out=self._seen[dtype])
+            change.mul_(kept).add_(moved, alpha=1 - kept)
         self._updates += 1
         self._shown = "none"  # neither what forwards see nor what backwards see is there now
 
     def state(self) -> dict[str, Tensor]:
         """What a correction remembers, by parameter."""
-        return {name: place.view(self._change) for name, place in self._places.items()}
+        return {name: place.view(self._change) for name, place in self._places.items() if self._change}
 
     def load(self, kept: Mapping[str, Tensor], updates: int) -> None:
         for name, place in self._places.items():
-            if name in kept:
+            if name in kept and self._change:
                 place.view(self._change).copy_(kept[name])
         self._updates = updates
-        for dtype, flat in self._seen.items():
-            self.newest[dtype].copy_(flat)
+        if self.newest is not self._seen:
+            for dtype, flat in self._seen.items():
+                self.newest[dtype].copy_(flat)
         self._shown = "newest"
 
     @property

@@ -27,7 +27,7 @@ from pd2bw_fx.errors import InputError, PlanMismatchError, WorkerError
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.passes.schedule import method_of
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
-from pd2bw_fx.runtime.corrections import Correction, PipeMare
+from pd2bw_fx.runtime.corrections import Correction, PipeMare, corrections_of
 from pd2bw_fx.runtime.failure import shared_fate, translated
 from pd2bw_fx.runtime.job import Job, merged_tensors
 from pd2bw_fx.runtime.loss import Loss, LossPost
@@ -67,7 +67,7 @@ class Engine:
         parameter_options: ParameterOptions | None = None,
         max_gradient_norm: float | None = None,
         precision: Precision | None = None,
-        corrections: Sequence[Correction] = (),
+        corrections: Sequence[Correction] | None = None,
         on_report: Callable[[UpdateReport], None] | None = None,
         stop_at_nan: bool = True,
         device: torch.device | str | None = None,
@@ -90,6 +90,8 @@ class Engine:
         self._watch: Watch | None = None
         self._of_this_loss = job.microbatches_per_update  # microbatches, over all ranks
         self._losses_here = 0
+        if corrections is None:
+            corrections = corrections_of(job.method)
         self._synchronous_updates = max(
             (c.synchronous_updates for c in corrections if isinstance(c, PipeMare)), default=0
         )
@@ -157,7 +159,8 @@ class Engine:
           weight versions and the devices' memory allow. It changes no result.
         - `replicas`: ranks for each stage, one number or one for each stage; they share the microbatches.
         - `vertical_sync` (pipedream): all stages use the version that every one of them has.
-        - `corrections` (pb, pipemare): what is done about the delay, from `pd2bw_fx.runtime.corrections`.
+        - `corrections` (pb, pipemare): what is done about the delay, from `pd2bw_fx.runtime.corrections`;
+          unless said otherwise nothing for pb, and `PipeMare()` for pipemare.
 
         `on_report` is called on every rank with an `UpdateReport` when an update's loss has arrived, in order
         and a few updates late. `stop_at_nan` ends the run a few updates after a loss that is no finite

@@ -57,7 +57,8 @@ def runs(n: int) -> Iterator[Run]:
         yield Run(f"prediction {form}", "pb", n, 1, options={"corrections": [WeightPrediction(form)]})
     both = [SpikeCompensation(), WeightPrediction()]
     yield Run("both", "pb", n, 1, options={"corrections": both})
-    yield Run("pipemare", "pipemare", n, 1, options={"corrections": [PipeMare(rescale_updates=4)]})
+    yield Run("pipemare", "pipemare", n, 1)
+    yield Run("pipemare slower", "pipemare", n, 1, options={"corrections": [PipeMare(rescale_updates=4)]})
     warm = PipeMare(rescale_updates=3, synchronous_updates=3)
     yield Run("pipemare warm-up", "pipemare", n, 1, options={"corrections": [warm]})
     for method in ("zb-h1", "zb-h2"):
@@ -127,7 +128,7 @@ def expected(run: Run, pipe: pd2bw_fx.Pipeline, model: nn.Module, batches: Any) 
         run.m,
         ALL_OPTIMIZERS[run.optimizer],
         run.replicas or (1,) * run.stages,
-        run.options.get("corrections", ()),
+        run.options.get("corrections", [PipeMare()] if run.method == "pipemare" else ()),
     )
     weights = delayed.train(batches)
     return delayed.losses, weights
