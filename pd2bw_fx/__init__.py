@@ -5,6 +5,11 @@ print(pipe)
 pipe.train_local(batches, optimizer=lambda parameters: torch.optim.AdamW(parameters))
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
@@ -22,14 +27,16 @@ from pd2bw_fx.errors import (
     WorkerError,
 )
 from pd2bw_fx.metrics import Metrics
-from pd2bw_fx.onnx_pipeline import OnnxPipeline
-from pd2bw_fx.passes.export_onnx import merge_onnx
-from pd2bw_fx.passes.split import split
-from pd2bw_fx.passes.split_onnx import split_onnx
-from pd2bw_fx.passes.tune import tune
-from pd2bw_fx.pipeline import Pipeline, load
 from pd2bw_fx.plan import Plan
-from pd2bw_fx.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from pd2bw_fx.onnx_pipeline import OnnxPipeline
+    from pd2bw_fx.passes.export_onnx import merge_onnx
+    from pd2bw_fx.passes.split import split
+    from pd2bw_fx.passes.split_onnx import split_onnx
+    from pd2bw_fx.passes.tune import tune
+    from pd2bw_fx.pipeline import Pipeline, load
+    from pd2bw_fx.runtime.engine import Engine
 
 __version__ = "0.1.0"
 
@@ -60,3 +67,31 @@ __all__ = [
     "split_onnx",
     "tune",
 ]
+
+# What traces, plans and draws is imported when it is first asked for: a process that trains a stage does not
+# need it, and starts in half the time.
+_WHEN_ASKED_FOR = {
+    "Engine": "runtime.engine",
+    "OnnxPipeline": "onnx_pipeline",
+    "Pipeline": "pipeline",
+    "load": "pipeline",
+    "merge_onnx": "passes.export_onnx",
+    "split": "passes.split",
+    "split_onnx": "passes.split_onnx",
+    "tune": "passes.tune",
+}
+_MODULES = ("models", "optim", "passes", "runtime")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"pd2bw_fx.{name}")
+    if name not in _WHEN_ASKED_FOR:
+        raise AttributeError(f"module 'pd2bw_fx' has no attribute {name!r}")
+    value = getattr(import_module(f"pd2bw_fx.{_WHEN_ASKED_FOR[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})
