@@ -1,8 +1,8 @@
-"""Every training method on one model and one cluster: what it would take, and what its loss is."""
+"""Training methods on one model and one cluster: what each would take, and what its loss is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.runtime.weights import ParameterOptions
 from pd2bw_fx.timeline import Timeline
 
+TRAINING_METHODS = tuple(name for name, method in METHODS.items() if method.trains)
 _UPDATES_SIMULATED = 8
 
 
@@ -90,19 +91,18 @@ def compare(
     model: nn.Module,
     cluster: Cluster,
     *,
+    methods: Sequence[str] = TRAINING_METHODS,
     microbatches_per_update: int | None = None,
     training: Training | None = None,
     **options: Any,
 ) -> Iterator[Figures | LeftOut]:
-    """One after another, every method that trains, planned for itself with the same microbatches an update.
+    """One method after another, each planned for itself with the same microbatches an update.
 
     `microbatches_per_update`: twice the devices unless said otherwise. With `training` each is also trained
     with local processes, from the model's weights. `options` are those of `split`.
     """
     m = microbatches_per_update or 2 * len(cluster)
-    for name, method in METHODS.items():
-        if not method.trains:
-            continue
+    for name in methods:
         try:
             pipe = split(model, cluster=cluster, method=name, microbatches_per_update=m, **options)
             timeline = pipe.simulate(num_updates=_UPDATES_SIMULATED)

@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from pd2bw_fx import compare as module
 from pd2bw_fx.cli import main
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.compare import Figures, LeftOut, Training, compare
@@ -35,18 +34,16 @@ def test_every_method_that_trains_has_figures_or_a_reason() -> None:
     assert {each.timeline.microbatches_per_update for each in figures.values()} == {6}
 
 
-def test_a_method_that_does_not_fit_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "METHODS", {"2bw": METHODS["2bw"]})
+def test_a_method_that_does_not_fit_is_told_apart() -> None:
     small = Cluster.uniform(2, **(FAST | {"memory_bytes": "1 KiB"}))
 
-    (found,) = compare(build("mlp"), small, costs="analytic", check=False)
+    (found,) = compare(build("mlp"), small, methods=["2bw"], costs="analytic", check=False)
 
     assert isinstance(found, LeftOut)
     assert not found.fits
 
 
-def test_training_adds_loss_and_speed_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "METHODS", {name: METHODS[name] for name in ("1f1b", "gpipe")})
+def test_training_adds_loss_and_speed_or_says_why_not() -> None:
     batch = (torch.zeros(8, 32), torch.zeros(8, dtype=torch.long))
 
     def batches(pipe: Pipeline) -> list[tuple[torch.Tensor, ...]]:
@@ -56,7 +53,12 @@ def test_training_adds_loss_and_speed_or_says_why_not(monkeypatch: pytest.Monkey
 
     training = Training(batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     first, second = compare(
-        build("mlp"), Cluster.uniform(2, **FAST), training=training, costs="analytic", check=False
+        build("mlp"),
+        Cluster.uniform(2, **FAST),
+        methods=["1f1b", "gpipe"],
+        training=training,
+        costs="analytic",
+        check=False,
     )
 
     assert isinstance(first, Figures)
@@ -67,9 +69,9 @@ def test_training_adds_loss_and_speed_or_says_why_not(monkeypatch: pytest.Monkey
     assert second.measured_per_s is not None
 
 
-def test_timelines_stand_above_one_another_on_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "METHODS", {name: METHODS[name] for name in ("2bw", "gpipe")})
-    found = compare(build("mlp"), Cluster.uniform(2, **FAST), costs="analytic", check=False)
+def test_timelines_stand_above_one_another_on_one_axis() -> None:
+    two = Cluster.uniform(2, **FAST)
+    found = compare(build("mlp"), two, methods=["2bw", "gpipe"], costs="analytic", check=False)
     timelines = [each.timeline for each in found if isinstance(each, Figures)]
 
     picture = ElementTree.fromstring(compared_svg(timelines))
@@ -85,19 +87,15 @@ def test_timelines_stand_above_one_another_on_one_axis(monkeypatch: pytest.Monke
     assert all(axis & axes[0] for axis in axes)
 
 
-def test_the_command_prints_a_table_and_draws(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = {name: METHODS[name] for name in ("2bw", "gpipe")}
-    monkeypatch.setattr(module, "METHODS", chosen)
-    monkeypatch.setattr("pd2bw_fx.commands.comparing.METHODS", chosen)
-    arguments = ["compare", "mlp", "--cluster", "2", "--simulate"]
+def test_the_command_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", "mlp", "--cluster", "2", "--simulate", "--methods", "2bw", "gpipe"]
 
     assert main([*arguments, "-o", str(tmp_path / "compare.png")]) == 0
     table = capsys.readouterr().out
 
     assert "simulated/s" in table
     assert "gpipe" in table
+    assert "1f1b" not in table
     assert (tmp_path / "compare.png").stat().st_size > 5000
     assert main(["compare", str(tmp_path), "--simulate"]) == 2
     assert "name the model itself" in capsys.readouterr().err

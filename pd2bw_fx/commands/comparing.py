@@ -15,9 +15,8 @@ from rich.table import Table
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.commands.common import check_writable, loaded, model_command, named_cluster, named_model
-from pd2bw_fx.compare import Figures, LeftOut, Training, compare
+from pd2bw_fx.compare import TRAINING_METHODS, Figures, LeftOut, Training, compare
 from pd2bw_fx.errors import InputError, UsageError
-from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.report.compared import compared_svg
 from pd2bw_fx.report.picture import write_picture
 from pd2bw_fx.train import OPTIMIZER_NAMES, groups_named, optimizer_named, text_batches
@@ -35,6 +34,14 @@ def add(commands: Any) -> None:
         "compare",
         "every training method on one model and one cluster",
         "pd2bw-fx compare gpt --cluster cluster.toml --simulate -o compare.svg",
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=TRAINING_METHODS,
+        default=TRAINING_METHODS,
+        metavar="METHOD",
+        help=f"only these (default: all of {', '.join(TRAINING_METHODS)})",
     )
     parser.add_argument("--simulate", action="store_true", help="do not train, only simulate")
     parser.add_argument("--updates", type=int, default=20, help="updates to train (default 20)")
@@ -65,8 +72,14 @@ def _compare(options: argparse.Namespace) -> int:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("methods", total=sum(method.trains for method in METHODS.values()))
-        figures = compare(model, cluster, microbatches_per_update=options.microbatches, training=training)
+        task = progress.add_task("methods", total=len(options.methods))
+        figures = compare(
+            model,
+            cluster,
+            methods=options.methods,
+            microbatches_per_update=options.microbatches,
+            training=training,
+        )
         for each in figures:
             found.append(each)
             progress.update(task, advance=1, description=each.method)
