@@ -16,6 +16,7 @@ import os
 import socket
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,10 +37,14 @@ _MEMORY_STEP = 2**26  # devices of one make differ by what their drivers keep
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one rank found out about its own device; `step_s` is one training step of a fixed small layer."""
+    """What one rank found out about its own device; `step_s` is one training step of a fixed small layer.
+
+    `machine` is torchrun's number of it: two machines may have one name.
+    """
 
     device: Device
     step_s: float
+    machine: int = 0
 
 
 def probe(kind: str, *, tolerance: float = 0.1, sizes: Sequence[int] = SIZES) -> Cluster:
@@ -96,7 +101,7 @@ def _seen(device: torch.device) -> _Seen:
         memory_bytes_per_s=2 * source.nbytes / copy_s,
         host=socket.gethostname(),
     )
-    return _Seen(described, step_s)
+    return _Seen(described, step_s, int(os.environ.get("GROUP_RANK", "0")))
 
 
 def _training_step(device: torch.device) -> Callable[[], object]:
@@ -206,7 +211,7 @@ def _cluster(
 
 
 def _devices(seen: Sequence[_Seen], tolerance: float) -> list[Device]:
-    devices = [each.device for each in seen]
+    devices = [replace(each.device, host=host) for each, host in zip(seen, _hosts(seen), strict=True)]
     step_s = levelled([each.step_s for each in seen], tolerance)
     flops = levelled([device.flops_per_s for device in devices], tolerance)
     traffic = levelled([device.memory_bytes_per_s for device in devices], tolerance)
@@ -220,6 +225,16 @@ def _devices(seen: Sequence[_Seen], tolerance: float) -> list[Device]:
             memory_bytes_per_s=traffic[rank],
         )
         for rank, device in enumerate(devices)
+    ]
+
+
+def _hosts(seen: Sequence[_Seen]) -> list[str]:
+    """Names of the machines, with their numbers where several have the same."""
+    machines = {(each.device.host, each.machine) for each in seen}
+    shared = Counter(host for host, _ in machines)
+    return [
+        f"{each.device.host}-{each.machine}" if shared[each.device.host] > 1 else each.device.host
+        for each in seen
     ]
 
 
