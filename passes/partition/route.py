@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from pd2bw_fx.errors import SolverError
-
 from .instance import Floats, Hops, Instance, Integers, Loads, evaluate
 from .search import Choices, Deadline, Found, search
 
@@ -60,13 +58,12 @@ def search_with_routes(
         return direct
     left_s = min(deadline.left_s, time.perf_counter() - started_s)
     cheapest = Choices(len(choices), lambda choice: _each_pays_once(choices[choice]))
-    try:
-        other = search(cheapest, solver=solver, max_gap=max_gap, deadline=Deadline(left_s))
-    except SolverError:
-        return direct  # there was no time to look for another
+    direct_s = routed(choices[direct.choice], direct.stage_of)[1].bottleneck_s
+    other = search(
+        cheapest, solver=solver, max_gap=max_gap, deadline=Deadline(left_s), faster_than_s=direct_s
+    )
     if other is None:
         return direct
-    direct_s = routed(choices[direct.choice], direct.stage_of)[1].bottleneck_s
     loads = routed(choices[other.choice], other.stage_of)[1]
     if not loads.fits or loads.bottleneck_s >= direct_s:
         return direct

@@ -92,31 +92,34 @@ def search(
     deadline: Deadline,
     report: Callable[[Progress], None] | None = None,
     enumeration: Enumeration | None = None,
+    faster_than_s: float = np.inf,
 ) -> Found | None:
     """The fastest assignment over all choices, proven to `max_gap` unless the time runs out.
 
     `report` hears of every step, and every second of a long one. Ctrl-C ends the search as the deadline does.
     `enumeration` is asked where programs have not settled it in the first share of the time.
 
-    None where it is proven that no assignment of any choice fits in memory. Raises SolverError where the time
-    ran out before the first assignment was found.
+    None where it is proven that no assignment of any choice fits in memory, or none was found that is
+    `faster_than_s`. Raises SolverError where the time ran out before the first assignment was found.
     """
     share = 1.0 if enumeration is None else _PROGRAMS_SHARE
     for_programs = Deadline(deadline.left_s * share)
     state = _State(choices, solver=solver, deadline=for_programs, report=report)
+    state.bottleneck_s = faster_than_s
     finest = max(max_gap, _TOLERANCE)
     try:
-        state.first_assignments()
+        if not np.isfinite(faster_than_s):
+            state.first_assignments()
         state.ask_programs(finest)
         if enumeration is not None:
             state.enumerate(enumeration, finest, deadline)
             state.deadline = deadline
             state.ask_programs(finest)
     except KeyboardInterrupt:
-        if state.stage_of is None:
+        if state.stage_of is None and not np.isfinite(faster_than_s):
             raise
     if state.stage_of is None:
-        if state.bound_s() < np.inf:
+        if not np.isfinite(faster_than_s) and state.bound_s() < np.inf:
             raise SolverError("the time limit passed before any plan was found; raise time_limit_s")
         return None
     return Found(state.choice, state.stage_of, state.bottleneck_s, state.bound_s())
@@ -145,7 +148,7 @@ class _State:
         self.stage_of: Integers | None = None
         self.seen_s = np.full(len(choices), np.inf)
         self.refuted_s = np.full(len(choices), -np.inf)
-        self.floor_s = np.inf
+        self.floor_s = min(_lower_bound_s(choices[choice]) for choice in range(len(choices)))
         self.is_enumerated = False
         self.down_sets: DownSets | None = None
 
@@ -167,7 +170,6 @@ class _State:
         enough_s = self.deadline.left_s * 2 / 3
         for choice in range(len(self.choices)):
             instance = self.choices[choice]
-            self.floor_s = min(self.floor_s, _lower_bound_s(instance))
             if choice > 0 and self.deadline.left_s < enough_s:
                 continue
             # Of many device orders few are worth a close look: a rough one tells which.
@@ -261,7 +263,7 @@ class _State:
             status, stage_of = program.solve(
                 solver=self.solver,
                 time_limit_s=self.deadline.left_s,
-                refuting=self.stage_of is not None,
+                refuting=bool(np.isfinite(self.bottleneck_s)),
                 on_wait=self.tell,
             )
             if stage_of is None:
