@@ -127,7 +127,7 @@ def measured(model: nn.Module, m: int, options: argparse.Namespace) -> dict[str,
         plan = priced(common.plan, costs)
         before = timeline_of_run(plain, batch, options.updates)
         of_halves = calibrate(plan, [before, timeline_of_run(halves, batch, options.updates)])
-        of_sums = calibrate(plan, [timeline_of_run(sums, batch, options.updates)])
+        of_sums = calibrate(plan, [before, timeline_of_run(sums, batch, options.updates)])
         for each in contenders:
             real_s = timed(each.engine, batch, options.updates)
             after = timeline_of_run(plain, batch, options.updates)
@@ -135,6 +135,7 @@ def measured(model: nn.Module, m: int, options: argparse.Namespace) -> dict[str,
                 calibrate(plan, [before, after]),
                 halves=of_halves.halves,
                 weight_share=of_halves.weight_share,
+                shared=of_sums.shared,
                 ring_s_per_byte=of_sums.ring_s_per_byte,
             )
             if number > 0:

@@ -12,6 +12,7 @@ from pd2bw_fx.actions import Kind
 from pd2bw_fx.costs import Calibration
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.models.mlp import MLP, MLPConfig
+from pd2bw_fx.passes.schedule import build_schedule
 from pd2bw_fx.passes.simulate import Durations, simulate_durations
 from pd2bw_fx.timeline import Timeline
 
@@ -20,6 +21,7 @@ KNOWN = Calibration(
     backward=1.1,
     halves=1.3,
     weight_share=0.4,
+    shared=1.07,
     update_s_per_byte=1e-9,
     send_s=3e-4,
     receive_s=1e-4,
@@ -47,8 +49,9 @@ def test_a_calibration_is_found_again_in_the_timelines_that_it_made(pipe: pd2bw_
     alone = pipe.calibration(run(pipe, "1f1b", calibration=KNOWN))
 
     assert alone.halves is None
-    exact = pipe.calibration(*(run(pipe, name, calibration=KNOWN) for name in ("1f1b", "zb-h1")))
-    for field in ("forward", "backward", "halves", "weight_share", "update_s_per_byte", "receive_s"):
+    exact = pipe.calibration(*(run(pipe, name, calibration=KNOWN) for name in ("1f1b", "zb-h1", "chimera")))
+    wanted = ("forward", "backward", "halves", "weight_share", "shared", "update_s_per_byte", "receive_s")
+    for field in wanted:
         assert getattr(exact, field) == pytest.approx(getattr(KNOWN, field), rel=1e-6), field
     assert found.forward < KNOWN.forward  # a run at the profile's own speed was among them
 
@@ -88,9 +91,7 @@ def test_halves_of_a_backward_count_where_gradients_are_sent_on(pipe: pd2bw_fx.P
 def test_a_rank_is_busy_with_its_messages_at_both_ends() -> None:
     chain = Durations.chain([1.0] * 2, [2.0] * 2)
     links = tuple(replace(link, send_s=0.25, receive_s=0.125) for link in chain.links)
-    schedule = pd2bw_fx.passes.schedule.build_schedule(
-        "1f1b", 2, microbatches_per_update=1, updates=range(1), drain=True
-    )
+    schedule = build_schedule("1f1b", 2, microbatches_per_update=1, updates=range(1), drain=True)
 
     timeline = simulate_durations(schedule, replace(chain, links=links))
 

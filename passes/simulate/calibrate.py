@@ -31,7 +31,10 @@ def calibrate(plan: Plan, timelines: Sequence[Timeline]) -> Calibration:
             "none of the timelines has forwards, whole backwards and updates; record an update of 1f1b"
         )
     stages = plan.stages
-    took = {kind: [_typical_s(whole, kind, stage.stage) for stage in stages] for kind in _WHOLE}
+    alone = [timeline for timeline in whole if not _shares(timeline)]
+    sharing = [timeline for timeline in whole if _shares(timeline)]
+    took = {kind: [_typical_s(alone or whole, kind, stage.stage) for stage in stages] for kind in _WHOLE}
+    shared_s = [_typical_s(sharing or whole, Kind.BACKWARD, stage.stage) for stage in stages]
     weights = sum(stage.memory.gradient_bytes for stage in stages)
     halves, share = _halves(plan, split, took[Kind.BACKWARD])
     again_s = sum(stage.forward_s for stage in stages if stage.recompute)
@@ -43,6 +46,7 @@ def calibrate(plan: Plan, timelines: Sequence[Timeline]) -> Calibration:
         ),
         halves=halves,
         weight_share=share,
+        shared=_ratio(sum(shared_s), sum(took[Kind.BACKWARD])) if alone else 1.0,
         update_s_per_byte=_ratio(sum(took[Kind.UPDATE]), weights) if weights else 0.0,
         send_s=_message_s(whole, SENDS, 0.5),
         receive_s=_message_s(whole, RECEIVES, 0.1),
@@ -59,6 +63,12 @@ def _halves(plan: Plan, split: Sequence[Timeline], backward_s: Sequence[float]) 
     inputs_s, weights_s = (sum(_typical_s(split, kind, stage) for stage in sending) for kind in _HALVES)
     together_s = inputs_s + weights_s
     return _ratio(together_s, sum(backward_s[stage] for stage in sending)), _ratio(weights_s, together_s)
+
+
+def _shares(timeline: Timeline) -> bool:
+    """Whether several ranks hold a stage."""
+    holders = {(event.stage, event.rank) for event in timeline.events}
+    return len(holders) > len({stage for stage, _ in holders})
 
 
 def _typical_s(timelines: Sequence[Timeline], kind: Kind, stage: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from pd2bw_fx.cluster import Cluster
@@ -110,7 +110,11 @@ class Durations:
             )
         holders = num_holders or (1,) * plan.num_stages
         known = calibration or Calibration()
-        halves = [_halves_s(plan, stage, known) for stage in plan.stages]
+        backward = [known.backward * (known.shared if count > 1 else 1.0) for count in holders]
+        halves = [
+            _halves_s(plan, stage, replace(known, backward=factor))
+            for stage, factor in zip(plan.stages, backward, strict=True)
+        ]
         # A rank is between two actions as long as ever, however many stages share it.
         between_s = known.between_s * (num_ranks or plan.num_stages) / sum(holders)
         return cls(
@@ -127,9 +131,8 @@ class Durations:
                 for stage, count in zip(plan.stages, holders, strict=True)
             ),
             undivided_s=tuple(
-                known.backward * stage.backward_s
-                + (known.forward * stage.forward_s if stage.recompute else 0.0)
-                for stage in plan.stages
+                factor * stage.backward_s + (known.forward * stage.forward_s if stage.recompute else 0.0)
+                for stage, factor in zip(plan.stages, backward, strict=True)
             ),
         )
 
