@@ -1,7 +1,7 @@
 """Peak memory of every stage, as planned and as the engine allocates it, for methods with and without
 recomputation.
 
-    python benchmarks/memory.py [--processes 2] [-o memory.json]
+    python benchmarks/memory.py [--processes 2] [--methods 2bw gpipe] [-o memory.json]
 
 Each rank records all that torch's allocator gives out, from the making of the engine on, over three updates.
 Exits with 1 if a peak is more than 5% from its plan.
@@ -30,7 +30,8 @@ CONFIG = GPTConfig(
     vocab_size=512, sequence_length=128, num_layers=8, num_heads=8, width=256, dropout=0.0, tied=False
 )
 MICROBATCH, UPDATES = 4, 3
-METHODS = {"2bw": 4, "1f1b": 4, "gpipe": 4, "pipedream": 1}  # microbatches an update, a process
+# Microbatches an update of two processes.
+METHODS = {"2bw": 4, "1f1b": 4, "gpipe": 4, "pipedream": 1, "pipemare": 1}
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
 TOLERANCE = 0.05
 
@@ -40,6 +41,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -56,7 +58,8 @@ def work(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = GPT.from_config(CONFIG)
     rows: list[dict[str, Any]] = []
-    for method, m in METHODS.items():
+    for method in options.methods:
+        m = METHODS[method]
         m = m if m == 1 else m * dist.get_world_size() // 2
         for recompute in (False, True):
             rows += compared(model, method, m, recompute)

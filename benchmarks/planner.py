@@ -1,7 +1,7 @@
 """Plan the published workloads and compare with the optima of the paper's own program.
 
     python benchmarks/planner.py            # eight workloads, accelerators only and with the CPU
-    python benchmarks/planner.py --solver cbc
+    python benchmarks/planner.py --solver cbc layers_gnmt_training
 
 Exits with 1 where an optimum is missed, not proven to 1e-5, or took more than a second (a twentieth of the
 reference where that is over a second). Planning is one thread: its seconds are those that it had a core, the
@@ -76,11 +76,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    names = [reference.name for reference in REFERENCES]
+    parser.add_argument("names", nargs="*", choices=[*names, []], metavar="WORKLOAD", help="default: all")
     parser.add_argument("--solver", default="highs")
     options = parser.parse_args()
     table = Table("workload", "devices", "published", "found", "gap", "seconds", "reference s", "")
     missed = 0
     for reference in REFERENCES:
+        if options.names and reference.name not in options.names:
+            continue
         workload = read_workload(FOLDER / f"{reference.name}.json")
         for only in (True, False):
             published = reference.accelerators_only if only else reference.with_cpu

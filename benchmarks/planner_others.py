@@ -1,6 +1,6 @@
 """How much slower are the stages that other planners choose, on the same costs?
 
-    python benchmarks/planner_others.py
+    python benchmarks/planner_others.py [CASE ...]
 
 Models of `models/` with estimated costs and the published inference workloads, each on equal devices and on
 unlike ones: half as fast from the second on, and a quarter of the bandwidth where the first has no part. A
@@ -9,6 +9,7 @@ cell is how much slower the slowest stage is than the plan's. Exits with 1 if a 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -86,7 +87,9 @@ def workload_cases() -> Iterator[tuple[str, Problem, Cluster]]:
 def main() -> int:
     table = Table("case", "bottleneck", *RULES.values())
     is_beaten = False
-    for name, problem, cluster in (*model_cases(), *workload_cases()):
+    for name, problem, cluster in itertools.chain(model_cases(), workload_cases()):
+        if sys.argv[1:] and not name.startswith(tuple(sys.argv[1:])):
+            continue
         plan = partition(problem, cluster, max_gap=MAX_GAP, time_limit_s=30.0)
         cells = []
         for other in baselines(problem, cluster):

@@ -1,0 +1,170 @@
+"""Every command that a document shows is run: as it stands, or with smaller figures (SMALLER)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pd2bw_fx
+from pd2bw_fx.cli import main
+from pd2bw_fx.models import build
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = ("pd2bw-fx", "python", "torchrun", "srun", "make", "pip", "export [A-Z_]+=.*")
+
+# What is run in place of what a document shows; a command that is not here runs as it stands.
+SMALLER = {
+    "compare gpt --cluster 2 --updates 60": "compare gpt --cluster 2 --updates 2 --methods 2bw ddp",
+    "compare gpt --cluster 2 --updates 20": "compare gpt --cluster 2 --updates 2 --methods gpipe",
+    "compare gpt --cluster 4": "compare mlp --cluster 4 --updates 1 --methods 2bw",
+    "--updates 300 --lr": "--updates 2 --lr",
+    "--updates 40": "--updates 8",
+    "--updates 1000": "--updates 2",
+    "runtime.py --rounds 6 --updates 2 --plot": "runtime.py --rounds 1 --microbatches 2 --only DDP --plot",
+    "slack.py": "slack.py --rounds 1 --microbatches 4",
+    "memory.py": "memory.py --methods pipedream",
+    "overhead.py": "overhead.py --updates 4",
+    "transport.py": "transport.py --rounds 2",
+    "simulated.py --rounds 4": "simulated.py --rounds 1 --updates 1 --models encdec --methods gpipe "
+    "--microbatches 4",
+    "delay.py": "delay.py --updates 2 --seeds 1",
+    "planner.py": "planner.py operators_bert_l-3_inference",
+    "planner_graphs.py gpt24 gpt96 2bw branchy": "planner_graphs.py 2bw",
+    "planner_others.py": "planner_others.py layers_bert24_inference",
+    "predictions.py": "predictions.py mlp",
+    "benchmarks/coverage.py": "benchmarks/coverage.py mlp",
+    "onnx_coverage.py": "onnx_coverage.py mlp",
+    "python stage_1.py": "python gpt_2/stage_1.py",
+    # One process a machine, and both machines here.
+    "--nproc-per-node 4": "--nproc-per-node 1",
+    "--rdzv-id run1 ": "",
+    "HOST": "localhost",
+    "/shared/run": "run",
+    "docs/": "",
+}
+ELSEWHERE = {
+    "make demo": "tests/test_cli.py goes the demo's way",
+    "make test": "it runs this test",
+    "examples/train_gpt.py": "tests/test_engine.py trains it for longer",
+    "pip install": "a fresh clone's first make does",
+    "export": "an interface of that name may not be here",
+    "gpt2_far": "tests/test_docs.py goes through the tutorial",
+    "generated_code.py": "tests/test_hugging_face.py compares the page",
+}
+
+
+def commands_of(document: str) -> list[str]:
+    """Those of its blocks and indented lines, and those of benchmarks in its sentences."""
+    text = (ROOT / document).read_text().replace("\\\n", " ")
+    lines = re.findall(rf"(?m)^ *((?:{'|'.join(PROGRAMS)})(?: .*|$))", text)
+    shown = re.findall(r"`((?:python|pd2bw-fx) (?:benchmarks/)?\w+\.py[^`]*)`", text)
+    return [shlex.join(words) for line in (*lines, *shown) if (words := shlex.split(line, comments=True))]
+
+
+def is_run_here(command: str) -> bool:
+    return not any(part in command for part in ELSEWHERE)
+
+
+def smaller(command: str) -> str:
+    for shown, run in SMALLER.items():
+        command = command.replace(shown, run)
+    return command
+
+
+def to_run() -> dict[str, list[str]]:
+    """By document, each command once."""
+    found: dict[str, list[str]] = {}
+    seen = set[str]()
+    for document in ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]:
+        commands = [smaller(command) for command in commands_of(document) if is_run_here(command)]
+        if new := [command for command in commands if command not in seen]:
+            found[document] = new
+        seen |= set(commands)
+    return found
+
+
+@pytest.mark.parametrize("document", to_run())
+def test_the_commands_of_a_document_run(
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare(tmp_path, with_onnx=document == "docs/ONNX.md")
+    waiting: list[str] = []
+    for command in to_run()[document]:
+        if command.startswith("pd2bw-fx"):
+            assert main(shlex.split(command)[1:]) == 0, command
+        elif "--node-rank 0" in command:
+            waiting = [command]
+        else:
+            is_both = ("--nnodes 2" in command and not waiting) or command.startswith("srun")
+            run([command] * 2 if is_both else [*waiting, command], tmp_path)
+            waiting = []
+
+
+def prepare(folder: Path, *, with_onnx: bool) -> None:
+    """What the commands find there: folders, files and a script that the documents have made before."""
+    pipe = pd2bw_fx.split(build("gpt"), cluster=2, costs="analytic", check=False)
+    pipe.save(folder / "gpt_2")
+    pipe.save(folder / "gpt_8")
+    (folder / "two.toml").write_text(pd2bw_fx.Cluster.uniform(2, memory_bytes="1 GiB").to_toml())
+    script = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[2]
+    (folder / "train.py").write_text(
+        "import torch, pd2bw_fx\nfrom pd2bw_fx.models import build, text\n"
+        "model = build('gpt')\nexample_args = model.example_inputs()\n"
+        "length = example_args[0].shape[1]\n"
+        "batches = text.byte_batches(batch_size=16, sequence_length=length, seed=0, num_batches=2)\n"
+        f"{script.replace('cluster.toml', 'two.toml')}engine.close()\n"
+    )
+    if with_onnx:
+        pipe.export_onnx(folder / "gpt_onnx")
+        pd2bw_fx.merge_onnx(folder / "gpt_onnx", folder / "gpt.onnx")
+        assert pipe.example is not None
+        np.savez(folder / "x.npz", **{name: value.numpy() for name, value in pipe.example.items()})
+
+
+def run(commands: Sequence[str], folder: Path) -> None:
+    """At once, each on a machine of its own, as far as a process is one."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
+    started = []
+    for number, command in enumerate(commands):
+        words = shlex.split(command.replace("29500", port))
+        if words[0] == "srun":
+            words = words[words.index("bash") :]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "SLURM_NODEID": str(number),
+        }
+        started.append(
+            subprocess.Popen(
+                program(words), cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        )
+    for command, process in zip(commands, started, strict=True):
+        said, _ = process.communicate(timeout=240)
+        # A benchmark's 1 says that this machine is slower than its limits, which no test may depend on.
+        allowed = (0, 1) if "benchmarks/" in command else (0,)
+        assert process.returncode in allowed, f"{command}\n{said.decode()}"
+        assert b"Traceback" not in said, f"{command}\n{said.decode()}"
+
+
+def program(words: list[str]) -> list[str]:
+    """By the interpreter that runs this, whatever is installed where."""
+    if words[0] == "python":
+        file = ROOT / words[1] if words[1].startswith("benchmarks/") else words[1]
+        return [sys.executable, str(file), *words[2:]]
+    if words[0] == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    return words
