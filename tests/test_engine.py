@@ -79,7 +79,7 @@ def test_without_torchrun_an_engine_says_what_to_do(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_example_script_trains_under_torchrun() -> None:
-    finished = torchrun(2, "../../examples/train_gpt.py", "--updates", "21")
+    finished = torchrun(2, "../../examples/train_gpt.py", "--updates", "41")
 
     assert finished.returncode == 0, finished.stderr
     losses = [float(line.split()[-1]) for line in finished.stdout.splitlines() if "update" in line]
