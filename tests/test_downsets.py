@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pd2bw_fx.passes.partition import placement, search
+from pd2bw_fx.passes.partition import groups, placement, search
 from pd2bw_fx.passes.partition.downsets import DownSets, OutOfTime
 from pd2bw_fx.passes.partition.search import Choices, Deadline
 from pd2bw_fx.workload import Workload, workload_from_json
@@ -50,10 +50,10 @@ def test_enumeration_finds_the_optimum_of_the_programs(seed: int, monkeypatch: p
 
 
 def _down_sets(workload: Workload, max_sets: int) -> Any:
-    groups = placement._groups(workload)
+    found = groups.groups_of(workload)
     orders = list(placement._device_orders(workload.num_accelerators, workload.num_cpus))
-    nets = placement._nets(workload, groups)
-    choices = Choices(len(orders), lambda at: placement._instance(workload, groups, nets, orders[at]))
+    tensors = groups.tensors_between(workload, found)
+    choices = Choices(len(orders), lambda at: placement._instance(workload, found, tensors, orders[at]))
     return DownSets.of(placement._Enumeration(choices, orders)._kinds(), max_sets=max_sets)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import networkx as nx
 import numpy as np
 
 from pd2bw_fx.errors import InfeasibleError, InputError
@@ -21,6 +20,7 @@ from pd2bw_fx.plan import Progress
 from pd2bw_fx.workload import Workload
 
 from .downsets import DownSets, Kind, OutOfTime
+from .groups import Groups, groups_of, tensors_between, with_followers
 from .instance import Instance, Integers, Net
 from .search import Choices, Deadline, search
 
@@ -80,10 +80,12 @@ def plan_workload(
     num_cpus = 0 if accelerators_only else workload.num_cpus
     if workload.num_accelerators + num_cpus == 0:
         raise InputError("the workload has no accelerators; plan it with its CPUs")
-    groups = _groups(workload)
-    nets = _nets(workload, groups)
+    groups = groups_of(workload)
+    if num_cpus == 0:
+        groups = with_followers(workload, groups)
+    tensors = tensors_between(workload, groups)
     orders = list(_device_orders(workload.num_accelerators, num_cpus))
-    choices = Choices(len(orders), lambda choice: _instance(workload, groups, nets, orders[choice]))
+    choices = Choices(len(orders), lambda choice: _instance(workload, groups, tensors, orders[choice]))
     found = search(
         choices,
         solver=solver,
@@ -148,51 +150,6 @@ class _Enumeration:
         return [Kind(instance, order.index(flag), order.count(flag)) for flag in self._is_cpu]
 
 
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """Nodes that share a device, in a topological order of the forward graph."""
-
-    members: tuple[tuple[int, ...], ...]
-    of: Mapping[int, int]
-    edges: tuple[tuple[int, int], ...]
-
-
-def _groups(workload: Workload) -> _Groups:
-    """Colours, and whatever lies on a cycle through them, as one group each."""
-    keys = {
-        node.id: ("id", node.id) if node.color is None else ("color", node.color) for node in workload.nodes
-    }
-    graph = nx.DiGraph()
-    graph.add_nodes_from(dict.fromkeys(keys.values()))
-    graph.add_edges_from((keys[u], keys[v]) for u, v in _order_edges(workload) if keys[u] != keys[v])
-    condensed = nx.condensation(graph)
-    index_of = condensed.graph["mapping"]
-    place = {node.id: at for at, node in enumerate(workload.nodes)}
-    ids: dict[int, list[int]] = {}
-    for node in workload.nodes:
-        ids.setdefault(index_of[keys[node.id]], []).append(node.id)
-    order = list(nx.lexicographical_topological_sort(condensed, key=lambda c: min(place[i] for i in ids[c])))
-    at = {component: number for number, component in enumerate(order)}
-    return _Groups(
-        members=tuple(tuple(ids[component]) for component in order),
-        of={node: at[component] for component, nodes in ids.items() for node in nodes},
-        edges=tuple(sorted((at[u], at[v]) for u, v in condensed.edges)),
-    )
-
-
-def _order_edges(workload: Workload) -> Iterator[tuple[int, int]]:
-    """Which node may not be behind which: forward edges, and, reversed, those of backward nodes that have no
-    forward partner to follow."""
-    backward = {node.id for node in workload.nodes if node.is_backward}
-    led = {node.color for node in workload.nodes if not node.is_backward and node.color is not None}
-    alone = {node.id for node in workload.nodes if node.is_backward and node.color not in led}
-    for edge in workload.edges:
-        if edge.source not in backward and edge.target not in backward:
-            yield edge.source, edge.target
-        elif edge.source in backward and edge.target in backward and {edge.source, edge.target} & alone:
-            yield edge.target, edge.source
-
-
 def _device_orders(num_accelerators: int, num_cpus: int) -> Iterator[tuple[bool, ...]]:
     """True for a CPU, by stage; every order of the two kinds."""
     if num_accelerators == 0 or num_cpus == 0:
@@ -214,8 +171,8 @@ def _device_names(order: tuple[bool, ...]) -> list[str]:
 
 def _instance(
     workload: Workload,
-    groups: _Groups,
-    priced_nets: tuple[tuple[Net, ...], list[float]],
+    groups: Groups,
+    tensors: Mapping[tuple[int, ...], float],
     order: tuple[bool, ...],
 ) -> Instance:
     n, k = len(groups.members), len(order)
@@ -228,9 +185,9 @@ def _instance(
         num_bytes[at] += node.num_bytes
         forbidden[at] |= not node.on_accelerator
     is_cpu = np.array(order)
-    nets, costs = priced_nets
+    nets = tuple(Net(ends[0], ends[1:]) for ends in tensors)
     cost_s = np.zeros((len(nets), k, k))
-    cost_s += np.array(costs)[:, None, None] * ~is_cpu[None, :, None]
+    cost_s += np.array(list(tensors.values()))[:, None, None] * ~is_cpu[None, :, None]
     return Instance(
         num_stages=k,
         edges=groups.edges,
@@ -252,18 +209,3 @@ def _instance(
         workspace_bytes=np.zeros(n),
         forbidden=~is_cpu[:, None] & forbidden[None, :],
     )
-
-
-def _nets(workload: Workload, groups: _Groups) -> tuple[tuple[Net, ...], list[float]]:
-    """Tensors between groups; those with the same ends are one, since the direction costs nothing here."""
-    readers: dict[int, set[int]] = {}
-    cost_of: dict[int, float] = {}
-    for edge in workload.edges:
-        readers.setdefault(edge.source, {groups.of[edge.source]}).add(groups.of[edge.target])
-        cost_of[edge.source] = max(edge.cost, cost_of.get(edge.source, 0.0))
-    together: dict[tuple[int, ...], float] = {}
-    for source, ends in readers.items():
-        if len(ends) > 1:
-            key = tuple(sorted(ends))
-            together[key] = together.get(key, 0.0) + cost_of[source]
-    return tuple(Net(key[0], key[1:]) for key in together), list(together.values())
