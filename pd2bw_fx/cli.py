@@ -12,6 +12,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+import torch
+
 from pd2bw_fx.commands import comparing, onnx, planning, probing, training
 from pd2bw_fx.errors import Pd2bwError, UsageError
 from pd2bw_fx.runtime.failure import tell_launcher
@@ -23,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     options.arguments = arguments
     try:
+        torch.manual_seed(getattr(options, "seed", 0))  # fresh weights and dropout: the same every time
         code: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` for instance, has seen enough

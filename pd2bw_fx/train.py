@@ -127,7 +127,7 @@ def groups_named(name: str, graph: OperatorGraph) -> ParameterOptions | None:
     return heads_to_adamw(graph) if name == "muon" else None
 
 
-def text_batches(pipe: Pipeline, num_updates: int) -> Iterable[Any]:
+def text_batches(pipe: Pipeline, num_updates: int, *, seed: int = 0) -> Iterable[Any]:
     """Real text for a model that takes tokens and targets of the same shape, as bytes."""
     specs = pipe.graph.inputs
     if set(specs) != {"tokens", "targets"}:
@@ -138,7 +138,7 @@ def text_batches(pipe: Pipeline, num_updates: int) -> Iterable[Any]:
     example = specs["tokens"].example_shape
     assert example is not None
     size = pipe.plan.microbatches_per_update * example[0]
-    return byte_batches(batch_size=size, sequence_length=example[1], seed=0, num_batches=num_updates)
+    return byte_batches(batch_size=size, sequence_length=example[1], seed=seed, num_batches=num_updates)
 
 
 def _fitting(batches: Iterable[Any], pipe: Pipeline) -> Iterable[Any]:

@@ -36,7 +36,7 @@ from pd2bw_fx.train import (
 )
 
 _OF_A_RANK = (
-    "data", "optimizer", "lr", "updates", "method", "chunks", "microbatches", "replicas", "precision",
+    "data", "optimizer", "lr", "updates", "seed", "method", "chunks", "microbatches", "replicas", "precision",
     "checkpoint", "every", "metrics", "trace", "record", "output",
 )  # fmt: skip
 
@@ -65,6 +65,9 @@ def add(commands: Any) -> None:
     train.add_argument("--optimizer", default="adamw", help=f"{OPTIMIZER_NAMES}, or module:callable (adamw)")
     train.add_argument("--lr", type=float, help="learning rate (default: torch's)")
     train.add_argument("--updates", type=int, default=300, help="updates in all (default 300)")
+    train.add_argument(
+        "--seed", type=int, default=0, help="of fresh weights, dropout and the text's order (default 0)"
+    )
     add_method(train)
     train.add_argument("--microbatches", type=int, help="microbatches an update (default: the plan's)")
     train.add_argument("--replicas", type=int, help="processes for each stage (default 1)")
@@ -114,9 +117,10 @@ def _train(options: argparse.Namespace) -> int:
         return _train_here(options)
     is_first = int(os.environ["RANK"]) == 0
     pipe = named_pipeline(options)
-    batches = (
-        called(options.data, loaded(options.data)) if options.data else text_batches(pipe, options.updates)
-    )
+    if options.data:
+        batches = called(options.data, loaded(options.data))
+    else:
+        batches = text_batches(pipe, options.updates, seed=options.seed)
     run_training(
         pipe,
         batches,
