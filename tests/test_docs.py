@@ -41,6 +41,15 @@ def test_the_how_to_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "Predicted and measured" in (tmp_path / "report.html").read_text()
 
 
+def test_the_planner_is_called_as_its_page_says() -> None:
+    names: dict[str, object] = {}
+
+    exec(compile(blocks("docs/PLANNER.md", "python")[0], "PLANNER.md", "exec"), names)
+
+    assert isinstance(names["plan"], pd2bw_fx.Plan)
+    assert names["edited"] == names["plan"]
+
+
 def test_the_ten_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ten_lines = blocks("README.md", "python")[0].replace("num_batches=100", "num_batches=2")
