@@ -5,13 +5,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint reference install clean
+.PHONY: demo test test-slow lint reference install clean
 
 demo: .venv/installed
 	$(BIN)/python -m pd2bw_fx demo -o demo_out
 
 test: lint
 	$(BIN)/python -m pytest
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -m slow -n 1
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -1,4 +1,7 @@
-"""Every command that a document shows is run: as it stands, or with smaller figures (SMALLER)."""
+"""Every command that a document shows is run: as it stands, or with smaller figures (SMALLER).
+
+Those of benchmarks take four minutes by themselves, even so, and are run by `make test-slow`.
+"""
 
 from __future__ import annotations
 
@@ -80,26 +83,27 @@ def smaller(command: str) -> str:
     return command
 
 
-def to_run() -> dict[str, list[str]]:
-    """By document, each command once."""
-    found: dict[str, list[str]] = {}
+def told() -> list[tuple[str, list[str], list[str]]]:
+    """Each document, its benchmarks and its other commands; each command once."""
+    found: list[tuple[str, list[str], list[str]]] = []
     seen = set[str]()
     for document in ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]:
-        commands = [smaller(command) for command in commands_of(document) if is_run_here(command)]
-        if new := [command for command in commands if command not in seen]:
-            found[document] = new
-        seen |= set(commands)
+        commands = dict.fromkeys(smaller(c) for c in commands_of(document) if is_run_here(c))
+        new = [command for command in commands if command not in seen]
+        benchmarks = [command for command in new if "benchmarks/" in command]
+        found.append((document, benchmarks, [command for command in new if command not in benchmarks]))
+        seen |= set(new)
     return found
 
 
-@pytest.mark.parametrize("document", to_run())
+@pytest.mark.parametrize("document", [document for document, _, rest in told() if rest])
 def test_the_commands_of_a_document_run(
     document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prepare(tmp_path, with_onnx=document == "docs/ONNX.md")
     waiting: list[str] = []
-    for command in to_run()[document]:
+    for command in next(rest for name, _, rest in told() if name == document):
         if command.startswith("pd2bw-fx"):
             assert main(shlex.split(command)[1:]) == 0, command
         elif "--node-rank 0" in command:
@@ -108,6 +112,12 @@ def test_the_commands_of_a_document_run(
             is_both = ("--nnodes 2" in command and not waiting) or command.startswith("srun")
             run([command] * 2 if is_both else [*waiting, command], tmp_path)
             waiting = []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for _, benchmarks, _ in told() for command in benchmarks])
+def test_a_benchmark_of_a_document_runs(command: str, tmp_path: Path) -> None:
+    run([command], tmp_path)
 
 
 def prepare(folder: Path, *, with_onnx: bool) -> None:
