@@ -41,6 +41,16 @@ def test_split_saves_a_folder_that_the_other_commands_take(
     assert plan["gap"] <= 1e-4 * (1 + 1e-9)
 
 
+def test_a_model_of_ours_has_the_same_fresh_weights_in_every_command(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        torch.rand(1)
+        assert main(["split", "mlp", "--cluster", "2", "-o", str(tmp_path / name)]) == 0
+
+    first, second = (pd2bw_fx.load(tmp_path / name).state_dict() for name in ("first", "second"))
+
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
 def test_plan_places_a_published_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chain = {
         "maxSizePerFPGA": 100,
