@@ -69,7 +69,7 @@ __all__ = [
 ]
 
 # What traces, plans and draws is imported when it is first asked for: a process that trains a stage does not
-# need it, and starts in half the time.
+# need it, and starts in two thirds of the time.
 _WHEN_ASKED_FOR = {
     "Engine": "runtime.engine",
     "OnnxPipeline": "onnx_pipeline",
