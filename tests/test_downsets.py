@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pd2bw_fx.passes.partition import groups, placement, search
-from pd2bw_fx.passes.partition.downsets import DownSets, OutOfTime
+from pd2bw_fx.passes.partition.downsets import DownSets, Kind, OutOfTime
+from pd2bw_fx.passes.partition.relaxation import is_refuted
 from pd2bw_fx.passes.partition.search import Choices, Deadline
 from pd2bw_fx.workload import Workload, workload_from_json
 
@@ -49,11 +50,26 @@ def test_enumeration_finds_the_optimum_of_the_programs(seed: int, monkeypatch: p
     assert by_enumeration.bound <= by_programs.objective * (1 + 1e-9)
 
 
-def _down_sets(workload: Workload, max_sets: int) -> Any:
+@pytest.mark.parametrize("seed", range(20))
+def test_no_order_of_the_devices_is_refuted_that_is_as_fast(seed: int) -> None:
+    choices, _ = _choices(drawn(seed))
+    sets = DownSets.of([Kind(choices[0], 0, 1)], max_sets=10**5)
+    assert sets is not None
+    for choice in range(len(choices)):
+        own = Choices(1, lambda _, choice=choice: choices[choice])  # type: ignore[misc]
+        found = search.search(own, solver="highs", max_gap=1e-6, deadline=Deadline(30.0))
+        assert found is None or not is_refuted(choices[choice], sets, found.bottleneck_s, Deadline(30.0))
+
+
+def _choices(workload: Workload) -> tuple[Choices, Any]:
     found = groups.groups_of(workload)
     orders = list(placement._device_orders(workload.num_accelerators, workload.num_cpus))
     tensors = groups.tensors_between(workload, found)
-    choices = Choices(len(orders), lambda at: placement._instance(workload, found, tensors, orders[at]))
+    return Choices(len(orders), lambda at: placement._instance(workload, found, tensors, orders[at])), orders
+
+
+def _down_sets(workload: Workload, max_sets: int) -> Any:
+    choices, orders = _choices(workload)
     return DownSets.of(placement._Enumeration(choices, orders)._kinds(), max_sets=max_sets)
 
 

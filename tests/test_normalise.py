@@ -1,10 +1,8 @@
-"""The normal form computes what the eager model does, and says the truth about every operator."""
+"""The normal form, operator by operator: it computes the same, and says the truth of each."""
 
 from __future__ import annotations
 
-import copy
 import keyword
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,131 +12,11 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pd2bw_fx.graph import Operator, OperatorGraph
-from pd2bw_fx.models.bert import Bert, BertConfig
-from pd2bw_fx.models.encdec import EncDec, EncDecConfig
 from pd2bw_fx.models.gpt import GPT, GPTConfig
-from pd2bw_fx.models.mlp import MLP, MLPConfig
-from pd2bw_fx.models.moe import MoE, MoEConfig
-from pd2bw_fx.models.resnet import ResNet, ResNetConfig
-from pd2bw_fx.models.vgg import VGG, VGGConfig
 from pd2bw_fx.passes.normalise import normalise, tensors
 from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.program import ProgramInterpreter
-
-Batch = Mapping[str, Any]
-VOCABULARY = 61
-
-
-def _double(batch: Batch) -> dict[str, Any]:
-    return {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in batch.items()
-    }
-
-
-def _graph(model: nn.Module, batch: Batch) -> OperatorGraph:
-    return normalise(trace(model, (), batch))
-
-
-def _assert_same(model: nn.Module, graph: OperatorGraph, batch: Batch, *, tolerance: float = 0.0) -> None:
-    """Loss, every gradient and every buffer, eager against the graph, with the same random draws."""
-    assert graph.fx is not None
-    eager = copy.deepcopy(model)
-    torch.manual_seed(7)
-    output = eager(**batch)
-    expected = output if isinstance(output, Tensor) else output["loss"]
-    expected.backward()
-    before = copy.deepcopy(model.state_dict())
-    model.zero_grad()
-    torch.manual_seed(7)
-    results = graph.fx(*(batch[name] for name in graph.inputs))
-    loss = dict(zip((output.name for output in graph.outputs), results, strict=True))["loss"]
-    loss.backward()
-
-    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
-    for (name, found), other in zip(model.named_parameters(), eager.parameters(), strict=True):
-        assert (found.grad is None) == (other.grad is None), name
-        if found.grad is not None:
-            torch.testing.assert_close(found.grad, other.grad, rtol=tolerance, atol=tolerance, msg=name)
-    for (name, buffer), other in zip(model.named_buffers(), eager.named_buffers(), strict=True):
-        assert torch.equal(buffer, other[1]), name
-    model.load_state_dict(before)
-
-
-OWN_MODELS = {
-    "mlp": lambda: MLP.from_config(MLPConfig.small()),
-    "gpt": lambda: GPT.from_config(GPTConfig.small()),
-    "bert": lambda: Bert.from_config(BertConfig.small()),
-    "resnet": lambda: ResNet.from_config(ResNetConfig.small()),
-    "vgg": lambda: VGG.from_config(VGGConfig.small()),
-    "encdec": lambda: EncDec.from_config(EncDecConfig.small()),
-    "moe": lambda: MoE.from_config(MoEConfig.small()),
-}
-
-
-@pytest.mark.parametrize("name", OWN_MODELS)
-def test_the_projects_models_are_exact_with_dropout_at_every_batch_size(name: str) -> None:
-    torch.manual_seed(0)
-    model: Any = OWN_MODELS[name]().double().train()
-    graph = normalise(trace(model, model.example_inputs(4)))
-
-    for batch_size in (4, 3, 1):
-        values = [v.double() if v.is_floating_point() else v for v in model.example_inputs(batch_size)]
-        _assert_same(model, graph, dict(zip(graph.inputs, values, strict=True)))
-
-
-def _tokens(batch_size: int) -> Batch:
-    tokens = torch.randint(3, VOCABULARY, (batch_size, 7))
-    mask = (torch.arange(7) < torch.randint(3, 8, (batch_size, 1))).long()
-    return {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
-
-
-def _images(batch_size: int) -> Batch:
-    return {"pixel_values": torch.randn(batch_size, 3, 32, 32), "labels": torch.randint(0, 3, (batch_size,))}
-
-
-def _hugging_face(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
-    transformers = pytest.importorskip("transformers")
-    special = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    width = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    if name == "gpt2":
-        drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, use_cache=False, **drops, **special)
-        return transformers.GPT2LMHeadModel(config), _tokens
-    if name == "bert":
-        return transformers.BertForMaskedLM(transformers.BertConfig(**width, **quiet, **special)), _tokens
-    if name == "llama":
-        config = transformers.LlamaConfig(**width, num_key_value_heads=1, use_cache=False, **special)
-        return transformers.LlamaForCausalLM(config), _tokens
-    if name == "t5":
-        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-        special = {"vocab_size": VOCABULARY, "pad_token_id": 0, "decoder_start_token_id": 0}
-        config = transformers.T5Config(**sizes, dropout_rate=0.0, use_cache=False, **special)
-        return transformers.T5ForConditionalGeneration(config), _tokens
-    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
-    return transformers.ResNetForImageClassification(
-        transformers.ResNetConfig(**sizes, num_labels=3)
-    ), _images
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "resnet"])
-def test_hugging_face_models_are_exact_in_training_mode_at_every_batch_size(name: str) -> None:
-    torch.manual_seed(0)
-    model, batch = _hugging_face(name)
-    model = model.double().train()
-    graph = _graph(model, _double(batch(4)))
-
-    assert graph.loss == "loss"
-    assert all(
-        not operator.target.split(".")[1].endswith("_") or operator.writes_buffers
-        for operator in graph.operators.values()
-        if operator.target.startswith("aten.") and not operator.target.startswith("aten.__")
-    )
-    for batch_size in (4, 3, 1):
-        # Run eagerly, Llama looks whether a mask masks anything, and leaves it to the kernel if not.
-        tolerance = 1e-12 if name == "llama" else 0.0
-        _assert_same(model, graph, _double(batch(batch_size)), tolerance=tolerance)
+from tests.exact import Batch, assert_same, graph_of
 
 
 class _Writing(nn.Module):
@@ -193,7 +71,7 @@ def test_in_place_writes_become_functional_through_every_kind_of_view() -> None:
     torch.manual_seed(0)
     model = _Writing().double().train()
 
-    graph = _graph(model, _writing_batch(5))
+    graph = graph_of(model, _writing_batch(5))
 
     written = {name: op.writes_buffers for name, op in graph.operators.items() if op.memory_group is not None}
     in_place = [op for op in graph.operators.values() if op.target.rpartition(".")[0].endswith("_")]
@@ -206,7 +84,7 @@ def test_in_place_writes_become_functional_through_every_kind_of_view() -> None:
         "calls",
     }
     for batch_size in (5, 3, 2):
-        _assert_same(model, graph, _writing_batch(batch_size))
+        assert_same(model, graph, _writing_batch(batch_size))
 
 
 def test_a_write_without_a_functional_form_keeps_its_operators_together() -> None:
@@ -223,12 +101,12 @@ def test_a_write_without_a_functional_form_keeps_its_operators_together() -> Non
 
     torch.manual_seed(0)
     model = Strided()
-    graph = _graph(model, {"x": torch.randn(4, 4)})
+    graph = graph_of(model, {"x": torch.randn(4, 4)})
 
     group = {name for name, operator in graph.operators.items() if operator.memory_group is not None}
     assert group == {"linear", "diagonal", "zero_"}
     assert len({graph.operators[name].memory_group for name in group}) == 1
-    _assert_same(model, graph, {"x": torch.randn(4, 4)})
+    assert_same(model, graph, {"x": torch.randn(4, 4)})
 
 
 def test_values_of_a_size_that_depends_on_data_stay_together() -> None:
@@ -242,11 +120,11 @@ def test_values_of_a_size_that_depends_on_data_stay_together() -> None:
             return hidden[hidden > 0].exp().sum() * 2
 
     model = Picking()
-    graph = _graph(model, {"x": torch.randn(4, 2)})
+    graph = graph_of(model, {"x": torch.randn(4, 2)})
 
     together = [op.target for op in graph.operators.values() if op.memory_group is not None]
     assert together == ["aten.index.Tensor", "aten.exp.default", "aten.sum.default"]
-    _assert_same(model, graph, {"x": torch.randn(9, 2)})
+    assert_same(model, graph, {"x": torch.randn(9, 2)})
 
 
 def test_weights_that_hold_no_data_are_enough() -> None:
@@ -264,7 +142,7 @@ def test_weights_that_hold_no_data_are_enough() -> None:
 def test_one_running_statistic_is_one_memory_group_however_often_it_is_written() -> None:
     model = _Writing().double()
 
-    graph = _graph(model, _writing_batch(5))
+    graph = graph_of(model, _writing_batch(5))
 
     norms = [
         operator for operator in graph.operators.values() if operator.target.startswith("aten.batch_norm")
@@ -297,7 +175,7 @@ def test_no_grad_and_autocast_regions_are_flat_marked_and_entered_again() -> Non
     torch.manual_seed(0)
     model, batch = _Regions(), {"x": torch.randn(3, 4), "labels": torch.randn(3, 4)}
 
-    graph = _graph(model, batch)
+    graph = graph_of(model, batch)
 
     assert graph.fx is not None
     marks = {node.name: node.meta for node in graph.fx.graph.nodes}
@@ -306,8 +184,8 @@ def test_no_grad_and_autocast_regions_are_flat_marked_and_entered_again() -> Non
     autocasts = [node.meta["autocast"] for node in graph.fx.graph.nodes if "autocast" in node.meta]
     assert ("cpu", torch.bfloat16, True) in autocasts
     assert any(not enabled for _, _, enabled in autocasts)
-    _assert_same(model, graph, batch)
-    _assert_same(model, graph, {"x": torch.randn(2, 4), "labels": torch.randn(2, 4)})
+    assert_same(model, graph, batch)
+    assert_same(model, graph, {"x": torch.randn(2, 4), "labels": torch.randn(2, 4)})
 
 
 class _Recorder(ProgramInterpreter):
@@ -322,7 +200,7 @@ def test_what_is_said_of_gradients_and_shapes_is_what_a_real_run_has(model: nn.M
     batch = {"x": torch.randn(5, 4, dtype=next(model.parameters()).dtype), "labels": torch.zeros(5, 4)}
     if isinstance(model, _Writing):
         batch = dict(_writing_batch(5))
-    graph = _graph(model, batch)
+    graph = graph_of(model, batch)
     assert graph.fx is not None
     recorder = _Recorder(graph.fx)
     recorder.run(*(batch[name] for name in graph.inputs))
@@ -357,7 +235,7 @@ def _tied_graph() -> tuple[nn.Module, OperatorGraph]:
     torch.manual_seed(0)
     model = _Tied()
     tokens = torch.randint(0, 11, (3, 5))
-    return model, _graph(model, {"tokens": tokens, "labels": tokens})
+    return model, graph_of(model, {"tokens": tokens, "labels": tokens})
 
 
 def _by_target(graph: OperatorGraph, target: str) -> Operator:
@@ -436,7 +314,7 @@ def test_hostile_module_names_are_carried_and_never_run() -> None:
 
 
 def test_a_layers_count_of_batches_stays_with_its_running_statistics() -> None:
-    graph = _graph(
+    graph = graph_of(
         nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten()), {"input": torch.rand(3, 3, 4, 4)}
     )
 
@@ -456,7 +334,7 @@ def test_what_changes_nothing_is_left_out() -> None:
             hidden = torch.cat([torch.tensor([]), self.linear(x) * 1.0], dim=-1)
             return F.mse_loss(hidden, y)
 
-    graph = _graph(Idle(), {"x": torch.rand(3, 4), "y": torch.rand(3, 4)})
+    graph = graph_of(Idle(), {"x": torch.rand(3, 4), "y": torch.rand(3, 4)})
 
     assert [o.target for o in graph.operators.values()] == ["aten.linear.default", "aten.mse_loss.default"]
 
@@ -473,4 +351,4 @@ def test_a_draw_that_nothing_reads_stays_for_the_draws_after_it() -> None:
 
     model, batch = Wasteful(), {"x": torch.rand(3, 4)}
 
-    _assert_same(model, _graph(model, batch), batch)
+    assert_same(model, graph_of(model, batch), batch)

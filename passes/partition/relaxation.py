@@ -21,8 +21,8 @@ _SLACK = 1 + 1e-9
 def is_refuted(instance: Instance, sets: DownSets, target_s: float, deadline: Any) -> bool:
     """True where no assignment to the stages in this order is within the target. Raises OutOfTime."""
     k = instance.num_stages
-    unit = sets.member @ instance.work_s[0]
-    rates = [_rate(instance, stage) for stage in range(k)]
+    unit = sets.tables[0].work_s  # which the sets are in the order of, whatever device stage 0 has here
+    rates = [_rate(instance, stage, sets) for stage in range(k)]
     reached = np.zeros(len(sets), dtype=bool)
     reached[0] = True
     for stage in range(k):
@@ -50,9 +50,10 @@ def _near(sets: DownSets, at: int, useful: Flags, unit: Floats, room: float) -> 
     return near
 
 
-def _rate(instance: Instance, stage: int) -> float:
-    """Seconds of stage 0's work that this stage does in one of its own, at most."""
-    unit, work_s = instance.work_s[0], instance.work_s[stage]
+def _rate(instance: Instance, stage: int, sets: DownSets) -> float:
+    """Seconds of `unit` that this stage does in one of its own, at most."""
+    kind = sets.kinds[0]
+    unit, work_s = kind.instance.work_s[kind.stage], instance.work_s[stage]
     some = unit > 0
     if (work_s[some] == 0).any():
         return float("inf")

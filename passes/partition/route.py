@@ -67,7 +67,9 @@ def search_with_routes(
     loads = routed(choices[other.choice], other.stage_of)[1]
     if not loads.fits or loads.bottleneck_s >= direct_s:
         return direct
-    return replace(other, bottleneck_s=loads.bottleneck_s)
+    # Its own bound is of the milder prices; the one that is told is for values sent directly.
+    bound_s = min(direct.bound_s, loads.bottleneck_s)
+    return replace(other, bottleneck_s=loads.bottleneck_s, bound_s=bound_s)
 
 
 def _links_are_alike(instance: Instance) -> bool:
