@@ -9,27 +9,20 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Costs, MemoryModel
-from pd2bw_fx.errors import InputError
-from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.modes import asking_for_mode
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import Plan, Progress
-from pd2bw_fx.program import tensors
-from pd2bw_fx.traced import Traced
 
 from .arrange import arrange, share_out, wished_shape
 from .coarsen import coarsen
 from .codegen import generate
-from .normalise import normalise
 from .partition import check_plan
-from .profile import default_cache_folder, profile
+from .profiled import Inputs, Pricing, profiled, profiled_before
 from .schedule import schedule_of, shape_of
 from .split_onnx import takes_onnx_too
-from .trace import find_example_inputs, trace
 from .verify import another_example, evaluation_differs
 
 _UPDATES_SHOWN = 3
@@ -37,7 +30,7 @@ _UPDATES_SHOWN = 3
 
 @takes_onnx_too
 def split(
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     example_args: Sequence[Any] | Tensor | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
@@ -67,9 +60,10 @@ def split(
     The example inputs are one microbatch, as the model's forward takes them; left out, the model's own
     (`example_inputs()`, or `dummy_inputs` of a Hugging Face model); without any, symbolic tracing and costs
     estimated from parameters, which the result says. The path of an ONNX file in place of the model is split
-    for inference, with the options of `split_onnx`. The model returns its loss (a scalar, the entry `loss`
-    of a dict or ModelOutput, the first of a tuple), or `loss_fn(output, targets)` computes it, with
-    `example_targets` beside the example inputs.
+    for inference, with the options of `split_onnx`; a Pipeline that was split here is planned again, for
+    another method or cluster, and neither traced nor profiled a second time. The model returns its loss (a
+    scalar, the entry `loss` of a dict or ModelOutput, the first of a tuple), or `loss_fn(output, targets)`
+    computes it, with `example_targets` beside the example inputs.
 
     Any batch size can be run later; with `tracer="export-sequence"` any length of token sequences too, where
     the model allows it, which `trace_report` says.
@@ -96,24 +90,13 @@ def split(
     ClusterError, InfeasibleError if no assignment fits in memory, VerificationError if the stages were wrong.
     """
     chosen = Cluster.of(cluster)
-    args, kwargs = _example_inputs(model, example_args, example_kwargs)
-    if loss_fn is not None and example_targets is None and args is not None:
-        raise InputError("loss_fn was given without example_targets; pass the targets of the example inputs")
-
-    traced = trace(model, args, kwargs, loss_fn=loss_fn, targets=example_targets, tracer=tracer)
-    graph = normalise(traced)
-    if isinstance(costs, Costs):
-        measured = _same(costs, graph)
+    inputs = Inputs(example_args, example_kwargs, loss_fn, example_targets, tracer)
+    pricing = Pricing(costs, chosen.devices[0], profile_cache)
+    if isinstance(model, Pipeline):
+        known = profiled_before(model, inputs, pricing)
     else:
-        measured = profile(
-            graph,
-            traced.examples or None,
-            device=chosen.devices[0],
-            method=costs,
-            whole=traced.call,
-            cache=default_cache_folder() if profile_cache else None,
-        )
-    problem = coarsen(graph, measured, chosen)
+        known = profiled(model, inputs, pricing)
+    problem = coarsen(known.graph, known.costs, chosen)
     search = {"solver": solver, "max_gap": max_gap, "time_limit_s": time_limit_s, "progress": progress}
     sizes = {"num_stages": num_stages, "microbatches_per_update": microbatches_per_update}
     setting: dict[str, Any] = {
@@ -129,86 +112,51 @@ def split(
     else:
         wish = wished_shape(method, chosen, chunks=chunks, **sizes)
         plan, shape = arrange(problem, chosen, method, wish, options=search, **setting)
-    plan = replace(plan, costs_origin=measured.origin)
+    plan = replace(plan, costs_origin=known.costs.origin)
     pipeline = Pipeline(
-        graph=graph,
-        costs=measured,
+        graph=known.graph,
+        costs=known.costs,
         cluster=chosen,
         plan=plan,
         schedule=schedule_of(plan.method, shape, updates=range(_UPDATES_SHOWN), drain=True),
-        programs=generate(graph, plan),
-        tensors=tensors(graph),
-        batch_layout=None if args is None else _layout(model, args, kwargs, example_targets, graph),
-        example=traced.examples or None,
-        trace_report=traced.report,
-        reference=traced.call,
+        programs=generate(known.graph, plan),
+        tensors=known.tensors,
+        batch_layout=known.batch_layout,
+        example=known.example,
+        trace_report=known.trace_report,
+        reference=known.reference,
         setting=setting,
     )
-    if check and traced.examples:
+    if check and known.example is not None:
         pipeline.verify()
-        pipeline.trace_report = replace(traced.report, evaluation=_in_evaluation(pipeline, traced))
-    if check == "full" and traced.examples:
-        pipeline.verify(example=another_example(graph, traced.examples))
+        if not isinstance(model, Pipeline):
+            _tell_of_evaluation(pipeline)
+    if check == "full" and known.example is not None:
+        pipeline.verify(example=another_example(known.graph, known.example))
     return pipeline
 
 
-def _in_evaluation(pipeline: Pipeline, traced: Traced) -> str:
-    """What the stages of a model in training mode do otherwise than it in evaluation mode, and where."""
-    model = traced.model
-    if not model.training or traced.call is None:
-        return ""
+def _tell_of_evaluation(pipeline: Pipeline) -> None:
+    """Adds to the report what the stages of a model in training mode do otherwise than it in evaluation."""
+    model, report = pipeline.graph.root, pipeline.trace_report
+    if model is None or not model.training or pipeline.reference is None or report is None:
+        return
+    assert pipeline.example is not None
     found = evaluation_differs(
         pipeline.graph,
         pipeline.plan,
         pipeline.programs,
         pipeline.tensors(),
-        traced.examples,
+        pipeline.example,
         model=model,
-        forward=traced.call,
+        forward=pipeline.reference,
     )
     if not found:
-        return ""
+        return
     asking = asking_for_mode(model)
     asks = f"; {' and '.join(asking)} ask{'' if len(asking) > 1 else 's'} for the mode" if asking else ""
-    return (
+    told = (
         f"in evaluation mode {found}{asks}. A trace has the branch of the mode that the model is in: split "
         "model.eval() to evaluate"
     )
-
-
-def _same(costs: Costs, graph: OperatorGraph) -> Costs:
-    """The costs, if they are those of this graph's operators."""
-    unknown = sorted(graph.operators.keys() ^ costs.operators.keys())
-    if unknown:
-        raise InputError(f"the costs are another model's: operator {unknown[0]!r} is in one of them only")
-    return costs
-
-
-def _layout(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    targets: Any,
-    graph: OperatorGraph,
-) -> BatchLayout:
-    layout = BatchLayout.of(model, args, kwargs, targets)
-    shapes = [spec.shape for spec in graph.inputs.values()]
-    if any(shape is None or any(isinstance(size, str) for size in shape) for shape in shapes):
-        return layout
-    # The program was made for the example's sizes alone.
-    sizes = {int(spec.shape[0]) for spec in graph.inputs.values() if spec.shape}
-    return replace(layout, microbatch_size=sizes.pop() if len(sizes) == 1 else None)
-
-
-def _example_inputs(
-    model: nn.Module, args: Sequence[Any] | Tensor | None, kwargs: Mapping[str, Any] | None
-) -> tuple[Sequence[Any] | None, Mapping[str, Any] | None]:
-    """What to trace with: the user's inputs, else the model's own, else nothing."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; an nn.Module was expected")
-    if isinstance(args, Tensor):
-        return (args,), kwargs
-    if args is not None or kwargs is not None:
-        return () if args is None else args, {} if kwargs is None else kwargs
-    found = find_example_inputs(model)
-    return (None, None) if found is None else found
+    pipeline.trace_report = replace(report, evaluation=told)

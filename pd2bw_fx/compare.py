@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from pd2bw_fx.timeline import Timeline
 
 TRAINING_METHODS = tuple(name for name, method in METHODS.items() if method.trains)
 _UPDATES_SIMULATED = 8
+_OF_TRACING = ("example_args", "example_kwargs", "loss_fn", "example_targets", "tracer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +104,19 @@ def compare(
     with local processes, from the model's weights. `options` are those of `split`.
     """
     m = microbatches_per_update or 2 * len(cluster)
+    known: nn.Module | Pipeline = model
     for name in methods:
         try:
-            pipe = split(model, cluster=cluster, method=name, microbatches_per_update=m, **options)
+            pipe = split(known, cluster=cluster, method=name, microbatches_per_update=m, **options)
             timeline = pipe.simulate(num_updates=_UPDATES_SIMULATED)
         except (InputError, InfeasibleError) as error:
             yield LeftOut(name, str(error), not isinstance(error, InfeasibleError))
         else:
-            # Measured twice, the same operator has two times: one measurement is for all.
-            options = {**options, "costs": pipe.costs}
+            if known is model:
+                # Traced once, and measured once: a second time the same operator has another one.
+                known = copy.copy(pipe)
+                options = {name: given for name, given in options.items() if name not in _OF_TRACING}
+                options["costs"] = pipe.costs
             yield _figures(name, pipe, timeline, training)
 
 

@@ -78,7 +78,7 @@ class Pipeline:
         self.batch_layout = batch_layout
         self.example = None if example is None else dict(example)
         self.trace_report = trace_report
-        self._reference = reference
+        self.reference = reference
         self._setting = dict(setting or {})
         self._tensors = dict(tensors)
         self._stages: tuple[Stage, ...] | None = None
@@ -115,7 +115,8 @@ class Pipeline:
         unknown = sorted(tensors.keys() - canonical.keys())
         if unknown:
             raise InputError(f"{self.graph.model_name} has no tensor named {unknown[0]!r}")
-        self._tensors |= {canonical[name]: tensor.detach() for name, tensor in tensors.items()}
+        new = {canonical[name]: tensor.detach() for name, tensor in tensors.items()}
+        self._tensors = {**self._tensors, **new}
         self._stages = None
 
     def explain(self, **options: Any) -> Explanation:
@@ -160,7 +161,7 @@ class Pipeline:
         """
         if self.example is None:
             raise InputError("comparing needs example inputs: split the model with example_args")
-        reference, original = self._reference, self.graph.root
+        reference, original = self.reference, self.graph.root
         if model is not None:
             plain = not example_args and example_kwargs is None
             kwargs = self._plain_arguments(model) if plain else example_kwargs or {}
@@ -218,7 +219,7 @@ class Pipeline:
             [stage.module for stage in self.stages],
             self.example,
             folder,
-            original=Original(self.graph, self.plan, self.graph.root, self._reference),
+            original=Original(self.graph, self.plan, self.graph.root, self.reference),
             form=form,
             opset=opset,
             training=training,

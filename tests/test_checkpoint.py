@@ -1,8 +1,13 @@
-"""Checkpoints: a run that was stopped goes on as if it had not been."""
+"""Checkpoints: a run that was stopped goes on as if it had not been, by itself and on other machines."""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,46 +15,117 @@ import torch
 from safetensors.torch import load_file
 
 import pd2bw_fx
+from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.checkpoint import Checkpoint
-from tests.torchrun import torchrun
+from tests.torchrun import PROGRAMS, torchrun
 
 
-def run(folder: Path, checkpoints: Path, num_updates: int, *kill_at: int, num_processes: int = 2) -> int:
-    folder.mkdir()
-    arguments = [folder, checkpoints, num_updates, *kill_at]
-    finished = torchrun(num_processes, "resumes.py", *map(str, arguments))
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same GPT in one stage, in two (with dropout) and in three, in folders of these names."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    for num_stages in (1, 2, 3):
+        torch.manual_seed(0)
+        config = GPTConfig(num_layers=2, width=32, dropout=0.1 if num_stages == 2 else 0.0)
+        model = GPT.from_config(config)
+        inputs = model.example_inputs(2)
+        pipe = pd2bw_fx.split(model, inputs, cluster=num_stages, costs="analytic", check=False)
+        pipe.save(folder / str(num_stages))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(pipelines: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of six updates on two stages leaves that nothing has stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(pipelines / "2", folder, folder / "checkpoints", 6) == 0
+    return folder
+
+
+def run(
+    pipeline: Path,
+    folder: Path,
+    checkpoints: Path,
+    num_updates: int,
+    *kill_at: int,
+    options: Sequence[str] = (),
+) -> int:
+    folder.mkdir(exist_ok=True)
+    arguments = [pipeline, folder, checkpoints, num_updates, *kill_at]
+    finished = torchrun(int(pipeline.name), "resumes.py", *map(str, arguments), options=options)
     assert finished.returncode == 0 or kill_at, finished.stderr
     return finished.returncode
 
 
-def test_a_run_killed_while_writing_resumes_bit_for_bit_from_the_last_good_checkpoint(tmp_path: Path) -> None:
-    whole, broken, resumed, checkpoints = (
-        tmp_path / n for n in ("whole", "broken", "resumed", "checkpoints")
-    )
-    run(whole, tmp_path / "others", 6)
+def losses(folder: Path) -> list[float]:
+    found: list[float] = json.loads((folder / "losses.json").read_text())["losses"]
+    return found
 
-    assert run(broken, checkpoints, 6, 4) != 0
+
+def first(folder: Path) -> int:
+    found: int = json.loads((folder / "losses.json").read_text())["first"]
+    return found
+
+
+def test_a_run_killed_while_writing_resumes_bit_for_bit_from_the_last_good_checkpoint(
+    pipelines: Path, whole: Path, tmp_path: Path
+) -> None:
+    broken, resumed, checkpoints = (tmp_path / name for name in ("broken", "resumed", "checkpoints"))
+
+    assert run(pipelines / "2", broken, checkpoints, 6, 4) != 0
     assert Checkpoint(checkpoints).header.updates == 2
-    run(resumed, checkpoints, 6)
+    run(pipelines / "2", resumed, checkpoints, 6)
 
-    expected, found = (json.loads((f / "losses.json").read_text()) for f in (whole, resumed))
-    assert found["first"] == 2
-    assert found["losses"] == expected["losses"][2:]
+    assert first(resumed) == 2
+    assert losses(resumed) == losses(whole)[2:]
     weights = load_file(resumed / "weights.safetensors")
     for name, tensor in load_file(whole / "weights.safetensors").items():
         assert torch.equal(weights[name], tensor), name
 
 
-def test_a_checkpoint_of_three_stages_resumes_on_one(tmp_path: Path) -> None:
-    checkpoints = tmp_path / "checkpoints"
-    run(tmp_path / "whole", tmp_path / "others", 6, num_processes=3)
-    run(tmp_path / "three", checkpoints, 4, num_processes=3)
+def test_torchrun_begins_again_from_the_last_checkpoint(pipelines: Path, whole: Path, tmp_path: Path) -> None:
+    restarted = tmp_path / "restarted"
 
-    run(tmp_path / "one", checkpoints, 6, num_processes=1)
+    code = run(pipelines / "2", restarted, tmp_path / "saved", 6, 4, options=("--max-restarts", "1"))
 
-    expected = json.loads((tmp_path / "whole" / "losses.json").read_text())
-    found = json.loads((tmp_path / "one" / "losses.json").read_text())
-    assert found["losses"] == pytest.approx(expected["losses"][4:], rel=1e-5)
+    assert code == 0
+    assert first(restarted) == 2
+    assert losses(restarted) == losses(whole)[2:]
+
+
+def test_a_checkpoint_of_three_stages_resumes_on_one(pipelines: Path, tmp_path: Path) -> None:
+    three, one, checkpoints = (tmp_path / name for name in ("three", "one", "checkpoints"))
+    run(pipelines / "3", three, checkpoints, 8)
+
+    run(pipelines / "1", one, checkpoints, 8)
+
+    assert first(one) == 4
+    assert losses(one) == pytest.approx(losses(three)[4:], rel=1e-5)
+
+
+def test_two_nodes_meet_and_train_as_one_does(pipelines: Path, whole: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", address]
+    arguments = [pipelines / "2", tmp_path, tmp_path / "saved", 3]
+    program = [str(PROGRAMS / "resumes.py"), *map(str, arguments)]
+    path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    nodes = [
+        subprocess.Popen(
+            [*command, "--local-addr", f"127.0.0.{node + 1}", *program],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+
+    for node in nodes:
+        _, error = node.communicate(timeout=200)
+        assert node.returncode == 0, error
+    assert losses(tmp_path) == losses(whole)[:3]
 
 
 def test_a_folder_without_a_checkpoint_says_so(tmp_path: Path) -> None:

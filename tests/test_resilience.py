@@ -1,19 +1,17 @@
-"""Ranks that stop, runs that torchrun begins again, and nodes that meet."""
+"""Ranks that stop."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.torchrun import PROGRAMS, torchrun
+from tests.torchrun import PROGRAMS
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -58,46 +56,3 @@ def free_port() -> int:
 def is_stopped(pid: int) -> bool:
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] == "T"
-
-
-def test_torchrun_begins_again_from_the_last_checkpoint(tmp_path: Path) -> None:
-    for name in ("whole", "broken"):
-        (tmp_path / name).mkdir()
-    whole = torchrun(2, "resumes.py", tmp_path / "whole", tmp_path / "others", "6")
-    assert whole.returncode == 0, whole.stderr
-
-    restarted = torchrun(
-        2, "resumes.py", tmp_path / "broken", tmp_path / "saved", "6", "4", options=("--max-restarts", "1")
-    )
-
-    assert restarted.returncode == 0, restarted.stderr
-    expected, found = (json.loads((tmp_path / n / "losses.json").read_text()) for n in ("whole", "broken"))
-    assert found["first"] == 2
-    assert found["losses"] == expected["losses"][2:]
-
-
-def test_two_nodes_meet_and_train_as_one_does(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    one = torchrun(2, "resumes.py", tmp_path / "one", tmp_path / "others", "3")
-    assert one.returncode == 0, one.stderr
-
-    address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", address]
-    program = [str(PROGRAMS / "resumes.py"), str(tmp_path / "two"), str(tmp_path / "saved"), "3"]
-    nodes = [
-        subprocess.Popen(
-            [*command, "--local-addr", f"127.0.0.{node + 1}", *program],
-            env=environment(GLOO_SOCKET_IFNAME="lo"),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in range(2)
-    ]
-
-    for node in nodes:
-        _, error = node.communicate(timeout=200)
-        assert node.returncode == 0, error
-    expected, found = (json.loads((tmp_path / n / "losses.json").read_text()) for n in ("one", "two"))
-    assert found["losses"] == expected["losses"]

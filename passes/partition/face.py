@@ -53,8 +53,8 @@ def partition(
     `recompute`: `True` for every stage, `False` for none, `"auto"` where a stage does not fit without.
     `constraints`: what is pinned, kept whole or capped; the plan is the best of those that keep to them.
     `max_gap`: the plan is proven to be within this share of the optimum (3e-6 at best: solvers keep their
-    rows to a millionth), unless `time_limit_s` ends the search before that; then the plan is the best so far and
-    `plan.gap` says what is proven. Ctrl-C ends it in the same way. `progress` is told of every step.
+    rows to a millionth), unless `time_limit_s` ends the search before that; then the plan is the best so
+    far and `plan.gap` says what is proven. Ctrl-C ends it in the same way. `progress` is told of every step.
     `kept`: what a method that is not known here keeps at each of so many stages;
     `order`: the device of each stage, where the method has places for them (else every order is tried).
 

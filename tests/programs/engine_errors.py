@@ -1,4 +1,7 @@
-"""Run by torchrun with the name of a mistake: what each rank raises goes to FOLDER/RANK, if it is ours."""
+"""Run by torchrun with names of mistakes: what each rank raises at each goes to FOLDER/MISTAKE.RANK.
+
+The last one ends the run, as it would a user's.
+"""
 
 import os
 import sys
@@ -22,27 +25,34 @@ class Exploding(torch.optim.SGD):
         super().step(closure)
 
 
-def main() -> None:
-    mistake, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
+def make(mistake: str) -> None:
     torch.manual_seed(0)
     model = build("mlp")
     pipe = pd2bw_fx.split(model, cluster=3 if mistake == "size" else 2, costs="analytic", check=False)
     batch = model.example_inputs(batch_size=4)  # type: ignore[operator]
     if mistake == "batches":
-        batch = tuple(tensor.roll(int(rank), dims=0) for tensor in batch)
-    try:
-        kind = Exploding if mistake == "step" else torch.optim.SGD
-        engine = pipe.engine(
-            optimizer=lambda parameters: kind(parameters, lr=0.1),
-            microbatches_per_update=1 if mistake == "microbatches" else 2,
-        )
-        for _ in range(6):
-            engine.step(batch)
-        engine.flush()
-    except Exception as error:
-        (folder / rank).write_text(f"{type(error).__name__}: {error}")
-        time.sleep(1.0)  # torchrun ends all ranks at the first exit: let every one tell
-        raise
+        batch = tuple(tensor.roll(int(os.environ["RANK"]), dims=0) for tensor in batch)
+    kind = Exploding if mistake == "step" else torch.optim.SGD
+    engine = pipe.engine(
+        optimizer=lambda parameters: kind(parameters, lr=0.1),
+        microbatches_per_update=1 if mistake == "microbatches" else 2,
+    )
+    for _ in range(6):
+        engine.step(batch)
+    engine.flush()
+
+
+def main() -> None:
+    folder, *mistakes = sys.argv[1:]
+    for mistake in mistakes:
+        try:
+            make(mistake)
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            (Path(folder) / f"{mistake}.{os.environ['RANK']}").write_text(told)
+            if mistake == mistakes[-1]:
+                time.sleep(1.0)  # torchrun ends all ranks at the first exit: let every one tell
+                raise
 
 
 if __name__ == "__main__":

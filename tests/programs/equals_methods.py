@@ -96,9 +96,14 @@ def model_for(name: str, *, tied: bool) -> nn.Module:
 
 
 @functools.cache
+def traced(model: nn.Module) -> pd2bw_fx.Pipeline:
+    return pd2bw_fx.split(model, cluster=1, costs="analytic", check=False)
+
+
+@functools.cache
 def pipeline_for(model: nn.Module, stages: int, chunks: int, method: str, m: int | None) -> pd2bw_fx.Pipeline:
     wanted = {"num_stages": stages, "method": method, "microbatches_per_update": m}
-    pipe = pd2bw_fx.split(model, cluster=stages, costs="analytic", check=False, **wanted)  # type: ignore[arg-type]
+    pipe = pd2bw_fx.split(traced(model), cluster=stages, costs="analytic", check=False, **wanted)  # type: ignore[arg-type]
     if chunks > 1:
         ranks = stages // chunks
         placed = tuple(replace(stage, device=stage.stage % ranks) for stage in pipe.plan.stages)

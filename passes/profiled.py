@@ -1,0 +1,166 @@
+"""What is known of a model before it is planned: its operators and what each of them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from pd2bw_fx.batch import BatchLayout
+from pd2bw_fx.cluster import Device
+from pd2bw_fx.costs import Costs
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.program import tensors
+from pd2bw_fx.traced import TraceReport
+
+from .normalise import normalise
+from .profile import default_cache_folder, profile
+from .trace import find_example_inputs, trace
+from .verify import Forward
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """A model traced and priced; the rest of `split` can be done with it again and again.
+
+    `reference` runs the live model, eagerly: tensors by input name to results by output name.
+    """
+
+    graph: OperatorGraph
+    costs: Costs
+    tensors: Mapping[str, Tensor]
+    batch_layout: BatchLayout | None
+    example: Mapping[str, Tensor] | None
+    trace_report: TraceReport | None
+    reference: Forward | None
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a model is traced with, as `split` is given it."""
+
+    args: Sequence[Any] | Tensor | None
+    kwargs: Mapping[str, Any] | None
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    targets: Any
+    tracer: str
+
+    @property
+    def are_given(self) -> bool:
+        given = (self.args, self.kwargs, self.loss_fn, self.targets)
+        return self.tracer != "auto" or any(each is not None for each in given)
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """Where costs come from: measured on `device`, estimated for it, or those of another pipeline."""
+
+    costs: Costs | Literal["auto", "measured", "analytic"]
+    device: Device
+    uses_cache: bool
+
+
+def profiled(model: nn.Module, inputs: Inputs, pricing: Pricing) -> Profiled:
+    """Traces the model, puts it in normal form and prices every operator. Raises InputError, TraceError."""
+    args, kwargs = _example_inputs(model, inputs.args, inputs.kwargs)
+    if inputs.loss_fn is not None and inputs.targets is None and args is not None:
+        raise InputError("loss_fn was given without example_targets; pass the targets of the example inputs")
+    traced = trace(model, args, kwargs, loss_fn=inputs.loss_fn, targets=inputs.targets, tracer=inputs.tracer)
+    graph = normalise(traced)
+    example = traced.examples or None
+    return Profiled(
+        graph=graph,
+        costs=_priced(graph, example, traced.call, pricing),
+        tensors=tensors(graph),
+        batch_layout=None if args is None else _layout(model, args, kwargs, inputs.targets, graph),
+        example=example,
+        trace_report=traced.report,
+        reference=traced.call,
+    )
+
+
+def profiled_before(pipeline: Pipeline, inputs: Inputs, pricing: Pricing) -> Profiled:
+    """What a pipeline knows of its model, with the weights that it has now.
+
+    Costs that were found for a device of other speed are found again. Raises InputError for a pipeline that
+    was loaded, and for inputs beside the ones that it was traced with.
+    """
+    if pipeline.graph.fx is None:
+        raise InputError(
+            "the pipeline was loaded from a folder, which holds stages and not the program that they were "
+            "made from; split the model itself"
+        )
+    if inputs.are_given:
+        raise InputError(
+            "the pipeline was traced already, with its inputs and its loss; to trace with others, split the "
+            "model itself"
+        )
+    known, device = pipeline.costs, pipeline.cluster.devices[0]
+    if pricing.costs in ("auto", known.origin) and _alike(device, pricing.device):
+        pricing = replace(pricing, costs=known)
+    return Profiled(
+        graph=pipeline.graph,
+        costs=_priced(pipeline.graph, pipeline.example, pipeline.reference, pricing),
+        tensors=pipeline.tensors(),
+        batch_layout=pipeline.batch_layout,
+        example=pipeline.example,
+        trace_report=pipeline.trace_report,
+        reference=pipeline.reference,
+    )
+
+
+def _alike(one: Device, other: Device) -> bool:
+    """Whether operators take as long on both."""
+    return replace(one, name="", memory_bytes=0, host="") == replace(other, name="", memory_bytes=0, host="")
+
+
+def _priced(
+    graph: OperatorGraph, example: Mapping[str, Tensor] | None, reference: Forward | None, pricing: Pricing
+) -> Costs:
+    if isinstance(pricing.costs, Costs):
+        unknown = sorted(graph.operators.keys() ^ pricing.costs.operators.keys())
+        if unknown:
+            raise InputError(f"the costs are another model's: operator {unknown[0]!r} is in one of them only")
+        return pricing.costs
+    return profile(
+        graph,
+        example,
+        device=pricing.device,
+        method=pricing.costs,
+        whole=reference,
+        cache=default_cache_folder() if pricing.uses_cache else None,
+    )
+
+
+def _layout(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    targets: Any,
+    graph: OperatorGraph,
+) -> BatchLayout:
+    layout = BatchLayout.of(model, args, kwargs, targets)
+    shapes = [spec.shape for spec in graph.inputs.values()]
+    if any(shape is None or any(isinstance(size, str) for size in shape) for shape in shapes):
+        return layout
+    # The program was made for the example's sizes alone.
+    sizes = {int(spec.shape[0]) for spec in graph.inputs.values() if spec.shape}
+    return replace(layout, microbatch_size=sizes.pop() if len(sizes) == 1 else None)
+
+
+def _example_inputs(
+    model: nn.Module, args: Sequence[Any] | Tensor | None, kwargs: Mapping[str, Any] | None
+) -> tuple[Sequence[Any] | None, Mapping[str, Any] | None]:
+    """What to trace with: the user's inputs, else the model's own, else nothing."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; an nn.Module was expected")
+    if isinstance(args, Tensor):
+        return (args,), kwargs
+    if args is not None or kwargs is not None:
+        return () if args is None else args, {} if kwargs is None else kwargs
+    found = find_example_inputs(model)
+    return (None, None) if found is None else found
