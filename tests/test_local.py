@@ -65,12 +65,11 @@ def pipe(model: nn.Module) -> pd2bw_fx.Pipeline:
 
 
 def workers() -> list[str]:
-    listed = subprocess.run(["ps", "-eo", "ppid,pid,args"], capture_output=True, text=True, check=True).stdout
-    return [
-        line
-        for line in listed.splitlines()
-        if "pd2bw_fx.runtime.worker" in line and line.split()[0] == str(os.getpid())
-    ]
+    """Their lines of `ps`: forks of this process's nursery."""
+    listed = subprocess.run(["ps", "-eo", "ppid,pid,comm,args"], capture_output=True, text=True, check=True)
+    lines = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]
+    nurseries = {pid for parent, pid, *_, args in lines if parent == str(os.getpid()) and "nursery" in args}
+    return [" ".join(line) for line in lines if line[0] in nurseries]
 
 
 def worker_processes() -> list[int]:

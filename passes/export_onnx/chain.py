@@ -89,8 +89,9 @@ def run_onnx_processes(
         return _collect(manifest, microbatches, results, workers)
     finally:
         for worker in workers.values():
-            worker.terminate()
-            worker.join()
+            if worker.pid is not None:  # or it was never started
+                worker.terminate()
+                worker.join()
         for box in (*inboxes.values(), results):
             box.cancel_join_thread()
             box.close()

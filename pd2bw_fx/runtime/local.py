@@ -43,6 +43,7 @@ from pd2bw_fx.runtime.messages import (
     encoded,
     receive,
 )
+from pd2bw_fx.runtime.nursery import Process, start_worker
 from pd2bw_fx.runtime.weights import OptimizerFactory
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class _Workers:
         self._sent = 0
         self._done = [0] * len(starts)
         self._finished: dict[int, Finished] = {}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Process] = []
         self._connections: list[Connection] = []
         self._outboxes: list[queue.SimpleQueue[bytes | None]] = []
         self._last_heard: dict[int, float] = {}  # of those that have begun to work
@@ -202,14 +203,7 @@ class _Workers:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
                 environment.pop(name, None)
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "pd2bw_fx.runtime.worker", str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    env=environment | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                )
-            )
+            self._processes.append(start_worker(theirs, environment))
         self._connections.append(Connection(ours.detach()))
         self._outboxes.append(queue.SimpleQueue())
         arguments = (self._connections[-1], self._outboxes[-1])

@@ -1,4 +1,5 @@
-"""A local worker process: `python -m pd2bw_fx.runtime.worker FD`, started by train_local and by nothing else.
+"""A local worker process, started by train_local and by nothing else: forked by `nursery.py`, or by itself as
+`python -m pd2bw_fx.runtime.worker FD`.
 
 FD is its end of a socket pair. Commands come as pickled tuples, answers go back the same way; when the other
 end is gone, so is the worker.
@@ -26,9 +27,9 @@ from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finis
 from pd2bw_fx.runtime.stage_runner import Microbatch
 
 
-def main() -> None:
+def serve(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    connection = Connection(int(sys.argv[1]))
+    connection = Connection(descriptor)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     try:
         sys.path[:] = receive(connection)
@@ -104,4 +105,4 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
 
 
 if __name__ == "__main__":
-    main()
+    serve(int(sys.argv[1]))

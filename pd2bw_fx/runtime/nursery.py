@@ -1,0 +1,233 @@
+"""Where local workers come from: forks of one process that has imported what they need.
+
+this process --(socket pair)-- nursery --fork--> worker 0      a fork takes milliseconds, importing torch
+                                       --fork--> worker 1      in each worker two seconds of its core
+
+The nursery imports and does nothing else, no thread and no tensor, which is what makes it safe to fork. It is
+started by the first training run and ends when this process does; a later run finds it ready. Where there is
+no safe fork (anywhere but Linux) each worker is started by itself.
+
+`python -m pd2bw_fx.runtime.nursery FD` is the nursery; FD is its end of the socket pair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from pd2bw_fx.errors import WorkerError
+
+_LENGTH = struct.Struct("!Q")
+_CODE = struct.Struct("!i")
+
+
+class Process(Protocol):
+    """What is asked of a worker's process; a Popen is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def start_worker(connection: socket.socket, environment: Mapping[str, str]) -> Process:
+    """A process that runs `worker.serve` on its end of the parent's connection."""
+    if sys.platform != "linux":
+        return _started("pd2bw_fx.runtime.worker", connection, environment)
+    return _Nursery.of_this_process().fork(connection, environment)
+
+
+def _started(module: str, end: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(end.fileno())],
+        pass_fds=[end.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**environment, **path},
+    )
+
+
+class _Forked:
+    """A worker by its process id, and a pipe through which the nursery tells its exit code."""
+
+    def __init__(self, pid: int, ended: int) -> None:
+        self.pid = pid
+        self._ended: int | None = ended
+        self._code: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises TimeoutExpired. Where the nursery is gone, and the code with it: -SIGKILL."""
+        if self._ended is not None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._ended, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+            told = os.read(self._ended, _CODE.size)
+            os.close(self._ended)
+            self._ended = None
+            self._code = _CODE.unpack(told)[0] if told else -signal.SIGKILL
+        assert self._code is not None
+        return self._code
+
+    def kill(self) -> None:
+        if self._ended is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+class _Nursery:
+    """This process's side of it. A process that was forked from this one has a nursery of its own."""
+
+    _made: _Nursery | None = None
+    _making = threading.Lock()
+
+    @classmethod
+    def of_this_process(cls) -> _Nursery:
+        with cls._making:
+            if cls._made is None or cls._made._owner != os.getpid() or cls._made._process.poll() is not None:
+                cls._made = cls()
+            return cls._made
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._control, theirs = socket.socketpair()
+        self._asking = threading.Lock()
+        with theirs:
+            # Of one thread: numpy would start others. Workers set their own number.
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            self._process = _started("pd2bw_fx.runtime.nursery", theirs, environment)
+
+    def fork(self, connection: socket.socket, environment: Mapping[str, str]) -> _Forked:
+        """Raises WorkerError where the nursery has ended, or cannot fork."""
+        ended, tells = os.pipe()
+        request = json.dumps({"environment": dict(environment), "folder": os.getcwd()}).encode()
+        with self._asking:
+            try:
+                # Output goes where this process's goes now, which need not be where the nursery's goes.
+                descriptors = [connection.fileno(), tells, 1, 2]
+                socket.send_fds(self._control, [_LENGTH.pack(len(request))], descriptors)
+                self._control.sendall(request)
+                pid = _CODE.unpack(_exactly(self._control, _CODE.size))[0]
+            except BaseException as error:
+                # Half a question may have been asked; the next run has a nursery of its own.
+                self._process.kill()
+                code = self._process.wait()
+                os.close(ended)
+                if isinstance(error, EOFError | OSError):
+                    raise WorkerError(
+                        f"the process that starts the workers ended with {code}; its own output may say why"
+                    ) from error
+                raise
+            finally:
+                os.close(tells)
+        return _Forked(pid, ended)
+
+
+def _exactly(control: socket.socket, size: int) -> bytes:
+    read = b""
+    while len(read) < size:
+        part = control.recv(size - len(read))
+        if not part:
+            raise EOFError
+        read += part
+    return read
+
+
+def main() -> None:
+    """The nursery itself: forks when it is asked to, and tells when a worker has ended."""
+    import torch._dynamo  # noqa: F401 - which the first step of any torch optimizer imports
+
+    from pd2bw_fx.runtime.worker import serve
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    control = socket.socket(fileno=int(sys.argv[1]))
+    woken, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    tells: dict[int, int] = {}  # by worker, the pipe for its exit code
+    gc.freeze()  # what was imported is shared by all, and stays so
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is woken:
+                    woken.recv(4096)
+                    _tell_ends(tells)
+                    continue
+                try:
+                    request, descriptors = _request(control)
+                except (EOFError, OSError):
+                    return  # the parent is gone
+                pid = os.fork()
+                if pid == 0:
+                    ours = [control.fileno(), woken.fileno(), wakes.fileno(), *tells.values()]
+                    _become_worker(serve, request, descriptors, ours)
+                connection, tells[pid], *output = descriptors
+                for descriptor in (connection, *output):
+                    os.close(descriptor)
+                control.sendall(_CODE.pack(pid))
+
+
+def _request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    first, descriptors, _, _ = socket.recv_fds(control, _LENGTH.size, 4)
+    first += _exactly(control, _LENGTH.size - len(first))
+    return json.loads(_exactly(control, _LENGTH.unpack(first)[0])), descriptors
+
+
+def _tell_ends(tells: dict[int, int]) -> None:
+    for pid in list(tells):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(tells[pid], _CODE.pack(os.waitstatus_to_exitcode(status)))
+            os.close(tells.pop(pid))
+
+
+def _become_worker(
+    serve: Callable[[int], None], request: dict[str, Any], descriptors: list[int], ours: list[int]
+) -> NoReturn:
+    """As if this process had been started by itself."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        connection, tells, output, errors = descriptors
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        for descriptor in (tells, output, errors, *ours):
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["folder"])
+        Path("/proc/self/comm").write_text("pd2bw_fx worker")
+        random.seed()
+        serve(connection)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

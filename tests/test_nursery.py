@@ -1,0 +1,111 @@
+"""Workers are forks of one process, and as if each had been started by itself."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pd2bw_fx
+from pd2bw_fx.models import build
+from pd2bw_fx.runtime.nursery import _Nursery
+
+
+@pytest.fixture(scope="module")
+def pipe() -> pd2bw_fx.Pipeline:
+    torch.manual_seed(0)
+    return pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False)
+
+
+def trained(pipe: pd2bw_fx.Pipeline, folder: Path) -> tuple[float, ...]:
+    """Each worker tells its environment, its folder, its parent and its output."""
+    assert pipe.example is not None
+    batch = tuple(torch.cat([tensor] * 4) for tensor in pipe.example.values())
+
+    def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        told = f"{os.environ.get('TOLD')} {os.getcwd()} {os.getppid()}"
+        (folder / str(os.getpid())).write_text(told)
+        print("a worker's own word")
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    return pipe.train_local([batch] * 2, optimizer=sgd, microbatches_per_update=2).losses
+
+
+def told(folder: Path) -> list[list[str]]:
+    return [file.read_text().split() for file in sorted(folder.iterdir())]
+
+
+def test_workers_have_the_environment_the_folder_and_the_output_of_now(
+    pipe: pd2bw_fx.Pipeline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for value in ("one", "two"):
+        folder = tmp_path / value
+        folder.mkdir()
+        monkeypatch.setenv("TOLD", value)
+        monkeypatch.chdir(folder)
+
+        trained(pipe, folder)
+
+        nursery = str(_Nursery.of_this_process()._process.pid)
+        assert told(folder) == [[value, str(folder), nursery]] * 2
+        assert capfd.readouterr().out.count("a worker's own word") == 2
+
+
+def test_a_nursery_that_was_killed_is_replaced(pipe: pd2bw_fx.Pipeline, tmp_path: Path) -> None:
+    first = trained(pipe, tmp_path)
+    old = _Nursery.of_this_process()._process
+    old.kill()
+    old.wait()
+    pipe.load_tensors(build("mlp").state_dict())
+
+    assert len(trained(pipe, tmp_path)) == len(first)
+    assert _Nursery.of_this_process()._process.pid != old.pid
+
+
+def test_without_a_safe_fork_each_worker_is_started_by_itself(
+    pipe: pd2bw_fx.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(sys, "platform", "darwin")
+
+    trained(pipe, tmp_path)
+
+    assert [parent for *_, parent in told(tmp_path)] == [str(os.getpid())] * 2
+
+
+@pytest.mark.parametrize("ending", ["", "os.kill(os.getpid(), 9)"])
+def test_the_nursery_ends_with_the_process_that_started_it(ending: str) -> None:
+    script = (
+        "import os, socket\n"
+        "from pd2bw_fx.runtime.nursery import _Nursery\n"
+        "print(_Nursery.of_this_process()._process.pid, flush=True)\n"
+        f"{ending}\n"
+    )
+
+    said = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=False).stdout
+
+    is_gone = functools.partial(_is_gone, int(said))
+    deadline = time.monotonic() + 30
+    while not is_gone() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert is_gone()
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, signal.SIG_DFL)
+    except ProcessLookupError:
+        return True
+    return False
