@@ -5,7 +5,9 @@
 2. Operators of one memory group (running statistics, in-place clusters) stay together.
 3. What depends on inputs and sizes alone (masks, positions, casts of inputs) belongs to no block: each stage
    that reads it computes it, which is cheaper than sending it.
-4. What would make the blocks a cycle is one block.
+4. What no output depends on (a draw kept for the draws after it, a count of batches) stays with the last of
+   what it reads, or with what comes next: a stage of such operators alone would have nothing to give.
+5. What would make the blocks a cycle is one block.
 
 Nothing else is joined: every cut that these rules allow is still there for the planner.
 """
@@ -13,7 +15,7 @@ Nothing else is joined: every cut that these rules allow is still there for the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import networkx as nx
 
@@ -30,12 +32,16 @@ def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
     Raises InputError if costs are missing for an operator of the graph.
     """
     placed = [operator for operator in graph.operators.values() if not operator.is_replicable]
-    if not placed:
-        raise InputError(f"{graph.model_name} has no operator to place: nothing but views of its inputs")
+    needed = _needed(graph)
+    if not any(operator.name in needed for operator in placed):
+        raise InputError(
+            f"{graph.model_name} has no operator to place: its outputs depend on its inputs alone and on no "
+            "parameter"
+        )
     missing = [operator.name for operator in placed if operator.name not in costs.operators]
     if missing:
         raise InputError(f"the costs know nothing of operator {missing[0]!r}; profile this graph again")
-    members = _ordered(_acyclic(_joined(placed), graph), graph)
+    members = _ordered(_acyclic(_joined(placed, needed), graph), graph)
     block_of = {name: operators[0] for operators in members for name in operators}
     blocks = tuple(_block(operators, graph, costs, cluster) for operators in members)
     return Problem(
@@ -47,8 +53,17 @@ def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
     )
 
 
-def _joined(placed: Sequence[Operator]) -> list[list[str]]:
-    """Rules 1 and 2, as the connected components of what belongs together."""
+def _needed(graph: OperatorGraph) -> set[str]:
+    """The operators that some output depends on."""
+    needed = {output.value for output in graph.outputs}
+    for operator in reversed(list(graph.operators.values())):
+        if operator.name in needed:
+            needed.update(operator.reads)
+    return needed
+
+
+def _joined(placed: Sequence[Operator], needed: Container[str]) -> list[list[str]]:
+    """Rules 1, 2 and 4, as the connected components of what belongs together."""
     together: nx.Graph[str] = nx.Graph()
     together.add_nodes_from(operator.name for operator in placed)
     groups: dict[str, str] = {}
@@ -57,11 +72,19 @@ def _joined(placed: Sequence[Operator]) -> list[list[str]]:
             together.add_edges_from((operator.name, read) for read in operator.reads[:1] if read in together)
         if operator.memory_group is not None:
             together.add_edge(operator.name, groups.setdefault(operator.memory_group, operator.name))
+    position = {operator.name: at for at, operator in enumerate(placed)}
+    following = next(operator.name for operator in reversed(placed) if operator.name in needed)
+    for operator in reversed(placed):
+        if operator.name in needed:
+            following = operator.name
+        else:
+            read = [name for name in operator.reads if name in position]
+            together.add_edge(operator.name, max(read, key=position.__getitem__, default=following))
     return [list(component) for component in nx.connected_components(together)]
 
 
 def _acyclic(components: Iterable[Sequence[str]], graph: OperatorGraph) -> list[list[str]]:
-    """Rule 4: components that depend on one another both ways become one."""
+    """Rule 5: components that depend on one another both ways become one."""
     component_of = {name: index for index, names in enumerate(components) for name in names}
     condensed = nx.condensation(_quotient(component_of, graph))
     inside = defaultdict(list)

@@ -7,9 +7,11 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import pd2bw_fx
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.costs import Costs
 from pd2bw_fx.errors import InputError
@@ -234,3 +236,35 @@ def test_missing_costs_are_named() -> None:
 
     with pytest.raises(InputError, match="know nothing of operator"):
         coarsen(graph, incomplete, CLUSTER)
+
+
+class Unread(nn.Module):
+    """A branch that draws and is read by nobody, and a count that is only written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.unread = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        F.dropout(self.unread(x))
+        self.count.add_(1)
+        return F.dropout(hidden).square().mean()
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_what_no_output_depends_on_is_no_stage_of_its_own(num_stages: int) -> None:
+    pipe = pd2bw_fx.split(Unread(), torch.randn(3, 4), cluster=num_stages, costs="analytic", check="full")
+
+    assert all(program.outputs for program in pipe.programs)
+
+
+def test_a_model_whose_outputs_need_no_parameter_is_refused() -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square().mean()
+
+    with pytest.raises(InputError, match="outputs depend on its inputs alone and on no parameter"):
+        pd2bw_fx.split(Square(), torch.randn(3, 4), cluster=1, costs="analytic")
