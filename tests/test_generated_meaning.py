@@ -241,3 +241,26 @@ def test_what_nobody_reads_keeps_its_place() -> None:
     found, expected = pipe.state_dict(), model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Observed(nn.Module):
+    """A norm that first only sees a batch, for its statistics, and then is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm(x)
+        return self.norm(self.first(x)).square().mean()
+
+
+def test_a_layer_that_is_also_called_for_its_statistics_alone_has_both_ways() -> None:
+    case = case_of(Observed().double(), (torch.randn(3, 4, dtype=torch.float64),))
+
+    (program,) = generate(case.graph, planned(case, 1))
+
+    assert compared(case, planned(case, 1), [program]).exact
+    assert "def forward(self, input_: Tensor) -> None:" in program.source
+    assert "def forward_2(self, input_: Tensor) -> Tensor:" in program.source

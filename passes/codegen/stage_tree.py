@@ -39,7 +39,7 @@ class StageTree:
         self.links: set[fx.Node] = set()  # what the members of a taken-apart nn.Sequential hand on
         self.layers: set[int] = set()
         self._take_apart(self.root)
-        self.layers = {id(scope) for scope in walk(self.root) if self._is_layer(scope)}
+        self.layers = self._layers()
         self.owned: dict[str, set[str]] = defaultdict(set)  # class path -> local parameter names
         self._place_parameters()
 
@@ -48,6 +48,12 @@ class StageTree:
 
     def is_chain(self, scope: Scope) -> bool:
         return id(scope) in self.chains
+
+    def _layers(self) -> set[int]:
+        """The calls of modules that all of their calls can be a layer's."""
+        calls = [scope for scope in walk(self.root) if scope.function is None]
+        others = {scope.path for scope in calls if not self._is_layer(scope)}
+        return {id(scope) for scope in calls if scope.path not in others}
 
     def is_whole(self, scope: Scope) -> bool:
         """Whether all operators of a call are in this stage."""

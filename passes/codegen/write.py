@@ -54,13 +54,13 @@ class StageWriter:
             relative = name[len(path) + 1 :] if path else name
             if not attributes.holds(relative):
                 attributes.add(relative, *self._tensor(name))
-        methods: list[tuple[str, Method]] = []
+        methods: list[tuple[str, Method, str]] = []
         for scope in scopes:
-            method = write_method(self.tree, scope, self._call_text)
-            same = next((name for name, other in methods if other == method), None)
+            method, returned = write_method(self.tree, scope, self._call_text), _returned(scope, self.tree)
+            same = next((name for name, *other in methods if other == [method, returned]), None)
             name = same or ("forward" if not methods else f"forward_{len(methods) + 1}")
             if same is None:
-                methods.append((name, method))
+                methods.append((name, method, returned))
             self._methods[id(scope)] = name
         scope = scopes[0]
         whole = self.tree.is_whole(scope)
@@ -72,7 +72,7 @@ class StageWriter:
             whole=whole,
             origin="" if line is None else plain(line.file.rpartition("/")[2]),
             attributes=attributes,
-            methods=tuple((name, method, _returned(scope, self.tree)) for name, method in methods),
+            methods=tuple(methods),
             endings=() if path else tuple(self._root_endings(attributes)),
         )
         return methods[0][1]
