@@ -62,8 +62,8 @@ def split(
     estimated from parameters, which the result says. The path of an ONNX file in place of the model is split
     for inference, with the options of `split_onnx`; a Pipeline that was split here is planned again, for
     another method or cluster, and neither traced nor profiled a second time. The model returns its loss (a
-    scalar, the entry `loss` of a dict or ModelOutput, the first of a tuple), or `loss_fn(output, targets)`
-    computes it, with `example_targets` beside the example inputs.
+    scalar, the entry `loss` of a dict or ModelOutput, in a tuple the first or the only scalar that has a
+    gradient), or `loss_fn(output, targets)` computes it, with `example_targets` beside the example inputs.
 
     Any batch size can be run later; with `tracer="export-sequence"` any length of token sequences too, where
     the model allows it, which `trace_report` says.

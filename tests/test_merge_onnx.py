@@ -233,6 +233,30 @@ def test_weights_beside_the_stages_are_in_the_merged_model(gpt: Cut, tmp_path: P
     np.testing.assert_allclose(found["loss"], gpt.eager(gpt.batch(2))["loss"], rtol=1e-5)
 
 
+class Pair(nn.Module):
+    """Outputs and loss in a tuple, as many small GPTs return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.second(self.first(x).relu())
+        return logits, nn.functional.cross_entropy(logits, targets)
+
+
+def test_a_loss_in_a_tuple_is_exported_as_what_it_is(tmp_path: Path) -> None:
+    model, batch = Pair(), (torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))
+
+    found = cut(model, batch, {}, 2)
+    found.export(tmp_path / "onnx")
+
+    made = run_onnx(tmp_path / "onnx", dict(zip(("x", "targets"), batch, strict=True)))
+    logits, loss = model(*batch)
+    np.testing.assert_allclose(made["loss"], loss.detach(), rtol=1e-5)
+    np.testing.assert_allclose(made["output_0"], logits.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_a_folder_with_an_altered_stage_is_not_merged(folder: Path, tmp_path: Path) -> None:
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

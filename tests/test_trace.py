@@ -77,7 +77,9 @@ def test_one_tensor_given_for_two_arguments_stays_two_inputs() -> None:
         (lambda h: h.sum(), ("loss",), "loss"),
         (lambda h: h, ("output",), None),
         (lambda h: (h.sum(), h), ("loss", "output_1"), "loss"),
-        (lambda h: (h, h.sum()), ("output_0", "output_1"), None),
+        (lambda h: (h, h.sum()), ("loss", "output_0"), "loss"),
+        (lambda h: (h, h.sum(), h.mean()), ("output_0", "output_1", "output_2"), None),
+        (lambda h: (h.sum(), h.mean()), ("loss", "output_1"), "loss"),
         (lambda h: (h.sum().detach(), h), ("output_0", "output_1"), None),
         (lambda h: {"logits": h, "loss": h.sum()}, ("loss", "logits"), "loss"),
         (lambda h: {"a": [h, {"b": h}]}, ("a_0", "a_1_b"), None),
@@ -97,6 +99,9 @@ def test_the_loss_is_found_by_the_documented_rule(
     traced = trace(Model(), (torch.randn(3, 2),))
 
     assert (traced.outputs, traced.loss) == (names, loss)
+    assert traced.call is not None
+    with torch.no_grad():  # which a run without gradients cannot tell by itself
+        assert tuple(traced.call(traced.examples)) == names
 
 
 def test_a_loss_function_is_traced_behind_the_model_whose_names_stay_as_they_were() -> None:

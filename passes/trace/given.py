@@ -15,7 +15,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.traced import Traced, TraceReport
 
 from .inputs import unique
-from .program import named_outputs
+from .program import loss_place, named_outputs
 
 
 def accept_exported(program: ExportedProgram) -> Traced:
@@ -117,7 +117,8 @@ def _fake(value: Any) -> Any:
 
 
 def _names(output: Any) -> tuple[tuple[str, ...], str | None]:
-    named = named_outputs(output, has_loss=True)
+    """In the program's own order, so that a tuple's loss is its first element or none."""
+    named = named_outputs(output, has_loss=True, place=0 if loss_place(output) == 0 else None)
     names: list[str] = []
     for name, _ in named:
         names.append(unique(name, names))

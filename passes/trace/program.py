@@ -24,6 +24,7 @@ class Record:
 
     output_names: tuple[str, ...] = ()
     loss: str | None = None
+    loss_place: int | None = None  # among the leaves of a tuple
     left_out: tuple[str, ...] = ()
 
 
@@ -65,7 +66,10 @@ class Program(nn.Module):
             _check_loss(loss)
             named = [("loss", loss), *named_outputs(output, has_loss=False)]
         else:
-            named = named_outputs(output, has_loss=True)
+            # Without gradients a tuple does not show which of it is the loss; a run before did.
+            place = loss_place(output) if torch.is_grad_enabled() else self.record.loss_place
+            self.record.loss_place = place
+            named = named_outputs(output, has_loss=True, place=place)
         kept = [(name, value) for name, value in named if _is_value(value)]
         self.record.left_out = tuple(
             f"{name} ({type(value).__name__})"
@@ -89,11 +93,22 @@ class Program(nn.Module):
                 setattr(self.model.get_submodule(path), attribute, buffer)
 
 
-def named_outputs(output: Any, *, has_loss: bool) -> list[tuple[str, Any]]:
+def loss_place(output: Any) -> int | None:
+    """Which leaf of a tuple is the loss: of the scalars that a gradient flows to the first, if it is the
+    tuple's first, and else the only one.
+    """
+    if _is_value(output) or _has_keys(output):
+        return None
+    leaves = [value for _, value in _leaves(output, ())]
+    places = [at for at, value in enumerate(leaves) if _is_scalar(value) and value.requires_grad]
+    return places[0] if places and (places[0] == 0 or len(places) == 1) else None
+
+
+def named_outputs(output: Any, *, has_loss: bool, place: int | None = None) -> list[tuple[str, Any]]:
     """Every leaf of what the model returned with its name, the loss first.
 
     With `has_loss`, one of them may be the model's own loss: a scalar returned alone, the entry "loss" of a
-    dict, the first element of a tuple if it is a scalar that a gradient flows to.
+    dict, the leaf of a tuple at `place`.
     """
     if _is_value(output):
         return [("loss" if has_loss and _is_scalar(output) else "output", output)]
@@ -102,9 +117,7 @@ def named_outputs(output: Any, *, has_loss: bool) -> list[tuple[str, Any]]:
     if not has_loss:
         return [("output_loss" if name == "loss" else name, value) for name, value in named]
     if not keyed:
-        if named and _is_scalar(named[0][1]) and named[0][1].requires_grad:
-            named[0] = ("loss", named[0][1])
-        return named
+        return named if place is None else [("loss", named.pop(place)[1]), *named]
     losses = [(name, value) for name, value in named if name == "loss" and _may_be_loss(value)]
     others = [
         ("output_loss" if name == "loss" else name, value)
