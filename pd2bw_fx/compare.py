@@ -17,6 +17,7 @@ from pd2bw_fx.errors import InfeasibleError, InputError, Pd2bwError
 from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.runtime.nursery import kept_nursery
 from pd2bw_fx.runtime.weights import ParameterOptions
 from pd2bw_fx.timeline import Timeline
 
@@ -105,19 +106,20 @@ def compare(
     """
     m = microbatches_per_update or 2 * len(cluster)
     known: nn.Module | Pipeline = model
-    for name in methods:
-        try:
-            pipe = split(known, cluster=cluster, method=name, microbatches_per_update=m, **options)
-            timeline = pipe.simulate(num_updates=_UPDATES_SIMULATED)
-        except (InputError, InfeasibleError) as error:
-            yield LeftOut(name, str(error), not isinstance(error, InfeasibleError))
-        else:
-            if known is model:
-                # Traced once, and measured once: a second time the same operator has another one.
-                known = copy.copy(pipe)
-                options = {name: given for name, given in options.items() if name not in _OF_TRACING}
-                options["costs"] = pipe.costs
-            yield _figures(name, pipe, timeline, training)
+    with kept_nursery():
+        for name in methods:
+            try:
+                pipe = split(known, cluster=cluster, method=name, microbatches_per_update=m, **options)
+                timeline = pipe.simulate(num_updates=_UPDATES_SIMULATED)
+            except (InputError, InfeasibleError) as error:
+                yield LeftOut(name, str(error), not isinstance(error, InfeasibleError))
+            else:
+                if known is model:
+                    # Traced once, and measured once: a second time the same operator has another one.
+                    known = copy.copy(pipe)
+                    options = {name: given for name, given in options.items() if name not in _OF_TRACING}
+                    options["costs"] = pipe.costs
+                yield _figures(name, pipe, timeline, training)
 
 
 def _figures(name: str, pipe: Pipeline, timeline: Timeline, training: Training | None) -> Figures:

@@ -1,4 +1,4 @@
-"""Measured times are kept for one run of the suite, and not among the user's own."""
+"""What a run of the suite has for itself: measured times, and the process that workers are forked from."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
+from pd2bw_fx.runtime.nursery import kept_nursery
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_nursery() -> Iterator[None]:
+    """For all training runs of this process: torch is imported for their workers once."""
+    with kept_nursery():
         yield
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-from pd2bw_fx.runtime.nursery import _Nursery
+from pd2bw_fx.runtime import nursery
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,17 @@ def trained(pipe: pd2bw_fx.Pipeline, folder: Path) -> tuple[float, ...]:
     return pipe.train_local([batch] * 2, optimizer=sgd, microbatches_per_update=2).losses
 
 
+def kept_process() -> subprocess.Popen[bytes]:
+    assert nursery._kept is not None
+    assert nursery._kept._process is not None
+    return nursery._kept._process
+
+
+def children() -> set[str]:
+    own = f"/proc/{os.getpid()}/task/{os.getpid()}/children"
+    return set(Path(own).read_text().split())
+
+
 def told(folder: Path) -> list[list[str]]:
     return [file.read_text().split() for file in sorted(folder.iterdir())]
 
@@ -58,20 +69,31 @@ def test_workers_have_the_environment_the_folder_and_the_output_of_now(
 
         trained(pipe, folder)
 
-        nursery = str(_Nursery.of_this_process()._process.pid)
-        assert told(folder) == [[value, str(folder), nursery]] * 2
+        assert told(folder) == [[value, str(folder), str(kept_process().pid)]] * 2
         assert capfd.readouterr().out.count("a worker's own word") == 2
 
 
 def test_a_nursery_that_was_killed_is_replaced(pipe: pd2bw_fx.Pipeline, tmp_path: Path) -> None:
     first = trained(pipe, tmp_path)
-    old = _Nursery.of_this_process()._process
+    old = kept_process()
     old.kill()
     old.wait()
     pipe.load_tensors(build("mlp").state_dict())
 
     assert len(trained(pipe, tmp_path)) == len(first)
-    assert _Nursery.of_this_process()._process.pid != old.pid
+    assert kept_process().pid != old.pid
+
+
+def test_a_run_leaves_no_process_unless_it_is_told_to(
+    pipe: pd2bw_fx.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nursery, "_kept", None)
+    before = children()
+
+    trained(pipe, tmp_path)
+
+    assert len(told(tmp_path)) == 2
+    assert children() == before
 
 
 def test_without_a_safe_fork_each_worker_is_started_by_itself(
@@ -88,9 +110,11 @@ def test_without_a_safe_fork_each_worker_is_started_by_itself(
 @pytest.mark.parametrize("ending", ["", "os.kill(os.getpid(), 9)"])
 def test_the_nursery_ends_with_the_process_that_started_it(ending: str) -> None:
     script = (
-        "import os, socket\n"
-        "from pd2bw_fx.runtime.nursery import _Nursery\n"
-        "print(_Nursery.of_this_process()._process.pid, flush=True)\n"
+        "import os\n"
+        "from pd2bw_fx.runtime.nursery import Nursery\n"
+        "begun = Nursery()\n"
+        "begun._ready()\n"
+        "print(begun._process.pid, flush=True)\n"
         f"{ending}\n"
     )
 

@@ -43,7 +43,7 @@ from pd2bw_fx.runtime.messages import (
     encoded,
     receive,
 )
-from pd2bw_fx.runtime.nursery import Process, start_worker
+from pd2bw_fx.runtime.nursery import Nursery, Process, nursery
 from pd2bw_fx.runtime.weights import OptimizerFactory
 
 if TYPE_CHECKING:
@@ -111,19 +111,22 @@ def train_local(
             )
             for job in prepared
         ]
-        workers = _Workers(starts, on_update)
-        try:
-            for batch in batches:
-                workers.step(batch)
-            return workers.finish()
-        finally:
-            workers.end()
+        with nursery() as ready:
+            workers = _Workers(starts, on_update, ready)
+            try:
+                for batch in batches:
+                    workers.step(batch)
+                return workers.finish()
+            finally:
+                workers.end()
 
 
 class _Workers:
     """The processes of one training run."""
 
-    def __init__(self, starts: list[Start], on_update: Callable[[int, float], None] | None) -> None:
+    def __init__(
+        self, starts: list[Start], on_update: Callable[[int, float], None] | None, ready: Nursery
+    ) -> None:
         self.jobs: list[Job] = [start.job for start in starts]
         self.losses: list[float] = []
         self._update_s: list[float] = []
@@ -139,7 +142,7 @@ class _Workers:
         try:
             pickled = [_pickled(start) for start in starts]
             for start in starts:
-                self._start_process(start.num_threads)
+                self._start_process(ready, start.num_threads)
             for rank, message in enumerate(pickled):
                 self._send(rank, encoded(sys.path))
                 self._send(rank, message)
@@ -196,14 +199,14 @@ class _Workers:
             outbox.put(None)
             connection.close()
 
-    def _start_process(self, num_threads: int) -> None:
+    def _start_process(self, ready: Nursery, num_threads: int) -> None:
         ours, theirs = socketpair()
         with theirs:
             environment = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
                 environment.pop(name, None)
-            self._processes.append(start_worker(theirs, environment))
+            self._processes.append(ready.start_worker(theirs, environment))
         self._connections.append(Connection(ours.detach()))
         self._outboxes.append(queue.SimpleQueue())
         arguments = (self._connections[-1], self._outboxes[-1])

@@ -3,9 +3,9 @@
 this process --(socket pair)-- nursery --fork--> worker 0      a fork takes milliseconds, importing torch
                                        --fork--> worker 1      in each worker two seconds of its core
 
-The nursery imports and does nothing else, no thread and no tensor, which is what makes it safe to fork. It is
-started by the first training run and ends when this process does; a later run finds it ready. Where there is
-no safe fork (anywhere but Linux) each worker is started by itself.
+The nursery imports and does nothing else, no thread and no tensor, which is what makes it safe to fork. It
+ends with the training run that began it; runs in `kept_nursery` share one, and later ones start at once.
+Where there is no safe fork (anywhere but Linux) each worker is started by itself.
 
 `python -m pd2bw_fx.runtime.nursery FD` is the nursery; FD is its end of the socket pair.
 """
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -44,13 +44,6 @@ class Process(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
     def kill(self) -> None: ...
-
-
-def start_worker(connection: socket.socket, environment: Mapping[str, str]) -> Process:
-    """A process that runs `worker.serve` on its end of the parent's connection."""
-    if sys.platform != "linux":
-        return _started("pd2bw_fx.runtime.worker", connection, environment)
-    return _Nursery.of_this_process().fork(connection, environment)
 
 
 def _started(module: str, end: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -91,43 +84,40 @@ class _Forked:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-class _Nursery:
-    """This process's side of it. A process that was forked from this one has a nursery of its own."""
-
-    _made: _Nursery | None = None
-    _making = threading.Lock()
-
-    @classmethod
-    def of_this_process(cls) -> _Nursery:
-        with cls._making:
-            if cls._made is None or cls._made._owner != os.getpid() or cls._made._process.poll() is not None:
-                cls._made = cls()
-            return cls._made
+class Nursery:
+    """This process's side of it; begun by the first worker that is asked for."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
-        self._control, theirs = socket.socketpair()
         self._asking = threading.Lock()
-        with theirs:
-            # Of one thread: numpy would start others. Workers set their own number.
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            self._process = _started("pd2bw_fx.runtime.nursery", theirs, environment)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
 
-    def fork(self, connection: socket.socket, environment: Mapping[str, str]) -> _Forked:
-        """Raises WorkerError where the nursery has ended, or cannot fork."""
-        ended, tells = os.pipe()
+    @property
+    def is_ours(self) -> bool:
+        """And not of a process that this one was forked from."""
+        return self._owner == os.getpid()
+
+    def start_worker(self, connection: socket.socket, environment: Mapping[str, str]) -> Process:
+        """A process that runs `worker.serve` on its end of the parent's connection.
+
+        Raises WorkerError where the nursery has ended, or cannot fork.
+        """
+        if sys.platform != "linux":
+            return _started("pd2bw_fx.runtime.worker", connection, environment)
         request = json.dumps({"environment": dict(environment), "folder": os.getcwd()}).encode()
         with self._asking:
+            control = self._ready()
+            ended, tells = os.pipe()
             try:
                 # Output goes where this process's goes now, which need not be where the nursery's goes.
                 descriptors = [connection.fileno(), tells, 1, 2]
-                socket.send_fds(self._control, [_LENGTH.pack(len(request))], descriptors)
-                self._control.sendall(request)
-                pid = _CODE.unpack(_exactly(self._control, _CODE.size))[0]
+                socket.send_fds(control, [_LENGTH.pack(len(request))], descriptors)
+                control.sendall(request)
+                pid = _CODE.unpack(_exactly(control, _CODE.size))[0]
             except BaseException as error:
-                # Half a question may have been asked; the next run has a nursery of its own.
-                self._process.kill()
-                code = self._process.wait()
+                # Half a question may have been asked; whoever asks next has another process.
+                code = self.end()
                 os.close(ended)
                 if isinstance(error, EOFError | OSError):
                     raise WorkerError(
@@ -137,6 +127,59 @@ class _Nursery:
             finally:
                 os.close(tells)
         return _Forked(pid, ended)
+
+    def _ready(self) -> socket.socket:
+        if self._control is not None and self._process is not None and self._process.poll() is None:
+            return self._control
+        self.end()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            # Of one thread: numpy would start others. Workers set their own number.
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            self._process = _started("pd2bw_fx.runtime.nursery", theirs, environment)
+        return self._control
+
+    def end(self) -> int | None:
+        """Its exit code, if it was begun; workers that are still there are not its to end."""
+        if self._control is None or self._process is None:
+            return None
+        self._control.close()
+        has_ended = self._process.poll() is not None
+        self._process.kill()
+        code = self._process.wait()
+        self._control = self._process = None
+        return code if has_ended else None
+
+
+_kept: Nursery | None = None
+
+
+@contextlib.contextmanager
+def nursery() -> Iterator[Nursery]:
+    """What a training run starts its workers with: kept for several, or its own and ended with it."""
+    if _kept is not None and _kept.is_ours:
+        yield _kept
+        return
+    own = Nursery()
+    try:
+        yield own
+    finally:
+        own.end()
+
+
+@contextlib.contextmanager
+def kept_nursery() -> Iterator[None]:
+    """Training runs inside share a nursery, which the first of them begins and the end of the block ends."""
+    global _kept
+    if _kept is not None and _kept.is_ours:
+        yield
+        return
+    _kept = Nursery()
+    try:
+        yield
+    finally:
+        _kept.end()
+        _kept = None
 
 
 def _exactly(control: socket.socket, size: int) -> bytes:
