@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,9 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.models import build
+from pd2bw_fx.runtime import nursery
 from pd2bw_fx.runtime.reference import train_reference
+from tests.processes import children_of, kept_process
 
 ROWS, UPDATES = 4, 4
 
@@ -64,23 +65,16 @@ def pipe(model: nn.Module) -> pd2bw_fx.Pipeline:
     return pd2bw_fx.split(model, cluster=2, microbatches_per_update=2, costs="analytic", check=False)
 
 
-def workers() -> list[str]:
-    """Their lines of `ps`: forks of this process's nursery."""
-    listed = subprocess.run(["ps", "-eo", "ppid,pid,comm,args"], capture_output=True, text=True, check=True)
-    lines = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]
-    nurseries = {pid for parent, pid, *_, args in lines if parent == str(os.getpid()) and "nursery" in args}
-    return [" ".join(line) for line in lines if line[0] in nurseries]
-
-
-def worker_processes() -> list[int]:
+def workers() -> list[int]:
     """In the order of ranks, which is the order in which they are started."""
-    return sorted(int(line.split()[1]) for line in workers())
+    return children_of(kept_process().pid)
 
 
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
     yield
-    assert workers() == []
+    if nursery._kept is not None and nursery._kept._process is not None:
+        assert workers() == []
 
 
 def test_local_training_equals_the_rule_and_leaves_the_weights_in_the_pipeline(
@@ -158,7 +152,7 @@ def test_a_worker_that_dies_ends_the_run_with_its_name(
     def batches() -> Iterator[Any]:
         for update, batch in enumerate(mlp_batches(model) * 20):
             if update == 4:
-                os.kill(worker_processes()[1], end)
+                os.kill(workers()[1], end)
             yield batch
 
     began = time.monotonic()
@@ -173,7 +167,7 @@ def test_a_worker_that_is_stopped_is_noticed_in_seconds(model: nn.Module, pipe: 
 
     def stop_the_second(update: int, loss: float) -> None:
         if update == 1:
-            os.kill(worker_processes()[1], signal.SIGSTOP)
+            os.kill(workers()[1], signal.SIGSTOP)
             began.append(time.monotonic())
 
     with pytest.raises(pd2bw_fx.WorkerError, match=r"rank 1 \(stage 1.*no sign of life"):

@@ -18,6 +18,7 @@ from torch import nn
 import pd2bw_fx
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime import nursery
+from tests.processes import children_of, kept_process
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +39,6 @@ def trained(pipe: pd2bw_fx.Pipeline, folder: Path) -> tuple[float, ...]:
         return torch.optim.SGD(parameters, lr=0.1)
 
     return pipe.train_local([batch] * 2, optimizer=sgd, microbatches_per_update=2).losses
-
-
-def kept_process() -> subprocess.Popen[bytes]:
-    assert nursery._kept is not None
-    assert nursery._kept._process is not None
-    return nursery._kept._process
-
-
-def children() -> set[str]:
-    own = f"/proc/{os.getpid()}/task/{os.getpid()}/children"
-    return set(Path(own).read_text().split())
 
 
 def told(folder: Path) -> list[list[str]]:
@@ -88,12 +78,12 @@ def test_a_run_leaves_no_process_unless_it_is_told_to(
     pipe: pd2bw_fx.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nursery, "_kept", None)
-    before = children()
+    before = children_of(os.getpid())
 
     trained(pipe, tmp_path)
 
     assert len(told(tmp_path)) == 2
-    assert children() == before
+    assert children_of(os.getpid()) == before
 
 
 def test_without_a_safe_fork_each_worker_is_started_by_itself(
