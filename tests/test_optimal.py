@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -90,6 +91,17 @@ def keepings_of(num_stages: int) -> Any:
     return st.one_of(st.just(of_2bw), st.tuples(*[of_a_stage] * num_stages))
 
 
+def with_momentum(problem: Problem, cluster: Cluster, kept: Sequence[Kept], **setting: Any) -> Plan:
+    return partition(
+        problem,
+        cluster,
+        num_stages=len(kept),
+        memory_model=MemoryModel(optimizer_copies=1),
+        kept=lambda _: tuple(kept),
+        **setting,
+    )
+
+
 def is_handed_on(plan: Plan) -> bool:
     """A value is sent by a stage that did not make it, which the exhaustive search does not try."""
     return len({(t.value, t.source) for t in plan.transfers}) > len({t.value for t in plan.transfers})
@@ -105,23 +117,12 @@ def test_plan_is_as_fast_as_the_best_of_all_assignments(
     max_gap = data.draw(st.sampled_from([1e-4, 0.0]))
     best = brute_force(problem, cluster, kept, overlap=overlap, recompute=recompute)
 
-    def plan() -> Plan:
-        return partition(
-            problem,
-            cluster,
-            num_stages=num_stages,
-            memory_model=MemoryModel(optimizer_copies=1),
-            kept=lambda _: kept,
-            overlap=overlap,
-            recompute=recompute,
-            max_gap=max_gap,
-        )
-
+    setting = {"overlap": overlap, "recompute": recompute, "max_gap": max_gap}
     if best is None:
         with pytest.raises(InfeasibleError):
-            plan()
+            with_momentum(problem, cluster, kept, **setting)
         return
-    found = plan()
+    found = with_momentum(problem, cluster, kept, **setting)
     assert found.bottleneck_s <= best * (1 + 1.01e-4)
     assert is_handed_on(found) or found.bottleneck_s == pytest.approx(best, rel=1.01e-4)
     assert found.bound_s <= best * (1 + 1e-12)
@@ -150,15 +151,7 @@ def test_what_large_problems_are_refuted_by_is_right_on_small_ones(
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "_SMALL", 0)
-        plan = partition(
-            problem,
-            cluster,
-            num_stages=num_stages,
-            memory_model=MemoryModel(optimizer_copies=1),
-            kept=lambda _: kept,
-            overlap=overlap,
-            recompute=recompute,
-        )
+        plan = with_momentum(problem, cluster, kept, overlap=overlap, recompute=recompute)
     assert plan.bottleneck_s <= best * (1 + 1.01e-4)
     assert is_handed_on(plan) or plan.bottleneck_s == pytest.approx(best, rel=1.01e-4)
     assert plan.bound_s <= best * (1 + 1e-12)
