@@ -13,6 +13,7 @@ from pd2bw_fx.actions import Kind
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime.local import TrainResult
+from pd2bw_fx.runtime.recorder import offset_to_first_rank
 from pd2bw_fx.timeline import Event
 
 ROWS, UPDATES = 2, 4
@@ -77,6 +78,29 @@ def test_records_are_kept_in_the_file_of_the_run(recorded: Metrics, tmp_path: Pa
     recorded.save(tmp_path)
 
     assert Metrics.load(tmp_path).timeline == recorded.timeline
+
+
+@pytest.mark.parametrize(("ahead_s", "expected_s"), [(0.0, 0.0), (100.0, 99.996)])
+def test_a_clock_is_set_by_the_others_unless_they_are_one(
+    ahead_s: float, expected_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 5.0
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    def answer(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        tensor.fill_(now_s + ahead_s)
+        pass_time(0.009)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
+    monkeypatch.setattr(torch.distributed, "send", lambda *_, **__: pass_time(0.001))
+    monkeypatch.setattr(torch.distributed, "recv", answer)
+    group = torch.distributed.ProcessGroup(0, 2)
+
+    # The way there takes a ninth of the way back: the middle of the round trip is 4 ms off.
+    assert offset_to_first_rank(1, 2, group) == pytest.approx(expected_s)
 
 
 COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
