@@ -80,9 +80,7 @@ def plan_workload(
     num_cpus = 0 if accelerators_only else workload.num_cpus
     if workload.num_accelerators + num_cpus == 0:
         raise InputError("the workload has no accelerators; plan it with its CPUs")
-    groups = groups_of(workload)
-    if num_cpus == 0:
-        groups = with_followers(workload, groups)
+    groups = with_followers(workload, groups_of(workload), with_cpus=num_cpus > 0)
     tensors = tensors_between(workload, groups)
     orders = list(_device_orders(workload.num_accelerators, num_cpus))
     choices = Choices(len(orders), lambda choice: _instance(workload, groups, tensors, orders[choice]))

@@ -36,7 +36,7 @@ _FINE_GAP = 0.002
 _SMALL = 2000  # nodes times stages: what is proven finely at once
 _CACHED_INSTANCES = 64
 _FEW_CHOICES = 12
-_PROGRAMS_SHARE = 0.15
+_PROGRAMS_SHARE = 0.02
 _FEW_DOWN_SETS = 10_000
 _ENUMERATION_SHARE = 0.2
 
