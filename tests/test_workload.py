@@ -121,6 +121,17 @@ def test_memory_of_accelerators_is_respected() -> None:
         plan_workload(workload_from_json(data, name="small"), accelerators_only=True)
 
 
+@pytest.mark.parametrize(("num_nodes", "slowest"), [(33, 5.0), (32, 4.0)])
+def test_equal_nodes_that_cannot_be_spread_evenly_are_proven_at_once(num_nodes: int, slowest: float) -> None:
+    data = small() | {"edges": [], "maxFPGAs": 8}
+    data["nodes"] = [data["nodes"][0] | {"id": at} for at in range(num_nodes)]
+    placement = plan_workload(
+        workload_from_json(data, name="equal"), accelerators_only=True, time_limit_s=1.0
+    )
+    assert placement.objective == slowest
+    assert placement.gap <= 1e-5
+
+
 def test_same_workload_gives_the_same_placement() -> None:
     workload = read_workload(FOLDER / "layers_gnmt_inference.json")
     first, second = (plan_workload(workload) for _ in range(2))

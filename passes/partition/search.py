@@ -223,11 +223,17 @@ class _State:
             self._offer(choice, stage_of)
 
     def enumerate(self, enumeration: Enumeration, gap: float, deadline: Deadline) -> None:
-        """Until nothing is faster by `gap`, or the time is up, or there is too much to enumerate."""
+        """Until nothing is faster by `gap`, or the time is up, or there is too much to enumerate.
+
+        By turns it is asked for the least improvement, which there is often none of, and halfway to the
+        bound.
+        """
+        is_least = True
         while self.bound_s() < (target_s := float(self.bottleneck_s) * (1.0 - gap)):
             middle_s = (float(self.bottleneck_s) + max(0.0, self.bound_s())) / 2
-            if middle_s < float(self.bottleneck_s) * (1.0 - _FINE_GAP):
+            if not is_least and middle_s < float(self.bottleneck_s) * (1.0 - _FINE_GAP):
                 target_s = middle_s
+            is_least = not is_least
             status, choice, stage_of = enumeration(target_s, deadline)
             if status is Status.INFEASIBLE:
                 self.refuted_s[:] = np.maximum(self.refuted_s, target_s)
@@ -283,9 +289,17 @@ class _State:
 
 
 def _lower_bound_s(instance: Instance) -> float:
-    """The largest node where it is fastest, and all work spread evenly over stages that are all fastest."""
-    fastest = instance.work_s.min(axis=0)
-    return float(max(fastest.max(initial=0.0), fastest.sum() / instance.num_stages))
+    """All nodes where they are fastest: their work spread evenly, and what no way of spreading them avoids.
+
+    Of any j k + 1 nodes one of k stages has j + 1, which are no faster than the j + 1 fastest of them; the
+    slowest nodes give the best such bound.
+    """
+    k = instance.num_stages
+    slowest_first = np.sort(instance.work_s.min(axis=0))[::-1]
+    upto = np.concatenate(([0.0], slowest_first.cumsum()))
+    j = np.arange(-(-len(slowest_first) // k))
+    together = upto[j * k + 1] - upto[j * k - j]
+    return float(max(together.max(initial=0.0), upto[-1] / k))
 
 
 def _topological_orders(instance: Instance) -> list[Sequence[int]]:
