@@ -36,7 +36,8 @@ _FINE_GAP = 0.002
 _SMALL = 2000  # nodes times stages: what is proven finely at once
 _CACHED_INSTANCES = 64
 _FEW_CHOICES = 12
-_PROGRAMS_SHARE = 0.02
+_PROGRAMS_SHARE = 0.02  # of the time, before there is enumeration
+_DOWN_SETS_SHARE = 0.7  # of what is left then
 _FEW_DOWN_SETS = 10_000
 _ENUMERATION_SHARE = 0.2
 
@@ -114,7 +115,9 @@ def search(
             state.first_assignments()
         state.ask_programs(finest)
         if enumeration is not None:
-            state.enumerate(enumeration, finest, deadline)
+            state.deadline = Deadline(deadline.left_s * _DOWN_SETS_SHARE)
+            state.ask_windows(finest)
+            state.enumerate(enumeration, finest)
             state.deadline = deadline
             state.ask_programs(finest)
     except KeyboardInterrupt:
@@ -222,7 +225,23 @@ class _State:
                 return
             self._offer(choice, stage_of)
 
-    def enumerate(self, enumeration: Enumeration, gap: float, deadline: Deadline) -> None:
+    def ask_windows(self, gap: float) -> None:
+        """How large a target leaves some node no stage, on every choice: a bound that takes little time."""
+        low_s, high_s = self.bound_s(), float(self.bottleneck_s) * (1.0 - gap)
+        while np.isfinite(high_s) and high_s - low_s > _FINE_GAP * high_s:
+            target_s = (low_s + high_s) / 2
+            for choice in np.flatnonzero(self.refuted_s < target_s).tolist():
+                if self.deadline.left_s == 0:
+                    return
+                if windows_for(self.choices[choice], target_s, self.reach) is not None:
+                    high_s = target_s
+                    break
+                self.refuted_s[choice] = target_s
+            else:
+                low_s = target_s
+        self.tell()
+
+    def enumerate(self, enumeration: Enumeration, gap: float) -> None:
         """Until nothing is faster by `gap`, or the time is up, or there is too much to enumerate.
 
         By turns it is asked for the least improvement, which there is often none of, and halfway to the
@@ -234,7 +253,7 @@ class _State:
             if not is_least and middle_s < float(self.bottleneck_s) * (1.0 - _FINE_GAP):
                 target_s = middle_s
             is_least = not is_least
-            status, choice, stage_of = enumeration(target_s, deadline)
+            status, choice, stage_of = enumeration(target_s, self.deadline)
             if status is Status.INFEASIBLE:
                 self.refuted_s[:] = np.maximum(self.refuted_s, target_s)
             elif stage_of is None:
