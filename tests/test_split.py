@@ -258,6 +258,12 @@ class TestBadInput:
         with pytest.raises(pd2bw_fx.InputError, match="tensor"):
             pd2bw_fx.split(Perceptron(), (["not", "a", "tensor"],), cluster=2)
 
+    def test_a_second_input_where_keyword_arguments_stand(self) -> None:
+        with pytest.raises(
+            pd2bw_fx.InputError, match=r"example_kwargs is a Tensor.*split\(model, \(x, y\)\)"
+        ):
+            pd2bw_fx.split(Perceptron(), torch.randn(2, 16), torch.randn(2, 16))  # type: ignore[arg-type]
+
     def test_a_model_whose_path_depends_on_data(self) -> None:
         class Branching(nn.Module):
             def __init__(self) -> None:

@@ -78,6 +78,11 @@ def trace(
     """
     if tracer not in _FRONT_ENDS:
         raise InputError(f"tracer is {tracer!r}, expected one of {', '.join(map(repr, _FRONT_ENDS))}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError(
+            f"example_kwargs is a {type(kwargs).__name__}, expected a dict of the forward's keyword "
+            "arguments; several positional ones are given as a tuple: split(model, (x, y))"
+        )
     if isinstance(model, ExportedProgram) or (isinstance(model, fx.GraphModule) and loss_fn is None):
         return _accepted(model, args or (), kwargs or {}, loss_fn)
     _check_loss_fn(loss_fn)
