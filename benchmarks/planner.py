@@ -6,9 +6,9 @@
 
 Exits with 1 where an optimum is missed, not proven to 1e-5, or took more than a second (a twentieth of the
 reference where that is over a second); of the others, where a published one is not proven to 1e-5 within a
-minute. Planning is one thread: its seconds are those that it had a core, the
-least of up to three times where the first is over the limit. Reference seconds are those of the paper's
-dynamic program on a quiet 2-core machine.
+minute. Planning is one thread: its seconds are those that it had a core, the least of up to three times where
+the first is over the limit. Reference seconds are those of the paper's dynamic program on a quiet 2-core
+machine.
 """
 
 from __future__ import annotations
