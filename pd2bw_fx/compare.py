@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,10 +38,11 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One method's. The first three are simulated, the first two of the steady state; `loss` and
-    `measured_per_s` are of a real run, the loss that of its trained weights on its last batch.
+    """One method's. The first three are simulated, the first two of the steady state; `loss` and `measured`
+    are of real runs, the loss that of the trained weights on the last batch.
 
-    `delays`: by how many updates the weights of a forward or backward are behind, the least and the most.
+    `measured`: microbatches a second of each round. `delays`: by how many updates the weights of a forward or
+    backward are behind, the least and the most.
     """
 
     method: str
@@ -51,8 +53,13 @@ class Figures:
     versions: int
     delays: tuple[int, int]
     loss: float | None = None
-    measured_per_s: float | None = None
+    measured: tuple[float, ...] = ()
     not_trained: str | None = None  # why
+
+    @property
+    def measured_per_s(self) -> float | None:
+        """The median of the rounds."""
+        return statistics.median(self.measured) if self.measured else None
 
     @property
     def fullest(self) -> DeviceMemory:
@@ -68,6 +75,7 @@ class Figures:
             "delays": list(self.delays),
             "loss": self.loss,
             "measured_microbatches_per_s": self.measured_per_s,
+            "measured_in_rounds": list(self.measured),
             "not_trained": self.not_trained,
         }
 
@@ -83,11 +91,16 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What each method is trained with, for as many updates as there are batches."""
+    """What each method is trained with, for as many updates as there are batches.
+
+    `rounds`: how often, the methods taking turns, each time from the model's weights. One round says little
+    of their speeds where the machine drifts.
+    """
 
     batches: Callable[[Pipeline], Iterable[Any]]
     optimizer: Callable[[Any], Optimizer]
     parameter_options: Callable[[Pipeline], ParameterOptions | None] = lambda pipe: None
+    rounds: int = 1
 
 
 def compare(
@@ -97,34 +110,69 @@ def compare(
     methods: Sequence[str] = TRAINING_METHODS,
     microbatches_per_update: int | None = None,
     training: Training | None = None,
+    on_run: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Iterator[Figures | LeftOut]:
     """One method after another, each planned for itself with the same microbatches an update.
 
     `microbatches_per_update`: twice the devices unless said otherwise. With `training` each is also trained
-    with local processes, from the model's weights. `options` are those of `split`.
+    with local processes, from the model's weights; what is known after the last round is given then.
+    `on_run(method)` is called after each method's turn in each round. `options` are those of `split`.
     """
     m = microbatches_per_update or 2 * len(cluster)
+    rounds = 1 if training is None else training.rounds
+    told = on_run or (lambda method: None)
     known: nn.Module | Pipeline = model
+    contenders: list[_Contender] = []
     with kept_nursery():
         for name in methods:
             try:
                 pipe = split(known, cluster=cluster, method=name, microbatches_per_update=m, **options)
-                timeline = pipe.simulate(num_updates=_UPDATES_SIMULATED)
+                timeline = pipe.simulate(num_updates=_UPDATES_SIMULATED, slack="auto")
             except (InputError, InfeasibleError) as error:
                 yield LeftOut(name, str(error), not isinstance(error, InfeasibleError))
+                continue
+            if known is model:
+                # Traced once, and measured once: a second time the same operator has another one.
+                known = copy.copy(pipe)
+                options = {name: given for name, given in options.items() if name not in _OF_TRACING}
+                options["costs"] = pipe.costs
+            contender = _Contender(name, pipe, timeline)
+            contender.train(training)
+            told(name)
+            if rounds == 1:
+                yield contender.figures()
             else:
-                if known is model:
-                    # Traced once, and measured once: a second time the same operator has another one.
-                    known = copy.copy(pipe)
-                    options = {name: given for name, given in options.items() if name not in _OF_TRACING}
-                    options["costs"] = pipe.costs
-                yield _figures(name, pipe, timeline, training)
+                contenders.append(contender)
+        for number in range(1, rounds):
+            for contender in contenders:
+                contender.train(training)
+                told(contender.method)
+                if number == rounds - 1:
+                    yield contender.figures()
 
 
-def _figures(name: str, pipe: Pipeline, timeline: Timeline, training: Training | None) -> Figures:
-    loss, measured_per_s, not_trained = None, None, None
-    if training is not None:
+@dataclass(slots=True)
+class _Contender:
+    """A method with its own plan, and what its runs have shown so far."""
+
+    method: str
+    pipe: Pipeline
+    timeline: Timeline
+    measured: list[float] = field(default_factory=list)
+    loss: float | None = None
+    not_trained: str | None = None
+    initial: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def train(self, training: Training | None) -> None:
+        """One more run, from the same weights as the first."""
+        if training is None or self.not_trained is not None:
+            return
+        pipe = self.pipe
+        if self.measured:
+            pipe.load_tensors(self.initial)
+        else:
+            self.initial = pipe.tensors()
         try:
             batches = list(training.batches(pipe))
             result = pipe.train_local(
@@ -132,21 +180,27 @@ def _figures(name: str, pipe: Pipeline, timeline: Timeline, training: Training |
                 optimizer=training.optimizer,
                 parameter_options=training.parameter_options(pipe),
             )
-            loss, measured_per_s = _loss_of(pipe, batches[-1]), result.metrics.throughput
         except Pd2bwError as error:
-            not_trained = str(error)
-    return Figures(
-        method=name,
-        microbatches_per_s=timeline.throughput,
-        bubble=timeline.steady_bubble,
-        timeline=timeline,
-        memory=tuple(_memory(pipe, timeline)),
-        versions=pipe.schedule.weight_versions,
-        delays=_delays(timeline),
-        loss=loss,
-        measured_per_s=measured_per_s,
-        not_trained=not_trained,
-    )
+            self.not_trained = str(error)
+        else:
+            if self.loss is None:
+                self.loss = _loss_of(pipe, batches[-1])
+            self.measured.append(result.metrics.throughput)
+
+    def figures(self) -> Figures:
+        pipe, timeline = self.pipe, self.timeline
+        return Figures(
+            method=self.method,
+            microbatches_per_s=timeline.throughput,
+            bubble=timeline.steady_bubble,
+            timeline=timeline,
+            memory=tuple(_memory(pipe, timeline)),
+            versions=pipe.schedule.weight_versions,
+            delays=_delays(timeline),
+            loss=self.loss,
+            measured=tuple(self.measured),
+            not_trained=self.not_trained,
+        )
 
 
 def _loss_of(pipe: Pipeline, batch: Any) -> float:

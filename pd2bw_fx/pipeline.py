@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
@@ -231,7 +231,7 @@ class Pipeline:
         method: str | None = None,
         microbatches_per_update: int | None = None,
         num_updates: int | None = None,
-        slack: float = 0.0,
+        slack: float | Literal["auto"] = 0.0,
         replicas: int | Sequence[int] | None = None,
         vertical_sync: bool = False,
         cluster: Cluster | int | str | Path | None = None,
@@ -239,8 +239,9 @@ class Pipeline:
     ) -> Timeline:
         """The plan's stages on a model of time: the pipeline's own schedule, or another one.
 
-        `replicas` are ranks of each stage (one number for all, or one each) on devices like those of the
-        plan. `method="ddp"` puts the stages together, and a copy of the whole on each device of the plan.
+        `slack`: microbatches in flight beyond those of the plan, "auto" as the engine takes them. `replicas`
+        are ranks of each stage (one number for all, or one each) on devices like those of the plan.
+        `method="ddp"` puts the stages together, and a copy of the whole on each device of the plan.
         `cluster` may have other links than the one that was planned for. `options` are those of
         `passes.simulate.simulate` (`links`, `jitter`, `seed`, `update_s`, and `calibration`: what the engine
         takes besides the operators, see `calibration`).
@@ -288,7 +289,7 @@ class Pipeline:
         method: str | None = None,
         *,
         microbatches_per_update: int | None = None,
-        slack: float = 0.0,
+        slack: float | Literal["auto"] = 0.0,
         replicas: int | Sequence[int] | None = None,
         vertical_sync: bool = False,
         plan: Plan | None = None,
@@ -301,7 +302,8 @@ class Pipeline:
         method = method or plan.method
         m = microbatches_per_update or plan.microbatches_per_update
         own = self.schedule.shape
-        as_planned = plan is self.plan and not (slack or replicas or vertical_sync)
+        planned_slack = 0.0 if method == "2bw" else "auto"
+        as_planned = plan is self.plan and slack in (0.0, planned_slack) and not (replicas or vertical_sync)
         if own is not None and as_planned and (method, m) == (plan.method, own.microbatches_per_update):
             return own
         counts = (replicas,) * plan.num_stages if isinstance(replicas, int) else replicas
@@ -340,7 +342,9 @@ class Pipeline:
         if metrics is None:
             return self.simulate()
         m = metrics.microbatches_per_update
-        return self.simulate(method=metrics.method, microbatches_per_update=m, num_updates=_UPDATES_COMPARED)
+        return self.simulate(
+            method=metrics.method, microbatches_per_update=m, num_updates=_UPDATES_COMPARED, slack="auto"
+        )
 
     def engine(
         self,

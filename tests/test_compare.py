@@ -69,6 +69,36 @@ def test_training_adds_loss_and_speed_or_says_why_not() -> None:
     assert second.measured_per_s is not None
 
 
+def test_rounds_take_turns_and_begin_from_the_same_weights() -> None:
+    model = build("mlp")
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batch = (torch.ones(8, 32), torch.zeros(8, dtype=torch.long))
+    turns, changed = [], []
+
+    def batches(pipe: Pipeline) -> list[tuple[torch.Tensor, ...]]:
+        changed.append(any((tensor != initial[name]).any() for name, tensor in pipe.state_dict().items()))
+        return [batch] * 4
+
+    training = Training(batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1), rounds=3)
+    found = compare(
+        model,
+        Cluster.uniform(2, **FAST),
+        methods=["1f1b", "gpipe"],
+        training=training,
+        on_run=turns.append,
+        costs="analytic",
+        check=False,
+    )
+
+    figures = [each for each in found if isinstance(each, Figures)]
+    assert turns == ["1f1b", "gpipe"] * 3
+    assert changed == [False] * 6
+    assert [each.method for each in figures] == ["1f1b", "gpipe"]
+    assert all(len(each.measured) == 3 for each in figures)
+    assert all(each.measured_per_s == sorted(each.measured)[1] for each in figures)
+    assert figures[0].loss == pytest.approx(figures[1].loss)
+
+
 def test_timelines_stand_above_one_another_on_one_axis() -> None:
     two = Cluster.uniform(2, **FAST)
     found = compare(build("mlp"), two, methods=["2bw", "gpipe"], costs="analytic", check=False)

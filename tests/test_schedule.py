@@ -6,10 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+import pd2bw_fx
 from pd2bw_fx.actions import Action, Kind, Schedule, Shape
+from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import InputError, ScheduleError
-from pd2bw_fx.passes.schedule import build_schedule, check_schedule, method_of
+from pd2bw_fx.models import build as build_model
+from pd2bw_fx.passes.schedule import build_schedule, check_schedule, method_of, shape_of
 from pd2bw_fx.passes.simulate import Durations, simulate_durations
+from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.runtime.job import work_for
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
 
@@ -124,6 +129,45 @@ def test_fewer_microbatches_than_stages_are_refused_for_2bw() -> None:
 def test_slack_that_needs_a_third_version_is_refused() -> None:
     with pytest.raises(InputError, match="slack"):
         build("2bw", 3, 4, range(1), slack=1.5)
+
+
+@pytest.mark.parametrize(
+    ("d", "m", "in_flight"),
+    [(2, 2, (3, 1)), (4, 4, (5, 4, 3, 1)), (4, 5, (6, 5, 3, 1)), (4, 9, (7, 5, 3, 1))],
+)
+def test_automatic_slack_goes_as_far_as_two_versions_allow(
+    d: int, m: int, in_flight: tuple[int, ...]
+) -> None:
+    planned = planned_mlp(d, m)
+    timeline = planned.simulate(num_updates=6, slack="auto")
+
+    assert timeline.in_flight_peak == in_flight
+    assert work_for(planned).shape.slack == pytest.approx((in_flight[0] - d) / (d - 1))
+
+
+def test_automatic_slack_takes_only_memory_that_is_left() -> None:
+    planned = planned_mlp(4, 8)
+    plan = planned.plan
+    first = plan.stages[0]
+    each_bytes = (first.memory.activation_bytes + first.memory.transfer_bytes) / first.microbatches_in_flight
+
+    def slack_with(more: float) -> float:
+        limit = int(first.memory.total_bytes + more * each_bytes)
+        tight = replace(plan, stages=(replace(first, memory_limit_bytes=limit), *plan.stages[1:]))
+        return shape_of(tight, "2bw", microbatches_per_update=8, slack="auto").slack
+
+    assert [slack_with(more) for more in (0.5, 1.5, 2.5, 3.5)] == [0, 1 / 3, 2 / 3, 1]
+
+
+def planned_mlp(num_stages: int, microbatches_per_update: int) -> Pipeline:
+    return pd2bw_fx.split(
+        build_model("mlp"),
+        cluster=Cluster.uniform(num_stages, bytes_per_s=1e9, latency_s=1e-5, memory_bytes="1 GiB"),
+        num_stages=num_stages,
+        microbatches_per_update=microbatches_per_update,
+        costs="analytic",
+        check=False,
+    )
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -28,7 +28,7 @@ def warm_up_forwards(stage: int, num_stages: int, slack: float = 0.0) -> int:
 
     d - 1 - s is the least that keeps every stage busy; with it 2BW would do with m >= d - 1.
     """
-    return math.ceil((num_stages - 1 - stage) * (1 + slack))
+    return math.ceil(round((num_stages - 1 - stage) * (1 + slack), 6))  # 7 (1 + 1/7) is 8
 
 
 class OneForwardOneBackward(StageMethod):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 from pd2bw_fx.actions import Shape
 from pd2bw_fx.costs import Kept
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.plan import Plan, StagePlan
 
+from .flushed import warm_up_forwards
 from .methods import method_of
 from .zb_auto import Times, find_orders
 
@@ -21,14 +23,15 @@ def shape_of(
     method: str,
     *,
     microbatches_per_update: int,
-    slack: float = 0.0,
+    slack: float | Literal["auto"] = 0.0,
     replicas: tuple[int, ...] | None = None,
     vertical_sync: bool = False,
     base: str | None = None,
 ) -> Shape:
     """What to build the method's schedule for, on this plan, and with its replicas where it was made for this
-    method; zb-auto searches for it with the plan's times
-    and memory. Give the same shape to all ranks. bapipe is 1f1b unless `base` says otherwise.
+    method; zb-auto searches for it with the plan's times and memory, and for 2bw `slack="auto"` takes as much
+    up to 1 as two weight versions and the devices' memory allow (other methods: none). Give the same shape to
+    all ranks. bapipe is 1f1b unless `base` says otherwise.
 
     Raises InputError for a plan whose stages stand on devices in another way than the method runs them, and
     as `Method.check` does.
@@ -50,7 +53,7 @@ def shape_of(
     shape = Shape(
         plan.num_stages,
         microbatches_per_update,
-        slack,
+        0.0 if slack == "auto" else slack,
         replicas,
         chunks if method == "interleaved" else 1,
         vertical_sync,
@@ -62,7 +65,26 @@ def shape_of(
         shape = replace(shape, orders=find_orders(turns, times).orders)
     shape = chosen.prepared(shape)
     chosen.check(shape)
+    if slack == "auto" and method == "2bw":
+        shape = replace(shape, slack=_most_slack(plan, shape))
     return shape
+
+
+def _most_slack(plan: Plan, shape: Shape) -> float:
+    """In steps of one more forward that stage 0 begins with: 1/3 for 4 microbatches an update on 4 stages."""
+    each, least = shape.microbatches_per_update // shape.replicas_of(0), shape.num_stages - 1
+    more = (more for more in range(min(least, each - least), 0, -1) if _fits(plan, more / least))
+    return next(more, 0) / max(1, least)
+
+
+def _fits(plan: Plan, slack: float) -> bool:
+    """Whether every stage's device holds the microbatches that the slack adds."""
+    for stage in plan.stages:
+        in_flight = warm_up_forwards(stage.stage, plan.num_stages, slack) + 1
+        added_bytes = max(0, in_flight - stage.microbatches_in_flight) * _each_bytes(stage)
+        if stage.memory.total_bytes + added_bytes > stage.memory_limit_bytes:
+            return False
+    return True
 
 
 def keeping_copies(method: str) -> Callable[[tuple[int, ...], int], tuple[Kept, ...]]:
@@ -114,9 +136,13 @@ def _times_of(plan: Plan) -> Times:
 
 def _held(stage: StagePlan) -> int:
     """Microbatches that the stage's memory holds between forward and weight gradient."""
-    memory, planned = stage.memory, max(1, stage.microbatches_in_flight)
-    each_bytes = memory.transfer_bytes / planned
-    if not stage.recompute:
-        each_bytes += memory.activation_bytes / planned
-    free_bytes = stage.memory_limit_bytes - memory.total_bytes
-    return planned + int(free_bytes / each_bytes) if each_bytes > 0 else 2**30
+    each_bytes = _each_bytes(stage)
+    free_bytes = stage.memory_limit_bytes - stage.memory.total_bytes
+    return max(1, stage.microbatches_in_flight) + int(free_bytes / each_bytes) if each_bytes > 0 else 2**30
+
+
+def _each_bytes(stage: StagePlan) -> float:
+    """What a microbatch in flight holds: its messages, and its activations unless they are recomputed."""
+    memory = stage.memory
+    kept_bytes = memory.transfer_bytes + (0 if stage.recompute else memory.activation_bytes)
+    return kept_bytes / max(1, stage.microbatches_in_flight)

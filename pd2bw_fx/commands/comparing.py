@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--simulate", action="store_true", help="do not train, only simulate")
     parser.add_argument("--updates", type=int, default=20, help="updates to train (default 20)")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="train each as often, in turns, and tell the median (default 1)"
+    )
     parser.add_argument("--microbatches", type=int, help="microbatches an update (twice the devices)")
     parser.add_argument("--data", help="module:callable that gives an iterable of batches (default: text)")
     parser.add_argument("--optimizer", default="adamw", help=f"{OPTIMIZER_NAMES}, or module:callable (adamw)")
@@ -57,6 +61,8 @@ def add(commands: Any) -> None:
 def _compare(options: argparse.Namespace) -> int:
     if options.updates < 1:
         raise UsageError(f"--updates is {options.updates}; at least one is needed")
+    if options.rounds < 1:
+        raise UsageError(f"--rounds is {options.rounds}; at least one is needed")
     check_writable(options.output)
     model, cluster = named_model(options), Cluster.of(named_cluster(options))
     training = None
@@ -67,22 +73,22 @@ def _compare(options: argparse.Namespace) -> int:
             else lambda pipe: text_batches(pipe, options.updates),
             optimizer=optimizer_named(options.optimizer, options.lr, loaded),
             parameter_options=lambda pipe: groups_named(options.optimizer, pipe.graph),
+            rounds=options.rounds,
         )
-    found = []
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("methods", total=len(options.methods))
+        runs = len(options.methods) * (1 if options.simulate else options.rounds)
+        task = progress.add_task("methods", total=runs)
         figures = compare(
             model,
             cluster,
             methods=options.methods,
             microbatches_per_update=options.microbatches,
             training=training,
+            on_run=lambda method: progress.update(task, advance=1, description=method),
         )
-        for each in figures:
-            found.append(each)
-            progress.update(task, advance=1, description=each.method)
+        found = list(figures)
     used = [each for each in found if isinstance(each, Figures)]
     left_out = [each for each in found if isinstance(each, LeftOut)]
     if options.output is not None:
@@ -113,7 +119,7 @@ def _print(used: Sequence[Figures], left_out: Sequence[LeftOut], *, is_trained: 
             str(most) if least == most else f"{least} to {most}",
         ]
         if is_trained:
-            cells += [_shown(each.measured_per_s), _shown(each.loss)]
+            cells += [_measured(each.measured), _shown(each.loss)]
         table.add_row(*cells)
     # As wide as it is: a terminal breaks a line better than a table its words.
     Console(width=max(Console().width, _WIDE)).print(table)
@@ -129,6 +135,13 @@ def _print(used: Sequence[Figures], left_out: Sequence[LeftOut], *, is_trained: 
     for each in used:
         if each.not_trained is not None:
             print(f"{each.method} was not trained: {each.not_trained}")
+
+
+def _measured(rounds: Sequence[float]) -> str:
+    """The median, and how far the rounds are apart."""
+    if len(rounds) < 2:
+        return _shown(next(iter(rounds), None))
+    return f"{statistics.median(rounds):.4g} ({min(rounds):.3g} to {max(rounds):.3g})"
 
 
 def _shown(value: float | None) -> str:

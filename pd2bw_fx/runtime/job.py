@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from pd2bw_fx.actions import Shape
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ParameterSpec
-from pd2bw_fx.passes.schedule import METHODS, Method, method_of, warm_up_forwards
+from pd2bw_fx.passes.schedule import METHODS, Method, method_of
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
 
@@ -137,12 +137,10 @@ def work_for(
     shape = pipeline.shape(
         method,
         microbatches_per_update=microbatches_per_update,
-        slack=0.0 if slack == "auto" else slack,
+        slack=slack,
         replicas=None if replicas == 1 else replicas,
         vertical_sync=vertical_sync,
     )
-    if slack == "auto" and rules.name == "2bw":
-        shape = replace(shape, slack=chosen_slack(pipeline.plan, shape))
     return Work(rules.name, shape)
 
 
@@ -207,25 +205,6 @@ def _device_name(pipeline: Pipeline, work: Work, place: int) -> str:
         return stage.device_name
     copy = work.rules.ranks_of(work.shape, stage.stage).index(place)
     return pipeline.cluster.devices[stage.device + copy % stage.replicas].name
-
-
-def chosen_slack(plan: Plan, shape: Shape) -> float:
-    """The most slack of 1, 1/2 and 0 that two weight versions allow and every device's memory holds."""
-    each = shape.microbatches_per_update // shape.replicas_of(0)
-    return next(s for s in (1.0, 0.5, 0.0) if s == 0.0 or _holds(plan, each, s))
-
-
-def _holds(plan: Plan, microbatches_per_update: int, slack: float) -> bool:
-    if warm_up_forwards(0, plan.num_stages, slack) > microbatches_per_update:
-        return False
-    for stage in plan.stages:
-        in_flight = warm_up_forwards(stage.stage, plan.num_stages, slack) + 1
-        more = max(0, in_flight - stage.microbatches_in_flight)
-        kept_bytes = stage.memory.activation_bytes + stage.memory.transfer_bytes
-        each_bytes = kept_bytes / max(1, stage.microbatches_in_flight)
-        if stage.memory.total_bytes + more * each_bytes > stage.memory_limit_bytes:
-            return False
-    return True
 
 
 def _holders(
