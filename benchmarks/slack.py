@@ -38,7 +38,6 @@ from pd2bw_fx.runtime.stage_runner import StageRunner
 STAGES = 4
 FORWARD_S, BACKWARD_S = 0.04, 0.08
 UPDATES = 6
-CONTENDERS = (("1f1b", 0.0), ("2bw", 0.0), ("2bw", 0.5), ("2bw", 1.0))
 
 
 def main() -> None:
@@ -145,8 +144,9 @@ def work(options: argparse.Namespace) -> None:
 
 
 def usable(m: int) -> list[tuple[str, float]]:
-    """Those that two weight versions allow."""
-    return [(method, slack) for method, slack in CONTENDERS if (STAGES - 1) * (1 + slack) < m]
+    """As far as two weight versions allow, in the steps that the engine takes by itself."""
+    least = STAGES - 1
+    return [("1f1b", 0.0), *(("2bw", more / least) for more in range(min(least, m - least) + 1))]
 
 
 def simulated(method: str, slack: float, m: int, latency: float) -> float:
@@ -168,7 +168,7 @@ def print_table(answer: dict[str, Any], options: argparse.Namespace) -> None:
         spread = f"({min(found):.3f} to {max(found):.3f})"
         model = simulated(method, slack, m, options.latency)
         told = f"engine {statistics.median(found):.3f} {spread}"
-        print(f"    {method:<4} slack {slack}   simulated {model:.3f}   {told}")
+        print(f"    {method:<4} slack {slack:.2f}   simulated {model:.3f}   {told}")
 
 
 if __name__ == "__main__":
