@@ -68,13 +68,13 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
     pairs = st.lists(st.tuples(index, index).filter(lambda pair: pair[0] < pair[1]), max_size=3)
     each = draw(st.integers(num_stages, 7)) if method == "2bw" else draw(st.integers(1, 7))
     m = 4 * ((each + 3) // 4) if method == "chimera" else each * replicas
-    longest = (m // replicas - 1) / (num_stages - 1) - 1
+    least = num_stages - 1  # forwards that stage 0 begins with; up to m // replicas are allowed
     return {
         "method": method,
         "num_stages": num_stages,
         "replicas": replicas,
         "m": m,
-        "slack": draw(st.sampled_from([s for s in (0.0, 0.5, 1.0) if s <= longest] or [0.0]))
+        "slack": draw(st.integers(0, min(m // replicas - least, 2 * least))) / least
         if method == "2bw"
         else 0.0,
         "recompute": draw(st.booleans()),
