@@ -34,10 +34,10 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits and a unit that fits: "12.3 ms"."""
+    """Three digits and a unit that fits: "12.3 ms". What is less than a picosecond is rounding: "0 s"."""
     if abs(seconds) >= 999.5:
         return f"{seconds:.0f} s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= 0.9995 * scale:
             return f"{seconds / scale:.3g} {unit}"
-    return "0 s" if seconds == 0 else f"{seconds / 1e-6:.3g} us"
+    return "0 s" if abs(seconds) < 1e-12 else f"{seconds / 1e-6:.3g} us"

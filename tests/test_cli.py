@@ -166,7 +166,11 @@ def test_simulate_gives_figures_and_a_timeline(
     assert main(["simulate", str(folder), "--json", "--method", "1f1b"]) == 0
     flushed = json.loads(capsys.readouterr().out)
 
+    assert main(["simulate", str(folder), "--json", "--slack", "auto"]) == 0
+    as_run = json.loads(capsys.readouterr().out)
+
     assert own["microbatches_per_s"] > flushed["microbatches_per_s"]
+    assert (own["in_flight_peak"], as_run["in_flight_peak"]) == ([2, 1], [3, 1])
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert main(["simulate", str(folder)]) == 0
     assert "microbatches/s" in capsys.readouterr().out

@@ -23,6 +23,7 @@ def test_bytes_have_three_digits_and_never_a_power_of_ten(num_bytes: int, text: 
         (0.99951e-3, "1 ms"),
         (12.34e-3, "12.3 ms"),
         (2e-9, "0.002 us"),
+        (6.9e-18, "0 s"),
         (4321, "4321 s"),
     ],
 )

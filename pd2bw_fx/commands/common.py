@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -80,6 +80,16 @@ def add_method(parser: argparse.ArgumentParser) -> None:
         "--method", metavar="METHOD", help=f"{', '.join(trained)} (default: the plan's, else 2bw)"
     )
     parser.add_argument("--chunks", type=int, help="interleaved: stages on each device (default 2)")
+
+
+def slack_named(text: str) -> float | Literal["auto"]:
+    """--slack's, for argparse."""
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
 
 
 def named_pipeline(options: argparse.Namespace) -> Pipeline:

@@ -21,6 +21,7 @@ from pd2bw_fx.commands.common import (
     named_onnx,
     named_pipeline,
     saved_folder,
+    slack_named,
 )
 from pd2bw_fx.commands.progress import ProgressLine, in_workload_units
 from pd2bw_fx.errors import InputError, UsageError
@@ -109,6 +110,13 @@ def add(commands: Any) -> None:
     simulate.add_argument("--microbatches", type=int, help="microbatches an update (default: the plan's)")
     simulate.add_argument("--updates", type=int, default=8, help="updates to simulate (default 8)")
     simulate.add_argument("--jitter", type=float, default=0.0, help="relative spread of compute times")
+    simulate.add_argument(
+        "--slack",
+        type=slack_named,
+        metavar="NUMBER|auto",
+        default=0.0,
+        help="2bw, 1f1b: more microbatches in flight; auto: as many as the engine takes (default 0)",
+    )
     simulate.add_argument(
         "-o",
         "--output",
@@ -222,6 +230,7 @@ def _simulate(options: argparse.Namespace) -> int:
         microbatches_per_update=options.microbatches,
         num_updates=options.updates,
         jitter=options.jitter,
+        slack=options.slack,
     )
     figures = {
         "method": timeline.method,
@@ -243,9 +252,8 @@ def _simulate(options: argparse.Namespace) -> int:
     )
     for rank, causes in enumerate(timeline.idle_by_cause_s):
         waits = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in causes.items())
-        print(
-            f"  rank {rank}: idle for {waits}; at most {timeline.in_flight_peak[rank]} microbatches in flight"
-        )
+        most = timeline.in_flight_peak[rank]
+        print(f"  rank {rank}: idle for {waits}; at most {most} microbatch{'es' * (most != 1)} in flight")
     return 0
 
 
