@@ -239,9 +239,9 @@ class Pipeline:
     ) -> Timeline:
         """The plan's stages on a model of time: the pipeline's own schedule, or another one.
 
-        `slack`: microbatches in flight beyond those of the plan, "auto" as the engine takes them. `replicas`
-        are ranks of each stage (one number for all, or one each) on devices like those of the plan.
-        `method="ddp"` puts the stages together, and a copy of the whole on each device of the plan.
+        `slack` is the engine's (see `Engine.from_pipeline`), but 0 unless it is given: as the plan counts
+        memory. `replicas` are ranks of each stage (one number for all, or one each) on devices like those of
+        the plan. `method="ddp"` puts the stages together, and a copy of the whole on each device of the plan.
         `cluster` may have other links than the one that was planned for. `options` are those of
         `passes.simulate.simulate` (`links`, `jitter`, `seed`, `update_s`, and `calibration`: what the engine
         takes besides the operators, see `calibration`).

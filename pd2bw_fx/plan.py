@@ -72,6 +72,12 @@ class StagePlan:
         )
 
     @property
+    def bytes_per_microbatch(self) -> float:
+        """What one in flight holds: its messages, and its activations unless they are recomputed."""
+        saved = 0 if self.recompute else self.memory.activation_bytes
+        return (self.memory.transfer_bytes + saved) / max(1, self.microbatches_in_flight)
+
+    @property
     def load_s(self) -> float:
         """The time this stage needs for one microbatch: what the bottleneck is the largest of.
 

@@ -145,11 +145,12 @@ def test_automatic_slack_goes_as_far_as_two_versions_allow(
     assert work_for(planned).shape.slack == pytest.approx((in_flight[0] - d) / (d - 1))
 
 
-def test_automatic_slack_takes_only_memory_that_is_left() -> None:
-    planned = planned_mlp(4, 8)
-    plan = planned.plan
+@pytest.mark.parametrize("recompute", [False, True])
+def test_automatic_slack_takes_only_memory_that_is_left(*, recompute: bool) -> None:
+    plan = planned_mlp(4, 8, recompute=recompute).plan
     first = plan.stages[0]
-    each_bytes = (first.memory.activation_bytes + first.memory.transfer_bytes) / first.microbatches_in_flight
+    saved_bytes = 0 if recompute else first.memory.activation_bytes
+    each_bytes = (saved_bytes + first.memory.transfer_bytes) / first.microbatches_in_flight
 
     def slack_with(more: float) -> float:
         limit = int(first.memory.total_bytes + more * each_bytes)
@@ -159,12 +160,13 @@ def test_automatic_slack_takes_only_memory_that_is_left() -> None:
     assert [slack_with(more) for more in (0.5, 1.5, 2.5, 3.5)] == [0, 1 / 3, 2 / 3, 1]
 
 
-def planned_mlp(num_stages: int, microbatches_per_update: int) -> Pipeline:
+def planned_mlp(num_stages: int, microbatches_per_update: int, *, recompute: bool = False) -> Pipeline:
     return pd2bw_fx.split(
         build_model("mlp"),
         cluster=Cluster.uniform(num_stages, bytes_per_s=1e9, latency_s=1e-5, memory_bytes="1 GiB"),
         num_stages=num_stages,
         microbatches_per_update=microbatches_per_update,
+        recompute=recompute,
         costs="analytic",
         check=False,
     )

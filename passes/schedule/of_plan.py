@@ -81,7 +81,7 @@ def _fits(plan: Plan, slack: float) -> bool:
     """Whether every stage's device holds the microbatches that the slack adds."""
     for stage in plan.stages:
         in_flight = warm_up_forwards(stage.stage, plan.num_stages, slack) + 1
-        added_bytes = max(0, in_flight - stage.microbatches_in_flight) * _each_bytes(stage)
+        added_bytes = max(0, in_flight - stage.microbatches_in_flight) * stage.bytes_per_microbatch
         if stage.memory.total_bytes + added_bytes > stage.memory_limit_bytes:
             return False
     return True
@@ -136,13 +136,6 @@ def _times_of(plan: Plan) -> Times:
 
 def _held(stage: StagePlan) -> int:
     """Microbatches that the stage's memory holds between forward and weight gradient."""
-    each_bytes = _each_bytes(stage)
+    each_bytes = stage.bytes_per_microbatch
     free_bytes = stage.memory_limit_bytes - stage.memory.total_bytes
     return max(1, stage.microbatches_in_flight) + int(free_bytes / each_bytes) if each_bytes > 0 else 2**30
-
-
-def _each_bytes(stage: StagePlan) -> float:
-    """What a microbatch in flight holds: its messages, and its activations unless they are recomputed."""
-    memory = stage.memory
-    kept_bytes = memory.transfer_bytes + (0 if stage.recompute else memory.activation_bytes)
-    return kept_bytes / max(1, stage.microbatches_in_flight)

@@ -34,7 +34,7 @@ def peak_memory_bytes(timeline: Timeline, plan: Plan, memory_model: MemoryModel)
     """
     alive = versions_alive(timeline)
     now, most = [0.0] * timeline.num_ranks, [0.0] * timeline.num_ranks
-    each = [_microbatch_bytes(stage) for stage in plan.stages]
+    each = [stage.bytes_per_microbatch for stage in plan.stages]
     with_gradients = set[tuple[int, int]]()
     for event in timeline.events:
         place, gradients = (event.rank, event.stage), plan.stages[event.stage].memory.gradient_bytes
@@ -55,12 +55,6 @@ def peak_memory_bytes(timeline: Timeline, plan: Plan, memory_model: MemoryModel)
         once = max((_once_bytes(plan.stages[stage]) for stage in stages), default=0)
         peaks.append(round(fixed + moving + once))
     return tuple(peaks)
-
-
-def _microbatch_bytes(stage: StagePlan) -> float:
-    memory, planned = stage.memory, max(1, stage.microbatches_in_flight)
-    kept = 0 if stage.recompute else memory.activation_bytes
-    return (memory.transfer_bytes + kept) / planned
 
 
 def _once_bytes(stage: StagePlan) -> int:
