@@ -75,11 +75,12 @@ def _compare(options: argparse.Namespace) -> int:
             parameter_options=lambda pipe: groups_named(options.optimizer, pipe.graph),
             rounds=options.rounds,
         )
+    found: list[Figures | LeftOut] = []
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        runs = len(options.methods) * (1 if options.simulate else options.rounds)
-        task = progress.add_task("methods", total=runs)
+        rounds = 1 if options.simulate else options.rounds
+        task = progress.add_task("methods", total=rounds * len(options.methods))
         figures = compare(
             model,
             cluster,
@@ -88,7 +89,10 @@ def _compare(options: argparse.Namespace) -> int:
             training=training,
             on_run=lambda method: progress.update(task, advance=1, description=method),
         )
-        found = list(figures)
+        for each in figures:
+            found.append(each)
+            if isinstance(each, LeftOut):
+                progress.update(task, advance=rounds, description=each.method)
     used = [each for each in found if isinstance(each, Figures)]
     left_out = [each for each in found if isinstance(each, LeftOut)]
     if options.output is not None:
