@@ -40,6 +40,13 @@ from pd2bw_fx.workload import read_workload
 
 def add(commands: Any) -> None:
     """plan, show, split, verify, check, simulate, report"""
+    _add_splitting(commands)
+    _add_checking(commands)
+    _add_looking(commands)
+
+
+def _add_splitting(commands: Any) -> None:
+    """plan, show, split"""
     plan = model_command(
         commands,
         "plan",
@@ -76,6 +83,9 @@ def add(commands: Any) -> None:
     save.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     save.set_defaults(run=_split)
 
+
+def _add_checking(commands: Any) -> None:
+    """verify, check"""
     verify = model_command(
         commands,
         "verify",
@@ -100,6 +110,9 @@ def add(commands: Any) -> None:
     check.add_argument("--json", action="store_true", help="the plan as JSON, priced again")
     check.set_defaults(run=_check)
 
+
+def _add_looking(commands: Any) -> None:
+    """simulate, report"""
     simulate = model_command(
         commands,
         "simulate",
