@@ -70,7 +70,7 @@ def _choices(workload: Workload) -> tuple[Choices, Any]:
 
 def _down_sets(workload: Workload, max_sets: int) -> Any:
     choices, orders = _choices(workload)
-    return DownSets.of(placement._Enumeration(choices, orders)._kinds(), max_sets=max_sets)
+    return DownSets.of(placement._Enumeration(choices, orders).kinds(), max_sets=max_sets)
 
 
 def test_too_many_down_sets_are_not_enumerated() -> None:

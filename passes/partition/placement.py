@@ -84,13 +84,15 @@ def plan_workload(
     tensors = tensors_between(workload, groups)
     orders = list(_device_orders(workload.num_accelerators, num_cpus))
     choices = Choices(len(orders), lambda choice: _instance(workload, groups, tensors, orders[choice]))
+    enumeration = _Enumeration(choices, orders)
     found = search(
         choices,
         solver=solver,
         max_gap=max_gap,
         deadline=Deadline(time_limit_s),
         report=progress,
-        enumeration=_Enumeration(choices, orders),
+        enumeration=enumeration,
+        kinds=enumeration.kinds,
     )
     if found is None:
         raise InfeasibleError(
@@ -124,7 +126,7 @@ class _Enumeration:
             return Status.UNKNOWN, -1, None
         if not self._is_tried:
             self._is_tried = True
-            self._down_sets = DownSets.of(self._kinds(), max_sets=_MAX_DOWN_SETS)
+            self._down_sets = DownSets.of(self.kinds(), max_sets=_MAX_DOWN_SETS)
         if self._down_sets is None:
             return Status.UNKNOWN, -1, None
         try:
@@ -143,7 +145,7 @@ class _Enumeration:
         """By kind: accelerators first, where there are any."""
         return sorted(set(self._orders[0]))
 
-    def _kinds(self) -> list[Kind]:
+    def kinds(self) -> list[Kind]:
         instance, order = self._choices[0], self._orders[0]
         return [Kind(instance, order.index(flag), order.count(flag)) for flag in self._is_cpu]
 

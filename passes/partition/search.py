@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import networkx as nx
 import numpy as np
 
 from pd2bw_fx.errors import SolverError
@@ -23,6 +22,8 @@ from pd2bw_fx.plan import Progress
 from .downsets import DownSets, Kind, OutOfTime
 from .instance import Instance, Integers, evaluate, respects_edges
 from .intervals import best_cut, rough_cut
+from .least import LeastLoads
+from .orders import Shuffler, topological_orders
 from .program import FeasibilityProgram
 from .relaxation import is_refuted
 from .windows import Reach, windows_for
@@ -36,8 +37,14 @@ _FINE_GAP = 0.002
 _SMALL = 2000  # nodes times stages: what is proven finely at once
 _CACHED_INSTANCES = 64
 _FEW_CHOICES = 12
-_PROGRAMS_SHARE = 0.02  # of the time, before there is enumeration
+_PROGRAMS_SHARE = 0.02  # of the time, before other orders and enumeration
+_ORDERS_SHARE = 0.1  # of what is left then, before that
 _DOWN_SETS_SHARE = 0.7  # of what is left then
+_ROUNDS = (
+    0,
+    25,
+    100,
+)  # orders in a row that bring nothing: where a bound is asked for, and the last is the end
 _FEW_DOWN_SETS = 10_000
 _ENUMERATION_SHARE = 0.2
 
@@ -95,12 +102,14 @@ def search(
     deadline: Deadline,
     report: Callable[[Progress], None] | None = None,
     enumeration: Enumeration | None = None,
+    kinds: Callable[[], Sequence[Kind]] | None = None,
     faster_than_s: float = np.inf,
 ) -> Found | None:
     """The fastest assignment over all choices, proven to `max_gap` unless the time runs out.
 
     `report` hears of every step, and every second of a long one. Ctrl-C ends the search as the deadline does.
-    `enumeration` is asked where programs have not settled it in the first share of the time.
+    `enumeration` is asked where programs have not settled it in the first share of the time, after other
+    orders and a bound from what a node's stage cannot be without on devices of these `kinds`, which is all.
 
     None where it is proven that no assignment of any choice fits in memory, or none was found that is
     `faster_than_s`. Raises SolverError where the time ran out before the first assignment was found.
@@ -115,6 +124,8 @@ def search(
             state.first_assignments()
         state.ask_programs(finest)
         if enumeration is not None:
+            state.deadline = Deadline(deadline.left_s * _ORDERS_SHARE)
+            state.shuffle(finest, kinds)
             state.deadline = Deadline(deadline.left_s * _DOWN_SETS_SHARE)
             state.ask_windows(finest)
             state.enumerate(enumeration, finest)
@@ -147,7 +158,7 @@ class _State:
         self.solver = solver
         self.deadline = deadline
         self.reach = Reach(choices[0].num_nodes, choices[0].edges)
-        self.orders = _topological_orders(choices[0])
+        self.orders = topological_orders(choices[0])
         self.bottleneck_s = np.inf
         self.choice = -1
         self.stage_of: Integers | None = None
@@ -195,7 +206,7 @@ class _State:
                 if stage_of is not None and respects_edges(instance, stage_of):
                     self._offer(choice, stage_of)
 
-    def _offer(self, choice: int, stage_of: Integers) -> None:
+    def _offer(self, choice: int, stage_of: Integers, *, or_as_good: bool = False) -> None:
         loads = evaluate(self.choices[choice], stage_of)
         if not loads.fits:
             return
@@ -203,6 +214,8 @@ class _State:
         if loads.bottleneck_s < self.bottleneck_s:
             self.bottleneck_s, self.choice, self.stage_of = loads.bottleneck_s, choice, stage_of
             self.tell()
+        elif or_as_good and loads.bottleneck_s == self.bottleneck_s:
+            self.choice, self.stage_of = choice, stage_of
 
     def ask_programs(self, finest: float) -> None:
         is_small = self.choices[0].num_nodes * self.choices[0].num_stages <= _SMALL
@@ -224,6 +237,31 @@ class _State:
             if stage_of is None:
                 return
             self._offer(choice, stage_of)
+
+    def shuffle(self, gap: float, kinds: Callable[[], Sequence[Kind]] | None) -> None:
+        """Cut other orders near the incumbent's, until many in a row bring nothing; a bound by turns."""
+        least = None if kinds is None else LeastLoads(kinds(), self.reach)
+        shuffler = Shuffler(self.choices[0].num_nodes, self.choices[0].edges)
+        fruitless = 0
+        while self.stage_of is not None and self.deadline.left_s > 0:
+            if fruitless in _ROUNDS and least is not None:
+                target_s = float(self.bottleneck_s) * (1.0 - gap)
+                self.floor_s = max(self.floor_s, least.floor_s(target_s, self.deadline))
+                self.tell()
+            if fruitless == _ROUNDS[-1] or self.bound_s() >= self.bottleneck_s * (1.0 - gap):
+                return
+            fruitless = 0 if self._shuffle_once(shuffler, fruitless, gap) else fruitless + 1
+
+    def _shuffle_once(self, shuffler: Shuffler, number: int, gap: float) -> bool:
+        """Whether another order is better by the gap. Every other time it is cut for another choice."""
+        choice = self.choice if number % 2 == 0 else number // 2 % len(self.choices)
+        before_s = self.bottleneck_s
+        assert self.stage_of is not None
+        stage_of = best_cut(self.choices[choice], shuffler.order(self.stage_of))
+        if stage_of is None or not respects_edges(self.choices[choice], stage_of):
+            return False
+        self._offer(choice, stage_of, or_as_good=True)
+        return bool(self.bottleneck_s < before_s * (1.0 - gap))
 
     def ask_windows(self, gap: float) -> None:
         """How large a target leaves some node no stage, on every choice: a bound that takes little time."""
@@ -321,16 +359,6 @@ def _lower_bound_s(instance: Instance) -> float:
     return float(max(together.max(initial=0.0), upto[-1] / k))
 
 
-def _topological_orders(instance: Instance) -> list[Sequence[int]]:
-    """The given order, and where it is not the only one, one branch after the other in two ways."""
-    given = list(range(instance.num_nodes))
-    graph = nx.DiGraph(instance.edges)
-    graph.add_nodes_from(given)
-    deep = _depth_first(graph)
-    late = _depth_first(graph.reverse(copy=False))[::-1]
-    return [given, *(order for order in (deep, late) if order != given)]
-
-
 def _pinned_order(instance: Instance, reach: Reach) -> list[Sequence[int]]:
     """What is pinned to an early stage first, or no way to cut the order may keep to the pins."""
     if instance.forbidden is None or not instance.forbidden.any():
@@ -340,18 +368,3 @@ def _pinned_order(instance: Instance, reach: Reach) -> list[Sequence[int]]:
         return []
     nodes = range(instance.num_nodes)
     return [sorted(nodes, key=lambda node: (windows.first[node], windows.last[node], node))]
-
-
-def _depth_first(graph: nx.DiGraph) -> list[int]:
-    """Topological, and from each node on to what has just become possible."""
-    waiting = dict(graph.in_degree())
-    ready = sorted((node for node, count in waiting.items() if count == 0), reverse=True)
-    order = []
-    while ready:
-        node = ready.pop()
-        order.append(node)
-        for reader in sorted(graph.successors(node), reverse=True):
-            waiting[reader] -= 1
-            if waiting[reader] == 0:
-                ready.append(reader)
-    return order

@@ -8,6 +8,7 @@ work is T less the transfers that it cannot escape (`_inescapable`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,30 @@ class Reach:
     def from_on(self, amount: Floats) -> Floats:
         """Each node's own amount and that of all its descendants."""
         return amount + amount @ self._before
+
+    def related(self, node: int) -> Flags:
+        """Which nodes come before or after this one."""
+        related: Flags = (self._before[node] > 0) | (self._before[:, node] > 0)
+        return related
+
+    def between(self, one: int, other: int) -> list[int]:
+        """The nodes on the ways from the earlier of two nodes to the later."""
+        first, last = (one, other) if self._before[other, one] else (other, one)
+        on_the_way: list[int] = np.flatnonzero(self._before[:, first] * self._before[last]).tolist()
+        return on_the_way
+
+    def between_sums(self, node: int, amount: Any) -> Any:
+        """For each other node the sum over what lies between the two."""
+        earlier = (self._before[node] * amount) @ self._before
+        later = self._before @ (self._before[:, node] * amount)
+        return earlier + later
+
+    def beyond(self, node: int, other: int) -> Flags:
+        """The other node, and all that is on the far side of it."""
+        before = self._before[other] if self._before[node, other] else self._before[:, other]
+        beyond: Flags = before > 0
+        beyond[other] = True
+        return beyond
 
 
 @dataclass(frozen=True, slots=True, eq=False)

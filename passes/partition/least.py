@@ -1,0 +1,142 @@
+"""A bound from single nodes: what the stage that holds a node has to do whatever else it holds.
+
+The stage works for its nodes and pays for each tensor that it has a part of. The set around a node for which
+both together are least is a minimum cut: between the node and a sink that each other node is tied to by its
+work, with the tensors as edges. What cannot share a stage with the node lies at the sink: where the nodes on
+the ways between the two, which are on that stage too, are more than the target by themselves.
+
+Where transfers are dear this tells what work alone does not: a node between two large tensors drags half the
+graph along, or pays for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import networkx as nx
+import numpy as np
+
+from .downsets import Kind
+from .instance import Integers
+from .windows import Reach
+
+_UNITS = 2**40  # that a target is counted in: cuts are of whole numbers, each rounded down
+_NEAR = 0.5  # of a target: what may come over it once some nodes are kept away
+_TRIES = 3
+_HOLDING, _REST = "holding", "rest"
+
+
+class LeastLoads:
+    """To be asked about one target after another. Loads are sums: not for links that run beside the work."""
+
+    def __init__(self, kinds: Sequence[Kind], reach: Reach) -> None:
+        self._kinds = [_Kind(kind, reach) for kind in kinds]
+
+    def floor_s(self, target_s: float, deadline: Any) -> float:
+        """No assignment is faster than this, which is the target at most."""
+        units = _UNITS / target_s
+        by_kind = [kind.least(units, deadline) for kind in self._kinds]
+        return min(target_s, float(np.min(by_kind, axis=0).max()) / units)
+
+
+class _Kind:
+    """The nodes as devices of one kind see them."""
+
+    def __init__(self, kind: Kind, reach: Reach) -> None:
+        instance, stage = kind.instance, kind.stage
+        self._reach = reach
+        self._work_s = instance.work_s[stage]
+        others = [other for other in range(instance.num_stages) if other != stage] or [stage]
+        self._cost_s = instance.cost_s[:, stage, others].min(axis=1, initial=np.inf)
+        self._members = [tuple(sorted(set(net.members))) for net in instance.nets]
+        forbidden = np.zeros(instance.num_nodes, dtype=bool)
+        self._forbidden = forbidden if instance.forbidden is None else instance.forbidden[stage]
+
+    def least(self, units: float, deadline: Any) -> Any:
+        """For each node a bound on the load of its stage, in so many units a second; infinite where it may
+        not be on this kind of device."""
+        # Twice the target is out of reach however much more it is.
+        work, cost = (
+            np.floor(np.minimum(amount * units, 2 * _UNITS)).astype(np.int64)
+            for amount in (self._work_s, self._cost_s)
+        )
+        bound = work.astype(np.float64)
+        if cost.any():
+            alone = work.copy()
+            for members, price in zip(self._members, cost.tolist(), strict=True):
+                alone[list(members)] += price
+            self._raise(bound, _Network(work, cost, self._members), alone, work, deadline)
+        bound[self._forbidden] = np.inf
+        return bound
+
+    def _raise(self, bound: Any, network: _Network, alone: Integers, work: Integers, deadline: Any) -> None:
+        """To the value of the least cut where it may come over the target, dearest nodes first."""
+        most = alone.copy()  # no more than this is what the stage of a node has to do
+        while (node := int(most.argmax())) >= 0 and most[node] > _NEAR * _UNITS and deadline.left_s > 0:
+            value, held = network.least({node})
+            bound[node] = value
+            if value > _NEAR * _UNITS:
+                bound[node] = self._with_company(network, node, work, deadline)
+            # What is held with it has no more to do, and is not worth a look unless it is bound by company.
+            most[[node, *held]] = 0
+
+    def _with_company(self, network: _Network, node: int, work: Integers, deadline: Any) -> float:
+        """The least cut where nodes that the target keeps away from this one are not held with it."""
+        reach = self._reach
+        together = reach.between_sums(node, work) + work + work[node]
+        related = reach.related(node)
+        away = related & (together > _UNITS)
+        while True:
+            value, held = network.least({node}, np.flatnonzero(away).tolist())
+            if value > _UNITS or deadline.left_s == 0:
+                return value
+            farther = None
+            tries = 0
+            for other in sorted((v for v in held if related[v]), key=lambda v: (together[v], v)):
+                ways = reach.between(node, other)
+                if tries == _TRIES:
+                    break
+                if set(ways) <= held:
+                    continue
+                tries += 1
+                if network.least({node, other, *ways}, np.flatnonzero(away).tolist())[0] > _UNITS:
+                    farther = other
+                    break
+            if farther is None:
+                return value
+            away |= reach.beyond(node, farther)
+
+
+class _Network:
+    """Nodes with arcs of their work to the sink, and tensors: two more nodes each where several read it."""
+
+    def __init__(self, work: Integers, cost: Integers, members: Sequence[tuple[int, ...]]) -> None:
+        self._graph = nx.DiGraph()
+        for node, amount in enumerate(work.tolist()):
+            self._graph.add_edge(node, _REST, capacity=amount)
+        pairs: dict[tuple[int, ...], int] = {}
+        for ends, price in zip(members, cost.tolist(), strict=True):
+            pairs[ends] = pairs.get(ends, 0) + price
+        for ends, price in pairs.items():
+            if len(ends) == 2:
+                self._graph.add_edge(*ends, capacity=price)
+                self._graph.add_edge(*reversed(ends), capacity=price)
+                continue
+            self._graph.add_edge(("in", ends), ("out", ends), capacity=price)
+            self._graph.add_edges_from((end, ("in", ends)) for end in ends)
+            self._graph.add_edges_from((("out", ends), end) for end in ends)
+
+    def least(self, held: Iterable[int], away: Iterable[int] = ()) -> tuple[float, set[int]]:
+        """The least load of a stage with these nodes and without those, and the nodes that it holds then."""
+        graph = self._graph.copy()
+        graph.add_edges_from((_HOLDING, node) for node in held)
+        graph.add_edges_from(((node, _REST) for node in away), capacity=math.inf)
+        try:
+            value, (near, _) = nx.minimum_cut(
+                graph, _HOLDING, _REST, flow_func=nx.algorithms.flow.boykov_kolmogorov
+            )
+        except nx.NetworkXUnbounded:
+            return math.inf, set()
+        return float(value), {node for node in near if isinstance(node, int)}
