@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
+from drawn_workloads import choices_of, drawn_workload
 
-from pd2bw_fx.passes.partition import groups, placement, search
+from pd2bw_fx.passes.partition import placement, search
 from pd2bw_fx.passes.partition.downsets import DownSets, Kind, OutOfTime
 from pd2bw_fx.passes.partition.relaxation import is_refuted
 from pd2bw_fx.passes.partition.search import Choices, Deadline
 from pd2bw_fx.workload import Workload, workload_from_json
 
 
-def drawn(seed: int) -> Workload:
-    draw = random.Random(seed)
-    count = draw.randint(4, 12)
-    nodes = [
-        {
-            "id": at,
-            "supportedOnFpga": int(draw.random() < 0.9),
-            "fpgaLatency": draw.randint(0, 9),
-            "cpuLatency": draw.randint(0, 30),
-            "size": draw.randint(0, 5),
-            "isBackwardNode": 0,
-            "colorClass": draw.choice([None, None, None, 1]),
-        }
-        for at in range(count)
-    ]
-    edges = []
-    for source in range(count - 1):
-        cost = draw.randint(0, 4)
-        for target in draw.sample(range(source + 1, count), min(draw.randint(0, 2), count - source - 1)):
-            edges.append({"sourceId": source, "destId": target, "cost": cost})
-    data = {"nodes": nodes, "edges": edges, "maxSizePerFPGA": draw.choice([8, 20, 1000])}
-    return workload_from_json(data | {"maxFPGAs": draw.randint(1, 3), "maxCPUs": draw.randint(1, 2)}, name="")
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_enumeration_finds_the_optimum_of_the_programs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = drawn(seed)
+    workload = drawn_workload(seed)
     by_programs = placement.plan_workload(workload)
     # No time at all for programs: all that is proven is proven by enumeration.
     monkeypatch.setattr(search, "_PROGRAMS_SHARE", 0.0)
@@ -52,7 +28,7 @@ def test_enumeration_finds_the_optimum_of_the_programs(seed: int, monkeypatch: p
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_order_of_the_devices_is_refuted_that_is_as_fast(seed: int) -> None:
-    choices, _ = _choices(drawn(seed))
+    choices, _ = choices_of(drawn_workload(seed))
     sets = DownSets.of([Kind(choices[0], 0, 1)], max_sets=10**5)
     assert sets is not None
     for choice in range(len(choices)):
@@ -61,15 +37,8 @@ def test_no_order_of_the_devices_is_refuted_that_is_as_fast(seed: int) -> None:
         assert found is None or not is_refuted(choices[choice], sets, found.bottleneck_s, Deadline(30.0))
 
 
-def _choices(workload: Workload) -> tuple[Choices, Any]:
-    found = groups.groups_of(workload)
-    orders = list(placement._device_orders(workload.num_accelerators, workload.num_cpus))
-    tensors = groups.tensors_between(workload, found)
-    return Choices(len(orders), lambda at: placement._instance(workload, found, tensors, orders[at])), orders
-
-
 def _down_sets(workload: Workload, max_sets: int) -> Any:
-    choices, orders = _choices(workload)
+    choices, orders = choices_of(workload)
     return DownSets.of(placement._Enumeration(choices, orders).kinds(), max_sets=max_sets)
 
 
@@ -83,4 +52,4 @@ def test_too_many_down_sets_are_not_enumerated() -> None:
 
 def test_enumeration_stops_at_the_deadline() -> None:
     with pytest.raises(OutOfTime):
-        _down_sets(drawn(3), 10**5).chain_within(1.0, Deadline(0.0))
+        _down_sets(drawn_workload(3), 10**5).chain_within(1.0, Deadline(0.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from pd2bw_fx.errors import InfeasibleError, InputError
 from pd2bw_fx.passes.partition import Placement, plan_workload
-from pd2bw_fx.workload import Workload, read_workload, workload_from_json
+from pd2bw_fx.workload import Workload, WorkloadEdge, read_workload, workload_from_json
 
 FOLDER = Path(__file__).parent.parent / "benchmarks" / "workloads"
 # Accelerators only, with the CPU: found by the paper's own program.
@@ -130,6 +131,28 @@ def test_equal_nodes_that_cannot_be_spread_evenly_are_proven_at_once(num_nodes: 
     )
     assert placement.objective == slowest
     assert placement.gap <= 1e-5
+
+
+@pytest.mark.parametrize("accelerators_only", [True, False])
+def test_models_side_by_side_whose_last_tensors_are_dear_are_proven(accelerators_only: bool) -> None:
+    # Four BERTs, each after the last hidden state of the one before: what makes their embeddings may run at
+    # any time. No program closes this in a minute, and there are too many down-sets.
+    published = read_workload(FOLDER / "operators_bert_l-3_inference.json")
+    last, read = 218, 74  # the hidden state, and where the next one takes it
+    nodes, edges = [], []
+    for first in (0, 1000, 2000, 3000):
+        for node in published.nodes:
+            color = None if node.color is None else f"{node.color} of {first}"
+            nodes.append(replace(node, id=node.id + first, color=color))
+        edges += [WorkloadEdge(e.source + first, e.target + first, e.cost) for e in published.edges]
+        if first:
+            cost = next(edge.cost for edge in published.edges if edge.source == last)
+            edges.append(WorkloadEdge(last + first - 1000, read + first, cost))
+    workload = replace(published, num_accelerators=16, nodes=tuple(nodes), edges=tuple(edges))
+    placement = plan_workload(workload, accelerators_only=accelerators_only)
+    assert placement.gap <= 1e-5
+    assert placement.objective == pytest.approx(27.918568, rel=1e-5)
+    assert max(loads(workload, placement).values()) == pytest.approx(placement.objective, rel=1e-9)
 
 
 def test_same_workload_gives_the_same_placement() -> None:

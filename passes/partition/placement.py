@@ -92,7 +92,7 @@ def plan_workload(
         deadline=Deadline(time_limit_s),
         report=progress,
         enumeration=enumeration,
-        kinds=enumeration.kinds,
+        kinds=enumeration.kinds(),
     )
     if found is None:
         raise InfeasibleError(

@@ -39,6 +39,7 @@ _CACHED_INSTANCES = 64
 _FEW_CHOICES = 12
 _PROGRAMS_SHARE = 0.02  # of the time, before other orders and enumeration
 _ORDERS_SHARE = 0.1  # of what is left then, before that
+_LEAST_LOADS_SHARE = 0.3  # of the time of the step that they help
 _DOWN_SETS_SHARE = 0.7  # of what is left then
 _ROUNDS = (
     0,
@@ -102,30 +103,32 @@ def search(
     deadline: Deadline,
     report: Callable[[Progress], None] | None = None,
     enumeration: Enumeration | None = None,
-    kinds: Callable[[], Sequence[Kind]] | None = None,
+    kinds: Sequence[Kind] = (),
     faster_than_s: float = np.inf,
 ) -> Found | None:
     """The fastest assignment over all choices, proven to `max_gap` unless the time runs out.
 
     `report` hears of every step, and every second of a long one. Ctrl-C ends the search as the deadline does.
-    `enumeration` is asked where programs have not settled it in the first share of the time, after other
-    orders and a bound from what a node's stage cannot be without on devices of these `kinds`, which is all.
+    `kinds` are all devices that there are, for a bound from what the stage of a node cannot be without.
+    `enumeration` is asked where neither programs in the first share of the time have settled it nor other
+    orders.
 
     None where it is proven that no assignment of any choice fits in memory, or none was found that is
     `faster_than_s`. Raises SolverError where the time ran out before the first assignment was found.
     """
     share = 1.0 if enumeration is None else _PROGRAMS_SHARE
     for_programs = Deadline(deadline.left_s * share)
-    state = _State(choices, solver=solver, deadline=for_programs, report=report)
+    state = _State(choices, solver=solver, deadline=for_programs, report=report, kinds=kinds)
     state.bottleneck_s = faster_than_s
     finest = max(max_gap, _FINEST_GAP)
     try:
         if not np.isfinite(faster_than_s):
             state.first_assignments()
+        state.ask_least_loads(finest)
         state.ask_programs(finest)
         if enumeration is not None:
             state.deadline = Deadline(deadline.left_s * _ORDERS_SHARE)
-            state.shuffle(finest, kinds)
+            state.shuffle(finest)
             state.deadline = Deadline(deadline.left_s * _DOWN_SETS_SHARE)
             state.ask_windows(finest)
             state.enumerate(enumeration, finest)
@@ -151,6 +154,7 @@ class _State:
         solver: str,
         deadline: Deadline,
         report: Callable[[Progress], None] | None,
+        kinds: Sequence[Kind],
     ) -> None:
         self.choices = choices
         self.report = report
@@ -158,6 +162,7 @@ class _State:
         self.solver = solver
         self.deadline = deadline
         self.reach = Reach(choices[0].num_nodes, choices[0].edges)
+        self.least_loads = LeastLoads(kinds, self.reach) if kinds else None
         self.orders = topological_orders(choices[0])
         self.bottleneck_s = np.inf
         self.choice = -1
@@ -238,16 +243,20 @@ class _State:
                 return
             self._offer(choice, stage_of)
 
-    def shuffle(self, gap: float, kinds: Callable[[], Sequence[Kind]] | None) -> None:
+    def ask_least_loads(self, gap: float) -> None:
+        target_s = float(self.bottleneck_s) * (1.0 - gap)
+        if self.least_loads is not None and self.bound_s() < target_s < np.inf:
+            share = Deadline(self.deadline.left_s * _LEAST_LOADS_SHARE)
+            self.floor_s = max(self.floor_s, self.least_loads.floor_s(target_s, share))
+            self.tell()
+
+    def shuffle(self, gap: float) -> None:
         """Cut other orders near the incumbent's, until many in a row bring nothing; a bound by turns."""
-        least = None if kinds is None else LeastLoads(kinds(), self.reach)
         shuffler = Shuffler(self.choices[0].num_nodes, self.choices[0].edges)
         fruitless = 0
         while self.stage_of is not None and self.deadline.left_s > 0:
-            if fruitless in _ROUNDS and least is not None:
-                target_s = float(self.bottleneck_s) * (1.0 - gap)
-                self.floor_s = max(self.floor_s, least.floor_s(target_s, self.deadline))
-                self.tell()
+            if fruitless in _ROUNDS:
+                self.ask_least_loads(gap)
             if fruitless == _ROUNDS[-1] or self.bound_s() >= self.bottleneck_s * (1.0 - gap):
                 return
             fruitless = 0 if self._shuffle_once(shuffler, fruitless, gap) else fruitless + 1
