@@ -19,13 +19,30 @@ import networkx as nx
 import numpy as np
 
 from .downsets import Kind
-from .instance import Integers
+from .instance import Floats, Instance, Integers
 from .windows import Reach
 
 _UNITS = 2**40  # that a target is counted in: cuts are of whole numbers, each rounded down
 _NEAR = 0.5  # of a target: what may come over it once some nodes are kept away
 _TRIES = 3
 _HOLDING, _REST = "holding", "rest"
+
+
+def kinds_of(instance: Instance) -> tuple[Kind, ...]:
+    """The stages of an instance that differ in what they cost."""
+    stages: dict[bytes, list[int]] = {}
+    for stage in range(instance.num_stages):
+        barred = b"" if instance.forbidden is None else instance.forbidden[stage].tobytes()
+        key = instance.work_s[stage].tobytes() + _cheapest_s(instance, stage).tobytes() + barred
+        stages.setdefault(key, []).append(stage)
+    return tuple(Kind(instance, alike[0], len(alike)) for alike in stages.values())
+
+
+def _cheapest_s(instance: Instance, stage: int) -> Floats:
+    """What each tensor that the stage has a part of costs it at least."""
+    others = [other for other in range(instance.num_stages) if other != stage] or [stage]
+    cheapest_s: Floats = instance.cost_s[:, stage, others].min(axis=1, initial=np.inf)
+    return cheapest_s
 
 
 class LeastLoads:
@@ -48,8 +65,7 @@ class _Kind:
         instance, stage = kind.instance, kind.stage
         self._reach = reach
         self._work_s = instance.work_s[stage]
-        others = [other for other in range(instance.num_stages) if other != stage] or [stage]
-        self._cost_s = instance.cost_s[:, stage, others].min(axis=1, initial=np.inf)
+        self._cost_s = _cheapest_s(instance, stage)
         self._members = [tuple(sorted(set(net.members))) for net in instance.nets]
         forbidden = np.zeros(instance.num_nodes, dtype=bool)
         self._forbidden = forbidden if instance.forbidden is None else instance.forbidden[stage]

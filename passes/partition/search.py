@@ -22,7 +22,7 @@ from pd2bw_fx.plan import Progress
 from .downsets import DownSets, Kind, OutOfTime
 from .instance import Instance, Integers, evaluate, respects_edges
 from .intervals import best_cut, rough_cut
-from .least import LeastLoads
+from .least import LeastLoads, kinds_of
 from .orders import Shuffler, topological_orders
 from .program import FeasibilityProgram
 from .relaxation import is_refuted
@@ -37,7 +37,8 @@ _FINE_GAP = 0.002
 _SMALL = 2000  # nodes times stages: what is proven finely at once
 _CACHED_INSTANCES = 64
 _FEW_CHOICES = 12
-_PROGRAMS_SHARE = 0.02  # of the time, before other orders and enumeration
+_FIRST_SHARE = 0.05  # of the time, for programs before other orders
+_FIRST_SHARE_OF_SEVERAL = 0.02  # and before enumeration
 _ORDERS_SHARE = 0.1  # of what is left then, before that
 _LEAST_LOADS_SHARE = 0.3  # of the time of the step that they help
 _DOWN_SETS_SHARE = 0.7  # of what is left then
@@ -109,31 +110,32 @@ def search(
     """The fastest assignment over all choices, proven to `max_gap` unless the time runs out.
 
     `report` hears of every step, and every second of a long one. Ctrl-C ends the search as the deadline does.
-    `kinds` are all devices that there are, for a bound from what the stage of a node cannot be without.
+    `kinds` are all devices that there are, for a bound from what the stage of a node cannot be without; where
+    there is one choice, they are its stages.
     `enumeration` is asked where neither programs in the first share of the time have settled it nor other
     orders.
 
     None where it is proven that no assignment of any choice fits in memory, or none was found that is
     `faster_than_s`. Raises SolverError where the time ran out before the first assignment was found.
     """
-    share = 1.0 if enumeration is None else _PROGRAMS_SHARE
-    for_programs = Deadline(deadline.left_s * share)
-    state = _State(choices, solver=solver, deadline=for_programs, report=report, kinds=kinds)
+    first = Deadline(deadline.left_s * (_FIRST_SHARE if enumeration is None else _FIRST_SHARE_OF_SEVERAL))
+    state = _State(choices, solver=solver, deadline=first, report=report, kinds=kinds)
     state.bottleneck_s = faster_than_s
     finest = max(max_gap, _FINEST_GAP)
     try:
         if not np.isfinite(faster_than_s):
             state.first_assignments()
-        state.ask_least_loads(finest)
-        state.ask_programs(finest)
         if enumeration is not None:
-            state.deadline = Deadline(deadline.left_s * _ORDERS_SHARE)
-            state.shuffle(finest)
+            state.ask_least_loads(finest)
+        state.ask_programs(finest)
+        state.deadline = Deadline(deadline.left_s * _ORDERS_SHARE)
+        state.shuffle(finest)
+        if enumeration is not None:
             state.deadline = Deadline(deadline.left_s * _DOWN_SETS_SHARE)
             state.ask_windows(finest)
             state.enumerate(enumeration, finest)
-            state.deadline = deadline
-            state.ask_programs(finest)
+        state.deadline = deadline
+        state.ask_programs(finest)
     except KeyboardInterrupt:
         if state.stage_of is None and not np.isfinite(faster_than_s):
             raise
@@ -162,6 +164,8 @@ class _State:
         self.solver = solver
         self.deadline = deadline
         self.reach = Reach(choices[0].num_nodes, choices[0].edges)
+        if not kinds and len(choices) == 1 and not choices[0].overlap:
+            kinds = kinds_of(choices[0])
         self.least_loads = LeastLoads(kinds, self.reach) if kinds else None
         self.orders = topological_orders(choices[0])
         self.bottleneck_s = np.inf
