@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner_graphs import BRANCHY
+from planner_drawn import BRANCHY, MORE
 from rich.console import Console
 from rich.table import Table
 
@@ -89,7 +89,7 @@ def plan_others(names: Sequence[str], solver: str) -> int:
             for devices in (2, 4, 8, 12, 16)
             for cpus in (0, 1, 2)
         ]
-    for name, make in () if names else BRANCHY.items():
+    for name, make in () if names else (BRANCHY | MORE).items():
         for devices in (4, 8, 16):
             workload = make().workload(name, devices)
             cases[f"{name}, {devices} devices"] = [(workload, True), (workload, False)]

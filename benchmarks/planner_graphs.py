@@ -11,13 +11,13 @@ recompute flag, as in the 2BW paper. Seconds are of planning alone, tracing and 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from planner_drawn import BRANCHY
 from rich.console import Console
 from rich.table import Table
 
@@ -30,8 +30,7 @@ from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.partition import baselines, partition
 from pd2bw_fx.passes.profile import profile
 from pd2bw_fx.passes.trace import trace
-from pd2bw_fx.problem import Block, Problem, Value
-from pd2bw_fx.workload import Workload, WorkloadEdge, WorkloadNode
+from pd2bw_fx.problem import Problem
 
 GIB = 2**30
 GPU = Device("cuda:0", memory_bytes=80 * GIB, kind="cuda", flops_per_s=60e12, memory_bytes_per_s=800e9)
@@ -124,115 +123,6 @@ def two_bw_cases() -> Iterator[Case]:
     problem = coarsen(graph, costs, uniform(16, 32))
     layers = layers_of(graph, problem)
     yield Case("2bw, gpt 96 layers, 16 devices, 32 GiB", problem, uniform(16, 32), 0.01, 30, "auto", layers)
-
-
-class Drawn:
-    """A graph under construction; times in milliseconds and sizes in megabytes are drawn, seed fixed."""
-
-    def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
-        self.blocks: list[Block] = []
-        self.readers: dict[str, list[str]] = {}
-        self.bytes: dict[str, int] = {}
-
-    def add(self, *reads: str, ms: float = 1.0, mb: float = 4.0) -> str:
-        name = f"op{len(self.blocks)}"
-        forward_s = ms * 1e-3 * self.draw.uniform(0.3, 1.7)
-        self.blocks.append(Block(name, (name,), (forward_s,) * 16, (2 * forward_s,) * 16))
-        self.bytes[name] = int(mb * 1e6 * self.draw.uniform(0.5, 1.5))
-        self.readers[name] = []
-        for read in dict.fromkeys(reads):
-            self.readers[read].append(name)
-        return name
-
-    def chain(self, read: str, length: int, *, ms: float = 1.0, mb: float = 4.0) -> str:
-        for _ in range(length):
-            read = self.add(read, ms=ms, mb=mb)
-        return read
-
-    def problem(self, num_devices: int) -> Problem:
-        blocks = tuple(
-            replace(b, forward_s=b.forward_s[:num_devices], backward_s=b.backward_s[:num_devices])
-            for b in self.blocks
-        )
-        values = tuple(
-            Value(name, name, tuple(readers), self.bytes[name], self.bytes[name])
-            for name, readers in self.readers.items()
-            if readers
-        )
-        return Problem(blocks, values, {})
-
-    def workload(self, name: str, num_accelerators: int) -> Workload:
-        """The same as the published planners have it: both directions in one, ten times as long on a CPU."""
-        number = {block.name: at for at, block in enumerate(self.blocks)}
-        times_s = [block.forward_s[0] + block.backward_s[0] for block in self.blocks]
-        nodes = tuple(WorkloadNode(at, time_s, 10 * time_s, 0.0) for at, time_s in enumerate(times_s))
-        edges = tuple(
-            WorkloadEdge(number[source], number[reader], 2 * self.bytes[source] / 12e9)
-            for source, readers in self.readers.items()
-            for reader in readers
-        )
-        return Workload(name, num_accelerators, 1, 1.0, nodes, edges)
-
-
-def two_towers(seed: int = 0) -> Drawn:
-    drawn = Drawn(seed)
-    start = drawn.add()
-    towers = []
-    for length, ms in ((60, 1.0), (80, 0.6)):
-        hidden = start
-        for _ in range(length):
-            inner = drawn.chain(hidden, 3, ms=ms)
-            hidden = drawn.add(hidden, inner, ms=0.1)
-        towers.append(hidden)
-    drawn.chain(drawn.add(*towers), 20)
-    return drawn
-
-
-def cells(seed: int = 1) -> Drawn:
-    """Search cells: five nodes with two drawn inputs each; two cells feed the next."""
-    drawn = Drawn(seed)
-    before, last = drawn.add(), drawn.add()
-    for _ in range(24):
-        nodes = [before, last]
-        for _ in range(5):
-            sides = [drawn.chain(read, 1) for read in drawn.draw.sample(nodes, 2)]
-            nodes.append(drawn.add(*sides, ms=0.1))
-        before, last = last, drawn.add(*nodes[2:], ms=0.3, mb=8)
-    return drawn
-
-
-def u_net(seed: int = 2) -> Drawn:
-    drawn = Drawn(seed)
-    hidden, skips = drawn.add(), []
-    for level in range(5):
-        hidden = drawn.chain(hidden, 24, mb=16 / 2**level)
-        skips.append(hidden)
-    hidden = drawn.chain(hidden, 20, mb=0.5)
-    for level in reversed(range(5)):
-        hidden = drawn.chain(drawn.add(hidden, skips[level], mb=16 / 2**level), 24, mb=16 / 2**level)
-    return drawn
-
-
-def encoder_decoder(seed: int = 3) -> Drawn:
-    drawn = Drawn(seed)
-    source, target = drawn.add(), drawn.add()
-
-    def layer(hidden: str, *memory: str) -> str:
-        for reads in ((), memory) if memory else ((),):
-            parts = [drawn.chain(read, 2, ms=0.7) for read in (hidden, *(reads or (hidden,)))]
-            hidden = drawn.add(hidden, drawn.chain(drawn.add(*parts), 3), ms=0.1)
-        return drawn.add(hidden, drawn.chain(hidden, 5, ms=1.5, mb=12), ms=0.1)
-
-    for _ in range(24):
-        source = layer(source)
-    for _ in range(24):
-        target = layer(target, source)
-    drawn.chain(target, 3)
-    return drawn
-
-
-BRANCHY = {"two towers": two_towers, "cells": cells, "u-net": u_net, "encoder-decoder": encoder_decoder}
 
 
 def branchy_cases() -> Iterator[Case]:

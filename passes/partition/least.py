@@ -90,12 +90,15 @@ class _Kind:
     def _raise(self, bound: Any, network: _Network, alone: Integers, work: Integers, deadline: Any) -> None:
         """To the value of the least cut where it may come over the target, dearest nodes first."""
         most = alone.copy()  # no more than this is what the stage of a node has to do
-        while (node := int(most.argmax())) >= 0 and most[node] > _NEAR * _UNITS and deadline.left_s > 0:
+        while deadline.left_s > 0:
+            node = int(most.argmax())
+            if most[node] <= _NEAR * _UNITS:
+                return
             value, held = network.least({node})
-            bound[node] = value
             if value > _NEAR * _UNITS:
-                bound[node] = self._with_company(network, node, work, deadline)
-            # What is held with it has no more to do, and is not worth a look unless it is bound by company.
+                value = self._with_company(network, node, work, deadline)
+            bound[node] = value
+            # What is held with it has no more to do; that company of its own may raise it is let go.
             most[[node, *held]] = 0
 
     def _with_company(self, network: _Network, node: int, work: Integers, deadline: Any) -> float:
