@@ -6,7 +6,6 @@ import itertools
 
 import numpy as np
 import pytest
-from drawn_workloads import choices_of, drawn_workload
 
 from pd2bw_fx.passes.partition import placement
 from pd2bw_fx.passes.partition.downsets import Kind
@@ -17,6 +16,7 @@ from pd2bw_fx.passes.partition.orders import Shuffler, topological_orders
 from pd2bw_fx.passes.partition.search import Deadline
 from pd2bw_fx.passes.partition.windows import Reach
 from pd2bw_fx.workload import Workload, workload_from_json
+from tests.drawn_workloads import choices_of, drawn_workload
 
 
 def kinds_of(workload: Workload) -> tuple[Kind, ...]:

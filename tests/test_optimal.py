@@ -122,7 +122,10 @@ def test_plan_is_as_fast_as_the_best_of_all_assignments(
         with pytest.raises(InfeasibleError):
             with_momentum(problem, cluster, kept, **setting)
         return
-    found = with_momentum(problem, cluster, kept, **setting)
+    with pytest.MonkeyPatch.context() as patch:
+        # Without time for programs at first, other orders and least loads come before them.
+        patch.setattr(search, "_FIRST_SHARE", data.draw(st.sampled_from([0.0, search._FIRST_SHARE])))
+        found = with_momentum(problem, cluster, kept, **setting)
     assert found.bottleneck_s <= best * (1 + 1.01e-4)
     assert is_handed_on(found) or found.bottleneck_s == pytest.approx(best, rel=1.01e-4)
     assert found.bound_s <= best * (1 + 1e-12)
