@@ -66,22 +66,13 @@ class Shuffler:
         self._branches = sorted(set(self._branch))
 
     def order(self, stage_of: Integers) -> list[int]:
-        """Stage by stage, its branches side by side or each on to its end; now and then some leave theirs."""
-        draw = self._draw
-        wanted = [float(stage) for stage in stage_of]
-        moves = dict.fromkeys(draw.choices(self._branches, k=draw.choice(_MOVED)), 0.0)
-        for branch in moves:
-            far = float(max(wanted)) if draw.random() > _NEAR else _ONE_STAGE
-            moves[branch] = draw.uniform(-far, far)
-        if moves:
-            wanted = [
-                stage + moves.get(branch, 0.0) for stage, branch in zip(wanted, self._branch, strict=True)
-            ]
-        drawn = {branch: draw.random() for branch in self._branches}
-        depth = draw.random() < _IN_DEPTH
-        straying = draw.choice(_STRAYING)
+        """Stage by stage, branches side by side or each on to its end; now and then some leave theirs."""
+        wanted = self._wanted(stage_of)
+        chance = {branch: self._draw.random() for branch in self._branches}
+        goes_on = self._draw.random() < _IN_DEPTH
+        straying = self._draw.choice(_STRAYING)
         waiting = self._waiting.copy()
-        ready = [(wanted[v], drawn[self._branch[v]], v) for v, count in enumerate(waiting) if count == 0]
+        ready = [(wanted[v], chance[self._branch[v]], v) for v, count in enumerate(waiting) if count == 0]
         heapq.heapify(ready)
         order: list[int] = []
         while ready:
@@ -90,7 +81,19 @@ class Shuffler:
             for reader in self._readers[node]:
                 waiting[reader] -= 1
                 if waiting[reader] == 0:
-                    chance = drawn[self._branch[reader]]
-                    place = straying * chance - len(order) if depth else chance
+                    place = chance[self._branch[reader]]
+                    if goes_on:  # what has just become possible comes first
+                        place = straying * place - len(order)
                     heapq.heappush(ready, (wanted[reader], place, reader))
         return order
+
+    def _wanted(self, stage_of: Integers) -> list[float]:
+        """Where each node is to be, in stages: where it is, but for a few branches."""
+        draw = self._draw
+        last = float(max(stage_of))
+        moves: dict[int, float] = {}
+        for branch in draw.choices(self._branches, k=draw.choice(_MOVED)):
+            far = _ONE_STAGE if draw.random() < _NEAR else last
+            moves[branch] = draw.uniform(-far, far)
+        at = [float(stage) for stage in stage_of]
+        return [place + moves.get(branch, 0.0) for place, branch in zip(at, self._branch, strict=True)]
