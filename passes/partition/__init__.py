@@ -5,8 +5,9 @@ user's wishes in them (`constrain.py`); `search.py` finds the fastest assignment
 upper bounds by cutting `orders.py`, `windows.py` reductions, `least.py` a bound from single nodes,
 `relaxation.py` and `downsets.py` enumeration where there is little to enumerate, `program.py` the integer
 program), `planning.py` writes the plan. `infeasible.py` says why there is none, `nearest.py` what would be
-enough, `explain.py` why it is as it is, `check.py` what an edited one costs; `sweep.py` chooses what is around
-the program, `replicas.py` the copies of single stages, `baselines.py` prices what others would have done.
+enough, `explain.py` why it is as it is, `check.py` what an edited one costs; `sweep.py` chooses what is
+around the program, `replicas.py` the copies of single stages, `baselines.py` prices what others would have
+done.
 """
 
 from .baselines import Baseline, baselines
