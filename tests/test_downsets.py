@@ -19,7 +19,7 @@ def test_enumeration_finds_the_optimum_of_the_programs(seed: int, monkeypatch: p
     workload = drawn_workload(seed)
     by_programs = placement.plan_workload(workload)
     # No time at all for programs: all that is proven is proven by enumeration.
-    monkeypatch.setattr(search, "_FIRST_SHARE_OF_SEVERAL", 0.0)
+    monkeypatch.setattr(search, "_FIRST_SHARE_OF_WORKLOADS", 0.0)
     by_enumeration = placement.plan_workload(workload)
     assert by_enumeration.objective == pytest.approx(by_programs.objective, rel=1.1e-5)
     assert by_enumeration.gap <= 1e-5

@@ -4,6 +4,9 @@ Over the device orders: each is either refuted at the target or gives a better p
 for all. What is refuted at a larger target stays refuted at a smaller one. For a large problem the first pass
 asks for a coarse improvement and the next for a fine one, so that a search which runs out of time has still
 proven something.
+
+What programs leave open in their first share of the time is then approached from both sides without them:
+other topological orders are cut, and a bound is asked for of single nodes. Programs have the rest.
 """
 
 from __future__ import annotations
@@ -37,16 +40,12 @@ _FINE_GAP = 0.002
 _SMALL = 2000  # nodes times stages: what is proven finely at once
 _CACHED_INSTANCES = 64
 _FEW_CHOICES = 12
-_FIRST_SHARE = 0.2  # of the time, for programs before other orders
-_FIRST_SHARE_OF_SEVERAL = 0.02  # and before enumeration
-_ORDERS_SHARE = 0.1  # of what is left then, before that
+_FIRST_SHARE = 0.2  # of the time, for programs before anything else is tried
+_FIRST_SHARE_OF_WORKLOADS = 0.02  # whose down-sets may be enumerated instead
+_ORDERS_SHARE = 0.1  # of what is left then
+_ROUNDS = (0, 25, 100)  # orders in a row that brought nothing: a bound is asked for, and the last ends it
 _LEAST_LOADS_SHARE = 0.3  # of the time of the step that they help
 _DOWN_SETS_SHARE = 0.7  # of what is left then
-_ROUNDS = (
-    0,
-    25,
-    100,
-)  # orders in a row that bring nothing: where a bound is asked for, and the last is the end
 _FEW_DOWN_SETS = 10_000
 _ENUMERATION_SHARE = 0.2
 
@@ -110,15 +109,13 @@ def search(
     """The fastest assignment over all choices, proven to `max_gap` unless the time runs out.
 
     `report` hears of every step, and every second of a long one. Ctrl-C ends the search as the deadline does.
-    `kinds` are all devices that there are, for a bound from what the stage of a node cannot be without; where
-    there is one choice, they are its stages.
-    `enumeration` is asked where neither programs in the first share of the time have settled it nor other
-    orders.
+    `kinds` are all devices that there are, for the bound from single nodes; one choice has its own stages.
+    `enumeration` is asked where neither programs, in a first share of the time, nor other orders settle it.
 
     None where it is proven that no assignment of any choice fits in memory, or none was found that is
     `faster_than_s`. Raises SolverError where the time ran out before the first assignment was found.
     """
-    first = Deadline(deadline.left_s * (_FIRST_SHARE if enumeration is None else _FIRST_SHARE_OF_SEVERAL))
+    first = Deadline(deadline.left_s * (_FIRST_SHARE if enumeration is None else _FIRST_SHARE_OF_WORKLOADS))
     state = _State(choices, solver=solver, deadline=first, report=report, kinds=kinds)
     state.bottleneck_s = faster_than_s
     finest = max(max_gap, _FINEST_GAP)
