@@ -21,7 +21,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.models import build
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.passes.normalise import normalise
-from pd2bw_fx.passes.profile import profile
+from pd2bw_fx.passes.profile import measured, profile
 from pd2bw_fx.passes.profile.analytic import LAUNCH_S
 from pd2bw_fx.passes.profile.cache import ProfileCache
 from pd2bw_fx.passes.profile.measured import Stopwatch
@@ -185,7 +185,10 @@ def test_times_hold_for_one_torch_and_one_number_of_threads(
     assert ProfileCache(tmp_path, torch.device("cpu")).get(("add", (2, 3))) is None
 
 
-def test_operators_too_short_to_be_timed_alone_share_the_time_they_take_together() -> None:
+def test_operators_too_short_to_be_timed_alone_share_the_time_they_take_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(measured._SHORT_S, "cpu", 1.0)  # on any machine, however slow
     traced = trace(nn.Sequential(*(nn.ReLU() for _ in range(40))), (torch.randn(4, 4),), {})
     graph = normalise(traced)
     timed: list[int] = []
@@ -199,9 +202,9 @@ def test_operators_too_short_to_be_timed_alone_share_the_time_they_take_together
         costs = Walk(graph, stopwatch).run(traced.examples)
 
     assert timed[:2] == [40, 40]
-    assert max(timed[2:]) < 20
+    assert max(timed[2:]) == 1
     assert len({cost.forward_s for cost in costs.values()}) == 1  # equal operators take equally long
-    assert all(0 < cost.forward_s < 50e-6 for cost in costs.values())
+    assert all(0 < cost.forward_s < 1.0 for cost in costs.values())
 
 
 def test_workspace_holds_the_gradients_that_are_added_to_those_there_are() -> None:
