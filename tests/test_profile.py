@@ -202,7 +202,7 @@ def test_operators_too_short_to_be_timed_alone_share_the_time_they_take_together
         costs = Walk(graph, stopwatch).run(traced.examples)
 
     assert timed[:2] == [40, 40]
-    assert max(timed[2:]) == 1
+    assert max(timed[2:]) == 0  # none before the end of the pass: the forty are one group
     assert len({cost.forward_s for cost in costs.values()}) == 1  # equal operators take equally long
     assert all(0 < cost.forward_s < 1.0 for cost in costs.values())
 
