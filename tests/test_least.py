@@ -30,11 +30,9 @@ def least_by_hand(kind: Kind) -> np.ndarray:
     n = instance.num_nodes
     cost_s = instance.cost_s[:, stage, 1 if stage == 0 else 0]
     before = np.zeros((n, n), dtype=bool)
-    for u, v in instance.edges:  # nodes are in topological order
+    for u, v in sorted(instance.edges, key=lambda edge: edge[1]):  # nodes are in topological order
         before[v] |= before[u]
         before[v, u] = True
-    for u, v in sorted(instance.edges, key=lambda edge: edge[1]):
-        before[v] |= before[u]
     least = np.full(n, np.inf)
     for flags in itertools.product([False, True], repeat=n):
         held = np.array(flags)
@@ -109,7 +107,7 @@ def test_what_is_too_far_away_for_one_stage_does_not_save_a_transfer() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_shuffled_orders_are_topological_and_cut_no_worse(seed: int) -> None:
+def test_shuffled_orders_are_topological_and_no_worse_where_stages_stay_together(seed: int) -> None:
     choices, _ = choices_of(drawn_workload(seed))
     instance = choices[0]
     first = best_cut(instance, topological_orders(instance)[0])
@@ -117,16 +115,16 @@ def test_shuffled_orders_are_topological_and_cut_no_worse(seed: int) -> None:
         return
     shuffler = Shuffler(instance.num_nodes, instance.edges)
     before_s = evaluate(instance, first).bottleneck_s
-    slower = 0
+    together = 0
     for _ in range(30):
         order = shuffler.order(first)
         place = np.argsort(order)
         assert sorted(order) == list(range(instance.num_nodes))
         assert all(place[u] < place[v] for u, v in instance.edges)
-        stage_of = best_cut(instance, order)
-        if stage_of is None:
-            slower += 1
-            continue
-        assert respects_edges(instance, stage_of)
-        slower += evaluate(instance, stage_of).bottleneck_s > before_s * (1 + 1e-12)
-    assert slower <= 20  # some orders move branches away from where the assignment has them
+        if (np.diff(first[order]) >= 0).all():
+            together += 1
+            stage_of = best_cut(instance, order)
+            assert stage_of is not None
+            assert respects_edges(instance, stage_of)
+            assert evaluate(instance, stage_of).bottleneck_s <= before_s * (1 + 1e-12)
+    assert together > 0
