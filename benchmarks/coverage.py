@@ -223,7 +223,7 @@ _XLNET = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}
 _OTHERS = (
     Case("hf-albert", _language("AlbertForMaskedLM", hf.AlbertConfig, **_BERT, embedding_size=16)()),
     Case("hf-bart", _bart),
-    Case("hf-bloom", _language("BloomForCausalLM", hf.BloomConfig, **_BLOOM)(), is_refused=True),
+    Case("hf-bloom", _language("BloomForCausalLM", hf.BloomConfig, **_BLOOM)()),
     Case("hf-clip", _clip, "its outputs"),
     Case("hf-detr", _detr, is_refused=True),
     Case("hf-electra", _language("ElectraForMaskedLM", hf.ElectraConfig, **_BERT, embedding_size=16)()),

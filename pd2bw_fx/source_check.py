@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import types
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ _NODES: tuple[type[ast.AST], ...] = (
 _BUILTINS = frozenset({
     "super", "range", "zip", "enumerate", "len", "next", "str", "int", "float", "bool", "complex", "tuple",
     "list", "dict", "slice", "isinstance", "print", "sum", "min", "max", "abs", "getattr", "type", "None",
-    "True", "False",
+    "True", "False", "staticmethod",
 })  # fmt: skip
 _REFUSED_OF_TORCH = frozenset({"load", "save", "compile", "jit", "hub", "package", "library"})
 
@@ -49,7 +50,7 @@ def check_source(source: str, where: str) -> ast.Module:
     except (SyntaxError, ValueError) as error:
         raise PlanMismatchError(f"{where} is no valid Python: {error}") from None
     defined = _defined_names(tree)
-    for node in ast.walk(tree):
+    for node in _walk(tree):
         fault = _fault(node, defined)
         if fault is not None:
             line = getattr(node, "lineno", 1)
@@ -60,6 +61,14 @@ def check_source(source: str, where: str) -> ast.Module:
     return tree
 
 
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes, but not the module within torch.autograd.Function, of which nothing else is allowed."""
+    yield node
+    if not (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.autograd.Function"):
+        for inner in ast.iter_child_nodes(node):
+            yield from _walk(inner)
+
+
 def _fault(node: ast.AST, defined: set[str]) -> str | None:
     if not isinstance(node, _NODES):
         return f"{type(node).__name__} is used"
@@ -67,10 +76,13 @@ def _fault(node: ast.AST, defined: set[str]) -> str | None:
         return f"'{ast.unparse(node)}'"
     if isinstance(node, ast.Name) and node.id not in defined and node.id not in _BUILTINS:
         return f"the name '{node.id}'" if node.id != "__name__" else None
-    if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.decorator_list:
+    if isinstance(node, ast.ClassDef) and node.decorator_list:
         return "a decorator"
+    if isinstance(node, ast.FunctionDef):
+        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+        return None if decorators in ([], ["staticmethod"]) else "a decorator"
     if isinstance(node, ast.Attribute):
-        return _attribute_fault(node)
+        return None if ast.unparse(node) == "torch.autograd.Function" else _attribute_fault(node)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
         return _getattr_fault(node)
     return None

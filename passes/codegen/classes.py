@@ -81,8 +81,13 @@ class _Family:
         return found
 
 
-def class_texts(drafts: Sequence[Draft], modules: Mapping[str, nn.Module]) -> list[ClassText]:
-    """The classes in order of definition, each distinct one once. `drafts` have what is inside first."""
+def class_texts(
+    drafts: Sequence[Draft], modules: Mapping[str, nn.Module], taken: Set[str]
+) -> list[ClassText]:
+    """The classes in order of definition, each distinct one once, none with a name of `taken`.
+
+    `drafts` have what is inside first.
+    """
     apart: set[str] = set()  # outlines whose drafts differ in too much to be one class
     while True:
         families, family_of = _families(drafts, apart)
@@ -94,7 +99,7 @@ def class_texts(drafts: Sequence[Draft], modules: Mapping[str, nn.Module]) -> li
         if not crowded:
             break
         apart |= crowded
-    writer = _Writer(list(families.values()), family_of, modules)
+    writer = _Writer(list(families.values()), family_of, modules, taken)
     return [writer.text(family) for family in families.values()]
 
 
@@ -158,10 +163,12 @@ class _Writer:
         families: Sequence[_Family],
         family_of: Mapping[str, tuple[_Family, int]],
         modules: Mapping[str, nn.Module],
+        taken_already: Set[str],
     ) -> None:
         self.family_of = family_of
         self.modules = modules
         taken = {draft.base for family in families for draft in family.members if not draft.path}
+        taken |= taken_already
         for family in families:
             family.name = _free(family.members[0].base, set() if not family.members[0].path else taken)
             taken.add(family.name)

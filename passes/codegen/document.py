@@ -11,6 +11,7 @@ from pd2bw_fx.stage import Port
 from pd2bw_fx.units import format_bytes, format_seconds
 
 from .classes import ClassText
+from .custom import class_of
 from .layout import WIDTH, laid_out
 from .literals import plain
 from .reason import cut_reason
@@ -119,7 +120,8 @@ def _imports(body: str) -> str:
 
 def _classes(writer: StageWriter) -> list[str]:
     functions = ["\n".join(lines) for _, lines in writer.functions]
-    return [*functions, *("\n".join(_class(text)) for text in writer.classes)]
+    custom = ["\n".join(class_of(function)) for function in writer.tree.functions]
+    return [*custom, *functions, *("\n".join(_class(text)) for text in writer.classes)]
 
 
 def _class(text: ClassText) -> Iterator[str]:

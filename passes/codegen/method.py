@@ -151,8 +151,10 @@ class _Draft:
         return inner[result]
 
     def _is_live(self, name: str, index: int) -> bool:
-        """Whether a value of this name is still read after the statement at `index`."""
-        return name in self.body.symbols or any(
+        """Whether the name stands for something that is still read after the statement at `index`."""
+        if name in self.body.symbols or name in self.body.tree.function_names:
+            return True
+        return any(
             bound == name and self.folding.last_use(node) > index for node, bound in self.bound.items()
         )
 

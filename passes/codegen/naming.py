@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from pd2bw_fx.custom_function import custom_function
+
 from .literals import identifier
 from .scopes import Scope, assigned_names, is_outermost, line_at, module_calls
 from .stage_tree import StageTree
@@ -135,6 +137,9 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
     if result.op == "get_attr":
         name = str(result.target).rpartition(".")[2]
         return identifier(re.sub(r"^constant_\d+$", "constant", name))
+    custom = custom_function(result.target)
+    if custom is not None:
+        return identifier(custom.name.lower())
     special = _part_in_attention(result) or place_in_mask(result)
     if special is not None:
         return special

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.errors import TraceError
 
 from .expression import INFIX, UNARY, Scene, Source, arguments, infix, subscript
@@ -23,6 +24,9 @@ def spell(node: fx.Node, scene: Scene) -> Source:
         return _method(str(node.target), node.args, node.kwargs, scene)
     if node.op == "call_module":
         raise AssertionError("a module call is spelled where its module is")
+    custom = custom_function(node.target)
+    if custom is not None:
+        return Source(f"{custom.name}.apply({arguments(node.args, {}, scene)})")
     if isinstance(node.target, torch._ops.OpOverload):
         return _overload(node, scene)
     return _function(node, scene)

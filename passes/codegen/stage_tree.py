@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec
 from pd2bw_fx.modes import passes_through_in_evaluation
@@ -31,7 +32,10 @@ class StageTree:
         self.stage = stage
         self.model: nn.Module = graph.root
         self.modules: dict[str, nn.Module] = dict(graph.root.named_modules(remove_duplicate=False))
-        self.root = lift(graph, [node for node in stage.nodes if not is_size(graph, node)])
+        nodes = [node for node in stage.nodes if not is_size(graph, node)]
+        functions = (custom_function(node.target) for node in nodes)
+        self.functions = list(dict.fromkeys(f for f in functions if f is not None))  # by their first calls
+        self.root = lift(graph, nodes)
         self._whole_calls = _whole_calls(graph)
         self._readers = _readers(graph, stage)
         self._rehome(self.root)
@@ -42,6 +46,11 @@ class StageTree:
         self.layers = self._layers()
         self.owned: dict[str, set[str]] = defaultdict(set)  # class path -> local parameter names
         self._place_parameters()
+
+    @property
+    def function_names(self) -> set[str]:
+        """Of custom autograd functions, whose classes stand before all others."""
+        return {function.name for function in self.functions}
 
     def is_layer(self, scope: Scope) -> bool:
         return id(scope) in self.layers

@@ -41,7 +41,7 @@ class StageWriter:
     def write(self) -> Method:
         """All classes, the root's last; returns the root's forward."""
         method = self._draft_class("")
-        self.classes = class_texts(list(self._drafts.values()), self.tree.modules)
+        self.classes = class_texts(list(self._drafts.values()), self.tree.modules, self.tree.function_names)
         return method
 
     def _draft_class(self, path: str) -> Method:

@@ -12,8 +12,10 @@ from torch import fx
 from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
+from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.errors import TraceError
 
+from .custom import custom_functions_kept
 from .inputs import FlatArguments
 from .program import Program
 from .watch import Change, Watch
@@ -44,6 +46,7 @@ def foreign_operators(exported: ExportedProgram) -> list[str]:
     """Operators that a library other than torch registered: whoever runs the program needs that library."""
     modules = [module for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule)]
     targets = [node.target for module in modules for node in module.graph.nodes]
+    targets = [target for target in targets if custom_function(target) is None]
     names = [str(target._schema.name) for target in targets if isinstance(target, torch._ops.OpOverload)]
     return sorted({name for name in names if name.partition("::")[0] not in _OF_TORCH})
 
@@ -58,7 +61,8 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")
         try:
-            return torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
+            with custom_functions_kept():
+                return torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
         except torch._dynamo.exc.UserError as error:  # not imported above: dynamo takes a second
             _, said, fixes = str(error).partition("Suggested fixes:")
             if not lengths or not said:
@@ -66,7 +70,8 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
             # The model bounds a length, by its table of positions for example: torch says by how much.
             wanted = said + fixes.strip().partition("\n\n")[0]
             refined = refine_dynamic_shapes_from_suggested_fixes(wanted, shapes or {})
-            return torch.export.export(program, tensors, strict=False, dynamic_shapes=refined)
+            with custom_functions_kept():
+                return torch.export.export(program, tensors, strict=False, dynamic_shapes=refined)
 
 
 def open_sizes(
@@ -107,9 +112,8 @@ def _custom_function_message(name: str) -> str:
             "pass use_reentrant=False, or leave recomputation to split(recompute=...)"
         )
     return (
-        f"the model calls the custom autograd function {name}; a traced program would keep its forward and "
-        "lose its backward. Write its forward with differentiable torch operators (then no backward is "
-        "needed), or register it with torch.library.custom_op and register_autograd"
+        f"the model calls torch's autograd function {name}; a traced program would keep its forward and lose "
+        "its backward"
     )
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# What torch.library makes of a registered operator: the trace keeps the operator whole.
-_REGISTERED = "torch._library.autograd"
+# What torch.library makes of a registered operator, and we of a custom function: the trace keeps them whole.
+_KEPT_WHOLE = ("torch._library.autograd", "pd2bw_fx.custom_function")
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -119,7 +119,7 @@ def _custom_functions(results: Iterable[Any]) -> list[str]:
     while waiting:
         node = waiting.pop()
         forward_class = getattr(node, "_forward_cls", None)
-        if forward_class is not None and forward_class.__module__ != _REGISTERED:
+        if forward_class is not None and forward_class.__module__ not in _KEPT_WHOLE:
             found[f"{forward_class.__module__}.{forward_class.__qualname__}"] = None
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

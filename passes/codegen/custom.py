@@ -1,0 +1,191 @@
+"""Custom autograd functions as classes of their own: a forward and a backward in torch's words."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from pd2bw_fx.custom_function import CustomFunction
+from pd2bw_fx.errors import TraceError
+
+from .expression import Scene, Source
+from .layout import laid_out, signature_lines
+from .literals import identifier, plain
+from .naming import result_name
+from .scopes import assigned_names
+from .spell import spell
+
+_LONGEST_FOLDED = 80
+
+
+def class_of(function: CustomFunction) -> list[str]:
+    """The lines of the function's class, which `NAME.apply(..)` calls."""
+    body = _Body(function.tensors, [*function.results, *function.saved])
+    lines = list(_forward(function, body))
+    origin = f", from {plain(function.origin)}" if function.origin else ""
+    return [
+        f"class {function.name}(torch.autograd.Function):",
+        f'    """A forward and a backward of its own{origin}."""',
+        "",
+        *lines,
+        "",
+        *_backward(function, [body.text(node) for node in function.saved]),
+    ]
+
+
+def _forward(function: CustomFunction, body: _Body) -> Iterator[str]:
+    lines = body.lines(function.forward)
+    given = [f"{body.text(node)}: Tensor" for node in function.tensors]
+    kinds = ["Tensor"] * len(function.results)
+    yield "    @staticmethod"
+    yield from signature_lines("forward", ["ctx", *given], _kind(kinds, function.returns_tuple), 4)
+    yield from lines
+    if function.saved:
+        yield from laid_out(f"ctx.save_for_backward({body.several(function.saved)})", 8)
+    if function.not_differentiable:
+        marked = [function.results[place] for place in function.not_differentiable]
+        yield from laid_out(f"ctx.mark_non_differentiable({body.several(marked)})", 8)
+    yield from body.returned(function.results, as_tuple=function.returns_tuple)
+
+
+def _backward(function: CustomFunction, saved: Sequence[str]) -> Iterator[str]:
+    """`saved`: what the forward calls what it saves."""
+    placeholders, several = list(function.backward.find_nodes(op="placeholder")), len(function.gradients) > 1
+    wanted = [node for node in function.gradients if node is not None]
+    body = _Body(placeholders, wanted, saved)
+    lines = body.lines(function.backward)
+    num_saved = len(saved)
+    given = [f"{body.text(node)}: Tensor" for node in placeholders[num_saved:]]
+    kinds = ["None" if node is None else "Tensor" for node in function.gradients]
+    yield "    @staticmethod"
+    yield from signature_lines("backward", ["ctx", *given], _kind(kinds, several), 4)
+    if num_saved:
+        names = body.several(placeholders[:num_saved])
+        yield from laid_out(
+            f"({names},) = ctx.saved_tensors" if num_saved == 1 else f"{names} = ctx.saved_tensors", 8
+        )
+    yield from lines
+    yield from body.returned(function.gradients, as_tuple=several)
+
+
+def _kind(kinds: Sequence[str], is_tuple: bool) -> str:
+    return f"tuple[{', '.join(kinds)}]" if is_tuple else kinds[0]
+
+
+class _Body:
+    """The statements of one graph. What is read once is written where it is read, if that is short."""
+
+    def __init__(
+        self, arguments: Sequence[fx.Node], results: Sequence[fx.Node], names: Sequence[str] = ()
+    ) -> None:
+        """`names`: of the first arguments, where they are not the nodes' own."""
+        self.arguments = arguments
+        self.sources: dict[fx.Node, Source] = {}
+        self.taken: set[str] = {"ctx"}
+        self.results = results
+        for node, name in itertools.zip_longest(arguments, names):
+            self._bind(node, name or identifier(node.name))
+
+    def lines(self, graph: fx.Graph) -> list[str]:
+        """Statements for all operators, which bind what `text` then refers to."""
+        nodes = [node for node in graph.nodes if node.op == "call_function"]
+        writes = any(_writes(node) for node in nodes)
+        uses = {node: _uses(node, self.results) for node in nodes}
+        folded: dict[fx.Node, str] = {}
+        written: list[str] = []
+        for node in nodes:
+            source = self._spelled(node)
+            for operand in sorted(node.all_input_nodes, key=lambda o: -len(folded.get(o, ""))):
+                if operand in folded and len(source.text) > _LONGEST_FOLDED:
+                    written += self._statement(operand, folded.pop(operand))
+                    source = self._spelled(node)
+            name = self._author_name(node)
+            if uses[node] == 1 and name is None and not writes:
+                self.sources[node] = source
+                folded[node] = source.text
+                for operand in node.all_input_nodes:
+                    folded.pop(operand, None)
+            else:
+                written += self._statement(node, source.text) if uses[node] else laid_out(source.text, 8)
+        return written
+
+    def text(self, node: fx.Node) -> str:
+        return self.sources[node].text
+
+    def several(self, nodes: Sequence[fx.Node | None]) -> str:
+        return ", ".join("None" if node is None else self.text(node) for node in nodes)
+
+    def returned(self, nodes: Sequence[fx.Node | None], *, as_tuple: bool) -> Iterator[str]:
+        texts = self.several(nodes)
+        return laid_out(f"return ({texts},)" if as_tuple and len(nodes) == 1 else f"return {texts}", 8)
+
+    def _statement(self, node: fx.Node, text: str) -> Iterator[str]:
+        self._bind(node, self._author_name(node) or result_name(node, node))
+        yield from laid_out(f"{self.text(node)} = {text}", 8)
+
+    def _bind(self, node: fx.Node, wanted: str) -> None:
+        name, count = wanted, 1
+        while name in self.taken:
+            count += 1
+            name = f"{wanted}_{count}"
+        self.taken.add(name)
+        self.sources[node] = Source(name)
+
+    def _author_name(self, node: fx.Node) -> str | None:
+        """What the line that made it assigns, for the last operator of that line."""
+        place = _place(node)
+        names = assigned_names(place[1]) if place is not None else ()
+        if len(names) != 1 or names[0] == "_" or any(_place(user) == place for user in node.users):
+            return None
+        return names[0]
+
+    def _spelled(self, node: fx.Node) -> Source:
+        if node.target is torch.ops.aten.sym_size.int:
+            return Source(f"{self._expression(node.args[0]).within(0)}.shape[{node.args[1]}]")
+        if node.target is torch.ops.aten.sym_numel.default:
+            return Source(f"{self._expression(node.args[0]).within(0)}.numel()")
+        return spell(node, Scene(self._expression, self._device))
+
+    def _expression(self, node: Any) -> Source:
+        if node not in self.sources:
+            raise TraceError(f"{node} of a custom autograd function is no value that it is given or makes")
+        return self.sources[node]
+
+    def _device(self) -> str:
+        return f"{self.text(self.arguments[0])}.device" if self.arguments else "torch.get_default_device()"
+
+
+def _place(node: fx.Node) -> tuple[str, str] | None:
+    """The author's line of an operator: where, and what it says."""
+    frames = re.findall(
+        r'File "([^"]*", line \d+), in [^\n]*\n[ \t]*([^\n]*)', node.meta.get("stack_trace") or ""
+    )
+    return frames[-1] if frames else None
+
+
+def _uses(node: fx.Node, results: Sequence[fx.Node]) -> int:
+    read = sum(
+        sum(operand is node for operand in _flat((user.args, tuple(user.kwargs.values()))))
+        for user in node.users
+        if user.op != "output"
+    )
+    return read + sum(result is node for result in results)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _flat(item)
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    else:
+        yield value
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

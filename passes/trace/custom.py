@@ -1,0 +1,314 @@
+"""Calls of custom autograd functions, kept whole: each becomes an operator with a forward and a backward.
+
+Whoever traces a model sees only the operators inside of the forward of such a function, and would lose the
+backward. Here a call of one is taken aside while the model is traced: its class's forward and backward are
+traced together, as one program over tensors of open sizes, which is then taken apart.
+"""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import re
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pd2bw_fx.custom_function import CustomFunction, as_operator, draws
+from pd2bw_fx.errors import TraceError
+
+from .diagnose import one_line
+from .halves import Halves
+
+
+@contextmanager
+def custom_functions_kept() -> Iterator[None]:
+    """Calls of custom autograd functions that this thread makes meanwhile become calls of operators.
+
+    Torch's own (those of activation checkpointing) and calls within other functions run as they are.
+    """
+    thread, names = threading.get_ident(), _Names()
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or kwargs or cls.__module__.partition(".")[0] in _RUN_AS_THEY_ARE:
+            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+        return _call(cls, args, names)
+
+    # Function.apply ends in this one, also where a model has kept `Function.apply` under another name.
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+
+
+_RUN_AS_THEY_ARE = ("torch", "pd2bw_fx")
+
+
+@dataclass(slots=True)
+class _Names:
+    """What classes are called in generated code: each name once in a model, with a capital letter."""
+
+    given: dict[str, tuple[Any, str]] = field(default_factory=dict)
+
+    def of(self, cls: type, text: str) -> str:
+        base = re.sub(r"\W+", "_", cls.__name__, flags=re.ASCII).strip("_")
+        base = base[:1].upper() + base[1:]
+        if not base[:1].isalpha() or keyword.iskeyword(base) or base in ("F", "Tensor"):
+            base = f"Custom{base}"
+        name, count = base, 1
+        while self.given.setdefault(name, (cls, text)) != (cls, text):
+            count += 1
+            name = f"{base}_{count}"
+        return name
+
+
+def _call(cls: Any, args: Sequence[Any], names: _Names) -> Any:
+    """The call as an operator's. Raises TraceError with the reason where the function cannot be traced."""
+    answer: list[CustomFunction | Exception] = []
+
+    def work() -> None:
+        try:
+            try:
+                answer.append(_Traced(cls, args, all_open=True).function(names))
+            except _FixedSizeError:  # by those that are fixed in the model too, perhaps
+                answer.append(_Traced(cls, args, all_open=False).function(names))
+        except Exception as error:  # the function is the model's: it may raise anything
+            answer.append(error)
+
+    # The tracer that is at work on the model has modes that belong to its thread, and some that do not.
+    thread = threading.Thread(target=work)
+    with _disable_current_modes():
+        thread.start()
+        thread.join()
+    (found,) = answer
+    if isinstance(found, CustomFunction):
+        return as_operator(found)(*(value for value in args if isinstance(value, Tensor)))
+    if isinstance(found, _FixedSizeError):
+        raise found
+    raise TraceError(
+        f"the model calls the custom autograd function {cls.__module__}.{cls.__qualname__}, whose forward "
+        f"and backward cannot be traced: {one_line(found)}. Write its forward with differentiable torch "
+        "operators (then no backward is needed), or register it with torch.library.custom_op and "
+        "register_autograd"
+    ) from found
+
+
+class _FixedSizeError(ValueError):
+    """What a function computes depends on sizes: a front end that fixes them may still trace it."""
+
+
+_WRITES = "it writes to its input"
+
+
+class _Context:
+    """What a function's forward and backward get for `ctx`."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self.needs_input_grad = tuple(isinstance(v, Tensor) and v.requires_grad for v in args)
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.not_differentiable: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        self.not_differentiable = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Gradients that are missing come as zeros, which is what None stands for."""
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        raise ValueError(_WRITES)
+
+
+class _Traced:
+    """One call: its forward and backward as a graph, and which part of the graph is which."""
+
+    def __init__(self, cls: Any, args: Sequence[Any], *, all_open: bool) -> None:
+        self.cls = cls
+        self.args = args
+        self.all_open = all_open  # also sizes that the model's trace has as numbers
+        self.has_setup = cls.setup_context is not _SingleLevelFunction.setup_context
+        self.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
+        self.context = _Context(args)
+        self.returns_tuple = False
+        self.not_differentiable: tuple[int, ...] = ()
+        self.last_of_forward: fx.Node | None = None
+        if any(isinstance(value, torch.SymInt | torch.SymFloat) for value in args):
+            raise ValueError("it is given a size as a number; let it take the size from a tensor's shape")
+
+    def function(self, names: _Names) -> CustomFunction:
+        shapes = ShapeEnv(duck_shape=False)  # two sizes that are equal here need not be so elsewhere
+        with torch.no_grad(), FakeTensorMode(shape_env=shapes):
+            tensors = [self._without_data(place, shapes) for place in self.places]
+            versions = [tensor._version for tensor in tensors]
+            gradients = [torch.empty_like(result) for result in self._forward(tensors)]
+            if [tensor._version for tensor in tensors] != versions:
+                raise ValueError(_WRITES)
+            joint = make_fx(
+                self._joint, tracing_mode="symbolic", pre_dispatch=True, record_stack_traces=True
+            )(*tensors, *gradients)
+        self._require_open(shapes)
+        _write_out_constants(joint)
+        _require_operators(joint.graph)
+        forward, backward = self._parts(joint.graph)
+        _require_one_draw(forward, backward)
+        return CustomFunction(
+            name=names.of(self.cls, f"{forward}{backward}"),
+            origin=_origin(self.cls),
+            forward=forward,
+            backward=backward,
+            returns_tuple=self.returns_tuple,
+            not_differentiable=self.not_differentiable,
+        )
+
+    def _forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        given_args = list(self.args)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            given_args[place] = tensor
+        self.context = _Context(self.args)
+        if self.has_setup:
+            returned = self.cls.forward(*given_args)
+            self.cls.setup_context(self.context, tuple(given_args), returned)
+        else:
+            returned = self.cls.forward(self.context, *given_args)
+        self.returns_tuple = isinstance(returned, tuple)
+        results = returned if isinstance(returned, tuple) else (returned,)
+        if not results or not all(isinstance(result, Tensor) for result in results):
+            raise ValueError("it returns something else than tensors")
+        marked = {id(tensor) for tensor in self.context.not_differentiable}
+        self.not_differentiable = tuple(p for p, result in enumerate(results) if id(result) in marked)
+        return results
+
+    def _without_data(self, place: int, shapes: ShapeEnv) -> Tensor:
+        """A tensor of the argument's type and order in memory, whose sizes are symbols."""
+        like: Tensor = self.args[place]
+        sizes = []
+        for dimension, extent in enumerate(like.shape):
+            hint = _hint(extent)
+            if hint is None:
+                raise ValueError("the size of its operand is known only when it runs")
+            is_open = hint > 1 and (self.all_open or isinstance(extent, torch.SymInt))
+            sizes.append(_symbol(hint, shapes, f"operand_{place}_{dimension}") if is_open else hint)
+        strides = [_hint(stride) for stride in like.stride()]
+        order = sorted(range(like.dim()), key=lambda dimension: -strides[dimension])
+        laid_out = torch.empty([sizes[d] for d in order], dtype=like.dtype, device=like.device)
+        return laid_out.permute([order.index(dimension) for dimension in range(like.dim())])
+
+    def _require_open(self, shapes: ShapeEnv) -> None:
+        for guard in shapes.guards:
+            expression: Any = guard.expr
+            if not (expression.is_Equality and all(side.is_Symbol for side in expression.args)):
+                name = f"{self.cls.__module__}.{self.cls.__qualname__}"
+                raise _FixedSizeError(
+                    f"what the custom autograd function {name} computes depends on sizes, by {expression}"
+                )
+
+    def _joint(self, *tensors: Tensor) -> Any:
+        results = self._forward(tensors[: len(self.places)])
+        mode: Any = get_proxy_mode()
+        self.last_of_forward = list(mode.tracer.graph.nodes)[-1]
+        returned = self.cls.backward(self.context, *tensors[len(self.places) :])
+        returned = returned if isinstance(returned, tuple) else (returned,)
+        if len(returned) < len(self.args):
+            raise ValueError(f"its backward returns {len(returned)} gradients for {len(self.args)} arguments")
+        return results, tuple(returned[place] for place in self.places)
+
+    def _parts(self, joint: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
+        nodes = list(joint.nodes)
+        placeholders = joint.find_nodes(op="placeholder")
+        assert self.last_of_forward is not None
+        boundary = max(nodes.index(self.last_of_forward) + 1, len(placeholders))
+        returned: Any = joint.output_node().args[0]
+        results, wanted = returned
+        num_given = len(self.places)
+        halves = Halves(
+            given=dict(zip(placeholders[:num_given], self._argument_names(), strict=True)),
+            gradients=dict(zip(placeholders[num_given:], self._gradient_names(len(results)), strict=True)),
+            early=nodes[len(placeholders) : boundary],
+            late=nodes[boundary:-1],
+        )
+        saved = halves.saved(wanted)
+        return halves.forward(results, saved), halves.backward(saved, wanted)
+
+    def _argument_names(self) -> list[str]:
+        return _several([*inspect.signature(self.cls.forward).parameters][not self.has_setup :], self.places)
+
+    def _gradient_names(self, count: int) -> list[str]:
+        return _several([*inspect.signature(self.cls.backward).parameters][1:], range(count))
+
+
+def _several(names: Sequence[str], places: Iterable[int]) -> list[str]:
+    """The names of the arguments at these places; the last of `names` may stand for several (`*tensors`)."""
+    return [names[place] if place < len(names) else f"{names[-1]}_{place}" for place in places]
+
+
+def _hint(size: Any) -> Any:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def _symbol(hint: int, shapes: ShapeEnv, name: str) -> Any:
+    from torch._dynamo.source import ConstantSource  # dynamo takes a second to import
+
+    source = ConstantSource(name)
+    symbol = shapes.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shapes.create_symintnode(symbol, hint=hint, source=source)
+
+
+def _write_out_constants(joint: fx.GraphModule) -> None:
+    """Tensors that are made of a few numbers, as calls of torch.tensor."""
+    for node in joint.graph.find_nodes(op="get_attr"):
+        value = getattr(joint, str(node.target))
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.numel() > _MOST_NUMBERS:
+            continue
+        with joint.graph.inserting_before(node):
+            made = joint.graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype})
+        made.meta = dict(node.meta)
+        for user in list(node.users):
+            stands_for_it = user if user.target in _LIFTED else node
+            stands_for_it.replace_all_uses_with(made)
+            if user is stands_for_it:
+                joint.graph.erase_node(user)
+        joint.graph.erase_node(node)
+
+
+_MOST_NUMBERS = 64
+_LIFTED = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
+
+
+def _require_operators(graph: fx.Graph) -> None:
+    """Raises ValueError for what cannot be written as a line of its own."""
+    for node in list(graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            if node.args[0] is not False:
+                raise ValueError("it enables gradients within")
+            graph.erase_node(node)
+        elif node.op == "get_attr":
+            raise ValueError("it reads a tensor that it is not given")
+        elif node.op not in ("placeholder", "call_function", "output"):
+            raise ValueError(f"it contains a {node.op}")
+
+
+def _require_one_draw(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Random numbers are repeated by operator."""
+    if sum(draws(node) for node in forward.nodes) > 1 or any(draws(node) for node in backward.nodes):
+        raise ValueError("it draws random numbers more than once, or in its backward")
+
+
+def _origin(cls: Any) -> str:
+    try:
+        return f"{Path(inspect.getsourcefile(cls) or '').name}:{inspect.getsourcelines(cls)[1]}"
+    except (OSError, TypeError):
+        return ""

@@ -1,0 +1,137 @@
+"""Custom autograd functions as operators: a forward and a backward that the model's author wrote apart.
+
+The trace keeps such a call as one operator, and generated code has a `torch.autograd.Function` of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+_NAMESPACE = "pd2bw_fx"
+
+
+@dataclass(frozen=True, slots=True)
+class CustomFunction:
+    """Two programs of ATen operators over tensors.
+
+    `forward` takes the call's tensors and returns (results, saved); `backward` takes what was saved and a
+    gradient for each result, and returns one for each tensor, or None where none flows. `not_differentiable`
+    are places among the results.
+    """
+
+    name: str  # of the class in generated code
+    origin: str  # "modeling_bloom.py:141"
+    forward: fx.Graph
+    backward: fx.Graph
+    returns_tuple: bool
+    not_differentiable: tuple[int, ...] = ()
+
+    @property
+    def tensors(self) -> list[fx.Node]:
+        return list(self.forward.find_nodes(op="placeholder"))
+
+    @property
+    def results(self) -> Sequence[fx.Node]:
+        return _returned(self.forward)[0]  # type: ignore[no-any-return]
+
+    @property
+    def saved(self) -> Sequence[fx.Node]:
+        return _returned(self.forward)[1]  # type: ignore[no-any-return]
+
+    @property
+    def gradients(self) -> Sequence[fx.Node | None]:
+        """What the backward returns, one for each of `tensors`."""
+        return _returned(self.backward)  # type: ignore[no-any-return]
+
+    @property
+    def is_random(self) -> bool:
+        return any(draws(node) for node in self.forward.nodes)
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an operator takes numbers from a generator."""
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    return is_operator and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+
+
+_KNOWN: dict[torch._ops.OpOverload, CustomFunction] = {}
+_LIBRARIES: list[torch.library.Library] = []  # what a library registered is gone with it
+
+
+def custom_function(target: Any) -> CustomFunction | None:
+    """What an operator of a traced program stands for, if `as_operator` made it."""
+    return _KNOWN.get(target) if isinstance(target, torch._ops.OpOverload) else None
+
+
+def as_operator(function: CustomFunction) -> torch._ops.OpOverload:
+    """An operator of torch that computes the function, with its backward. Equal functions share one."""
+    name = f"{function.name}_{_fingerprint(function)}"
+    known = next((target for target in _KNOWN if target._schema.name == f"{_NAMESPACE}::{name}"), None)
+    if known is not None:
+        return known
+    tensors = ", ".join(f"Tensor x{place}" for place in range(len(function.tensors)))
+    results = f"({', '.join(['Tensor'] * len(function.results))})" if function.returns_tuple else "Tensor"
+    tags = (torch.Tag.nondeterministic_seeded,) if function.is_random else ()
+    make_library: Any = torch.library.Library  # it has no types
+    library = make_library(_NAMESPACE, "FRAGMENT")
+    library.define(f"{name}({tensors}) -> {results}", tags=tags)
+    run, differentiable = _kernels(function)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    library.impl(name, differentiable, "Autograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", run, lib=library)
+    _LIBRARIES.append(library)
+    target: torch._ops.OpOverload = getattr(torch.ops.pd2bw_fx, name).default
+    _KNOWN[target] = function
+    return target
+
+
+def _returned(graph: fx.Graph) -> Any:
+    return graph.output_node().args[0]
+
+
+def _fingerprint(function: CustomFunction) -> str:
+    """The same in every process: costs are kept by an operator's name."""
+    lines = [
+        f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}"
+        for graph in (function.forward, function.backward)
+        for node in graph.nodes
+    ]
+    text = "\n".join([*lines, str(function.returns_tuple), str(function.not_differentiable)])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _kernels(function: CustomFunction) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Without gradients and with them."""
+    forward = fx.GraphModule(nn.Module(), function.forward)
+    backward = fx.GraphModule(nn.Module(), function.backward)
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: Tensor) -> Any:
+            results, saved = forward(*tensors)
+            ctx.save_for_backward(*saved)
+            fresh = _fresh(tensors, results)
+            ctx.mark_non_differentiable(*(fresh[place] for place in function.not_differentiable))
+            return fresh if function.returns_tuple else fresh[0]
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            return backward(*ctx.saved_tensors, *gradients)
+
+    def run(*tensors: Tensor) -> Any:
+        fresh = _fresh(tensors, forward(*tensors)[0])
+        return fresh if function.returns_tuple else fresh[0]
+
+    return run, Kernel.apply
+
+
+def _fresh(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """An operator's results share no memory with its operands."""
+    held = {tensor.untyped_storage()._cdata for tensor in tensors}
+    return tuple(r.clone() if r.untyped_storage()._cdata in held else r for r in results)

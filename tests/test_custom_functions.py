@@ -1,0 +1,375 @@
+"""Custom autograd functions: kept whole in the trace, classes of their own in the generated code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.errors import TraceError
+from pd2bw_fx.runtime.reference import train_reference
+
+
+class Reversed(torch.autograd.Function):
+    """Its gradient goes the other way, `strength` times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.strength * gradient, None
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator with a trained scale, whose gradient is a mean over the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        inside = (x / scale).abs() <= 8
+        ctx.save_for_backward(inside)
+        ctx.rows = x.shape[0]
+        return (x / scale).round().clamp(-8, 8) * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (inside,) = ctx.saved_tensors
+        return gradient * inside, (gradient * ~inside).sum() / ctx.rows
+
+
+class Parted(torch.autograd.Function):
+    """In the newer form, with a mask among its results that has no gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, limit: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
+        above = (x > limit).to(x.dtype)
+        return x * above, x.exp(), above
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(output[1], output[2])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        grown, above = ctx.saved_tensors
+        return gradients[0] * above * 3 + gradients[1] * grown, None
+
+
+class Written(torch.autograd.Function):
+    """Writes to what it made itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x * 2
+        result[:, 0] = 0
+        result.add_(1)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[:, 0] = 7
+        return gradient
+
+
+class Noisy(torch.autograd.Function):
+    """Draws a number for each element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        noise = torch.rand_like(x)
+        ctx.save_for_backward(noise)
+        return x * noise
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (noise,) = ctx.saved_tensors
+        return gradient * noise * 2
+
+
+reversed_ = Reversed.apply  # kept under a name, as many models do
+
+
+class Model(nn.Module):
+    """Each kind once, the first one twice with other constants."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.scale = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = Rounded.apply(self.layers[0](x), self.scale)
+        x = reversed_(self.layers[1](x), 0.5)
+        low, grown, above = Parted.apply(self.layers[2](x))
+        x = reversed_(low * above + grown, 2.0)
+        return (Written.apply(self.layers[3](x)) - y).square().mean()
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    return tuple(torch.randn(size, 6, dtype=torch.float64, generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def model_of(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def gradients_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(*inputs).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_stages_have_the_functions_own_gradients_at_every_batch_size(size: int) -> None:
+    model = model_of(Model)
+    pipe = pd2bw_fx.split(model, batch(size), cluster=2, num_stages=2, costs="analytic")
+
+    assert pipe.verify(model).exact
+    for other in (2, 5):
+        inputs = batch(other)
+        expected = gradients_of(model, inputs)
+        first, second = (stage.module for stage in pipe.stages)
+        first.zero_grad()
+        second.zero_grad()
+        named = dict(zip(("x", "y"), inputs, strict=True))
+        handed = first(*(named[port.name] for port in pipe.programs[0].inputs))
+        values = (handed,) if isinstance(handed, Tensor) else handed
+        named |= dict(zip((port.name for port in pipe.programs[0].outputs), values, strict=True))
+        second(*(named[port.name] for port in pipe.programs[1].inputs)).backward()
+        found = {n: p.grad for stage in (first, second) for n, p in stage.named_parameters()}
+        for name, gradient in expected.items():
+            assert torch.equal(found[name], gradient), name
+
+
+def test_the_class_reads_as_its_author_wrote_it() -> None:
+    pipe = pd2bw_fx.split(model_of(Model), batch(4), cluster=1, costs="analytic")
+
+    source = pipe.stages[0].source
+    assert (
+        """
+class Rounded(torch.autograd.Function):
+    \"\"\"A forward and a backward of its own, from test_custom_functions.py:"""
+        in source
+    )
+    assert "    def forward(ctx, x: Tensor, scale: Tensor) -> Tensor:\n" in source
+    assert "        inside = (x / scale).abs() <= 8\n        ctx.save_for_backward(inside)\n" in source
+    assert "        return gradient * inside, (gradient * ~inside).sum() / gradient.shape[0]\n" in source
+    assert "        ctx.mark_non_differentiable(above)\n" in source
+    assert "return gradient * -0.5\n" in source
+    assert "return gradient * -2.0\n" in source
+    assert "x = Rounded.apply(x, self.scale)" in source
+    assert "low, grown, above = Parted.apply(self.layers[2](x))" in source
+
+
+def test_they_train_in_a_pipeline_as_in_one_process() -> None:
+    model = model_of(Model)
+    pipe = pd2bw_fx.split(model, batch(4), cluster=2, num_stages=2, costs="analytic", recompute=True)
+    batches = [batch(8 + 4 * number) for number in range(4)]
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    found = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=4)
+
+    expected = train_reference(model, batches, optimizer=sgd, microbatches_per_update=4, method="2bw")
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+def test_a_function_that_draws_draws_the_same_again(tmp_path: Any) -> None:
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = nn.functional.dropout(Noisy.apply(self.layers[0](x)), 0.5)
+            return (self.layers[1](Noisy.apply(x)) - y).square().mean()
+
+    batches = [batch(4) for _ in range(3)]
+    losses = []
+    for stages, recompute in ((1, False), (2, False), (2, True)):
+        model = model_of(Drawing)
+        pipe = pd2bw_fx.split(
+            model, batch(4), cluster=stages, num_stages=stages, costs="analytic", recompute=recompute
+        )
+        assert sum(operator.is_random for operator in pipe.graph.operators.values()) == 3
+        pipe.save(tmp_path / f"{stages}{recompute}")
+        pipe = pd2bw_fx.load(tmp_path / f"{stages}{recompute}")
+        trained = pipe.train_local(
+            batches, optimizer=lambda p: torch.optim.SGD(p, lr=0.05), microbatches_per_update=2
+        )
+        losses.append(trained.losses)
+
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert losses[1] == losses[2]
+
+
+class Constant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * torch.tensor([1.0, 2.0], dtype=x.dtype).repeat(3)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class BySize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] > 3 else x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Sized(nn.Module):
+    """`function` on a layer of a width that is fixed in the model."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.function.apply(self.layer(x))
+        return result.sum()
+
+
+def test_sizes_that_the_model_fixes_may_be_fixed_in_the_function_too() -> None:
+    model = Sized(Constant).double()
+    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
+
+    assert pipe.trace_report.tracer == "export"
+    assert pipe.verify(model).exact
+    assert "torch.tensor([1.0, 2.0], dtype=torch.float64)" in pipe.stages[0].source
+
+
+def test_a_function_that_depends_on_the_batch_size_is_traced_at_one() -> None:
+    model = Sized(BySize).double()
+    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
+
+    assert pipe.trace_report.tracer == "export-static"
+    assert "BySize computes depends on sizes" in pipe.trace_report.attempts[0].reason
+    assert pipe.verify(model).exact
+
+
+class double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 5
+
+
+def test_names_of_classes_values_and_functions_do_not_meet() -> None:
+    class Double(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            double_ = double.apply(x)
+            return double_ * double_
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.inner = Double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            Double = self.inner(self.layer(x))
+            return double.apply(Double).sum()
+
+    hostile = type('Evil:\n    boom()\nclass "', (Reversed,), {})
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = hostile.apply(self.layer(x), 1.0)
+            return result.sum()
+
+    for kind in (Model, Other):
+        model = model_of(kind)
+        pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
+        assert pipe.verify(model).exact
+        assert "boom()" not in pipe.stages[0].source
+
+
+class Branching(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class TwiceNoisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * torch.rand_like(x) + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
+        return x / rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (Branching, "data-dependent"),
+        (InPlace, "writes to its input"),
+        (TwiceNoisy, "more than once"),
+        (Given, "size as a number"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_with_the_reason(function: Any, reason: str) -> None:
+    class Refused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            more = (x.shape[0],) if function is Given else ()
+            result: Tensor = function.apply(self.layer(x), *more)
+            return result.sum()
+
+    with pytest.raises(TraceError, match=f"custom autograd function .*{function.__name__}") as raised:
+        pd2bw_fx.split(model_of(Refused), batch(4)[:1], cluster=1, costs="analytic")
+    assert reason in str(raised.value)
+    assert "custom_op" in str(raised.value)
