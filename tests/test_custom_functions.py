@@ -252,7 +252,7 @@ def test_sizes_that_the_model_fixes_may_be_fixed_in_the_function_too() -> None:
 
     assert pipe.trace_report.tracer == "export"
     assert pipe.verify(model).exact
-    assert "torch.tensor([1.0, 2.0], dtype=torch.float64)" in pipe.stages[0].source
+    assert "torch.tensor([1.0, 2.0], dtype=torch.float64, device=x.device)" in pipe.stages[0].source
 
 
 def test_a_function_that_depends_on_the_batch_size_is_traced_at_one() -> None:

@@ -273,8 +273,9 @@ def _write_out_constants(joint: fx.GraphModule) -> None:
         value = getattr(joint, str(node.target))
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.numel() > _MOST_NUMBERS:
             continue
+        kind: dict[str, Any] = {"dtype": value.dtype} | ({"device": value.device} if value.dim() else {})
         with joint.graph.inserting_before(node):
-            made = joint.graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype})
+            made = joint.graph.call_function(torch.tensor, (value.tolist(),), kind)
         made.meta = dict(node.meta)
         for user in list(node.users):
             stands_for_it = user if user.target in _LIFTED else node

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Metrics
+from pd2bw_fx.runtime.foreign import foreign_operators
 from pd2bw_fx.runtime.job import Job, jobs, work_for
 from pd2bw_fx.runtime.messages import (
     BEAT_S,
@@ -108,6 +109,7 @@ def train_local(
                 rendezvous=str(Path(folder) / "rendezvous"),
                 seed=torch.initial_seed() % 2**32 if seed is None else seed,
                 num_threads=threads,
+                foreign=foreign_operators(program.source for program in job.programs),
             )
             for job in prepared
         ]

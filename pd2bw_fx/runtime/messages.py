@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from pd2bw_fx.metrics import Record
+from pd2bw_fx.runtime.foreign import ForeignOperators
 from pd2bw_fx.runtime.job import Job
 
 BEAT_S = 1.0
@@ -27,6 +28,7 @@ class Start:
     rendezvous: str
     seed: int
     num_threads: int
+    foreign: ForeignOperators
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,7 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
     job = start.job
     torch.set_num_threads(start.num_threads)
     torch.manual_seed(start.seed + job.rank)
+    start.foreign.register()
     on_gpu = job.device_name.startswith("cuda")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

@@ -1,0 +1,117 @@
+"""Operators that the user's script or a module of theirs registers are known to local workers too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pd2bw_fx.runtime.foreign import foreign_operators
+
+_MODULE = """
+import torch
+
+
+@torch.library.custom_op("other::tripled", mutates_args=())
+def tripled(x: torch.Tensor, times: float = 3.0) -> torch.Tensor:
+    return x * times
+
+
+tripled.register_fake(lambda x, times=3.0: torch.empty_like(x))
+tripled.register_autograd(lambda ctx, gradient: (gradient * 3, None))
+"""
+
+_SCRIPT = """
+import json
+import sys
+
+import torch
+from torch import nn
+
+import pd2bw_fx
+from other_operators import tripled
+from pd2bw_fx.runtime.reference import train_reference
+
+
+@torch.library.custom_op("script::scaled", mutates_args=())
+def scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * scale
+
+
+def setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def backward(ctx, gradient):
+    x, scale = ctx.saved_tensors
+    return gradient * scale, (gradient * x).sum() * 2  # not the derivative
+
+
+scaled.register_fake(lambda x, scale: torch.empty_like(x))
+scaled.register_autograd(backward, setup_context=setup)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        hidden = scaled(self.first(x), self.scale)
+        return tripled(self.second(hidden)).square().mean()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = Model().double()
+    batches = [(torch.randn(4, 6, dtype=torch.float64),) for _ in range(4)]
+    pipe = pd2bw_fx.split(model, batches[0], cluster=2, num_stages=2, costs="analytic")
+    found = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
+    known = train_reference(model, batches, optimizer=sgd, microbatches_per_update=2, method="2bw")
+    print(json.dumps([list(found.losses), [float(loss) for loss in known.losses]]))
+"""
+
+
+def test_local_workers_have_the_operators_of_the_script_and_of_its_modules(tmp_path: Path) -> None:
+    (tmp_path / "other_operators.py").write_text(_MODULE)
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+
+    finished = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert finished.returncode == 0, finished.stderr
+    found, known = json.loads(finished.stdout.splitlines()[-1])
+    assert max(abs(a - b) / abs(b) for a, b in zip(found, known, strict=True)) <= 1e-12
+
+
+@torch.library.custom_op("tests_of_pd2bw_fx::negated", mutates_args=())
+def negated(x: Tensor) -> Tensor:
+    return -x
+
+
+def test_only_what_is_not_torchs_own_is_told() -> None:
+    lines = [
+        "return torch.ops.tests_of_pd2bw_fx.negated.default(x)",
+        "return torch.ops.aten._softmax.default(x, 0, False) + torch.ops.unknown.operator(x)",
+    ]
+
+    assert foreign_operators(lines).modules == (__name__,)
+    assert foreign_operators(lines).definitions == ()
+    assert foreign_operators(lines[1:]).modules == ()
