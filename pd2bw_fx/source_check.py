@@ -37,6 +37,7 @@ _BUILTINS = frozenset({
     "list", "dict", "slice", "isinstance", "print", "sum", "min", "max", "abs", "getattr", "type", "None",
     "True", "False", "staticmethod",
 })  # fmt: skip
+_ALLOWED_IN_TORCH = frozenset({"torch._assert_async"})
 _REFUSED_OF_TORCH = frozenset({"load", "save", "compile", "jit", "hub", "package", "library"})
 
 
@@ -99,6 +100,8 @@ def _attribute_fault(node: ast.Attribute) -> str | None:
         return None
     value = getattr(module, name, None)
     whole = f"{node.value.id}.{name}"
+    if whole in _ALLOWED_IN_TORCH:
+        return None
     if (
         value is None
         or name.startswith("_")

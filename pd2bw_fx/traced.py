@@ -10,6 +10,19 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+_ASSUMED = "values go another way than in the trace, at "
+_LONGEST_LINE = 60
+
+
+def assumption(place: str, line: str) -> str:
+    """What an assertion says which the trace has added: it has the way that `line` took on the example."""
+    shown = (line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}...").replace('"', "'")
+    return f"{_ASSUMED}{place}: {shown}"
+
+
+def is_assumption(message: Any) -> bool:
+    return isinstance(message, str) and message.startswith(_ASSUMED)
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -30,7 +43,8 @@ class TraceReport:
     something: a trace has one of the two branches of `if self.training`.
 
     `tracer` is "export" (sizes follow the batch), "export-sequence" (and the lengths of sequences),
-    "export-static" (one batch size only), "fx", or "given" for a program that was the user's own.
+    "export-static" (one batch size only), "export-as-example" (conditions on values as they come out on the
+    example inputs), "fx", or "given" for a program that was the user's own.
     """
 
     tracer: str

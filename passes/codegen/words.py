@@ -220,7 +220,12 @@ def _each_by_itself(name: str) -> Special:
     return lambda values, scene: _call(f"torch.{name}", scene, *values["tensors"])
 
 
+def _assertion(values: Mapping[str, Any], scene: Scene) -> Source:
+    return _call("torch._assert_async", scene, *values.values())
+
+
 SPECIAL: dict[str, Special] = {
+    "_assert_async": _assertion,
     "block_diag": _each_by_itself("block_diag"),
     "broadcast_tensors": _each_by_itself("broadcast_tensors"),
     "cartesian_prod": _each_by_itself("cartesian_prod"),

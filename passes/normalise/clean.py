@@ -9,7 +9,7 @@ from torch import fx
 
 from .facts import Facts
 from .lift import Draft
-from .nodes import is_random, operator_name
+from .nodes import asserts_assumption, is_random, operator_name
 
 _GUARDS = {
     "_assert_tensor_metadata",
@@ -26,7 +26,8 @@ _GUARDS = {
 
 def remove_guards(draft: Draft) -> None:
     for node in reversed(list(draft.graph.nodes)):
-        if node.op == "call_function" and operator_name(node) in _GUARDS and not node.users:
+        is_guard = node.op == "call_function" and operator_name(node) in _GUARDS
+        if is_guard and not node.users and not asserts_assumption(node):
             draft.graph.erase_node(node)
 
 
@@ -151,11 +152,12 @@ def _sizes(tensor: torch.Tensor) -> list[str]:
 def remove_dead_code(draft: Draft, facts: Facts) -> None:
     """Nodes whose value nobody reads; what writes in place stays, for its effect is on another value.
 
-    So does a module that was not traced into, which may write its buffers, and what draws random numbers:
-    later draws would be others without it.
+    So does a module that was not traced into, which may write its buffers, what draws random numbers, since
+    later draws would be others without it, and what asserts that the trace holds.
     """
     for node in reversed(list(draft.graph.nodes)):
         is_needed = node.op in {"placeholder", "output", "call_module"} or node.users
         is_needed = is_needed or (node.op == "call_function" and is_random(node, None))
+        is_needed = is_needed or asserts_assumption(node)
         if not is_needed and not facts.written.get(node.name):
             draft.graph.erase_node(node)

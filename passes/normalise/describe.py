@@ -19,7 +19,7 @@ from .assume import assumed_dtype
 from .facts import Facts
 from .lift import Draft, canonical_names
 from .memory import Memory
-from .nodes import is_random, operator_name
+from .nodes import asserts_assumption, is_random, operator_name
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _HERE = Path(__file__)
@@ -145,7 +145,7 @@ class Describer:
         parameters: tuple[str, ...],
         replicable: set[str],
     ) -> bool:
-        if node.name in self.memory.groups:
+        if node.name in self.memory.groups or asserts_assumption(node):
             return False
         if not outputs and _is_size(self.facts.values.get(node.name)):
             return True

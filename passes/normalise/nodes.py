@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pd2bw_fx.traced import is_assumption
+
 
 def operator_name(node: fx.Node) -> str:
     """The "add_" of aten.add_.Tensor; the function's or method's name where it is no ATen operator."""
@@ -53,6 +55,11 @@ def argument(node: fx.Node, name: str) -> Any:
                 return node.args[position]
             return node.kwargs.get(name, entry.default_value)
     return None
+
+
+def asserts_assumption(node: fx.Node) -> bool:
+    """Whether it ends a run for which the trace was not made."""
+    return node.target is torch.ops.aten._assert_async.msg and is_assumption(node.args[1])
 
 
 _DRAWING = {"rand", "randn", "randint", "randperm", "bernoulli", "normal", "multinomial", "rand_like"}

@@ -2,8 +2,10 @@
 
 1. `export`: `torch.export.export(strict=False)`; dimension 0 of every input that has the batch's size is
    the named dimension "batch", so that any batch size can be run.
-2. `export-static`: the same at the example's sizes alone, with a note that says so.
-3. `fx`: `torch.fx` symbolic tracing; the only one where there are no example inputs.
+2. `export-as-example`: the same where Python asks for the values of tensors, if it does so to assert
+   something; on request, whatever it is that depends on them. See `conditions.py`.
+3. `export-static`: as the first one, at the example's sizes alone, with a note that says so.
+4. `fx`: `torch.fx` symbolic tracing; the only one where there are no example inputs.
 
 `export-sequence`, on request, is tried before these: `export` with the length of token sequences open too.
 The reason of each one that failed is kept in the report, and beside it the lines of the model that stop
@@ -24,7 +26,14 @@ from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 from pd2bw_fx.program import surrounding_autocast, training_context
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
-from .diagnose import one_line, require_eager_run, source_line, state_kept, torch_errors_unlogged
+from .diagnose import (
+    conditions_of,
+    one_line,
+    require_eager_run,
+    source_line,
+    state_kept,
+    torch_errors_unlogged,
+)
 from .draft import draft_findings
 from .exported import export, foreign_operators
 from .given import accept_exported, accept_graph_module
@@ -43,15 +52,19 @@ from .watch import attributes_kept
 __all__ = ["find_example_inputs", "trace"]
 
 _FRONT_ENDS: dict[str, tuple[str, ...]] = {
-    "auto": ("export", "export-static", "fx"),
+    "auto": ("export", "export-as-example", "export-static", "fx"),
     "export": ("export", "export-static"),
+    "export-as-example": ("export", "export-as-example"),
     "fx": ("fx",),
     "export-sequence": ("export-sequence", "export", "export-static"),
 }
 
+_OPEN = ("export", "export-as-example", "export-sequence")
+
 _ADVICE = (
-    "take what depends on tensor values out of Python control flow (torch.where, torch.cond), compute the "
-    "loss outside with loss_fn, or pass a program that you exported yourself"
+    "take what depends on tensor values out of Python control flow (torch.where, torch.cond), or pass "
+    "tracer='export-as-example' if it always goes the same way, compute the loss outside with loss_fn, or "
+    "pass a program that you exported yourself"
 )
 _ADVICE_WITHOUT_EXAMPLES = (
     "example inputs (example_args, example_kwargs), with which torch.export can trace it"
@@ -97,7 +110,7 @@ def trace(
         batch_size, front_ends = common_batch_size(flat), _FRONT_ENDS[tracer]
     attempts: list[tuple[str, Exception]] = []
     for arguments, names in _ways(model, flat, (args, kwargs, targets), tracer, front_ends):
-        program, traced, failed = _first_that_works(names, model, arguments, loss_fn, batch_size)
+        program, traced, failed = _first_that_works(names, model, arguments, loss_fn, batch_size, tracer)
         attempts += failed
         if traced is not None:
             break
@@ -145,14 +158,22 @@ def _first_that_works(
     flat: FlatArguments,
     loss_fn: Callable[..., Any] | None,
     batch_size: int | None,
+    tracer: str,
 ) -> tuple[Program, Traced | None, list[tuple[str, Exception]]]:
     attempts: list[tuple[str, Exception]] = []
     program = Program(model, flat, loss_fn)
     for name in front_ends:
         program = Program(model, flat, loss_fn)
+        if name == "export-as-example":
+            program.conditions = conditions_of(program)
+            if not program.conditions.found:
+                continue
         try:
             with attributes_kept(model), torch_errors_unlogged(), training_context():
-                return program, _traced(name, program, batch_size), attempts
+                traced = _traced(name, program, batch_size)
+            if tracer == "auto":
+                program.conditions.require_assertions()
+            return program, traced, attempts
         except Pd2bwError:
             raise
         except Exception as error:  # whatever the model does under this tracer is the next one's chance
@@ -174,7 +195,7 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
         batch = None if name == "export-static" else batch_size
         graph = export(program, batch, with_lengths=name == "export-sequence")
         static = f"traced at batch size {batch_size} alone: no other one can be run"
-        notes = (static,) if name == "export-static" else ()
+        notes = (static,) if name == "export-static" else program.conditions.notes()
         notes += tuple(
             f"operator {foreign} is registered by a library that every stage will need; choose an "
             "implementation of torch's own (for Hugging Face experts: experts_implementation='batched_mm')"
@@ -190,7 +211,7 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
         prefix=MODEL_PREFIX,
         batch_size=batch_size,
         batched_inputs=frozenset() if batch_size is None else flat.batched(batch_size),
-        dynamic_batch=name in ("export", "export-sequence"),
+        dynamic_batch=name in _OPEN,
         lengths=flat.lengths(batch_size) if name == "export-sequence" and batch_size is not None else {},
         loss_module=program.loss_fn if isinstance(program.loss_fn, nn.Module) else None,
         examples=examples,

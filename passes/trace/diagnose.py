@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pd2bw_fx.errors import InputError, Pd2bwError
 
+from .conditions import Conditions
 from .program import Program
 from .watch import attributes_kept
 
@@ -69,12 +70,10 @@ def require_eager_run(program: Program) -> None:
 
     Buffers and random generators are as before afterwards. Weights that hold no data are not run.
     """
-    tensors = [*program.parameters(), *program.buffers(), *program.flat.tensors]
-    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+    if not _holds_data(program):
         return
     try:
-        with state_kept(program), attributes_kept(program.model), torch.enable_grad():
-            program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
+        _run(program)
     except Pd2bwError:
         raise
     except Exception as error:
@@ -89,6 +88,25 @@ def require_eager_run(program: Program) -> None:
             + (f" (at {place})" if place else "")
             + "; expected inputs that model(*args, **kwargs) accepts"
         ) from error
+
+
+def conditions_of(program: Program) -> Conditions:
+    """What the model asks of the values of tensors on the example inputs; nothing where it cannot be run."""
+    conditions = Conditions()
+    if _holds_data(program):
+        with conditions.recorded():
+            _run(program)
+    return conditions
+
+
+def _holds_data(program: Program) -> bool:
+    tensors = [*program.parameters(), *program.buffers(), *program.flat.tensors]
+    return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+
+
+def _run(program: Program) -> None:
+    with state_kept(program), attributes_kept(program.model), torch.enable_grad():
+        program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
 
 
 @contextmanager

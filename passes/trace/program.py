@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from pd2bw_fx.errors import InputError
 
+from .conditions import Conditions
 from .inputs import FlatArguments, unique
 from .watch import Watch
 
@@ -43,11 +44,13 @@ class Program(nn.Module):
         self.flat = flat
         self.record = Record()
         self.watch = Watch()
+        self.conditions = Conditions()
         self.training = model.training
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         self.watch.before(self.model)
-        results = self._run(tensors)
+        with self.conditions.assumed():
+            results = self._run(tensors)
         self.watch.after(self.model, results)
         return results
 
