@@ -61,7 +61,14 @@ def _tried(case: Case, *, training: bool) -> Outcome:
     model, inputs = case.build()
     model.train(training)  # the files have what it computes in evaluation
     try:
-        pipe = pd2bw_fx.split(model, example_kwargs=inputs, cluster=STAGES, costs="analytic", check=False)
+        pipe = pd2bw_fx.split(
+            model,
+            example_kwargs=inputs,
+            cluster=STAGES,
+            costs="analytic",
+            check=False,
+            tracer=case.tracer if training else "auto",
+        )
         with tempfile.TemporaryDirectory() as folder:
             manifest = pipe.export_onnx(Path(folder) / "onnx", form="both")
             assert check_annotation(Path(folder) / "onnx" / "model.onnx") == STAGES

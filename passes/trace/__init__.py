@@ -61,6 +61,10 @@ _FRONT_ENDS: dict[str, tuple[str, ...]] = {
 
 _OPEN = ("export", "export-as-example", "export-sequence")
 
+_NO_CONDITIONS = (
+    "no condition on values was met on the example inputs, or the weights hold no data to run the model with"
+)
+
 _ADVICE = (
     "take what depends on tensor values out of Python control flow (torch.where, torch.cond), or pass "
     "tracer='export-as-example' if it always goes the same way, compute the loss outside with loss_fn, or "
@@ -164,11 +168,13 @@ def _first_that_works(
     program = Program(model, flat, loss_fn)
     for name in front_ends:
         program = Program(model, flat, loss_fn)
-        if name == "export-as-example":
-            program.conditions = conditions_of(program)
-            if not program.conditions.found:
-                continue
         try:
+            if name == "export-as-example":
+                program.conditions = conditions_of(program)
+                if not program.conditions.found:
+                    if tracer == name:
+                        attempts.append((name, ValueError(_NO_CONDITIONS)))
+                    continue
             with attributes_kept(model), torch_errors_unlogged(), training_context():
                 traced = _traced(name, program, batch_size)
             if tracer == "auto":

@@ -1,0 +1,112 @@
+"""Python conditions on values of tensors: asserted as they were on the example, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.errors import TraceError, WorkerError
+
+
+class Asserting(nn.Module):
+    """Of an input and of a value in between, one each way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not (x > 100).any(), 'no "large" input'
+        hidden = self.first(x)
+        assert torch.isfinite(hidden).all()
+        return self.second(hidden).square().mean()
+
+
+class Clamping(Asserting):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for layer in (self.first, self.second):
+            hidden = layer(hidden)
+            if not (hidden.abs() < 50).all():
+                hidden = hidden.clamp(-1.0, 1.0)
+        return hidden.square().mean()
+
+
+def inputs(size: int = 4, *, times: float = 1.0) -> tuple[Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    return (torch.randn(size, 6, generator=generator) * times,)
+
+
+def model_of(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_assertions_are_kept_in_the_stages() -> None:
+    model = model_of(Asserting)
+
+    pipe = pd2bw_fx.split(model, inputs(), cluster=2, num_stages=2, costs="analytic")
+
+    assert pipe.trace_report.tracer == "export-as-example"
+    assert sum("which the stages assert" in note for note in pipe.trace_report.notes) == 2
+    assert pipe.verify(model).exact
+    sources = "".join(stage.source for stage in pipe.stages)
+    assert sources.count("torch._assert_async(") == 2
+    assert "assert not (x > 100).any(), 'no 'large' input'" in sources
+    assert pipe.train_local([inputs(8)], optimizer=sgd, microbatches_per_update=2).losses
+    with pytest.raises(
+        WorkerError, match=r"another way than in the trace, at test_conditions\.py:\d+: assert not"
+    ):
+        pipe.train_local([inputs(8, times=1e4)], optimizer=sgd, microbatches_per_update=2)
+
+
+def test_a_condition_that_chooses_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
+    model = model_of(Clamping)
+    with pytest.raises(
+        TraceError, match="tracer='export-as-example' if it always goes the same way"
+    ) as raised:
+        pd2bw_fx.split(model, inputs(), cluster=2, costs="analytic")
+    assert "for you to allow, at test_conditions.py:" in str(raised.value)
+
+    pipe = pd2bw_fx.split(
+        model, inputs(), cluster=2, num_stages=2, costs="analytic", tracer="export-as-example"
+    )
+
+    assert pipe.verify(model).exact
+    assert "clamp" not in "".join(stage.source for stage in pipe.stages)
+    pipe.export_onnx(tmp_path / "onnx")
+    pipe.save(tmp_path / "saved")
+    pipe = pd2bw_fx.load(tmp_path / "saved")
+    for stage in pipe.stages:
+        assert "torch._assert_async(" in stage.source
+    with pytest.raises(WorkerError, match=r"if not \(hidden\.abs\(\) < 50\)\.all\(\)"):
+        pipe.train_local([inputs(8, times=1e3)], optimizer=sgd, microbatches_per_update=2)
+
+
+def test_the_other_way_is_traced_where_the_example_takes_it() -> None:
+    model = model_of(Clamping)
+
+    pipe = pd2bw_fx.split(
+        model, inputs(times=1e3), cluster=1, costs="analytic", tracer="export-as-example", check=False
+    )
+
+    assert ".clamp(-1.0, 1.0)" in pipe.stages[0].source
+    assert ".all().logical_not()," in pipe.stages[0].source
+
+
+def test_a_model_without_values_to_ask_is_refused_as_before() -> None:
+    with torch.device("meta"):
+        model, example = Clamping(), (torch.zeros(4, 6),)
+
+    with pytest.raises(TraceError, match="the weights hold no data to run the model with"):
+        pd2bw_fx.split(model, example, cluster=1, costs="analytic", tracer="export-as-example")
