@@ -32,14 +32,14 @@ class Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
         inside = (x / scale).abs() <= 8
-        ctx.save_for_backward(inside)
+        ctx.save_for_backward(inside, x > 0)
         ctx.rows = x.shape[0]
         return (x / scale).round().clamp(-8, 8) * scale
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        (inside,) = ctx.saved_tensors
-        return gradient * inside, (gradient * ~inside).sum() / ctx.rows
+        inside, positive = ctx.saved_tensors
+        return gradient * inside * torch.where(positive, 1.0, 2.0), (gradient * ~inside).sum() / ctx.rows
 
 
 class Parted(torch.autograd.Function):
@@ -161,8 +161,9 @@ class Rounded(torch.autograd.Function):
         in source
     )
     assert "    def forward(ctx, x: Tensor, scale: Tensor) -> Tensor:\n" in source
-    assert "        inside = (x / scale).abs() <= 8\n        ctx.save_for_backward(inside)\n" in source
-    assert "        return gradient * inside, (gradient * ~inside).sum() / gradient.shape[0]\n" in source
+    assert "        inside = (x / scale).abs() <= 8\n        ctx.save_for_backward(inside, x > 0)\n" in source
+    assert "        inside, gt = ctx.saved_tensors\n" in source
+    assert "(gradient * ~inside).sum() / gradient.shape[0]\n" in source
     assert "        ctx.mark_non_differentiable(above)\n" in source
     assert "return gradient * -0.5\n" in source
     assert "return gradient * -2.0\n" in source

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from .literals import identifier, plain
 from .naming import result_name
 from .scopes import assigned_names
 from .spell import spell
+from .stage_tree import occurrences
 
 _LONGEST_FOLDED = 80
 
@@ -54,7 +54,7 @@ def _forward(function: CustomFunction, body: _Body) -> Iterator[str]:
 
 
 def _backward(function: CustomFunction, saved: Sequence[str]) -> Iterator[str]:
-    """`saved`: what the forward calls what it saves."""
+    """`saved`: how the forward writes what it saves."""
     placeholders, several = list(function.backward.find_nodes(op="placeholder")), len(function.gradients) > 1
     wanted = [node for node in function.gradients if node is not None]
     body = _Body(placeholders, wanted, saved)
@@ -83,13 +83,14 @@ class _Body:
     def __init__(
         self, arguments: Sequence[fx.Node], results: Sequence[fx.Node], names: Sequence[str] = ()
     ) -> None:
-        """`names`: of the first arguments, where they are not the nodes' own."""
+        """`names`: of the first arguments, where they are names and not the nodes' own."""
         self.arguments = arguments
         self.sources: dict[fx.Node, Source] = {}
         self.taken: set[str] = {"ctx"}
         self.results = results
-        for node, name in itertools.zip_longest(arguments, names):
-            self._bind(node, name or identifier(node.name))
+        for place, node in enumerate(arguments):
+            is_named = place < len(names) and names[place].isidentifier()
+            self._bind(node, names[place] if is_named else identifier(node.name))
 
     def lines(self, graph: fx.Graph) -> list[str]:
         """Statements for all operators, which bind what `text` then refers to."""
@@ -169,22 +170,9 @@ def _place(node: fx.Node) -> tuple[str, str] | None:
 
 
 def _uses(node: fx.Node, results: Sequence[fx.Node]) -> int:
-    read = sum(
-        sum(operand is node for operand in _flat((user.args, tuple(user.kwargs.values()))))
-        for user in node.users
-        if user.op != "output"
-    )
+    users = (user for user in node.users if user.op != "output")
+    read = sum(occurrences((user.args, dict(user.kwargs)), node) for user in users)
     return read + sum(result is node for result in results)
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _flat(item)
-    elif isinstance(value, slice):
-        yield from (value.start, value.stop, value.step)
-    else:
-        yield value
 
 
 def _writes(node: fx.Node) -> bool:

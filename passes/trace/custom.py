@@ -146,6 +146,8 @@ class _Traced:
         self.returns_tuple = False
         self.not_differentiable: tuple[int, ...] = ()
         self.last_of_forward: fx.Node | None = None
+        if not self.places:
+            raise ValueError("it is given no tensor")
         if any(isinstance(value, torch.SymInt | torch.SymFloat) for value in args):
             raise ValueError("it is given a size as a number; let it take the size from a tensor's shape")
 
