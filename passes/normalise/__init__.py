@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pd2bw_fx.errors import TraceError
+from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.graph import ModelOutput, OperatorGraph
 from pd2bw_fx.program import ProgramModule, tensors, training_context
 from pd2bw_fx.traced import Traced
@@ -79,7 +79,16 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts]:
     if not traced.examples:
         trainable = {name for name, p in traced.model.named_parameters() if p.requires_grad}
         return draft, assume(draft, trainable)
-    facts = observe(_module(draft, traced), traced.examples)
+    try:
+        facts = observe(_module(draft, traced), traced.examples)
+    except Pd2bwError:
+        raise
+    except Exception as error:  # of an operator of the model's, whatever it is
+        reason = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise TraceError(
+            f"{type(traced.model).__name__} was traced, and what came of it cannot be run on sizes and types "
+            f"alone: {type(error).__name__}: {reason}\n{traced.report}"
+        ) from error
     rewritten = make_functional(draft, facts)
     if rewritten is draft:
         return draft, facts

@@ -225,7 +225,7 @@ def _persistent_names(model: nn.Module) -> list[str]:
     return [
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._buffers
+        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
         if name not in module._non_persistent_buffers_set
     ]
 

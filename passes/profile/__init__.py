@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
 from pd2bw_fx.cluster import Device
 from pd2bw_fx.costs import Costs, OperatorCost
@@ -23,7 +23,7 @@ from pd2bw_fx.graph import OperatorGraph
 
 from .analytic import Estimator
 from .cache import ProfileCache, default_cache_folder
-from .measured import Stopwatch, clock_for
+from .measured import Stopwatch, clock_for, state_as_it_was
 from .walk import Walk
 
 Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -69,7 +69,7 @@ def profile(
             'use costs="analytic", or build the model with its weights'
         )
     if method == "analytic" or not here or not has_values:
-        return _estimated(graph, inputs, device)
+        return _estimated(graph, inputs, device, has_values=has_values)
     return _measured(graph, inputs, device, whole, cache)
 
 
@@ -101,9 +101,20 @@ def _scaled(
     }
 
 
-def _estimated(graph: OperatorGraph, inputs: Mapping[str, Tensor], device: Device) -> Costs:
-    with Estimator(device) as estimator:
-        costs = Walk(graph, estimator).run(inputs)
+def _estimated(
+    graph: OperatorGraph, inputs: Mapping[str, Tensor], device: Device, *, has_values: bool
+) -> Costs:
+    try:
+        with Estimator(device) as estimator:
+            costs = Walk(graph, estimator).run(inputs)
+    except DynamicOutputShapeException:  # how many rows a mask picks only values tell
+        if not has_values:
+            raise InputError(
+                "sizes within the model depend on values, and the model or its example inputs hold none "
+                "(meta or fake tensors); build the model with its weights"
+            ) from None
+        with state_as_it_was(graph), Estimator(device, on_values=True) as estimator:
+            costs = Walk(graph, estimator).run(inputs)
     recurrent = any(
         kind in o.target.lower() for o in graph.operators.values() for kind in ("lstm", "gru", "rnn")
     )

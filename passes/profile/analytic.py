@@ -71,25 +71,28 @@ class _FlopCounter(TorchDispatchMode):
 class Estimator:
     """The roofline: an operator takes as long as its arithmetic or its memory traffic, whichever is longer.
 
-    Arithmetic is counted by running forward and backward on tensors without values; the backward reads and
-    writes twice what the forward does.
+    Arithmetic is counted by running forward and backward, on tensors without values unless `on_values`; the
+    backward reads and writes twice what the forward does.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, on_values: bool = False) -> None:
         self._device = device
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = None if on_values else FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = ExitStack()
         self._seconds: dict[Hashable, tuple[float, float]] = {}
         self._is_done = False
 
     def __enter__(self) -> Estimator:
-        self._stack.enter_context(self._mode)
+        if self._mode is not None:
+            self._stack.enter_context(self._mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
     def convert(self, tensor: Tensor) -> Tensor:
+        if self._mode is None:
+            return tensor
         if not isinstance(tensor, FakeTensor):
             return self._mode.from_tensor(tensor, static_shapes=True)
         if tensor.fake_mode is self._mode:

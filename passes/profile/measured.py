@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -79,8 +79,7 @@ class Stopwatch:
 
     def __enter__(self) -> Stopwatch:
         devices = list(range(torch.cuda.device_count())) if self._device.type == "cuda" else []
-        self._stack.enter_context(torch.random.fork_rng(devices=devices))
-        self._stack.callback(_restorer(self._graph))
+        self._stack.enter_context(state_as_it_was(self._graph, devices))
         self._clock_s = _quartile(self._timed(_nothing)[0] for _ in range(_MOST))
         calls = [_nothing] * 100
         self._call_s = (
@@ -280,14 +279,15 @@ def _root(graph: OperatorGraph) -> nn.Module:
     return graph.root
 
 
-def _restorer(graph: OperatorGraph) -> Callable[[], None]:
-    """Puts back the buffers that operators, or layers left whole, write while they are measured."""
+@contextmanager
+def state_as_it_was(graph: OperatorGraph, devices: Sequence[int] = ()) -> Iterator[None]:
+    """What is run within draws no random numbers of the user's, and leaves no trace in buffers."""
     buffers = list(_root(graph).buffers())
     before = [buffer.detach().clone() for buffer in buffers]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
-
-    return restore
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)

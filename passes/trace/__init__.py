@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.nn.parameter import is_lazy
 
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 from pd2bw_fx.program import surrounding_autocast, training_context
@@ -59,6 +61,7 @@ _FRONT_ENDS: dict[str, tuple[str, ...]] = {
     "export-sequence": ("export-sequence", "export", "export-static"),
 }
 
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _OPEN = ("export", "export-as-example", "export-sequence")
 
 _NO_CONDITIONS = (
@@ -103,6 +106,7 @@ def trace(
     if isinstance(model, ExportedProgram) or (isinstance(model, fx.GraphModule) and loss_fn is None):
         return _accepted(model, args or (), kwargs or {}, loss_fn)
     _check_loss_fn(loss_fn)
+    _require_modules_with_code(model)
     started = time.perf_counter()
     if args is None and kwargs is None:
         flat, batch_size = arguments_without_examples(model, has_targets=loss_fn is not None), None
@@ -243,6 +247,21 @@ def _accepted(
     return accept_graph_module(model, args, kwargs, common_batch_size(flatten_arguments(model, args, kwargs)))
 
 
+def _require_modules_with_code(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"module {path!r}" if path else "the model"
+            raise InputError(
+                f"{what} was compiled by torch.jit, and its layers are no more; split the model with the "
+                "module that it was compiled from"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(
+                f"{name!r} of a lazy module has no size yet; run the model once on a batch, then split it"
+            )
+
+
 def _check_loss_fn(loss_fn: Callable[..., Any] | None) -> None:
     if not isinstance(loss_fn, nn.Module):
         return
@@ -260,6 +279,12 @@ def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> lis
         notes.append(
             "traced without the autocast around this call; enter torch.autocast in the model's forward to "
             "have it in the stages"
+        )
+    inner = next((name for name in ("_orig_mod", "module") if name in program.model._modules), None)
+    if isinstance(program.model, _WRAPPERS) or inner == "_orig_mod":
+        notes.append(
+            f"the model is in a {type(program.model).__name__}; split model.{inner} for stages that read as the "
+            "model does, with its own names"
         )
     if not program.model.training:
         notes.append(

@@ -16,12 +16,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pd2bw_fx.traced import assumption
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
+_LAYERS = str(Path(nn.__file__).resolve().parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Condition:
     place: str  # "modeling_detr.py:643"
     line: str
     outcome: bool
+    is_torchs: bool = False  # of a layer of torch's, which looks whether a mask is causal
 
     def __str__(self) -> str:
         return f"{self.place}: {self.line}"
@@ -54,7 +56,7 @@ class Conditions:
     def require_assertions(self) -> None:
         """Raises ValueError for a condition that chooses between two ways."""
         for condition in self.asked:
-            if not condition.is_assertion:
+            if not condition.is_assertion and not condition.is_torchs:
                 raise ValueError(f"chooses a way by values, which is for you to allow, at {condition}")
 
     def notes(self) -> tuple[str, ...]:
@@ -76,7 +78,7 @@ class Conditions:
         coming = list(self.found)
         self.asked = []
 
-        def answer(tensor: Tensor, place: str, line: str) -> bool:
+        def answer(tensor: Tensor, place: str, line: str, is_torchs: bool) -> bool:
             condition = next((condition for condition in coming if condition.place == place), None)
             if condition is None:
                 raise ValueError(f"a run does not come to the condition that the trace comes to at {place}")
@@ -92,14 +94,14 @@ class Conditions:
         else:
             yield
 
-    def _record(self, tensor: Tensor, place: str, line: str) -> bool:
+    def _record(self, tensor: Tensor, place: str, line: str, is_torchs: bool) -> bool:
         outcome = bool(tensor)
-        self.found.append(Condition(place, line, outcome))
+        self.found.append(Condition(place, line, outcome, is_torchs))
         return outcome
 
 
 class _OnTruth(TorchFunctionMode):
-    """Asks `answer(tensor, place, line)` whenever Python wants to know whether a tensor is true."""
+    """Asks `answer(tensor, place, line, is_torchs)` whenever Python wants to know if a tensor is true."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -109,7 +111,8 @@ class _OnTruth(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is Tensor.__bool__:
-            return self._answer(args[0], *_line(sys._getframe(1)))
+            asking = sys._getframe(1)
+            return self._answer(args[0], *_line(asking), asking.f_code.co_filename.startswith(_LAYERS))
         return func(*args, **(kwargs or {}))
 
 

@@ -1,0 +1,116 @@
+"""Models as people have them: compiled, wrapped, normalised by hand, with conditions in torch's own layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.errors import InputError, TraceError
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+class Scripted(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_swish(x))
+
+
+@torch.jit.script
+def _swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.7 * x)
+
+
+class Normed(Plain):
+    """Each forward turns the vectors that estimate the largest singular value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(self.first)
+        self.second = nn.utils.parametrizations.weight_norm(self.second)
+
+
+class Translating(nn.Module):
+    """torch's layers look whether the mask is causal, in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        result: Tensor = self.inner(source, target, tgt_mask=mask)
+        return result.square().mean()
+
+
+class Picking(Plain):
+    """The number of rows is known only in a run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        result: Tensor = self.second(hidden[hidden.sum(dim=1) > 0]).square().sum()
+        return result
+
+
+def rows() -> tuple[Tensor]:
+    return (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
+
+
+@pytest.mark.parametrize("kind", [Scripted, Normed, Translating, Picking])
+def test_they_are_split_and_compute_what_they_did(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    inputs = (torch.randn(4, 5, 8), torch.randn(4, 6, 8)) if kind is Translating else rows()
+
+    pipe = pd2bw_fx.split(model, inputs, cluster=2, num_stages=2, costs="analytic")
+
+    assert pipe.trace_report.tracer.startswith("export")
+    assert pipe.verify(model).worst.relative < 1e-6
+
+
+@pytest.mark.parametrize("wrapped", [torch.compile, nn.DataParallel])
+def test_a_wrapped_model_keeps_its_names_and_is_told_of_better_ones(wrapped: object) -> None:
+    model = wrapped(Plain())  # type: ignore[operator]
+
+    pipe = pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
+
+    assert any("for stages that read as the model does" in note for note in pipe.trace_report.notes)
+    model.load_state_dict(pipe.state_dict())
+    assert pipe.verify(model).exact
+
+
+def test_what_cannot_be_split_says_what_to_do() -> None:
+    class Lazy(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.LazyLinear(8)
+
+    class Compiled(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.jit.script(self.first)
+
+    class Aligning(Plain):
+        def forward(self, x: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
+            steps = self.first(x).log_softmax(dim=-1).transpose(0, 1)
+            return F.ctc_loss(steps, targets, sizes, sizes // 2)
+
+    with pytest.raises(
+        InputError, match=r"'first\.weight' of a lazy module has no size yet; run the model once"
+    ):
+        pd2bw_fx.split(Lazy(), rows(), cluster=2)
+    with pytest.raises(InputError, match=r"module 'first' was compiled by torch\.jit"):
+        pd2bw_fx.split(Compiled(), rows(), cluster=2)
+    inputs = (torch.randn(4, 6, 8), torch.randint(1, 8, (4, 3)), torch.full((4,), 6))
+    with pytest.raises(TraceError, match="cannot be run on sizes and types alone"):
+        pd2bw_fx.split(Aligning(), inputs, cluster=2)
