@@ -283,8 +283,8 @@ def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> lis
     inner = next((name for name in ("_orig_mod", "module") if name in program.model._modules), None)
     if isinstance(program.model, _WRAPPERS) or inner == "_orig_mod":
         notes.append(
-            f"the model is in a {type(program.model).__name__}; split model.{inner} for stages that read as the "
-            "model does, with its own names"
+            f"the model is in a {type(program.model).__name__}; split model.{inner} for stages that read as "
+            "the model does, with its own names"
         )
     if not program.model.training:
         notes.append(
