@@ -65,11 +65,49 @@ class Picking(Plain):
         return result
 
 
+class Losing(Plain):
+    """A loss for each of torch's words that reduces nothing unless told to, and one that looks at values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, sign = self.second(self.first(x)), x.new_ones(x.shape[0])
+        total = F.triplet_margin_loss(hidden, x, x.flip(0), margin=2.0)
+        total = total + F.cosine_embedding_loss(hidden, x, sign, reduction="sum")
+        total = total + F.kl_div(hidden.log_softmax(1), x.softmax(1))
+        total = total + F.huber_loss(hidden, x, reduction="none").sum()
+        total = total + F.margin_ranking_loss(hidden[:, 0], hidden[:, 1], sign)
+        return total + F.gaussian_nll_loss(hidden, x, hidden.exp())
+
+
+class Drawing(Plain):
+    """Noise that needs nothing of the stage before it, so that stages draw in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.rrelu(self.first(x), training=self.training)
+        result: Tensor = self.second(hidden + 0.1 * torch.randn_like(x)).square().mean()
+        return result
+
+
+class Writing(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).add_(1).relu_()).pow_(2).mean()
+
+
+class Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8, sparse=True)
+        self.plain = Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.plain(self.table((x[:, 0] > 0).long()))
+        return result
+
+
 def rows() -> tuple[Tensor]:
     return (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
 
 
-@pytest.mark.parametrize("kind", [Scripted, Normed, Translating, Picking])
+@pytest.mark.parametrize("kind", [Scripted, Normed, Translating, Picking, Losing, Drawing, Writing, Looking])
 def test_they_are_split_and_compute_what_they_did(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind()

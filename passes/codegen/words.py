@@ -79,6 +79,25 @@ def _loss(function: str) -> Special:
     return spelled
 
 
+def _reduced(function: str) -> Special:
+    """Losses whose word in torch reduces nothing unless told to, other than the operator."""
+
+    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
+        tensors = [value for value in values.values() if isinstance(value, fx.Node)]
+        rest = {name: value for name, value in values.items() if not isinstance(value, fx.Node)}
+        if "reduction" in rest:
+            rest["reduction"] = _REDUCTIONS[rest["reduction"]]
+        return _call(f"F.{function}", scene, *tensors, **rest)
+
+    return spelled
+
+
+_REDUCED = (
+    "cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "triplet_margin_loss", "kl_div",
+    "huber_loss", "soft_margin_loss", "multilabel_margin_loss",
+)  # fmt: skip
+
+
 def _softmax(function: str) -> Special:
     def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
         kwargs = {"dim": values["dim"]} | _given(values, "dtype")
@@ -241,6 +260,7 @@ SPECIAL: dict[str, Special] = {
     "smooth_l1_loss": _loss("smooth_l1_loss"),
     "binary_cross_entropy_with_logits": _loss("binary_cross_entropy_with_logits"),
     "nll_loss_nd": _loss("nll_loss"),
+    **{name: _reduced(name) for name in _REDUCED},
     "softmax": _softmax("softmax"),
     "log_softmax": _softmax("log_softmax"),
     "slice": _slice,

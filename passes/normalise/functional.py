@@ -94,11 +94,17 @@ def functional_overload(node: fx.Node) -> Any:
         return None
     name = operator_name(node)
     packet = getattr(_ATEN, name.removesuffix("_"), None) if name.endswith("_") else None
-    overload = getattr(packet, node.target._overloadname, None)
-    if overload is None:
+    if packet is None:
         return None
-    ours = [argument.name for argument in node.target._schema.arguments]
-    return overload if [argument.name for argument in overload._schema.arguments] == ours else None
+    wanted = _kinds(node.target)
+    own = node.target._overloadname
+    names = sorted(packet.overloads(), key=lambda other: other != own)
+    return next((found for found in (getattr(packet, n) for n in names) if _kinds(found) == wanted), None)
+
+
+def _kinds(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    """Names and types: pow_.Scalar raises a tensor to a number, pow.Scalar a number to a tensor."""
+    return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
 
 
 def _views(node: fx.Node, facts: Facts) -> Iterator[tuple[fx.Node, fx.Node]]:

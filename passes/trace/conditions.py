@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch._C import TensorBase
 
 from pd2bw_fx.traced import assumption
 
@@ -26,100 +26,107 @@ _LAYERS = str(Path(nn.__file__).resolve().parent)
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
-    """A tensor was taken for a truth value at this line of the model's."""
+class Place:
+    """Where Python wants to know whether a tensor is true: the line that asks, and the model's."""
 
-    place: str  # "modeling_detr.py:643"
+    asking: str
+    model: str  # "modeling_detr.py:643"
     line: str
-    outcome: bool
-    is_torchs: bool = False  # of a layer of torch's, which looks whether a mask is causal
+    is_torchs: bool  # a layer of torch's asks, whether a mask is causal for example
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.line}"
+        return f"{self.model}: {self.line}"
 
     @property
-    def is_assertion(self) -> bool:
-        return self.line.startswith("assert ")
+    def may_be_assumed(self) -> bool:
+        """Without being asked: there is one way to go, or it makes no difference."""
+        return self.is_torchs or self.line.startswith("assert ")
 
 
 @dataclass(slots=True)
 class Conditions:
-    """Those of one run, in order; `assumed` in a trace, which has no values to ask.
+    """How they came out in one run, in order; `assumed` in a trace, which has no values to ask.
 
-    A trace may ask less than a run does: models leave checks out while they are traced. `asked` are those
-    that the last trace came to.
+    A trace may ask less than a run does: models leave checks out while they are traced. `asked` are the
+    places that the last trace came to.
     """
 
-    found: list[Condition] = field(default_factory=list)
-    asked: list[Condition] = field(default_factory=list)
+    found: list[tuple[Place, bool]] = field(default_factory=list)
+    asked: list[Place] = field(default_factory=list)
 
     def require_assertions(self) -> None:
         """Raises ValueError for a condition that chooses between two ways."""
-        for condition in self.asked:
-            if not condition.is_assertion and not condition.is_torchs:
-                raise ValueError(f"chooses a way by values, which is for you to allow, at {condition}")
+        for place in self.asked:
+            if not place.may_be_assumed:
+                raise ValueError(f"chooses a way by values, which is for you to allow, at {place}")
 
     def notes(self) -> tuple[str, ...]:
         return tuple(
-            dict.fromkeys(
-                f"traced with the way that the example inputs take, which the stages assert, at {condition}"
-                for condition in self.asked
-            )
+            f"traced with the way that the example inputs take, which the stages assert, at {place}"
+            for place in dict.fromkeys(self.asked)
         )
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        with _OnTruth(self._record):
+        def record(tensor: Tensor, place: Place) -> bool:
+            outcome = TensorBase.__bool__(tensor)
+            self.found.append((place, outcome))
+            return outcome
+
+        with _on_truth(record):
             yield
 
     @contextmanager
     def assumed(self) -> Iterator[None]:
-        """Raises ValueError within, where the trace asks for something else than the run before did."""
+        """What the run did not come to is asked of the trace itself, which mostly has no answer."""
         coming = list(self.found)
         self.asked = []
 
-        def answer(tensor: Tensor, place: str, line: str, is_torchs: bool) -> bool:
-            condition = next((condition for condition in coming if condition.place == place), None)
-            if condition is None:
-                raise ValueError(f"a run does not come to the condition that the trace comes to at {place}")
-            coming.remove(condition)
-            self.asked.append(condition)
-            holds = tensor if condition.outcome else tensor.logical_not()
-            torch.ops.aten._assert_async.msg(holds, assumption(place, line))
-            return condition.outcome
+        def answer(tensor: Tensor, place: Place) -> bool:
+            entry = next((entry for entry in coming if entry[0] == place), None)
+            if entry is None:
+                return TensorBase.__bool__(tensor)
+            coming.remove(entry)
+            self.asked.append(place)
+            holds = tensor if entry[1] else tensor.logical_not()
+            torch.ops.aten._assert_async.msg(holds, assumption(place.model, place.line))
+            return entry[1]
 
         if self.found:
-            with _OnTruth(answer):
+            with _on_truth(answer):
                 yield
         else:
             yield
 
-    def _record(self, tensor: Tensor, place: str, line: str, is_torchs: bool) -> bool:
-        outcome = bool(tensor)
-        self.found.append(Condition(place, line, outcome, is_torchs))
-        return outcome
+
+@contextmanager
+def _on_truth(answer: Callable[[Tensor, Place], bool]) -> Iterator[None]:
+    """Whenever this thread's Python wants to know whether a tensor is true, it asks `answer`.
+
+    A torch function mode would not see what functions of torch's ask.
+    """
+    thread = threading.get_ident()
+
+    def truth(tensor: Tensor) -> bool:
+        if threading.get_ident() != thread:
+            return TensorBase.__bool__(tensor)
+        return answer(tensor, _place(sys._getframe(1)))
+
+    Tensor.__bool__ = truth  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del Tensor.__bool__
 
 
-class _OnTruth(TorchFunctionMode):
-    """Asks `answer(tensor, place, line, is_torchs)` whenever Python wants to know if a tensor is true."""
-
-    def __init__(self, answer: Any) -> None:
-        super().__init__()
-        self._answer = answer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.__bool__:
-            asking = sys._getframe(1)
-            return self._answer(args[0], *_line(asking), asking.f_code.co_filename.startswith(_LAYERS))
-        return func(*args, **(kwargs or {}))
-
-
-def _line(frame: FrameType | None) -> tuple[str, str]:
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+def _place(asking: FrameType) -> Place:
+    code, frame = asking.f_code, asking
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
-    if frame is None:
-        return "", ""
     file, number = frame.f_code.co_filename, frame.f_lineno
-    return f"{Path(file).name}:{number}", linecache.getline(file, number).strip()
+    return Place(
+        asking=f"{code.co_filename}:{asking.f_lineno}",
+        model=f"{Path(file).name}:{number}",
+        line=linecache.getline(file, number).strip(),
+        is_torchs=code.co_filename.startswith(_LAYERS),
+    )

@@ -340,11 +340,13 @@ def _compared(eager: _Run, staged: _Run, tolerance: float | None, coarsest: floa
             yield apart
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Dropout passes its input through: for stages that would draw random numbers in another order."""
+class _EachDrawAlike(TorchFunctionMode):
+    """For stages that draw in another order: every call of torch's draws from the same seed, and dropout, of
+    which layers may do several within a call, passes its input through."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = dict(kwargs or {})
+        torch.manual_seed(0)
         if function in (nn.functional.dropout, torch.dropout):
             return args[0] if args else kwargs["input"]
         if function is nn.functional.scaled_dot_product_attention:
@@ -362,5 +364,5 @@ def _randomness(*, on: bool) -> Iterator[None]:
         if on:
             yield
         else:
-            with _WithoutDropout():
+            with _EachDrawAlike():
                 yield

@@ -45,6 +45,7 @@ def tolerance_of(tensor: Tensor | None) -> float:
 
 
 def largest_of(tensor: Tensor) -> float:
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
     return float(tensor.detach().abs().max().nan_to_num()) if tensor.numel() else 0.0
 
 
@@ -56,6 +57,7 @@ def difference(name: str, expected: Tensor | None, found: Tensor | None, faintes
         other = expected if expected is not None else found
         assert other is not None
         return Difference(name, largest_of(other), faintest)
+    expected, found = (t.to_dense() if t.is_sparse else t for t in (expected, found))
     if expected.shape != found.shape or expected.dtype != found.dtype:
         raise VerificationError(
             f"{name} is {found.dtype} {tuple(found.shape)} in the stages, "
