@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError, TraceError
+from pd2bw_fx.runtime.reference import train_reference
 
 
 class Plain(nn.Module):
@@ -103,6 +105,34 @@ class Looking(nn.Module):
         return result
 
 
+class Counting(Plain):
+    """Divides by a buffer that each forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("spread", torch.ones(8))
+        self.spread: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            self.spread.mul_(0.9).add_(hidden.abs().mean(dim=0), alpha=0.1)
+        result: Tensor = self.second(hidden / self.spread).square().mean()
+        return result
+
+
+class Recurrent(Plain):
+    """A layer that could drop, and does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.RNN(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.inner(self.first(x).unsqueeze(1))[1]).square().mean()
+        return result
+
+
 def rows() -> tuple[Tensor]:
     return (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
 
@@ -117,6 +147,23 @@ def test_they_are_split_and_compute_what_they_did(kind: type[nn.Module]) -> None
 
     assert pipe.trace_report.tracer.startswith("export")
     assert pipe.verify(model).worst.relative < 1e-6
+
+
+@pytest.mark.parametrize("kind", [Counting, Recurrent, Normed])
+def test_they_train_as_in_one_process(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind().double()
+    batches = [(torch.randn(8, 8, dtype=torch.float64),) for _ in range(4)]
+    pipe = pd2bw_fx.split(model, batches[0], cluster=2, num_stages=2, costs="analytic")
+    assert not any(operator.is_random for operator in pipe.graph.operators.values())
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    found = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=4)
+
+    expected = train_reference(model, batches, optimizer=sgd, microbatches_per_update=4, method="2bw")
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
 @pytest.mark.parametrize("wrap", [functools.partial(torch.compile, backend="eager"), nn.DataParallel])

@@ -27,6 +27,7 @@ from .facts import Facts, observe
 from .functional import make_functional
 from .lift import Draft, canonical_names, lift
 from .memory import find_memory_groups
+from .state import copy_written_buffers
 
 __all__ = ["normalise", "tensors"]
 
@@ -92,7 +93,10 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts]:
     rewritten = make_functional(draft, facts)
     if rewritten is draft:
         return draft, facts
-    return rewritten, observe(_module(rewritten, traced), traced.examples)
+    facts = observe(_module(rewritten, traced), traced.examples)
+    if copy_written_buffers(rewritten, facts):
+        facts = observe(_module(rewritten, traced), traced.examples)
+    return rewritten, facts
 
 
 def _module(draft: Draft, traced: Traced) -> ProgramModule:

@@ -66,6 +66,9 @@ _DRAWING = {"rand", "randn", "randint", "randperm", "bernoulli", "normal", "mult
 _DRAWING |= {"randn_like", "randint_like", "uniform", "exponential", "random"}
 
 
+_RECURRENT = {"lstm", "gru", "rnn_relu", "rnn_tanh"}
+
+
 def is_random(node: fx.Node, module: nn.Module | None) -> bool:
     """Whether it draws from the generator; dropout with nothing to drop does not."""
     name = operator_name(node)
@@ -78,6 +81,8 @@ def is_random(node: fx.Node, module: nn.Module | None) -> bool:
         return bool(argument(node, "dropout_p"))
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
+    if name in _RECURRENT:
+        return bool(argument(node, "dropout")) and argument(node, "train") is not False
     if "dropout" in name:
         return bool(argument(node, "p")) and argument(node, "train") is not False
     return True

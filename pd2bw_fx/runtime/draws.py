@@ -91,6 +91,8 @@ def _draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if name == "multi_head_attention_forward":
         return bool(args[10]) and bool(kwargs.get("training", True))
     if name in _RECURRENT:
+        if "dropout" in kwargs:
+            return bool(kwargs["dropout"]) and bool(kwargs.get("train", True))
         # (..., dropout, train, bidirectional, batch_first); packed sequences have no batch_first.
         dropout, training = args[-3:-1] if isinstance(args[3], (list, tuple)) else args[-4:-2]
         return bool(dropout) and bool(training)

@@ -1,0 +1,45 @@
+"""What a gradient is computed from must not be a buffer that a later forward writes.
+
+    self.scale.mul_(0.9).add_(spread)          self.scale.mul_(0.9).add_(spread)
+    return x / self.scale                ->    return x / self.scale.clone()
+
+One process runs a backward before it writes the buffer again; a pipeline has other microbatches in between.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .facts import Facts
+from .lift import Draft
+
+
+def copy_written_buffers(draft: Draft, facts: Facts) -> bool:
+    """Operators that a gradient flows through read copies of buffers that the program writes; whether any
+    does."""
+    written = {
+        storage
+        for nodes in facts.written.values()
+        for node in nodes
+        if not facts.requires_grad(node.name)
+        for storage in facts.storages[node.name]
+    }
+    state = {s for node in draft.graph.find_nodes(op="get_attr") for s in facts.storages[node.name]}
+    found = False
+    for node in list(draft.graph.nodes):
+        if node.op != "call_function" or facts.is_view(node.name) or not facts.requires_grad(node.name):
+            continue
+        for operand in node.all_input_nodes:
+            is_own = operand in facts.written.get(node.name, ())
+            if not is_own and facts.storages[operand.name] & written & state:
+                _copy(draft.graph, operand, node)
+                found = True
+    return found
+
+
+def _copy(graph: fx.Graph, operand: fx.Node, reader: fx.Node) -> None:
+    with graph.inserting_before(reader):
+        copy = graph.call_function(torch.ops.aten.clone.default, (operand,))
+    copy.meta = dict(reader.meta) | {"val": operand.meta.get("val")}
+    reader.replace_input_with(operand, copy)
