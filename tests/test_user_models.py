@@ -166,6 +166,36 @@ def test_they_train_as_in_one_process(kind: type[nn.Module]) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
+def test_a_parameter_that_a_forward_writes_is_trained_by_synchronous_methods_alone() -> None:
+    class Renorming(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(20, 8, max_norm=1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.table(x))
+
+    torch.manual_seed(0)
+    model, batches = Renorming(), [(torch.randint(0, 20, (8, 3)),) for _ in range(3)]
+    pipe = pd2bw_fx.split(model, batches[0], cluster=2, num_stages=2, costs="analytic")
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.5)
+
+    with pytest.raises(InputError, match=r"writes the parameter 'table\.weight' in its forward.*'1f1b'"):
+        pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
+    found = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2, method="1f1b")
+
+    expected, plain = [], sgd(model.parameters())
+    for (batch,) in batches:
+        losses = [model(microbatch) / 2 for microbatch in batch.split(4)]
+        sum(losses).backward()  # type: ignore[union-attr]
+        plain.step()
+        plain.zero_grad()
+        expected.append(float(sum(losses)))
+    assert found.losses == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("wrap", [functools.partial(torch.compile, backend="eager"), nn.DataParallel])
 def test_a_wrapped_model_keeps_its_names_and_is_told_of_better_ones(
     wrap: Callable[[nn.Module], nn.Module],

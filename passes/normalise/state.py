@@ -18,21 +18,17 @@ from .lift import Draft
 def copy_written_buffers(draft: Draft, facts: Facts) -> bool:
     """Operators that a gradient flows through read copies of buffers that the program writes; whether any
     does."""
-    written = {
-        storage
-        for nodes in facts.written.values()
-        for node in nodes
-        if not facts.requires_grad(node.name)
-        for storage in facts.storages[node.name]
-    }
-    state = {s for node in draft.graph.find_nodes(op="get_attr") for s in facts.storages[node.name]}
+    writes = (node for nodes in facts.written.values() for node in nodes)
+    written = {storage for node in writes for storage in facts.storages[node.name]}
+    buffers = (n for n in draft.graph.find_nodes(op="get_attr") if not facts.requires_grad(n.name))
+    written &= {storage for node in buffers for storage in facts.storages[node.name]}
     found = False
     for node in list(draft.graph.nodes):
         if node.op != "call_function" or facts.is_view(node.name) or not facts.requires_grad(node.name):
             continue
         for operand in node.all_input_nodes:
             is_own = operand in facts.written.get(node.name, ())
-            if not is_own and facts.storages[operand.name] & written & state:
+            if not is_own and facts.storages[operand.name] & written:
                 _copy(draft.graph, operand, node)
                 found = True
     return found

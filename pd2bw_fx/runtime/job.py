@@ -11,7 +11,7 @@ from torch import Tensor
 from pd2bw_fx.actions import Shape
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.graph import ParameterSpec
+from pd2bw_fx.graph import OperatorGraph, ParameterSpec
 from pd2bw_fx.passes.schedule import METHODS, Method, method_of
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
@@ -144,6 +144,20 @@ def work_for(
     return Work(rules.name, shape)
 
 
+def _require_steady_parameters(graph: OperatorGraph, work: Work) -> None:
+    """Of several versions of a parameter a forward would write one, and the next is not made of that one."""
+    if work.rules.is_synchronous:
+        return
+    for operator in graph.operators.values():
+        written = [name for name in operator.writes_buffers if name in graph.parameters]
+        if written and graph.parameters[written[0]].trainable:
+            raise InputError(
+                f"operator {operator.name} ({operator.target}) writes the parameter {written[0]!r} in its "
+                f"forward, as max_norm of an embedding does, and method {work.method!r} trains on more than "
+                "one version of it; use a synchronous method such as '1f1b', or do without"
+            )
+
+
 def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
     """The job of every rank, in the order of ranks.
 
@@ -160,6 +174,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
             f"{graph.model_name} returns no loss; training needs one: split the model with loss_fn, or let "
             "its forward return the loss"
         )
+    _require_steady_parameters(graph, work)
     loss_stages = [p.stage for p in programs if any(port.model_output == graph.loss for port in p.outputs)]
     assert loss_stages, f"no stage returns the output {graph.loss!r}"
     held, report = pipeline.tensors(), pipeline.trace_report
