@@ -67,8 +67,8 @@ def split(
 
     Any batch size can be run later; with `tracer="export-sequence"` any length of token sequences too, where
     the model allows it, which `trace_report` says. A Python condition on the values of tensors is refused,
-    unless it is an `assert`, or `tracer="export-as-example"` allows it: then the way that the example inputs
-    take is traced, and the stages assert that it is theirs.
+    unless it is an `assert` or leads to a `raise`, or `tracer="export-as-example"` allows it: then the way
+    that the example inputs take is traced, and the stages assert that it is theirs.
 
     `cluster` is a count of equal local devices, a Cluster or the path of a TOML file; left out, what this
     machine has. `constraints` pin operators and modules, keep them whole, or cap a device's memory. `plan` is

@@ -25,6 +25,10 @@ class Asserting(nn.Module):
         assert not (x > 100).any(), 'no "large" input'
         hidden = self.first(x)
         assert torch.isfinite(hidden).all()
+        if (
+            hidden.abs().sum() < 0  # whatever it is
+        ):
+            raise ValueError("less than nothing")
         return self.second(hidden).square().mean()
 
 
@@ -58,10 +62,10 @@ def test_assertions_are_kept_in_the_stages() -> None:
     pipe = pd2bw_fx.split(model, inputs(), cluster=2, num_stages=2, costs="analytic")
 
     assert pipe.trace_report.tracer == "export-as-example"
-    assert sum("which the stages assert" in note for note in pipe.trace_report.notes) == 2
+    assert sum("which the stages assert" in note for note in pipe.trace_report.notes) == 3
     assert pipe.verify(model).exact
     sources = "".join(stage.source for stage in pipe.stages)
-    assert sources.count("torch._assert_async(") == 2
+    assert sources.count("torch._assert_async(") == 3
     assert "assert not (x > 100).any(), 'no 'large' input'" in sources
     assert pipe.train_local([inputs(8)], optimizer=sgd, microbatches_per_update=2).losses
     with pytest.raises(

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pd2bw_fx
-from pd2bw_fx.errors import InputError, TraceError
+from pd2bw_fx import ctc
+from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.reference import train_reference
 
 
@@ -80,6 +81,17 @@ class Losing(Plain):
         return total + F.gaussian_nll_loss(hidden, x, hidden.exp())
 
 
+class Aligning(Plain):
+    """torch's loss has a second result, whose size no trace can know; targets stand one after another."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        steps = self.second(self.first(x)).log_softmax(dim=-1).transpose(0, 1)
+        lengths = (targets > 0).sum(dim=1)
+        sizes = torch.full_like(lengths, x.shape[1])
+        total = F.ctc_loss(steps, targets[targets > 0], sizes, lengths, zero_infinity=True)
+        return total + nn.CTCLoss(reduction="none")(steps, targets, sizes, lengths).sum()
+
+
 class Drawing(Plain):
     """Noise that needs nothing of the stage before it, so that stages draw in another order."""
 
@@ -137,16 +149,35 @@ def rows() -> tuple[Tensor]:
     return (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
 
 
-@pytest.mark.parametrize("kind", [Scripted, Normed, Translating, Picking, Losing, Drawing, Writing, Looking])
+@pytest.mark.parametrize(
+    "kind", [Scripted, Normed, Translating, Picking, Losing, Aligning, Drawing, Writing, Looking]
+)
 def test_they_are_split_and_compute_what_they_did(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind()
-    inputs = (torch.randn(4, 5, 8), torch.randn(4, 6, 8)) if kind is Translating else rows()
+    inputs: tuple[Tensor, ...] = rows()
+    if kind is Translating:
+        inputs = (torch.randn(4, 5, 8), torch.randn(4, 6, 8))
+    if kind is Aligning:
+        inputs = (torch.randn(4, 6, 8), torch.tensor([[1, 2, 0], [3, 0, 0], [4, 5, 6], [7, 7, 0]]))
 
     pipe = pd2bw_fx.split(model, inputs, cluster=2, num_stages=2, costs="analytic")
 
     assert pipe.trace_report.tracer.startswith("export")
     assert pipe.verify(model).worst.relative < 1e-6
+
+
+def test_the_loss_of_an_alignment_has_torchs_gradient_whatever_asks_for_it() -> None:
+    steps = torch.randn(6, 4, 8, dtype=torch.float64).log_softmax(dim=-1)
+    others = (torch.randint(1, 8, (4, 3)), torch.full((4,), 6), torch.tensor([3, 1, 2, 3]))
+    for reduction in (0, 1, 2):
+        ours, theirs = (steps.clone().requires_grad_() for _ in range(2))
+        found = ctc.operator()(ours, *others, 0, reduction, False)
+        known = torch.ctc_loss(theirs, *others, 0, reduction, False)
+        found.sum().backward()
+        known.sum().backward()
+        assert torch.equal(found, known)
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("kind", [Counting, Recurrent, Normed])
@@ -220,15 +251,7 @@ def test_what_cannot_be_split_says_what_to_do() -> None:
             super().__init__()
             self.first = torch.jit.script(self.first)
 
-    class Aligning(Plain):
-        def forward(self, x: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
-            steps = self.first(x).log_softmax(dim=-1).transpose(0, 1)
-            return F.ctc_loss(steps, targets, sizes, sizes // 2)
-
     with pytest.raises(InputError, match=r"'first\.weight' of a lazy module has no size yet; run the model"):
         pd2bw_fx.split(Lazy(), rows(), cluster=2)
     with pytest.raises(InputError, match=r"module 'first' was compiled by torch\.jit"):
         pd2bw_fx.split(Compiled(), rows(), cluster=2)
-    inputs = (torch.randn(4, 6, 8), torch.randint(1, 8, (4, 3)), torch.full((4,), 6))
-    with pytest.raises(TraceError, match="cannot be run on sizes and types alone"):
-        pd2bw_fx.split(Aligning(), inputs, cluster=2)

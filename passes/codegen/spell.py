@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from pd2bw_fx import ctc
 from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.errors import TraceError
 
@@ -27,6 +28,8 @@ def spell(node: fx.Node, scene: Scene) -> Source:
     custom = custom_function(node.target)
     if custom is not None:
         return Source(f"{custom.name}.apply({arguments(node.args, {}, scene)})")
+    if node.target is ctc.operator():
+        return SPECIAL["ctc_loss"](_bound(ctc.operator(), node.args, node.kwargs), scene) or Source("")
     if isinstance(node.target, torch._ops.OpOverload):
         return _overload(node, scene)
     return _function(node, scene)

@@ -260,6 +260,7 @@ SPECIAL: dict[str, Special] = {
     "smooth_l1_loss": _loss("smooth_l1_loss"),
     "binary_cross_entropy_with_logits": _loss("binary_cross_entropy_with_logits"),
     "nll_loss_nd": _loss("nll_loss"),
+    "ctc_loss": _reduced("ctc_loss"),
     **{name: _reduced(name) for name in _REDUCED},
     "softmax": _softmax("softmax"),
     "log_softmax": _softmax("log_softmax"),

@@ -3,7 +3,7 @@
 1. `export`: `torch.export.export(strict=False)`; dimension 0 of every input that has the batch's size is
    the named dimension "batch", so that any batch size can be run.
 2. `export-as-example`: the same where Python asks for the values of tensors, if it does so to assert
-   something; on request, whatever it is that depends on them. See `conditions.py`.
+   something or to raise an error; on request, whatever depends on them. See `conditions.py`.
 3. `export-static`: as the first one, at the example's sizes alone, with a note that says so.
 4. `fx`: `torch.fx` symbolic tracing; the only one where there are no example inputs.
 
@@ -182,7 +182,7 @@ def _first_that_works(
             with attributes_kept(model), torch_errors_unlogged(), training_context():
                 traced = _traced(name, program, batch_size)
             if tracer == "auto":
-                program.conditions.require_assertions()
+                program.conditions.require_checks()
             return program, traced, attempts
         except Pd2bwError:
             raise

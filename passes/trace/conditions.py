@@ -22,6 +22,7 @@ from torch._C import TensorBase
 from pd2bw_fx.traced import assumption
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
+_LONGEST_CONDITION = 8  # lines
 _LAYERS = str(Path(nn.__file__).resolve().parent)
 
 
@@ -33,6 +34,7 @@ class Place:
     model: str  # "modeling_detr.py:643"
     line: str
     is_torchs: bool  # a layer of torch's asks, whether a mask is causal for example
+    is_check: bool  # an assertion, or what would raise an error
 
     def __str__(self) -> str:
         return f"{self.model}: {self.line}"
@@ -40,7 +42,7 @@ class Place:
     @property
     def may_be_assumed(self) -> bool:
         """Without being asked: there is one way to go, or it makes no difference."""
-        return self.is_torchs or self.line.startswith("assert ")
+        return self.is_torchs or self.is_check
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ class Conditions:
     found: list[tuple[Place, bool]] = field(default_factory=list)
     asked: list[Place] = field(default_factory=list)
 
-    def require_assertions(self) -> None:
+    def require_checks(self) -> None:
         """Raises ValueError for a condition that chooses between two ways."""
         for place in self.asked:
             if not place.may_be_assumed:
@@ -129,4 +131,15 @@ def _place(asking: FrameType) -> Place:
         model=f"{Path(file).name}:{number}",
         line=linecache.getline(file, number).strip(),
         is_torchs=code.co_filename.startswith(_LAYERS),
+        is_check=_is_check(file, number),
     )
+
+
+def _is_check(file: str, number: int) -> bool:
+    """Whether the statement at this line is an assertion, or a condition of nothing but an error."""
+    if linecache.getline(file, number).strip().startswith("assert "):
+        return True
+    for following in range(number, number + _LONGEST_CONDITION):
+        if linecache.getline(file, following).partition("#")[0].rstrip().endswith(":"):
+            return linecache.getline(file, following + 1).strip().startswith("raise ")
+    return False

@@ -12,7 +12,7 @@ from torch import fx
 from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
-from pd2bw_fx.custom_function import custom_function
+from pd2bw_fx.ctc import ctc_loss_kept
 from pd2bw_fx.errors import TraceError
 
 from .custom import custom_functions_kept
@@ -20,7 +20,7 @@ from .inputs import FlatArguments
 from .program import Program
 from .watch import Change, Watch
 
-_OF_TORCH = {"aten", "prims", "prim", "higher_order", "_quantized", "quantized"}
+_OF_TORCH = {"pd2bw_fx", "aten", "prims", "prim", "higher_order", "_quantized", "quantized"}
 
 
 def export(program: Program, batch_size: int | None, *, with_lengths: bool = False) -> ExportedProgram:
@@ -46,7 +46,6 @@ def foreign_operators(exported: ExportedProgram) -> list[str]:
     """Operators that a library other than torch registered: whoever runs the program needs that library."""
     modules = [module for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule)]
     targets = [node.target for module in modules for node in module.graph.nodes]
-    targets = [target for target in targets if custom_function(target) is None]
     names = [str(target._schema.name) for target in targets if isinstance(target, torch._ops.OpOverload)]
     return sorted({name for name in names if name.partition("::")[0] not in _OF_TORCH})
 
@@ -61,7 +60,7 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")
         try:
-            with custom_functions_kept():
+            with custom_functions_kept(), ctc_loss_kept():
                 return torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
         except torch._dynamo.exc.UserError as error:  # not imported above: dynamo takes a second
             _, said, fixes = str(error).partition("Suggested fixes:")
@@ -70,7 +69,7 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
             # The model bounds a length, by its table of positions for example: torch says by how much.
             wanted = said + fixes.strip().partition("\n\n")[0]
             refined = refine_dynamic_shapes_from_suggested_fixes(wanted, shapes or {})
-            with custom_functions_kept():
+            with custom_functions_kept(), ctc_loss_kept():
                 return torch.export.export(program, tensors, strict=False, dynamic_shapes=refined)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 # What torch.library makes of a registered operator, and we of a custom function: the trace keeps them whole.
-_KEPT_WHOLE = ("torch._library.autograd", "pd2bw_fx.custom_function")
+_KEPT_WHOLE = ("torch._library.autograd", "pd2bw_fx.custom_function", "pd2bw_fx.ctc")
 _PLAIN = (bool, int, float, str, type(None))
 
 
