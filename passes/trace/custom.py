@@ -145,7 +145,7 @@ class _Traced:
         self.context = _Context(args)
         self.returns_tuple = False
         self.not_differentiable: tuple[int, ...] = ()
-        self.last_of_forward: fx.Node | None = None
+        self.early: set[fx.Node] = set()  # what the forward has traced
         if not self.places:
             raise ValueError("it is given no tensor")
         if any(isinstance(value, torch.SymInt | torch.SymFloat) for value in args):
@@ -163,7 +163,7 @@ class _Traced:
                 self._joint, tracing_mode="symbolic", pre_dispatch=True, record_stack_traces=True
             )(*tensors, *gradients)
         self._require_open(shapes)
-        _write_out_constants(joint)
+        self._write_out_constants(joint)
         _require_operators(joint.graph)
         forward, backward = self._parts(joint.graph)
         _require_one_draw(forward, backward)
@@ -221,7 +221,7 @@ class _Traced:
     def _joint(self, *tensors: Tensor) -> Any:
         results = self._forward(tensors[: len(self.places)])
         mode: Any = get_proxy_mode()
-        self.last_of_forward = list(mode.tracer.graph.nodes)[-1]
+        self.early = set(mode.tracer.graph.nodes)
         returned = self.cls.backward(self.context, *tensors[len(self.places) :])
         returned = returned if isinstance(returned, tuple) else (returned,)
         if len(returned) < len(self.args):
@@ -229,21 +229,41 @@ class _Traced:
         return results, tuple(returned[place] for place in self.places)
 
     def _parts(self, joint: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
-        nodes = list(joint.nodes)
+        calls = [node for node in joint.nodes if node.op == "call_function"]
         placeholders = joint.find_nodes(op="placeholder")
-        assert self.last_of_forward is not None
-        boundary = max(nodes.index(self.last_of_forward) + 1, len(placeholders))
         returned: Any = joint.output_node().args[0]
         results, wanted = returned
         num_given = len(self.places)
         halves = Halves(
             given=dict(zip(placeholders[:num_given], self._argument_names(), strict=True)),
             gradients=dict(zip(placeholders[num_given:], self._gradient_names(len(results)), strict=True)),
-            early=nodes[len(placeholders) : boundary],
-            late=nodes[boundary:-1],
+            early=[node for node in calls if node in self.early],
+            late=[node for node in calls if node not in self.early],
         )
         saved = halves.saved(wanted)
         return halves.forward(results, saved), halves.backward(saved, wanted)
+
+    def _write_out_constants(self, joint: fx.GraphModule) -> None:
+        """Tensors that are made of a few numbers, as calls of torch.tensor."""
+        for node in joint.graph.find_nodes(op="get_attr"):
+            value = getattr(joint, str(node.target))
+            if (
+                not isinstance(value, Tensor)
+                or isinstance(value, FakeTensor)
+                or value.numel() > _MOST_NUMBERS
+            ):
+                continue
+            kind: dict[str, Any] = {"dtype": value.dtype} | ({"device": value.device} if value.dim() else {})
+            with joint.graph.inserting_before(node):
+                made = joint.graph.call_function(torch.tensor, (value.tolist(),), kind)
+            made.meta = dict(node.meta)
+            if node in self.early:
+                self.early.add(made)
+            node.replace_all_uses_with(made)
+            joint.graph.erase_node(node)
+            while copy := next((user for user in made.users if user.target in _SAME_CONSTANT), None):
+                copy.replace_all_uses_with(made)
+                joint.graph.erase_node(copy)
 
     def _argument_names(self) -> list[str]:
         return _several([*inspect.signature(self.cls.forward).parameters][not self.has_setup :], self.places)
@@ -269,26 +289,12 @@ def _symbol(hint: int, shapes: ShapeEnv, name: str) -> Any:
     return shapes.create_symintnode(symbol, hint=hint, source=source)
 
 
-def _write_out_constants(joint: fx.GraphModule) -> None:
-    """Tensors that are made of a few numbers, as calls of torch.tensor."""
-    for node in joint.graph.find_nodes(op="get_attr"):
-        value = getattr(joint, str(node.target))
-        if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.numel() > _MOST_NUMBERS:
-            continue
-        kind: dict[str, Any] = {"dtype": value.dtype} | ({"device": value.device} if value.dim() else {})
-        with joint.graph.inserting_before(node):
-            made = joint.graph.call_function(torch.tensor, (value.tolist(),), kind)
-        made.meta = dict(node.meta)
-        for user in list(node.users):
-            stands_for_it = user if user.target in _LIFTED else node
-            stands_for_it.replace_all_uses_with(made)
-            if user is stands_for_it:
-                joint.graph.erase_node(user)
-        joint.graph.erase_node(node)
-
-
 _MOST_NUMBERS = 64
-_LIFTED = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
+_SAME_CONSTANT = (
+    torch.ops.aten.lift_fresh_copy.default,
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.detach_.default,
+)
 
 
 def _require_operators(graph: fx.Graph) -> None:
