@@ -162,10 +162,9 @@ class Pipeline:
         if self.example is None:
             raise InputError("comparing needs example inputs: split the model with example_args")
         reference, original = self.reference, self.graph.root
-        if model is not None:
-            plain = not example_args and example_kwargs is None
-            if plain and reference is not None and model is original and loss_fn is None:
-                return self.verify(tolerance=tolerance)
+        plain = not example_args and example_kwargs is None
+        is_own = plain and loss_fn is None and model is original and reference is not None
+        if model is not None and not is_own:
             kwargs = self._plain_arguments(model) if plain else example_kwargs or {}
             flat = flatten_arguments(model, example_args, kwargs, example_targets)
             reference, original = Program(model, flat, loss_fn).call, model

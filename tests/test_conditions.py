@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError, WorkerError
+from pd2bw_fx.passes.trace.conditions import _is_check
 
 
 class Asserting(nn.Module):
@@ -95,6 +96,28 @@ def test_a_condition_that_chooses_is_refused_unless_it_is_allowed(tmp_path: Path
         assert "torch._assert_async(" in stage.source
     with pytest.raises(WorkerError, match=r"if not \(hidden\.abs\(\) < 50\)\.all\(\)"):
         pipe.train_local([inputs(8, times=1e3)], optimizer=sgd, microbatches_per_update=2)
+
+
+@pytest.mark.parametrize(
+    ("condition", "is_check"),
+    [
+        ("assert first.all() and second.all()", True),
+        ("assert first.all() or second.all()", False),  # one is enough, whichever
+        ("assert not (first.any() and second.any())", False),
+        ("assert x is None or first.all()", True),
+        ("if first.any() or second.any():\n    raise ValueError", True),
+        ("if first.any() and second.any():\n    raise ValueError", False),
+        ("if x is not None and first.any():\n    message = 'no'\n    raise ValueError(message)", True),
+        ("if first.any():\n    x = x * 2", False),
+        ("assert (first if x.any() else second).all()", False),
+    ],
+)
+def test_only_what_every_good_batch_answers_alike_is_assumed(
+    condition: str, is_check: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(f"x = 1\n{condition}\n")
+
+    assert _is_check(str(tmp_path / "model.py"), 2) is is_check
 
 
 def test_the_other_way_is_traced_where_the_example_takes_it() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from .expression import Scene, Source
 from .layout import laid_out, signature_lines
 from .literals import identifier, plain
 from .naming import result_name
-from .scopes import assigned_names
+from .scopes import assigned_names, frames_of
 from .spell import spell
 from .stage_tree import occurrences
 
@@ -139,9 +138,9 @@ class _Body:
 
     def _author_name(self, node: fx.Node) -> str | None:
         """What the line that made it assigns, for the last operator of that line."""
-        place = _place(node)
-        names = assigned_names(place[1]) if place is not None else ()
-        if len(names) != 1 or names[0] == "_" or any(_place(user) == place for user in node.users):
+        lines = frames_of(node)[-1:]
+        names = assigned_names(lines[0].code) if lines else ()
+        if len(names) != 1 or names[0] == "_" or any(frames_of(u)[-1:] == lines for u in node.users):
             return None
         return names[0]
 
@@ -159,14 +158,6 @@ class _Body:
 
     def _device(self) -> str:
         return f"{self.text(self.arguments[0])}.device" if self.arguments else "torch.get_default_device()"
-
-
-def _place(node: fx.Node) -> tuple[str, str] | None:
-    """The author's line of an operator: where, and what it says."""
-    frames = re.findall(
-        r'File "([^"]*", line \d+), in [^\n]*\n[ \t]*([^\n]*)', node.meta.get("stack_trace") or ""
-    )
-    return frames[-1] if frames else None
 
 
 def _uses(node: fx.Node, results: Sequence[fx.Node]) -> int:

@@ -100,16 +100,21 @@ def line_at(node: fx.Node, depth: int) -> Line | None:
 
     The tracer keeps one frame for each module's forward, innermost last.
     """
-    frames = re.findall(
-        r'File "([^"]*)", line (\d+), in [^\n]*\n[ \t]*([^\n]*)', node.meta.get("stack_trace") or ""
-    )
+    frames = frames_of(node)
     has_root = any(not path for path, _ in (node.meta.get("nn_module_stack") or {}).values())
     num_calls = len(module_calls(node)) + has_root
     index = len(frames) - num_calls + depth
     if not has_root or not 0 <= index < len(frames):
         return None
-    file, number, code = frames[index]
-    return Line(file, int(number), code)
+    return frames[index]
+
+
+def frames_of(node: fx.Node) -> list[Line]:
+    """The author's lines that an operator was traced in, innermost last."""
+    found = re.findall(
+        r'File "([^"]*)", line (\d+), in [^\n]*\n[ \t]*([^\n]*)', node.meta.get("stack_trace") or ""
+    )
+    return [Line(file, int(number), code) for file, number, code in found]
 
 
 def assigned_names(code: str) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from pd2bw_fx import ctc
 from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.errors import TraceError
 
@@ -28,8 +27,6 @@ def spell(node: fx.Node, scene: Scene) -> Source:
     custom = custom_function(node.target)
     if custom is not None:
         return Source(f"{custom.name}.apply({arguments(node.args, {}, scene)})")
-    if node.target is ctc.operator():
-        return SPECIAL["ctc_loss"](_bound(ctc.operator(), node.args, node.kwargs), scene) or Source("")
     if isinstance(node.target, torch._ops.OpOverload):
         return _overload(node, scene)
     return _function(node, scene)
@@ -79,7 +76,7 @@ def _overload(node: fx.Node, scene: Scene) -> Source:
     assert isinstance(target, torch._ops.OpOverload)
     values = _bound(target, node.args, node.kwargs)
     name = target._schema.name.partition("::")[2]
-    if target.namespace == "aten":
+    if target.namespace in ("aten", "pd2bw_fx"):  # ours stand for words of torch's
         special = SPECIAL.get(name)
         if special is not None:
             spelled = special(values, scene)

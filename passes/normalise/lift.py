@@ -19,6 +19,9 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 
 from pd2bw_fx.traced import Traced
 
+# The forward that the tracer was given is ours, around the model's.
+_WRAPPER_FRAME = re.compile(r'\s*File "[^"]*[/\\]trace[/\\]program\.py", line \d+, in forward\n[^\n]*\n?')
+
 _REGIONS = {"wrap_with_set_grad_enabled", "wrap_with_autocast"}
 
 
@@ -209,6 +212,8 @@ class _Copier:
     def _meta(self, node: fx.Node) -> dict[str, Any]:
         kept = ("val", "stack_trace", "no_grad", "autocast", "autocast_region")
         meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
+        if "stack_trace" in meta:
+            meta["stack_trace"] = _WRAPPER_FRAME.sub("", meta["stack_trace"] or "", count=1)
         stack = node.meta.get("nn_module_stack", {})
         meta["nn_module_stack"] = _modules(stack, self.traced)
         return meta

@@ -6,6 +6,8 @@ if not torch.isfinite(hidden).all():      the way that the example takes is trac
 
 from __future__ import annotations
 
+import ast
+import functools
 import linecache
 import sys
 import threading
@@ -22,7 +24,6 @@ from torch._C import TensorBase
 from pd2bw_fx.traced import assumption
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
-_LONGEST_CONDITION = 8  # lines
 _LAYERS = str(Path(nn.__file__).resolve().parent)
 
 
@@ -136,10 +137,37 @@ def _place(asking: FrameType) -> Place:
 
 
 def _is_check(file: str, number: int) -> bool:
-    """Whether the statement at this line is an assertion, or a condition of nothing but an error."""
-    if linecache.getline(file, number).strip().startswith("assert "):
-        return True
-    for following in range(number, number + _LONGEST_CONDITION):
-        if linecache.getline(file, following).partition("#")[0].rstrip().endswith(":"):
-            return linecache.getline(file, following + 1).strip().startswith("raise ")
+    """Whether the statement at this line is an assertion, or a condition of nothing but an error.
+
+    Of several parts only such that all are asked whatever they are: `assert a and b`, `if a or b: raise`.
+    With the others a batch may go the same way where the parts come out otherwise.
+    """
+    for statement in _statements(file):
+        if not isinstance(statement, ast.Assert | ast.If):
+            continue
+        test = statement.test
+        if not test.lineno <= number <= (test.end_lineno or test.lineno):
+            continue
+        raises = isinstance(statement, ast.Assert) or isinstance(statement.body[-1], ast.Raise)
+        joint = ast.And if isinstance(statement, ast.Assert) else ast.Or
+        parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, joint) else [test]
+        if isinstance(test, ast.BoolOp) and all(_is_without_tensors(part) for part in test.values[:-1]):
+            parts = test.values
+        inner = (node for part in parts for node in ast.walk(part))
+        return raises and not any(isinstance(node, ast.BoolOp | ast.IfExp) for node in inner)
     return False
+
+
+def _is_without_tensors(part: ast.expr) -> bool:
+    """`labels is not None`, `isinstance(x, Tensor)`: the same for every batch."""
+    if isinstance(part, ast.Compare):
+        return all(isinstance(op, ast.Is | ast.IsNot) for op in part.ops)
+    return isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id == "isinstance"
+
+
+@functools.lru_cache(maxsize=8)
+def _statements(file: str) -> tuple[ast.AST, ...]:
+    try:
+        return tuple(ast.walk(ast.parse("".join(linecache.getlines(file)))))
+    except SyntaxError:
+        return ()
