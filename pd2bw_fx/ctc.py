@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from pd2bw_fx.custom_function import registered
+
 _SCHEMA = (
     "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank=0, "
     "int reduction=1, bool zero_infinity=False) -> Tensor"
@@ -69,16 +71,11 @@ class _Differentiable(torch.autograd.Function):
         return (*torch.autograd.grad(loss, leaf, gradient), *nothing)
 
 
-_make_library: Any = torch.library.Library  # it has no types
-_LIBRARY = _make_library("pd2bw_fx", "FRAGMENT")
-_LIBRARY.define(_SCHEMA)
-_LIBRARY.impl("ctc_loss", _run, "CompositeExplicitAutograd")
-_LIBRARY.impl("ctc_loss", _Differentiable.apply, "Autograd")
-torch.library.register_fake("pd2bw_fx::ctc_loss", _fake, lib=_LIBRARY)
+_OPERATOR = registered(_SCHEMA, run=_run, differentiable=_Differentiable.apply, fake=_fake)
 
 
 def operator() -> torch._ops.OpOverload:
-    return torch.ops.pd2bw_fx.ctc_loss.default
+    return _OPERATOR
 
 
 @contextmanager

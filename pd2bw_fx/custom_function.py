@@ -78,16 +78,31 @@ def as_operator(function: CustomFunction) -> torch._ops.OpOverload:
     tensors = ", ".join(f"Tensor x{place}" for place in range(len(function.tensors)))
     results = f"({', '.join(['Tensor'] * len(function.results))})" if function.returns_tuple else "Tensor"
     tags = (torch.Tag.nondeterministic_seeded,) if function.is_random else ()
+    run, differentiable = _kernels(function)
+    schema = f"{name}({tensors}) -> {results}"
+    target = registered(schema, run=run, differentiable=differentiable, fake=run, tags=tags)
+    _KNOWN[target] = function
+    return target
+
+
+def registered(
+    schema: str,
+    *,
+    run: Callable[..., Any],
+    differentiable: Callable[..., Any],
+    fake: Callable[..., Any],
+    tags: Sequence[torch.Tag] = (),
+) -> torch._ops.OpOverload:
+    """A new operator: without gradients, with them, and on tensors without values."""
+    name = schema.partition("(")[0]
     make_library: Any = torch.library.Library  # it has no types
     library = make_library(_NAMESPACE, "FRAGMENT")
-    library.define(f"{name}({tensors}) -> {results}", tags=tags)
-    run, differentiable = _kernels(function)
+    library.define(schema, tags=tuple(tags))
     library.impl(name, run, "CompositeExplicitAutograd")
     library.impl(name, differentiable, "Autograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", run, lib=library)
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
     _LIBRARIES.append(library)
     target: torch._ops.OpOverload = getattr(torch.ops.pd2bw_fx, name).default
-    _KNOWN[target] = function
     return target
 
 

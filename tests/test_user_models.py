@@ -240,6 +240,15 @@ def test_a_wrapped_model_keeps_its_names_and_is_told_of_better_ones(
     assert pipe.verify(model).exact
 
 
+def test_the_model_itself_is_compared_on_the_inputs_that_are_given() -> None:
+    model = Plain()
+    pipe = pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
+
+    assert pipe.verify(model, example={"x": torch.randn(7, 8)}).exact
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        pipe.verify(model, example={"x": torch.randn(4, 9)})
+
+
 def test_what_cannot_be_split_says_what_to_do() -> None:
     class Lazy(Plain):
         def __init__(self) -> None:

@@ -3,7 +3,8 @@
 1. `export`: `torch.export.export(strict=False)`; dimension 0 of every input that has the batch's size is
    the named dimension "batch", so that any batch size can be run.
 2. `export-as-example`: the same where Python asks for the values of tensors, if it does so to assert
-   something or to raise an error; on request, whatever depends on them. See `conditions.py`.
+   something or to raise an error, or a layer of torch's does; on request, whatever depends on them. See
+   `conditions.py`.
 3. `export-static`: as the first one, at the example's sizes alone, with a note that says so.
 4. `fx`: `torch.fx` symbolic tracing; the only one where there are no example inputs.
 
@@ -280,8 +281,9 @@ def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> lis
             "traced without the autocast around this call; enter torch.autocast in the model's forward to "
             "have it in the stages"
         )
-    inner = next((name for name in ("_orig_mod", "module") if name in program.model._modules), None)
-    if isinstance(program.model, _WRAPPERS) or inner == "_orig_mod":
+    is_compiled = "_orig_mod" in program.model._modules  # to import the class takes a second
+    if is_compiled or isinstance(program.model, _WRAPPERS):
+        inner = "_orig_mod" if is_compiled else "module"
         notes.append(
             f"the model is in a {type(program.model).__name__}; split model.{inner} for stages that read as "
             "the model does, with its own names"
