@@ -18,6 +18,7 @@ from torch import nn
 from pd2bw_fx.errors import PlanMismatchError
 
 _IMPORTS = {
+    "from collections import OrderedDict",
     "import torch",
     "import torch.nn.functional as F",
     "from torch import nn",
@@ -124,7 +125,7 @@ def _getattr_fault(node: ast.Call) -> str | None:
 
 
 def _defined_names(tree: ast.Module) -> set[str]:
-    defined = {"torch", "nn", "F", "Tensor", "self"}
+    defined = {"torch", "nn", "F", "Tensor", "OrderedDict", "self"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             defined.add(node.name)

@@ -112,6 +112,7 @@ def _holds(
 
 def _imports(body: str) -> str:
     lines = ["import torch"] if "torch." in body else []
+    lines = ["from collections import OrderedDict", "", *lines] if "OrderedDict(" in body else lines
     lines += ["import torch.nn.functional as F"] if "F." in body else []
     names = ["Tensor"] if "Tensor" in body else []
     names += ["nn"] if "nn." in body else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 
 from pd2bw_fx.graph import dtype_name
 
-from .template import NO_DEFAULT, Call, Fixed, Leaf, Part
+from .literals import is_plain_name
+from .template import NO_DEFAULT, Call, Fixed, Leaf, Part, Template
 
 # Layers whose forward takes one tensor and gives one (LSTM and GRU: a tuple). Anything else is printed as
 # the operators that it was traced to.
@@ -63,6 +65,24 @@ def constructor(module: nn.Module) -> Call:
     if dtype != torch.float32:
         parts.append(Part(Fixed(f"torch.{dtype_name(dtype)}"), "dtype", by_name=True))
     return Call(f"nn.{type(module).__name__}", tuple(parts))
+
+
+def sequential(members: Mapping[str, Template]) -> Call:
+    """`nn.Sequential(nn.Linear(8, 8), nn.ReLU())`, or of an OrderedDict where its members have names."""
+    if _are_numbered(members):
+        return Call("nn.Sequential", tuple(Part(member) for member in members.values()))
+    named = tuple(Part(member, name, by_name=True) for name, member in members.items())
+    return Call("nn.Sequential", (Part(Call("OrderedDict", named)),))
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """A Sequential that `sequential` can build: its members numbered without gaps, or all with plain names."""
+    names = [name for name, _ in module.named_children()]
+    return type(module) is nn.Sequential and (_are_numbered(names) or all(map(is_plain_name, names)))
+
+
+def _are_numbered(names: Iterable[str]) -> bool:
+    return all(name == str(place) for place, name in enumerate(names))
 
 
 def _by_signature(module: nn.Module) -> list[tuple[str, Any, Any]]:

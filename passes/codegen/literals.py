@@ -13,7 +13,7 @@ import torch
 from pd2bw_fx.errors import TraceError
 
 _RESERVED = frozenset(
-    {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, "self", "torch", "nn", "F", "Tensor"}
+    {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, "self", "torch", "nn", "F", "Tensor", "OrderedDict"}
 )
 
 

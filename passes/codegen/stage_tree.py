@@ -16,7 +16,7 @@ from pd2bw_fx.graph import OperatorGraph, ParameterSpec
 from pd2bw_fx.modes import passes_through_in_evaluation
 
 from .cut import Cut, is_size, operands, size_symbol, spec_of
-from .layers import is_layer
+from .layers import is_layer, is_sequential
 from .scopes import Scope, lift, module_calls
 
 # Stands among the sizes that a call is given: the device on which it makes tensors out of nothing.
@@ -190,6 +190,8 @@ class StageTree:
     def _is_chain(self, scope: Scope) -> bool:
         """Each member is called once, on what the one before it gave; only identities may be missing."""
         module = self.modules[scope.path]
+        if not is_sequential(module):
+            return False
         called = [item.path for item in scope.items if isinstance(item, Scope)]
         idle = [f"{scope.path}.{n}" for n, m in module.named_children() if type(m) is nn.Identity]
         members = [f"{scope.path}.{n}" for n, _ in module.named_children()]

@@ -11,7 +11,7 @@ from pd2bw_fx.graph import ParameterSpec, dtype_name
 
 from .attributes import Attributes
 from .classes import ClassText, Draft, class_texts
-from .layers import constructor, is_layer
+from .layers import constructor, is_layer, sequential
 from .layout import WIDTH, signature_lines, written
 from .literals import identifier, plain, quoted
 from .method import Method, reference, write_method
@@ -110,9 +110,9 @@ class StageWriter:
                 self._draft_class(scope.path)
             return ClassOf(scope.path)
         called = {s.path: self._constructor(s) for s in scope.items if isinstance(s, Scope)}
-        members = (f"{scope.path}.{name}" for name, _ in self.tree.modules[scope.path].named_children())
         idle = Fixed("nn.Identity()")
-        return Call("nn.Sequential", tuple(Part(called.get(path, idle)) for path in members))
+        names = [name for name, _ in self.tree.modules[scope.path].named_children()]
+        return sequential({name: called.get(f"{scope.path}.{name}", idle) for name in names})
 
     def _write_function(self, scope: Scope) -> None:
         method = write_method(self.tree, scope, self._call_text)
