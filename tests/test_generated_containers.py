@@ -38,7 +38,7 @@ def test_a_sequential_of_named_members_is_one_of_an_ordered_dict() -> None:
     source = in_one_stage(case).source
 
     assert "from collections import OrderedDict\n\nimport torch\n" in source
-    assert "self.inner = nn.Sequential(\n            OrderedDict(\n                up=nn.Linear(8, 16" in source
+    assert "nn.Sequential(\n            OrderedDict(\n                up=nn.Linear(8, 16" in source
     assert compared(case, planned(case, 2)).exact
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import pd2bw_fx
 from pd2bw_fx import ctc
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.passes.verify.compare import coarsest_tolerance, tolerance_of
 from pd2bw_fx.runtime.reference import train_reference
 
 
@@ -101,6 +102,28 @@ class Drawing(Plain):
         return result
 
 
+class Skipping(Plain):
+    """Stochastic depth at a rate that bernoulli_ has by default."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.new_empty((x.shape[0], 1)).bernoulli_(0.5)
+        result: Tensor = self.second(x + kept * self.first(x)).square().mean()
+        return result
+
+
+class Coarse(Plain):
+    """Rounds to a type that neither its weights nor its inputs have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.double()).float().sin().double()
+        result: Tensor = (self.second(hidden) + hidden).square().mean()
+        return result
+
+
 class Writing(Plain):
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x).add_(1).relu_()).pow_(2).mean()
@@ -150,7 +173,7 @@ def rows() -> tuple[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "kind", [Scripted, Normed, Translating, Picking, Losing, Aligning, Drawing, Writing, Looking]
+    "kind", [Scripted, Normed, Translating, Picking, Losing, Aligning, Drawing, Skipping, Writing, Looking]
 )
 def test_they_are_split_and_compute_what_they_did(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -165,6 +188,14 @@ def test_they_are_split_and_compute_what_they_did(kind: type[nn.Module]) -> None
 
     assert pipe.trace_report.tracer.startswith("export")
     assert pipe.verify(model).worst.relative < 1e-6
+
+
+def test_what_is_rounded_on_the_way_may_differ_by_its_rounding() -> None:
+    pipe = pd2bw_fx.split(Coarse(), rows(), cluster=2, num_stages=2, costs="analytic")
+
+    assert coarsest_tolerance(pipe.graph, pipe.stages) == 2e-5
+    assert tolerance_of(torch.zeros(2, dtype=torch.float64), 2e-5) == 2e-5
+    assert tolerance_of(torch.zeros(2, dtype=torch.int64), 2e-5) == 0
 
 
 def test_the_loss_of_an_alignment_has_torchs_gradient_whatever_asks_for_it() -> None:

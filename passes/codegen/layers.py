@@ -76,7 +76,7 @@ def sequential(members: Mapping[str, Template]) -> Call:
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """A Sequential that `sequential` can build: its members numbered without gaps, or all with plain names."""
+    """One that `sequential` can build: its members numbered without gaps, or all with plain names."""
     names = [name for name, _ in module.named_children()]
     return type(module) is nn.Sequential and (_are_numbered(names) or all(map(is_plain_name, names)))
 

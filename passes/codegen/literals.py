@@ -13,7 +13,17 @@ import torch
 from pd2bw_fx.errors import TraceError
 
 _RESERVED = frozenset(
-    {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, "self", "torch", "nn", "F", "Tensor", "OrderedDict"}
+    {
+        *dir(builtins),
+        *keyword.kwlist,
+        *keyword.softkwlist,
+        "self",
+        "torch",
+        "nn",
+        "F",
+        "Tensor",
+        "OrderedDict",
+    }
 )
 
 

@@ -107,6 +107,18 @@ def _kinds(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
 
 
+def _left_out(node: fx.Node) -> dict[str, Any]:
+    """What an in-place call leaves to its defaults, where the functional form has none: bernoulli_'s p."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    given = node.target._schema.arguments[len(node.args) :]
+    own = {
+        argument.name
+        for argument in functional_overload(node)._schema.arguments
+        if argument.has_default_value()
+    }
+    return {a.name: a.default_value for a in given if a.name not in own and a.name not in node.kwargs}
+
+
 def _views(node: fx.Node, facts: Facts) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Each view and its base, from a value up to the first owner of its memory."""
     while True:
@@ -246,7 +258,7 @@ class _Rewriter:
         if name in _ASSIGNMENTS:
             assert isinstance(node.args[1], fx.Node)
             return self._assigned(node, node.args[1], args, before)
-        value = self._emit(functional_overload(node), args, node, kwargs)
+        value = self._emit(functional_overload(node), args, node, {**kwargs, **_left_out(node)})
         dtype = self._dtype(node)
         return value if dtype == before.dtype else self._emit(_ATEN.to.dtype, (value, before.dtype), node)
 
@@ -266,7 +278,7 @@ class _Rewriter:
         """The type that the functional form has by itself; the in-place one casts to its target's."""
         fakes = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: self.facts.values[arg.name])
         with self.facts.mode, region(node), torch.no_grad():
-            result = functional_overload(node)(*fakes[0], **fakes[1])
+            result = functional_overload(node)(*fakes[0], **fakes[1], **_left_out(node))
         assert isinstance(result, torch.Tensor)
         return result.dtype
 

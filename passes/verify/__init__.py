@@ -80,7 +80,7 @@ def verify(
     in_order = _draws_in_program_order(graph, plan)
     eager = _run_model(graph, tensors, example, model, forward, random=in_order)
     staged = _run_stages(graph, programs, tensors, example, random=in_order)
-    coarsest = coarsest_tolerance(programs) if tolerance is None else tolerance
+    coarsest = coarsest_tolerance(graph, programs)
     return Verification(tuple(_compared(eager, staged, tolerance, coarsest)), with_random_numbers=in_order)
 
 
@@ -116,7 +116,7 @@ def evaluation_differs(
             apart = difference(name, expected[name], value, 0.0)
         except VerificationError as error:
             return str(error)
-        if not apart.relative <= max(tolerance_of(value), coarsest_tolerance(programs)):
+        if not apart.relative <= tolerance_of(value, coarsest_tolerance(graph, programs)):
             return f"{name!r} is another one, by {apart.relative:.1e} of its largest entry"
     return ""
 
@@ -331,7 +331,7 @@ def _compared(eager: _Run, staged: _Run, tolerance: float | None, coarsest: floa
                 raise VerificationError(f"{kind} {name!r} is the model's, but no stage gives it")
             apart = difference(f"{kind} {name}", expected[name], found[name], faintest[kind])
             like = expected[name] if expected[name] is not None else found[name]
-            allowed = tolerance if tolerance is not None else max(tolerance_of(like), coarsest)
+            allowed = tolerance if tolerance is not None else tolerance_of(like, coarsest)
             if not apart.relative <= allowed:
                 raise VerificationError(
                     f"{apart.name} differs from the model's by {apart.relative:.3e} of its largest "

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from pd2bw_fx.errors import VerificationError
+from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.stage import StageProgram
 
 # Relative to a tensor's largest entry: rounding of sums in another order, no more.
-_TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TOLERANCES = {
+    torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 2e-5, torch.complex64: 2e-5,
+    torch.float16: 2e-2, torch.bfloat16: 1e-1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +35,19 @@ class Difference:
         return self.largest / self.scale if self.scale > 0 else self.largest
 
 
-def coarsest_tolerance(programs: Sequence[StageProgram]) -> float:
-    """Of the coarsest type that a stage computes in without its tensors saying so."""
-    sources = [program.source for program in programs if "torch.autocast(" in program.source]
-    for dtype in (torch.bfloat16, torch.float16):
-        if any(str(dtype) in source for source in sources):
-            return _TOLERANCES[dtype]
-    return _TOLERANCES[torch.float64]
+def coarsest_tolerance(graph: OperatorGraph, programs: Sequence[StageProgram]) -> float:
+    """Of the coarsest type that the stages compute in, whatever the types of what they take and give are."""
+    computed = [op for op in graph.operators.values() if not op.is_replicable]
+    dtypes = {spec.dtype for op in computed for spec in op.outputs}
+    autocast = [program.source for program in programs if "torch.autocast(" in program.source]
+    dtypes |= {d for d in (torch.bfloat16, torch.float16) if any(str(d) in source for source in autocast)}
+    return max((tolerance for dtype, tolerance in _TOLERANCES.items() if dtype in dtypes), default=0.0)
 
 
-def tolerance_of(tensor: Tensor | None) -> float:
-    return 0.0 if tensor is None else _TOLERANCES.get(tensor.dtype, 0.0)
+def tolerance_of(tensor: Tensor | None, coarsest: float) -> float:
+    """What a tensor may differ by: whole numbers by nothing, others by `coarsest` or their own type's."""
+    own = None if tensor is None else _TOLERANCES.get(tensor.dtype)
+    return 0.0 if own is None else max(own, coarsest)
 
 
 def largest_of(tensor: Tensor) -> float:
