@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx.passes.codegen import generate
-from pd2bw_fx.stage import StageProgram
-from tests.stages import Case, by_hand, case_of, compared, planned
-
-
-def in_one_stage(case: Case) -> StageProgram:
-    (program,) = generate(case.graph, by_hand(case, {block.name: 0 for block in case.problem.blocks}))
-    return program
+import pd2bw_fx
+from tests.stages import ruff_faults
 
 
 class Residual(nn.Module):
@@ -27,25 +22,151 @@ class Residual(nn.Module):
         self.inner = nn.Sequential(OrderedDict(zip(names, layers, strict=True)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
+        result: Tensor = x + self.inner(x)
+        return result
 
 
-def test_a_sequential_of_named_members_is_one_of_an_ordered_dict() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Residual("up", "act", "down") for _ in range(4))).double()
-    case = case_of(model, (torch.randn(3, 8).double(),))
+class Unit(nn.Sequential):
+    def __init__(self, width: int, rate: float = 0.0) -> None:
+        idle = nn.Dropout(rate) if rate else nn.Identity()
+        super().__init__(nn.Linear(width, width), idle, nn.ReLU())
 
-    source = in_one_stage(case).source
 
-    assert "from collections import OrderedDict\n\nimport torch\n" in source
-    assert "nn.Sequential(\n            OrderedDict(\n                up=nn.Linear(8, 16" in source
-    assert compared(case, planned(case, 2)).exact
+class Named(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(OrderedDict(inner=nn.Linear(8, 8), act=nn.Tanh()))
+
+
+class Twice(nn.Sequential):
+    """A Sequential in name alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(layer(x))
+        return x
+
+
+class Stacked(nn.Module):
+    """Sequentials in one another, of classes of their own and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.LayerNorm(8), *(Unit(8) for _ in range(3))) for _ in range(3)]
+        self.levels = nn.Sequential(*blocks)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.levels(x)).square().mean()
+        return result
+
+
+def halves(model: nn.Module, second: dict[str, int], folder: Path) -> tuple[str, str]:
+    """The sources of two stages, of which the second has these modules; compared with the model already."""
+    constraints = pd2bw_fx.Constraints(stage_of=second)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    pipe = pd2bw_fx.split(model, x, cluster=2, num_stages=2, costs="analytic", constraints=constraints)
+    pipe.save(folder)
+    assert ruff_faults(folder) == ""
+    assert pd2bw_fx.load(folder).verify(model).exact
+    first, last = pipe.stages
+    return first.source, last.source
+
+
+def test_a_sequential_of_named_members_is_one_of_an_ordered_dict(tmp_path: Path) -> None:
+    model = nn.Sequential(*(Residual("up", "act", "down") for _ in range(4)))
+
+    first, _ = halves(model, {"1": 0, "2": 1}, tmp_path)
+
+    inner = (
+        "self.inner = nn.Sequential(OrderedDict(up=nn.Linear(8, 16), act=nn.GELU(), down=nn.Linear(16, 8)))"
+    )
+    assert "from collections import OrderedDict\n\nimport torch\n" in first
+    assert inner in first
 
 
 @pytest.mark.parametrize("names", [("1a", "b-c", "in"), ("0", "2", "3"), ("1", "0", "2")])
-def test_names_that_are_no_words_are_kept(names: tuple[str, str, str]) -> None:
-    torch.manual_seed(0)
-    case = case_of(Residual(*names).double(), (torch.randn(3, 8).double(),))
+def test_names_that_are_no_words_are_kept(names: tuple[str, str, str], tmp_path: Path) -> None:
+    model = nn.Sequential(Residual(*names), Residual(*names))
 
-    assert compared(case, planned(case, 2)).exact
-    assert set(in_one_stage(case).parameters) == {name for name, _ in case.model.named_parameters()}
+    halves(model, {"0": 0, "1": 1}, tmp_path)
+
+
+FIRST = """\
+class SequentialStage0(nn.ModuleList):
+    def __init__(self) -> None:
+        super().__init__([nn.Linear(8, 8), *(nn.Tanh() for _ in range(2))])
+
+    def forward(self, input_: Tensor) -> Tensor:
+        for block in self:
+            input_ = block(input_)
+        return input_
+"""
+SECOND = """\
+class SequentialStage1(nn.ModuleDict):
+    def __init__(self) -> None:
+        super().__init__({"3": nn.Linear(8, 5), "4": nn.Sigmoid()})
+
+    def forward(self, input_: Tensor) -> Tensor:
+        for block in self.values():
+            input_ = block(input_)
+        return input_
+"""
+
+
+def test_a_model_that_is_a_sequential_is_a_container_on_each_stage(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Tanh(), nn.Linear(8, 5), nn.Sigmoid())
+
+    first, second = halves(model, {"0": 0, "2": 0, "3": 1}, tmp_path)
+
+    assert FIRST in first
+    assert SECOND in second
+
+
+UNIT = '''\
+class Unit(nn.Sequential):
+    """levels.0.1 to levels.1.1 (4 of them)."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Identity(), nn.ReLU())
+'''
+LEVELS = """\
+        self.levels = nn.ModuleList(
+            [nn.Sequential(nn.LayerNorm(8), Unit(), Unit(), Unit()), nn.ModuleList([nn.LayerNorm(8), Unit()])]
+        )
+"""
+
+
+def test_a_class_that_is_a_sequential_has_no_forward_of_its_own(tmp_path: Path) -> None:
+    first, _ = halves(Stacked(), {"levels.1.1": 0, "levels.1.2": 1}, tmp_path)
+
+    assert UNIT in first
+    assert LEVELS in first
+
+
+def test_a_loop_goes_over_the_part_of_a_container_in_a_container(tmp_path: Path) -> None:
+    first, second = halves(Stacked(), {"levels.1.2": 0, "levels.1.3": 1}, tmp_path)
+
+    assert "*(Unit() for _ in range(2))" in first
+    assert "for block in self.levels[1]:\n            hidden = block(hidden)" in first
+    assert "Unit()" in second
+
+
+def test_sequentials_with_names_with_dropout_and_with_a_forward(tmp_path: Path) -> None:
+    model = nn.Sequential(Named(), Unit(8, 0.5), Twice(nn.Linear(8, 8), nn.Tanh()), Named(), Twice(nn.ReLU()))
+
+    first, second = halves(model, {"2": 0, "3": 1}, tmp_path)
+
+    assert "super().__init__(OrderedDict(inner=nn.Linear(8, 8), act=nn.Tanh()))" in second
+    assert "super().__init__(nn.Linear(8, 8), nn.Dropout(), nn.ReLU())" in first
+    assert "class Twice(nn.ModuleList):" in first
+
+
+def test_ties_and_frozen_weights_are_reached_through_containers(tmp_path: Path) -> None:
+    model = nn.Sequential(Unit(8), Named(), nn.Linear(8, 8), Unit(8))
+    model[2].weight = model[0][0].weight
+    model[1].inner.bias.requires_grad_(False)
+
+    first, _ = halves(model, {"2": 0, "3": 1}, tmp_path)
+
+    assert "self[2].weight = self[0][0].weight" in first
+    assert 'self.get_parameter("1.inner.bias").requires_grad_(False)' in first

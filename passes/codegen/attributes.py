@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .literals import is_plain_name, quoted
+from .literals import are_numbered, is_plain_name, quoted
 from .template import Fixed, Template
 
 Spell = Callable[[str, Template], str]
@@ -23,12 +23,50 @@ class Attribute:
 
 
 class Attributes:
-    """The attribute tree of one class, filled in path by path, then written."""
+    """The attribute tree of one class, filled in path by path, then written.
 
-    def __init__(self, path: str, module_at: Callable[[str], nn.Module | None]) -> None:
+    What is a container in the model and has members of no plain names is a container in the stage; with
+    `is_sequence` it is an nn.Sequential, whose forward is its own.
+    """
+
+    def __init__(
+        self, path: str, module_at: Callable[[str], nn.Module | None], *, is_sequence: bool = False
+    ) -> None:
         self.path = path
         self.module_at = module_at
+        self.is_sequence = is_sequence
         self.root = Attribute()
+
+    @property
+    def base(self) -> str:
+        """The class that this one inherits from."""
+        if self.is_sequence:
+            return "nn.Sequential"
+        if not self._is_container:
+            return "nn.Module"
+        return "nn.ModuleList" if self._is_list("", self.root) else "nn.ModuleDict"
+
+    @property
+    def _is_container(self) -> bool:
+        names = self.root.children
+        return (
+            self._is_indexed("", self.root)
+            and not all(is_plain_name(name) for name in names)
+            and not any(hasattr(nn.ModuleDict, name) for name in names)
+        )
+
+    def given_to_base(self, spell: Spell) -> str:
+        """What __init__ hands to that of the class that this one inherits from."""
+        if self.is_sequence:
+            members = {
+                name: spell(name, member.template)
+                for name, member in self.root.children.items()
+                if member.template is not None
+            }
+            if are_numbered(members):
+                return ", ".join(members.values())
+            return f"OrderedDict({', '.join(f'{name}={text}' for name, text in members.items())})"
+        return self._held("", self.root, spell)[1] if self._is_container else ""
 
     def add(self, relative: str, template: Template, kind: str = "module") -> None:
         node = self.root
@@ -60,7 +98,9 @@ class Attributes:
 
     def statements(self, spell: Spell) -> list[str]:
         """The lines of __init__, one statement each; `spell` gives the source of the template at a path."""
-        return list(self._statements("self", "", self.root, spell))
+        if self.base == "nn.Module":
+            return list(self._statements("self", "", self.root, spell))
+        return list(self._mixed_elements("self", "", self.root, spell))
 
     def _statements(self, owner: str, path: str, node: Attribute, spell: Spell) -> Iterator[str]:
         for name in sorted(node.children, key=lambda name: self._position(_join(path, name))):
@@ -91,6 +131,11 @@ class Attributes:
         kinds = {child.kind for child in node.children.values()}
         return self._is_indexed(relative, node) or kinds in ({"module"}, {"parameter"})
 
+    @property
+    def _has_items(self) -> bool:
+        """Whether members of `self` are reached by number or key."""
+        return are_numbered(self.root.children) if self.is_sequence else self._is_container
+
     def _position(self, relative: str) -> tuple[int, str]:
         """Parameters first, then modules, in the order in which the original holds them."""
         holder, _, name = _join(self.path, relative).rpartition(".")
@@ -112,17 +157,19 @@ class Attributes:
         return isinstance(module, nn.ModuleList | nn.Sequential) and whole
 
     def _container(self, relative: str, node: Attribute, spell: Spell) -> str:
+        kind, members = self._held(relative, node, spell)
+        return f"nn.{kind}({members})"
+
+    def _held(self, relative: str, node: Attribute, spell: Spell) -> tuple[str, str]:
+        """The kind of a container, and what it is built of."""
         keys = sorted(node.children, key=lambda key: (int(key) if key.isdigit() else -1, key))
         texts = [self._element(_join(relative, key), node.children[key], spell) for key in keys]
         if self._is_list(relative, node):
-            runs = [
-                f"{text} for _ in range({len(members)})" if len(members) > 1 else text
-                for text, members in _runs(keys, texts)
-            ]
+            runs = [(text, len(members)) for text, members in _runs(keys, texts)]
             if len(runs) == 1 and len(keys) > 1:
-                return f"nn.ModuleList({runs[0]})"
-            parts = [f"*({run})" if " for _ in " in run else run for run in runs]
-            return f"nn.ModuleList([{', '.join(parts)}])"
+                return "ModuleList", _repeated(texts[0], len(keys))
+            parts = [f"*({_repeated(text, count)})" if count > 1 else text for text, count in runs]
+            return "ModuleList", f"[{', '.join(parts)}]"
         parts = []
         for text, members in _runs(keys, texts):
             if len(members) == 1:
@@ -131,8 +178,8 @@ class Attributes:
             span = f"range({members[0]}, {int(members[-1]) + 1})"
             parts.append(f"**{{str(i): {text} for i in {span}}}")
         if len(parts) == 1 and len(keys) > 1:
-            return f"nn.ModuleDict({parts[0].removeprefix('**')})"
-        return f"nn.ModuleDict({{{', '.join(parts)}}})"
+            return "ModuleDict", parts[0].removeprefix("**")
+        return "ModuleDict", f"{{{', '.join(parts)}}}"
 
     def _element(self, relative: str, node: Attribute, spell: Spell) -> str:
         if node.template is not None:
@@ -152,11 +199,15 @@ class Attributes:
         return f"nn.{kind}Dict({{{', '.join(pairs)}}})"
 
     def refer(self, relative: str, owner: str = "self") -> str:
-        """The expression for what is built at a path: self.blocks[3], self.blocks["7"].norm.weight."""
+        """The expression for what is built at a path: self.blocks[3], self.blocks["7"].norm.weight; `owner`
+        is the module itself."""
+        if not relative:
+            return owner
         text, node, walked = owner, self.root, ""
         inside_container = False
         for part in relative.split("."):
-            indexed = walked != "" and node.template is None and self._is_indexed(walked, node)
+            indexed = self._is_indexed(walked, node) if walked else self._has_items
+            indexed = indexed and node.template is None
             if indexed and self._is_list(walked, node):
                 text = f"{text}[{part}]"
             elif indexed or (inside_container and node.template is None and self._is_keyed(walked, node)):
@@ -178,7 +229,8 @@ class Attributes:
             if part not in node.children:
                 return None
             node = node.children[part]
-        if not holder or node.template is not None or not self._is_indexed(holder, node):
+        is_container = self._is_indexed(holder, node) if holder else self._is_container
+        if node.template is not None or not is_container:
             return None
         keys = sorted(node.children, key=lambda key: (int(key) if key.isdigit() else -1, key))
         return holder, self._is_list(holder, node), keys
@@ -197,8 +249,12 @@ def _runs(keys: Sequence[str], texts: Sequence[str]) -> list[tuple[str, list[str
     return runs
 
 
+def _repeated(text: str, count: int) -> str:
+    return f"{text} for _ in range({count})"
+
+
 def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    return f"{path}.{name}" if path and name else path or name
 
 
 def _attribute(owner: str, name: str, kind: str = "module") -> str:

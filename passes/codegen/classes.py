@@ -20,6 +20,7 @@ from .template import ClassOf, Leaf, Template, leaves, outline, spelled
 # A class of more arguments says less than two classes do.
 _MOST_ARGUMENTS = 8
 _MOST_POSITIONAL = 2
+_PLAIN = "super().__init__()"
 # A number in a body: not one in a module's path, a string, a name, or of a dimension of a shape.
 _TOKEN = re.compile(
     '(?P<other>\ue000[^\ue001]*\ue001|"(?:[^"\\\\]|\\\\.)*"|\\.shape\\[\\d+\\]|[A-Za-z_]\\w*)'
@@ -48,6 +49,7 @@ class ClassText:
     """A class without its docstring, which names all the places where it serves."""
 
     name: str
+    base: str
     lines: tuple[str, ...]
     paths: list[str]
     whole: bool
@@ -123,7 +125,8 @@ def _families(
 
 
 def _outline(draft: Draft, numbers: Mapping[str, int]) -> str:
-    lines = [draft.base if draft.path else ""]  # the stage itself is a class apart
+    lines = [draft.base if draft.path else "", draft.attributes.base]  # the stage itself is a class apart
+    lines.append(draft.attributes.given_to_base(lambda _, template: outline(template, numbers)))
     lines += draft.attributes.statements(lambda _, template: outline(template, numbers))
     lines += draft.endings
     for name, method, returned in draft.methods:
@@ -216,10 +219,9 @@ class _Writer:
         first = family.members[0]
         lines: list[str] = []
         statements = [*self._init(family), *first.endings]
-        if statements:
+        if statements != [_PLAIN]:
             signature = ["self", *self._annotated(family)]
             lines += signature_lines("__init__", signature, "None", 4)
-            lines.append("        super().__init__()")
             for statement in statements:
                 lines += laid_out(statement, 8)
         words = iter(family.words[len(list(self._hints(first))) :])
@@ -236,13 +238,14 @@ class _Writer:
             ]
             lines += written(rolled(body, first.attributes), first.attributes, 8)
         paths = [draft.path for draft in family.members]
-        return ClassText(family.name, tuple(lines), paths, first.whole, first.origin)
+        return ClassText(family.name, first.attributes.base, tuple(lines), paths, first.whole, first.origin)
 
     def _init(self, family: _Family) -> Iterator[str]:
         first = family.members[0]
         words = iter(family.words)
         texts = {path: self._spelled(template, words) for path, template in first.attributes.templates()}
         in_bodies = set(words)
+        yield f"super().__init__({first.attributes.given_to_base(lambda path, _: texts[path])})"
         yield from (f"self.{name} = {name}" for name in family.arguments if name in in_bodies)
         yield from first.attributes.statements(lambda path, _: texts[path])
 

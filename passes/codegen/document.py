@@ -126,7 +126,7 @@ def _classes(writer: StageWriter) -> list[str]:
 
 
 def _class(text: ClassText) -> Iterator[str]:
-    yield f"class {text.name}(nn.Module):"
+    yield f"class {text.name}({text.base}):"
     if text.paths != [""]:
         yield from docstring(text)
         yield ""

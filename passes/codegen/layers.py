@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from pd2bw_fx.graph import dtype_name
 
-from .literals import is_plain_name
+from .literals import are_numbered, is_plain_name
 from .template import NO_DEFAULT, Call, Fixed, Leaf, Part, Template
 
 # Layers whose forward takes one tensor and gives one (LSTM and GRU: a tuple). Anything else is printed as
@@ -69,7 +69,7 @@ def constructor(module: nn.Module) -> Call:
 
 def sequential(members: Mapping[str, Template]) -> Call:
     """`nn.Sequential(nn.Linear(8, 8), nn.ReLU())`, or of an OrderedDict where its members have names."""
-    if _are_numbered(members):
+    if are_numbered(members):
         return Call("nn.Sequential", tuple(Part(member) for member in members.values()))
     named = tuple(Part(member, name, by_name=True) for name, member in members.items())
     return Call("nn.Sequential", (Part(Call("OrderedDict", named)),))
@@ -78,11 +78,8 @@ def sequential(members: Mapping[str, Template]) -> Call:
 def is_sequential(module: nn.Module) -> bool:
     """One that `sequential` can build: its members numbered without gaps, or all with plain names."""
     names = [name for name, _ in module.named_children()]
-    return type(module) is nn.Sequential and (_are_numbered(names) or all(map(is_plain_name, names)))
-
-
-def _are_numbered(names: Iterable[str]) -> bool:
-    return all(name == str(place) for place, name in enumerate(names))
+    runs = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return runs and "forward" not in vars(module) and (are_numbered(names) or all(map(is_plain_name, names)))
 
 
 def _by_signature(module: nn.Module) -> list[tuple[str, Any, Any]]:

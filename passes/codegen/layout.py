@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from .method import Statement
 WIDTH = 110
 _REFERENCE = re.compile("\ue000([^\ue001]*)\ue001")
 _LONGEST_BODY = 6
+_DEEPEST = 3  # containers in one another that a loop is looked for in
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +35,14 @@ def rolled(statements: Sequence[Statement], attributes: Attributes) -> list[Stat
     """Statements that repeat for every member of a container, as a loop over it.
 
     Lines that are equal but for the member's number do the same one after another as in a loop. Where their
-    comments differ, the last one's serves for all.
+    lines differ, the last one's serves for all.
     """
     found: list[Statement | Loop] = []
     words = {word for statement in statements for word in re.findall(r"\w+", statement.text)}
     position = 0
     while position < len(statements):
-        for length in range(1, _LONGEST_BODY + 1):
-            loop = _loop_at(statements[position:], length, attributes, words)
+        for level, length in itertools.product(range(_DEEPEST), range(1, _LONGEST_BODY + 1)):
+            loop = _loop_at(statements[position:], length, attributes, words, level)
             if loop is not None:
                 found.append(loop[0])
                 position += loop[1]
@@ -52,10 +54,13 @@ def rolled(statements: Sequence[Statement], attributes: Attributes) -> list[Stat
 
 
 def _loop_at(
-    statements: Sequence[Statement], length: int, attributes: Attributes, words: set[str]
+    statements: Sequence[Statement], length: int, attributes: Attributes, words: set[str], level: int
 ) -> tuple[Loop, int] | None:
-    """The loop that begins here with a body of this length, and how many statements it is for."""
-    members = _members(statements[:length], attributes)
+    """The loop that begins here with a body of this length, and how many statements it is for.
+
+    It goes over containers that stand in `level` others.
+    """
+    members = _members(statements[:length], attributes, level)
     spans = {(tuple(member.keys), member.start) for member in members.values()}
     if len(spans) != 1 or len({s.region for s in statements[:length]}) != 1:
         return None
@@ -76,9 +81,17 @@ def _loop_at(
     names = _loop_names(members, counter, words, attributes)
     assert bodies[0] is not None
     body = tuple(
-        replace(chunks[count - 1][place], text=_named(text, names)) for place, text in enumerate(bodies[0])
+        replace(_common(chunks[:count], place), text=_named(text, names))
+        for place, text in enumerate(bodies[0])
     )
     return Loop(_header(members, names, span, counter, attributes), body, first), count * length
+
+
+def _common(chunks: Sequence[Sequence[Statement]], place: int) -> Statement:
+    """The last of the statements at a place, with its shape only where that is all of theirs."""
+    statements = [chunk[place] for chunk in chunks]
+    alike = len({statement.shape for statement in statements}) == 1
+    return statements[-1] if alike else replace(statements[-1], shape=())
 
 
 def _is_another(
@@ -104,26 +117,29 @@ class _Member:
     start: int
 
 
-def _members(chunk: Sequence[Statement], attributes: Attributes) -> dict[str, _Member]:
+def _members(chunk: Sequence[Statement], attributes: Attributes, level: int) -> dict[str, _Member]:
     """The containers that a chunk refers to, by path."""
     members: dict[str, _Member] = {}
     for statement in chunk:
         for path in _REFERENCE.findall(statement.text):
-            found = _container_of(path, attributes)
+            found = _container_of(path, attributes, level)
             if found is not None:
                 holder, is_list, keys = found
-                key = path[len(holder) + 1 :].partition(".")[0]
+                key = path.removeprefix(_within(holder)).partition(".")[0]
                 members.setdefault(holder, _Member(keys, is_list, list(keys).index(key)))
     return members
 
 
-def _container_of(path: str, attributes: Attributes) -> tuple[str, bool, Sequence[str]] | None:
+def _container_of(path: str, attributes: Attributes, level: int) -> tuple[str, bool, Sequence[str]] | None:
     parts = path.split(".")
-    for end in range(2, len(parts) + 1):
-        found = attributes.container(".".join(parts[:end]))
-        if found is not None:
-            return found
-    return None
+    holders = (attributes.container(".".join(parts[:end])) for end in range(1, len(parts) + 1))
+    found = [holder for holder in holders if holder is not None]
+    return found[level] if level < len(found) else None
+
+
+def _within(holder: str) -> str:
+    """What the paths of a container's members begin with; that of the module itself is ""."""
+    return f"{holder}." if holder else ""
 
 
 def _body(
@@ -137,11 +153,12 @@ def _body(
     for statement in chunk:
         text = statement.text
         for path in dict.fromkeys(_REFERENCE.findall(text)):
-            holder = next((h for h in members if path.startswith(f"{h}.")), None)
+            holder = next((h for h in members if path.startswith(_within(h))), None)
             if holder is None:
                 continue
-            member, whole = attributes.refer(f"{holder}.{key}"), attributes.refer(path)
-            if path != f"{holder}.{key}" and not path.startswith(f"{holder}.{key}."):
+            own = f"{_within(holder)}{key}"
+            member, whole = attributes.refer(own), attributes.refer(path)
+            if path != own and not path.startswith(_within(own)):
                 return None
             if not whole.startswith(member):
                 return None

@@ -6,6 +6,7 @@ import builtins
 import keyword
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -90,6 +91,11 @@ def is_plain_name(name: str) -> bool:
     return (
         name.isascii() and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("__")
     )
+
+
+def are_numbered(names: Iterable[str]) -> bool:
+    """Whether names count from 0 up: those of a list's members."""
+    return all(name == str(place) for place, name in enumerate(names))
 
 
 def identifier(text: str, *, fallback: str = "value") -> str:

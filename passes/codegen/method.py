@@ -316,9 +316,9 @@ class _Draft:
     def _comment(
         self, item: fx.Node | Scope, results: Sequence[fx.Node]
     ) -> tuple[str, tuple[int | str, ...]]:
-        """The author's line, and the shape where it is another than the operand's."""
+        """The author's line (torch's own of a Sequential says nothing), and the shape where it changes."""
         line = self.body.line(item)
-        place = "" if line is None else plain(str(line))
+        place = "" if line is None or line.is_in_container else plain(str(line))
         if len(results) != 1:
             return place, ()
         shape = self.body.tree.shape(results[0])

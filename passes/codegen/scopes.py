@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch import fx
+from torch import fx, nn
 
 from pd2bw_fx.graph import OperatorGraph
 
@@ -29,6 +29,11 @@ class Line:
     file: str
     number: int
     code: str
+
+    @property
+    def is_in_container(self) -> bool:
+        """Whether it is the loop of nn.Sequential: no author's line."""
+        return self.file == nn.modules.container.__file__
 
     def __str__(self) -> str:
         return f"{self.file.rpartition('/')[2]}:{self.number}"

@@ -40,6 +40,7 @@ class StageTree:
         self._readers = _readers(graph, stage)
         self._rehome(self.root)
         self.chains: set[int] = set()  # calls of an nn.Sequential that is printed as one
+        self.sequences: set[int] = set()  # and of a class of its kind
         self.links: set[fx.Node] = set()  # what the members of a taken-apart nn.Sequential hand on
         self.layers: set[int] = set()
         self._take_apart(self.root)
@@ -57,6 +58,11 @@ class StageTree:
 
     def is_chain(self, scope: Scope) -> bool:
         return id(scope) in self.chains
+
+    def is_sequence(self, path: str) -> bool:
+        """Whether a module holds nothing itself, and its calls are its members', one after another."""
+        calls = [scope for scope in walk(self.root) if scope.path == path and scope.function is None]
+        return not self.owned[path] and all(id(scope) in self.sequences for scope in calls)
 
     def _layers(self) -> set[int]:
         """The calls of modules that all of their calls can be a layer's."""
@@ -177,10 +183,12 @@ class StageTree:
         for item in scope.items:
             if isinstance(item, Scope):
                 self._take_apart(item)
-                if type(self.modules.get(item.path)) is nn.Sequential and item.function is None:
+                module = self.modules.get(item.path)
+                if isinstance(module, nn.Sequential) and item.function is None:
+                    is_own = type(module) is not nn.Sequential
                     if self._is_chain(item):
-                        self.chains.add(id(item))
-                    else:
+                        (self.sequences if is_own else self.chains).add(id(item))
+                    elif not is_own:
                         self.links |= {n for inner in item.items for n in _given_by(self, inner)}
                         items += item.items
                         continue

@@ -40,22 +40,26 @@ class StageWriter:
 
     def write(self) -> Method:
         """All classes, the root's last; returns the root's forward."""
-        method = self._draft_class("")
+        method, *_ = self._draft_class("")
         self.classes = class_texts(list(self._drafts.values()), self.tree.modules, self.tree.function_names)
         return method
 
-    def _draft_class(self, path: str) -> Method:
+    def _draft_class(self, path: str) -> list[Method]:
+        """Drafts the class of the module at a path; returns its methods."""
         scopes = self._by_path[path]
-        attributes = Attributes(path, self._module_at)
-        for scope in scopes:
+        is_sequence = self.tree.is_sequence(path)
+        attributes = Attributes(path, self._module_at, is_sequence=is_sequence)
+        for scope in () if is_sequence else scopes:
             self._write_inner(scope, attributes)
+        for name, member in self._members(scopes[0]).items() if is_sequence else ():
+            attributes.add(name, member)
         self._write_idle_layers(path, attributes)
         for name in sorted(self.tree.owned[path]):
             relative = name[len(path) + 1 :] if path else name
             if not attributes.holds(relative):
                 attributes.add(relative, *self._tensor(name))
         methods: list[tuple[str, Method, str]] = []
-        for scope in scopes:
+        for scope in () if is_sequence else scopes:
             method, returned = write_method(self.tree, scope, self._call_text), _returned(scope, self.tree)
             same = next((name for name, *other in methods if other == [method, returned]), None)
             name = same or ("forward" if not methods else f"forward_{len(methods) + 1}")
@@ -70,12 +74,12 @@ class StageWriter:
             path=path,
             base=base if whole or not path else f"{base}Part",
             whole=whole,
-            origin="" if line is None else plain(line.file.rpartition("/")[2]),
+            origin="" if line is None or line.is_in_container else plain(line.file.rpartition("/")[2]),
             attributes=attributes,
             methods=tuple(methods),
             endings=() if path else tuple(self._root_endings(attributes)),
         )
-        return methods[0][1]
+        return [method for _, method, _ in methods]
 
     def _write_inner(self, scope: Scope, attributes: Attributes) -> None:
         """What a body calls, before the body: classes, layers and helper functions."""
@@ -109,10 +113,14 @@ class StageWriter:
             if scope.path not in self._drafts:
                 self._draft_class(scope.path)
             return ClassOf(scope.path)
+        return sequential(self._members(scope))
+
+    def _members(self, scope: Scope) -> dict[str, Template]:
+        """What builds the members of a nn.Sequential, by name."""
         called = {s.path: self._constructor(s) for s in scope.items if isinstance(s, Scope)}
         idle = Fixed("nn.Identity()")
         names = [name for name, _ in self.tree.modules[scope.path].named_children()]
-        return sequential({name: called.get(f"{scope.path}.{name}", idle) for name in names})
+        return {name: called.get(f"{scope.path}.{name}", idle) for name in names}
 
     def _write_function(self, scope: Scope) -> None:
         method = write_method(self.tree, scope, self._call_text)
@@ -188,21 +196,13 @@ class StageWriter:
             relative = inner[len(walked) + 1 :] if walked else inner
             text = current.refer(relative, text)
             walked = inner
-            current = self._attributes_of(inner)
+            current = self._drafts[inner].attributes
         relative = name[len(walked) + 1 :] if walked else name
         return current.refer(relative, text)
 
     def _class_chain(self, name: str) -> list[str]:
         classes = {path for path in self._drafts if path}
         return sorted((p for p in classes if name.startswith(p + ".")), key=len)
-
-    def _attributes_of(self, path: str) -> Attributes:
-        attributes = Attributes(path, self._module_at)
-        for scope in self._by_path[path]:
-            for item in scope.items:
-                if isinstance(item, Scope) and item.function is None:
-                    attributes.add(item.path[len(path) + 1 :], Fixed(""))
-        return attributes
 
     def held_names(self) -> dict[str, str]:
         """Every parameter and buffer of the stage by its local name, with its name in the graph."""
