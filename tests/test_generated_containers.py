@@ -46,6 +46,14 @@ class Twice(nn.Sequential):
         return x
 
 
+class Gated(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self[:3]:
+            x = layer(x)
+        result: Tensor = self[4](self[3](x) * x)
+        return result
+
+
 class Stacked(nn.Module):
     """Sequentials in one another, of classes of their own and of none."""
 
@@ -120,6 +128,14 @@ def test_a_model_that_is_a_sequential_is_a_container_on_each_stage(tmp_path: Pat
 
     assert FIRST in first
     assert SECOND in second
+
+
+def test_a_part_of_the_stage_itself_is_looped_over(tmp_path: Path) -> None:
+    model = Gated(*(nn.Linear(8, 8) for _ in range(4)), nn.Tanh())
+
+    first, _ = halves(model, {"3": 0, "4": 1}, tmp_path)
+
+    assert "for block in list(self)[:3]:\n            x = block(x)" in first
 
 
 UNIT = '''\

@@ -219,7 +219,8 @@ def _header(
     cut = f"[{span.start or ''}:{'' if span.stop == len(keys) else span.stop}]"
     cut = "" if len(span) == len(keys) else cut
     sources = [
-        attributes.refer(holder) + (cut if member.is_list else ".values()")
+        (attributes.refer(holder) if holder or not cut else "list(self)")  # a slice is of the class itself
+        + (cut if member.is_list else ".values()")
         for holder, member in members.items()
     ]
     if len(sources) == 1:
