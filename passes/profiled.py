@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Device
@@ -15,6 +16,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.program import tensors
+from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.traced import TraceReport
 
 from .normalise import normalise
@@ -64,7 +66,7 @@ class Pricing:
     uses_cache: bool
 
 
-def profiled(model: nn.Module, inputs: Inputs, pricing: Pricing) -> Profiled:
+def profiled(model: nn.Module | ExportedProgram, inputs: Inputs, pricing: Pricing) -> Profiled:
     """Traces the model, puts it in normal form and prices every operator. Raises InputError, TraceError."""
     args, kwargs = _example_inputs(model, inputs.args, inputs.kwargs)
     if inputs.loss_fn is not None and inputs.targets is None and args is not None:
@@ -76,7 +78,7 @@ def profiled(model: nn.Module, inputs: Inputs, pricing: Pricing) -> Profiled:
         graph=graph,
         costs=_priced(graph, example, traced.call, pricing),
         tensors=tensors(graph),
-        batch_layout=None if args is None else _layout(model, args, kwargs, inputs.targets, graph),
+        batch_layout=None if args is None else _layout(traced.model, args, kwargs, inputs.targets, graph),
         example=example,
         trace_report=traced.report,
         reference=traced.call,
@@ -143,19 +145,26 @@ def _layout(
     targets: Any,
     graph: OperatorGraph,
 ) -> BatchLayout:
-    layout = BatchLayout.of(model, args, kwargs, targets)
+    layout = BatchLayout.of(model, args, kwargs, targets, microbatch_sizes=graph.batch_sizes)
     shapes = [spec.shape for spec in graph.inputs.values()]
     if any(shape is None or any(isinstance(size, str) for size in shape) for shape in shapes):
         return layout
     # The program was made for the example's sizes alone.
     sizes = {int(spec.shape[0]) for spec in graph.inputs.values() if spec.shape}
-    return replace(layout, microbatch_size=sizes.pop() if len(sizes) == 1 else None)
+    return replace(layout, microbatch_sizes=SizeRange.only(sizes.pop())) if len(sizes) == 1 else layout
 
 
 def _example_inputs(
-    model: nn.Module, args: Sequence[Any] | Tensor | None, kwargs: Mapping[str, Any] | None
+    model: nn.Module | ExportedProgram, args: Sequence[Any] | Tensor | None, kwargs: Mapping[str, Any] | None
 ) -> tuple[Sequence[Any] | None, Mapping[str, Any] | None]:
     """What to trace with: the user's inputs, else the model's own, else nothing."""
+    if isinstance(model, ExportedProgram):
+        if args is not None or kwargs is not None:
+            raise InputError(
+                "an ExportedProgram is split with the example inputs that it was exported with; leave "
+                "example_args and example_kwargs out"
+            )
+        return model.example_inputs or ((), {})
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; an nn.Module was expected")
     if isinstance(args, Tensor):

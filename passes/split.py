@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
@@ -30,7 +31,7 @@ _UPDATES_SHOWN = 3
 
 @takes_onnx_too
 def split(
-    model: nn.Module | Pipeline,
+    model: nn.Module | ExportedProgram | Pipeline,
     example_args: Sequence[Any] | Tensor | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
@@ -59,16 +60,20 @@ def split(
 
     The example inputs are one microbatch, as the model's forward takes them; left out, the model's own
     (`example_inputs()`, or `dummy_inputs` of a Hugging Face model); without any, symbolic tracing and costs
-    estimated from parameters, which the result says. The path of an ONNX file in place of the model is split
-    for inference, with the options of `split_onnx`; a Pipeline that was split here is planned again, for
-    another method or cluster, and neither traced nor profiled a second time. The model returns its loss (a
-    scalar, the entry `loss` of a dict or ModelOutput, in a tuple the first or the only scalar that has a
-    gradient), or `loss_fn(output, targets)` computes it, with `example_targets` beside the example inputs.
+    estimated from parameters, which the result says. The model returns its loss (a scalar, the entry `loss`
+    of a dict or ModelOutput, in a tuple the first or the only scalar that has a gradient), or
+    `loss_fn(output, targets)` computes it, with `example_targets` beside the example inputs.
 
-    Any batch size can be run later; with `tracer="export-sequence"` any length of token sequences too, where
-    the model allows it, which `trace_report` says. A Python condition on the values of tensors is refused,
-    unless it is an `assert` or leads to a `raise`, or `tracer="export-as-example"` allows it: then the way
-    that the example inputs take is traced, and the stages assert that it is theirs.
+    In place of the model may stand a `torch.fx.GraphModule` or an ExportedProgram (with the example inputs
+    that it has), which are taken as they are; the path of an ONNX file, which is split for inference with the
+    options of `split_onnx`; or a Pipeline that was split here, which is planned again, for another method or
+    cluster, and neither traced nor profiled a second time.
+
+    Any batch size can be run later; of a model that asks for it in Python, all with the example's answer;
+    with `tracer="export-sequence"` any length of token sequences too, where the model allows it, which
+    `trace_report` says. A Python condition on the values of tensors is refused, unless it is an `assert` or
+    leads to a `raise`, or `tracer="export-as-example"` allows it: then the way that the example inputs take
+    is traced, and the stages assert that it is theirs.
 
     `cluster` is a count of equal local devices, a Cluster or the path of a TOML file; left out, what this
     machine has. `constraints` pin operators and modules, keep them whole, or cap a device's memory. `plan` is
@@ -131,11 +136,22 @@ def split(
     )
     if check and known.example is not None:
         pipeline.verify()
-        if not isinstance(model, Pipeline):
+        if isinstance(model, ExportedProgram):
+            _tell_of_the_one_mode(pipeline)
+        elif not isinstance(model, Pipeline):
             _tell_of_evaluation(pipeline)
     if check == "full" and known.example is not None:
         pipeline.verify(example=another_example(known.graph, known.example))
     return pipeline
+
+
+def _tell_of_the_one_mode(pipeline: Pipeline) -> None:
+    """Adds to the report that an exported program that draws or keeps statistics has no evaluation mode."""
+    assert pipeline.trace_report is not None
+    operators = pipeline.graph.operators.values()
+    if any(operator.is_random or operator.writes_buffers for operator in operators):
+        told = "a program that was exported already has one mode alone: split the model itself to evaluate"
+        pipeline.trace_report = replace(pipeline.trace_report, evaluation=told)
 
 
 def _tell_of_evaluation(pipeline: Pipeline) -> None:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import dtype_from_name, dtype_name
+from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 
 TARGETS = "targets"
 
@@ -54,7 +55,7 @@ class BatchLayout:
     arguments: tuple[str, ...]
     rest: str | None = None
     has_targets: bool = False
-    microbatch_size: int | None = None  # None: any
+    microbatch_sizes: SizeRange = ANY_SIZE
 
     @classmethod
     def of(
@@ -65,12 +66,12 @@ class BatchLayout:
         targets: Any = None,
         *,
         batched: Collection[str] | None = None,
-        microbatch_size: int | None = None,
+        microbatch_sizes: SizeRange = ANY_SIZE,
     ) -> Self:
         """The layout of batches that look like these example inputs.
 
         `batched` names the inputs whose dimension 0 is the batch; None: those whose dimension 0 has the size
-        that most of them have. `microbatch_size` is given where the model was traced for one size only.
+        that most of them have. `microbatch_sizes` are those that the model was traced for.
         """
         signature = inspect.signature(model.forward)
         kinds = signature.parameters.values()
@@ -94,7 +95,7 @@ class BatchLayout:
                 tensor.shape[0] == batch_size if batched is None else name in batched
             )
             inputs.append(BatchInput(name, argument, path, tensor.dim(), tensor.dtype, is_batched))
-        return cls(tuple(inputs), arguments, rest, targets is not None, microbatch_size)
+        return cls(tuple(inputs), arguments, rest, targets is not None, microbatch_sizes)
 
     def flatten(self, batch: Any) -> dict[str, Tensor]:
         """The batch's tensors by input name. Raises InputError naming what is missing or of a wrong kind."""
@@ -120,12 +121,13 @@ class BatchLayout:
                     f"{name!r} has {size} samples, which cannot be cut into {num_microbatches} equal "
                     f"microbatches; pass a multiple of {num_microbatches}, or leave out the last, short batch"
                 )
-            if self.microbatch_size not in (None, size // num_microbatches):
+            each, right = size // num_microbatches, self.microbatch_sizes
+            if each not in right:
+                nearest = num_microbatches * (right.least if each < right.least else right.most or each)
                 raise InputError(
-                    f"{name!r} has {size} samples, {size // num_microbatches} in each of {num_microbatches} "
-                    f"microbatches; the model was traced for {self.microbatch_size} only: pass "
-                    f"{num_microbatches * (self.microbatch_size or 0)} samples, or split it with other "
-                    "example inputs"
+                    f"{name!r} has {size} samples, {each} in each of {num_microbatches} microbatches; the "
+                    f"model was traced for {right}: pass {nearest} samples, or split it with other example "
+                    "inputs"
                 )
             break
         pieces: list[dict[str, Tensor]] = [{} for _ in range(num_microbatches)]
@@ -148,7 +150,7 @@ class BatchLayout:
             "arguments": list(self.arguments),
             "rest": self.rest,
             "has_targets": self.has_targets,
-            "microbatch_size": self.microbatch_size,
+            "microbatch_sizes": self.microbatch_sizes.to_json(),
         }
 
     @classmethod
@@ -158,7 +160,8 @@ class BatchLayout:
             for entry in data["inputs"]
         )
         arguments = tuple(data["arguments"])
-        return cls(inputs, arguments, data["rest"], data["has_targets"], data["microbatch_size"])
+        sizes = SizeRange(*data["microbatch_sizes"])
+        return cls(inputs, arguments, data["rest"], data["has_targets"], sizes)
 
     def _call(self, batch: Any) -> dict[str, Any]:
         """The batch's arguments by name."""

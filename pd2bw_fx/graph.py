@@ -28,6 +28,8 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
+from pd2bw_fx.size_range import ANY_SIZE, SizeRange
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -136,6 +138,7 @@ class OperatorGraph:
     loss: str | None  # name of the output that is trained on; None: the model has no loss
     model_name: str = "model"
     batch_symbol: str | None = "batch"  # None: traced at one size, the example's
+    batch_sizes: SizeRange = ANY_SIZE  # that the program is right for, where the batch is open
     unused_inputs: tuple[str, ...] = ()
     fx: fx.GraphModule | None = field(default=None, compare=False, repr=False)
     root: nn.Module | None = field(default=None, compare=False, repr=False)
@@ -171,6 +174,7 @@ class OperatorGraph:
         return {
             "model_name": self.model_name,
             "batch_symbol": self.batch_symbol,
+            "batch_sizes": self.batch_sizes.to_json(),
             "inputs": {name: spec.to_json() for name, spec in self.inputs.items()},
             "unused_inputs": list(self.unused_inputs),
             "parameters": [_parameter_to_json(p) for p in self.parameters.values()],
@@ -194,6 +198,7 @@ class OperatorGraph:
             loss=data["loss"],
             model_name=data["model_name"],
             batch_symbol=data["batch_symbol"],
+            batch_sizes=SizeRange(*data["batch_sizes"]),
             unused_inputs=tuple(data["unused_inputs"]),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+
+from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 
 _ASSUMED = "values go another way than in the trace, at "
 _LONGEST_LINE = 60
@@ -100,9 +103,20 @@ class Traced:
     batch_size: int | None = None
     batched_inputs: frozenset[str] = frozenset()  # dimension 0 is the batch
     dynamic_batch: bool = False
+    batch_sizes: SizeRange = ANY_SIZE  # of a dynamic batch
     lengths: Mapping[str, str] = field(default_factory=dict)  # by input: what its open dimension 1 is called
     loss_module: nn.Module | None = None  # a loss_fn that holds tensors of its own
     examples: Mapping[str, torch.Tensor] = field(default_factory=dict)
     call: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = field(
         default=None, compare=False, repr=False
     )
+
+    @property
+    def model_name(self) -> str:
+        """The class of the model; of a program that the user exported, that of what was exported."""
+        if self.report.tracer == "given" and isinstance(self.program, ExportedProgram):
+            stacks = (node.meta.get("nn_module_stack") or {} for node in self.program.graph.nodes)
+            for path, kind in itertools.chain.from_iterable(stack.values() for stack in stacks):
+                if not path:
+                    return str(kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
+        return type(self.model).__name__

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
+from pd2bw_fx.size_range import SizeRange
 
 
 class Model(nn.Module):
@@ -65,7 +66,7 @@ def test_what_has_no_batch_dimension_goes_to_every_microbatch_whole() -> None:
 
 
 def test_a_layout_survives_json() -> None:
-    layout = BatchLayout.of(Model(), (X, (A, B), Y), {"extra": EXTRA}, Y, microbatch_size=2)
+    layout = BatchLayout.of(Model(), (X, (A, B), Y), {"extra": EXTRA}, Y, microbatch_sizes=SizeRange.only(2))
 
     assert BatchLayout.from_json(layout.to_json()) == layout
 
@@ -95,7 +96,7 @@ def test_a_wrong_batch_is_refused_by_name(batch: Any, complaint: str) -> None:
 
 def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     layout = BatchLayout.of(Model(), (X, (A, B)))
-    fixed = BatchLayout.of(Model(), (X,), microbatch_size=2)
+    fixed = BatchLayout.of(Model(), (X,), microbatch_sizes=SizeRange.only(2))
 
     with pytest.raises(InputError, match="'x' has 6 samples, which cannot be cut into 4 equal"):
         layout.cut(layout.flatten((X, (A, B))), 4)

@@ -36,6 +36,8 @@ class StageTree:
         functions = (custom_function(node.target) for node in nodes)
         self.functions = list(dict.fromkeys(f for f in functions if f is not None))  # by their first calls
         self.root = lift(graph, nodes)
+        for scope in walk(self.root):  # an exported program has no modules where there are no tensors
+            self.modules.setdefault(scope.path, nn.Module())
         self._whole_calls = _whole_calls(graph)
         self._readers = _readers(graph, stage)
         self._rehome(self.root)

@@ -58,7 +58,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
         symbols=_symbols(traced, placeholders),
         canonical=canonical_names(traced.model),
         parameters=parameters.keys(),
-        model_type=type(traced.model).__name__,
+        model_type=traced.model_name,
     )
     return OperatorGraph(
         operators=describer.operators(),
@@ -67,8 +67,9 @@ def _normal_form(traced: Traced) -> OperatorGraph:
         buffers=buffers,
         outputs=_outputs(traced, draft.graph),
         loss=traced.loss,
-        model_name=type(traced.model).__name__,
+        model_name=traced.model_name,
         batch_symbol="batch" if traced.dynamic_batch else None,
+        batch_sizes=traced.batch_sizes,
         unused_inputs=tuple(node.name for node in placeholders if not node.users),
         fx=module,
         root=traced.model,
@@ -87,7 +88,7 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts]:
     except Exception as error:  # of an operator of the model's, whatever it is
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         raise TraceError(
-            f"{type(traced.model).__name__} was traced, and what came of it cannot be run on sizes and types "
+            f"{traced.model_name} was traced, and what came of it cannot be run on sizes and types "
             f"alone: {type(error).__name__}: {reason}\n{traced.report}"
         ) from error
     rewritten = make_functional(draft, facts)
@@ -100,7 +101,7 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts]:
 
 
 def _module(draft: Draft, traced: Traced) -> ProgramModule:
-    return ProgramModule(draft.values, draft.graph, type(traced.model).__name__)
+    return ProgramModule(draft.values, draft.graph, traced.model_name)
 
 
 def _symbols(traced: Traced, placeholders: Any) -> dict[str, str]:

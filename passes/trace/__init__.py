@@ -1,7 +1,8 @@
 """From a model to a traced program: front ends tried in a fixed order.
 
 1. `export`: `torch.export.export(strict=False)`; dimension 0 of every input that has the batch's size is
-   the named dimension "batch", so that any batch size can be run.
+   the named dimension "batch", so that any batch size can be run; of a model that asks for the batch size
+   in Python, all sizes with the example's answer.
 2. `export-as-example`: the same where Python asks for the values of tensors, if it does so to assert
    something or to raise an error, or a layer of torch's does; on request, whatever depends on them. See
    `conditions.py`.
@@ -27,6 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 from pd2bw_fx.program import surrounding_autocast, training_context
+from pd2bw_fx.size_range import ANY_SIZE
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
 from .diagnose import (
@@ -38,7 +40,7 @@ from .diagnose import (
     torch_errors_unlogged,
 )
 from .draft import draft_findings
-from .exported import export, foreign_operators
+from .exported import batch_sizes, export, foreign_operators
 from .given import accept_exported, accept_graph_module
 from .inputs import (
     FlatArguments,
@@ -196,6 +198,7 @@ def _first_that_works(
 
 def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
     flat, examples = program.flat, dict(zip(program.flat.names, program.flat.tensors, strict=False))
+    sizes = ANY_SIZE
     if name == "fx":
         with state_kept(program):  # what the forward does to a buffer, it does while it is traced
             graph: ExportedProgram | fx.GraphModule = trace_symbolically(program)
@@ -205,8 +208,14 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
     else:
         batch = None if name == "export-static" else batch_size
         graph = export(program, batch, with_lengths=name == "export-sequence")
+        sizes = ANY_SIZE if batch is None else batch_sizes(graph, _placeholders(graph, flat, batch))
         static = f"traced at batch size {batch_size} alone: no other one can be run"
         notes = (static,) if name == "export-static" else program.conditions.notes()
+        if not sizes.is_open:
+            notes += (
+                f"traced for batches of {sizes}: others may go another way through the "
+                "model, which asks for the batch size",
+            )
         notes += tuple(
             f"operator {foreign} is registered by a library that every stage will need; choose an "
             "implementation of torch's own (for Hugging Face experts: experts_implementation='batched_mm')"
@@ -223,11 +232,18 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
         batch_size=batch_size,
         batched_inputs=frozenset() if batch_size is None else flat.batched(batch_size),
         dynamic_batch=name in _OPEN,
+        batch_sizes=sizes,
         lengths=flat.lengths(batch_size) if name == "export-sequence" and batch_size is not None else {},
         loss_module=program.loss_fn if isinstance(program.loss_fn, nn.Module) else None,
         examples=examples,
         call=program.call if examples else None,
     )
+
+
+def _placeholders(program: ExportedProgram, flat: FlatArguments, batch_size: int) -> list[str]:
+    """What the program calls the inputs whose dimension 0 is the batch."""
+    batched, inputs = flat.batched(batch_size), program.graph_signature.user_inputs
+    return [str(inner) for name, inner in zip(flat.names, inputs, strict=True) if name in batched]
 
 
 def _accepted(

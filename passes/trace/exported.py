@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
+from torch.utils._sympy.numbers import IntInfinity
 
 from pd2bw_fx.ctc import ctc_loss_kept
 from pd2bw_fx.errors import TraceError
+from pd2bw_fx.size_range import SizeRange
 
 from .custom import custom_functions_kept
 from .inputs import FlatArguments
 from .program import Program
 from .watch import Change, Watch
 
+_SMALLEST = 2  # torch takes sizes of 0 and 1 for constants
 _OF_TORCH = {"pd2bw_fx", "aten", "prims", "prim", "higher_order", "_quantized", "quantized"}
 
 
@@ -56,27 +59,61 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
         shapes = {"tensors": open_sizes(program.flat, batch_size, lengths)}
         if batch_size == 1:  # torch takes a size of 1 for a constant
             tensors = _doubled(program.flat)
-    with warnings.catch_warnings():
+    try:
+        return _exported_with(program, tensors, shapes)
+    except torch._dynamo.exc.UserError as error:  # not imported above: dynamo takes a second
+        bounded = _bounded(str(error), shapes)
+        if bounded is None:
+            raise
+    except AssertionError as error:
+        # Where a multiple of the batch is bounded, torch cannot solve for the batch.
+        if batch_size is None or "batch" not in str(error):
+            raise
+        largest = max(batch_size, _SMALLEST + 1)
+        bounded = {"tensors": open_sizes(program.flat, batch_size, lengths, largest)}
+    return _exported_with(program, tensors, bounded)
+
+
+def _exported_with(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
+    with warnings.catch_warnings(), custom_functions_kept(), ctc_loss_kept():
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")
-        try:
-            with custom_functions_kept(), ctc_loss_kept():
-                return torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
-        except torch._dynamo.exc.UserError as error:  # not imported above: dynamo takes a second
-            _, said, fixes = str(error).partition("Suggested fixes:")
-            if not lengths or not said:
-                raise
-            # The model bounds a length, by its table of positions for example: torch says by how much.
-            wanted = said + fixes.strip().partition("\n\n")[0]
-            refined = refine_dynamic_shapes_from_suggested_fixes(wanted, shapes or {})
-            with custom_functions_kept(), ctc_loss_kept():
-                return torch.export.export(program, tensors, strict=False, dynamic_shapes=refined)
+        return torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
+
+
+def _bounded(message: str, shapes: Any) -> Any:
+    """The shapes with the bounds that torch names: a length's by a table of positions, for example, or the
+    batch's by a condition on it. None where it names none, or fixes the batch."""
+    _, said, fixes = message.partition("Suggested fixes:")
+    if not said or shapes is None:
+        return None
+    try:
+        bounded: Any = refine_dynamic_shapes_from_suggested_fixes(
+            said + fixes.strip().partition("\n\n")[0], shapes
+        )
+    except Exception:  # torch's own reading of what it suggests: it does not know every suggestion
+        return None
+    batches = [sizes[0] for sizes in bounded["tensors"] if sizes is not None]
+    return bounded if all(type(batch) is Dim for batch in batches) else None
+
+
+def batch_sizes(exported: ExportedProgram, batched: Iterable[str]) -> SizeRange:
+    """How large a batch may be for the program to be right; `batched` are placeholders."""
+    values = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
+    symbols = (values[name].shape[0] for name in batched)
+    known = exported.range_constraints
+    ranges = [known[s.node.expr] for s in symbols if isinstance(s, torch.SymInt) and s.node.expr in known]
+    least = max((int(found.lower) for found in ranges), default=1)
+    most = min(
+        (int(found.upper) for found in ranges if not isinstance(found.upper, IntInfinity)), default=None
+    )
+    return SizeRange(1 if least <= _SMALLEST else least, most)
 
 
 def open_sizes(
-    flat: FlatArguments, batch_size: int, lengths: Mapping[str, str]
+    flat: FlatArguments, batch_size: int, lengths: Mapping[str, str], largest: int | None = None
 ) -> tuple[dict[int, Any] | None, ...]:
-    batch, batched = Dim("batch", min=2), flat.batched(batch_size)
+    batch, batched = Dim("batch", min=_SMALLEST, max=largest), flat.batched(batch_size)
     open_lengths = {name: Dim(name, min=2) for name in lengths.values()}
     return tuple(
         ({0: batch} | ({1: open_lengths[lengths[name]]} if name in lengths else {}))

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.traced import Traced, TraceReport
 
+from .exported import batch_sizes
 from .inputs import unique
 from .program import loss_place, named_outputs
 
@@ -59,6 +60,7 @@ def accept_exported(program: ExportedProgram) -> Traced:
         batch_size=examples[min(batched)].shape[0] if batched else None,
         batched_inputs=batched,
         dynamic_batch=batch is not None,
+        batch_sizes=batch_sizes(program, batched),
         examples=examples,
         call=_caller(module, args, kwargs, tuple(names), names_out),
     )

@@ -125,18 +125,28 @@ def another_example(graph: OperatorGraph, example: Mapping[str, Tensor]) -> dict
     """Inputs of other values and, in every dimension that is open, of another size, the same every time.
 
     Values are drawn from each input's own, so that tokens stay tokens; what is all 0 and 1 is a mask, and
-    keeps them. An open batch is one sample longer; an open length is one shorter, for a model may bound it.
+    keeps them. An open batch is one sample longer (shorter, where the program is for no more); an open
+    length is one shorter, for a model may bound it.
     """
     generator = torch.Generator().manual_seed(0)
-    return {name: _another(graph.inputs[name].shape, tensor, generator) for name, tensor in example.items()}
+    return {
+        name: _another(graph, graph.inputs[name].shape, tensor, generator) for name, tensor in example.items()
+    }
 
 
-def _another(shape: Sequence[int | str] | None, tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _another(
+    graph: OperatorGraph,
+    shape: Sequence[int | str] | None,
+    tensor: Tensor,
+    generator: torch.Generator,
+) -> Tensor:
     for dimension, size in enumerate(shape or ()):
         if not isinstance(size, str) or not size.isidentifier():
             continue
         if dimension == 0:
-            tensor = torch.cat([tensor.flip(0), tensor[:1]])
+            before, flipped = tensor.shape[0], tensor.flip(0)
+            sizes = [size for size in (before + 1, before - 1) if size in graph.batch_sizes and size]
+            tensor = torch.cat([flipped, flipped[-1:]])[: sizes[0] if sizes else before]
         elif tensor.shape[dimension] > 2:
             tensor = tensor.narrow(dimension, 0, tensor.shape[dimension] - 1)
     if tensor.numel() == 0 or bool(((tensor == 0) | (tensor == 1)).all()):

@@ -249,7 +249,8 @@ class Engine:
         layout, count = self.job.layout, self.job.microbatches_per_update
         with self._shared_fate("in an evaluation"):
             flat = layout.flatten(batch)
-            whole = layout.microbatch_size is None and _batch_size(layout.cut(flat, 1)[0], layout) % count
+            is_fixed = layout.microbatch_sizes.is_one_size
+            whole = not is_fixed and _batch_size(flat, layout) % count
             pieces = layout.cut(flat, 1 if whole else count)
             return self.eval_microbatches([Microbatch.of(piece) for piece in pieces])
 

@@ -1,0 +1,135 @@
+"""A model that asks for the batch size is traced for all sizes with the example's answer, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import pd2bw_fx
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.size_range import ANY_SIZE, SizeRange
+
+
+class Asking(nn.Module):
+    """Does something else for `limit` samples or more, each counted `times` times."""
+
+    def __init__(self, limit: int, times: int = 1) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.limit, self.times = limit, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.repeat(self.times, 1))
+        if hidden.shape[0] >= self.limit:
+            hidden = hidden.relu()
+        return self.second(hidden).square().mean()
+
+
+class Fixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.second(hidden * len(x) if len(x) % 3 else hidden).square().mean()
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
+
+
+def split(model: nn.Module, count: int) -> pd2bw_fx.Pipeline:
+    return pd2bw_fx.split(model, rows(count), cluster=2, num_stages=2, costs="analytic")
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "sizes", "right", "wrong"),
+    [
+        (Asking(6), 4, SizeRange(1, 5), 3, 6),
+        (Asking(6), 5, SizeRange(1, 5), 2, 6),
+        (Asking(6), 8, SizeRange(6), 9, 5),
+        (Asking(64, times=3), 4, SizeRange(1, 4), 3, 5),
+    ],
+)
+def test_sizes_with_the_examples_answer_are_open_and_others_refused(
+    model: Asking, count: int, sizes: SizeRange, right: int, wrong: int, tmp_path: Path
+) -> None:
+    split(model, count).save(tmp_path)
+    pipe = pd2bw_fx.load(tmp_path)
+
+    assert pipe.batch_layout is not None
+    assert pipe.batch_layout.microbatch_sizes == pipe.graph.batch_sizes == sizes
+    assert any(f"traced for batches of {sizes}" in note for note in pipe.trace_report.notes)
+    assert pipe.verify(model, example={"x": rows(right)}).worst.relative < 1e-6
+    cut = pipe.batch_layout.cut({"x": rows(2 * right)}, 2)
+    assert [piece["x"].shape[0] for piece in cut] == [right, right]
+    nearest = 2 * (sizes.least if wrong < sizes.least else sizes.most or 0)
+    with pytest.raises(InputError, match=f"traced for {sizes}: pass {nearest} samples"):
+        pipe.batch_layout.cut({"x": rows(2 * wrong)}, 2)
+
+
+def test_a_size_that_cannot_be_left_open_is_the_only_one() -> None:
+    pipe = split(Fixing(), 4)
+
+    assert pipe.trace_report.tracer == "export-static"
+    assert pipe.batch_layout is not None
+    assert pipe.batch_layout.microbatch_sizes == SizeRange.only(4)
+
+
+class Encoder(nn.Module):
+    """Modules without tensors, which an exported program does not have; draws, and returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": (x - targets).square().mean(), "x": x}
+
+
+def test_a_program_that_was_exported_already_is_split_for_its_own_sizes() -> None:
+    inputs = (torch.randn(4, 5, 8), torch.randn(4, 5, 8))
+    sizes = {0: Dim("rows", min=2, max=7)}
+    exported = torch.export.export(Encoder(), inputs, dynamic_shapes=(sizes, sizes))
+
+    pipe = pd2bw_fx.split(exported, cluster=2, num_stages=2, costs="analytic", check="full")
+
+    assert pipe.graph.model_name == "Encoder"
+    assert pipe.graph.batch_sizes == SizeRange(1, 7)
+    assert pipe.graph.loss == "loss"
+    assert pipe.trace_report is not None
+    assert "has one mode alone" in pipe.trace_report.evaluation
+    with pytest.raises(InputError, match="example inputs that it was exported with"):
+        pd2bw_fx.split(exported, inputs, cluster=2)
+
+
+def test_an_exported_program_is_trained_as_its_module_is() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    exported = torch.export.export(model, (rows(4),), dynamic_shapes=({0: Dim("rows", min=2)},))
+    constraints = pd2bw_fx.Constraints(stage_of={"0": 0, "2": 1})
+    options = {"cluster": 2, "num_stages": 2, "costs": "analytic", "constraints": constraints}
+
+    pipe = pd2bw_fx.split(exported, **options)
+
+    assert pipe.batch_layout is not None
+    assert pipe.batch_layout.flatten(rows(6)).keys() == {"input"} == set(pipe.graph.inputs)
+    same = pd2bw_fx.split(model, rows(4), **options)
+    for name, tensor in same.tensors().items():
+        assert torch.equal(pipe.tensors()[name], tensor)
+
+
+def test_a_range_says_what_it_is() -> None:
+    ranges = [ANY_SIZE, SizeRange(1, 5), SizeRange(6), SizeRange(2, 5), SizeRange.only(3)]
+
+    assert [str(found) for found in ranges[1:]] == ["5 or fewer", "6 or more", "2 to 5", "3 only"]
+    assert [found.is_open for found in ranges] == [True, False, False, False, False]
+    assert [[size for size in range(1, 8) if size in found] for found in ranges] == [
+        [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5], [6, 7], [2, 3, 4, 5], [3],
+    ]  # fmt: skip
