@@ -154,8 +154,9 @@ class Pipeline:
         A loaded pipeline has no original model at hand: pass it, with the example arguments (and loss_fn) it
         was split with where its inputs are not plain arguments of its forward. It is given the pipeline's
         weights for the comparison and has its own back afterwards. `example` are other inputs to compare on,
-        by their names in `graph.inputs`. `tolerance` is relative to each tensor's
-        largest entry; None takes what suits the type (equal bits are expected, 1e-12 in float64 allowed).
+        by their names in `graph.inputs`. `tolerance` is relative to each tensor's largest entry; None takes
+        what suits the type (equal bits are expected, 1e-12 in float64 allowed), or four times what rounding
+        its weights does to the model itself.
 
         Raises VerificationError naming the first tensor that differs by more, InputError without a model.
         """

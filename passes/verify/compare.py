@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,19 @@ def tolerance_of(tensor: Tensor | None, coarsest: float) -> float:
     """What a tensor may differ by: whole numbers by nothing, others by `coarsest` or their own type's."""
     own = None if tensor is None else _TOLERANCES.get(tensor.dtype)
     return 0.0 if own is None else max(own, coarsest)
+
+
+def rounded(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Each entry up or down by the distance of its type's numbers, by chance."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: _rounded(tensor, generator) for name, tensor in tensors.items()}
+
+
+def _rounded(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if tensor.dtype not in _TOLERANCES:
+        return tensor
+    up = torch.randint(2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
+    return tensor * (1 + torch.finfo(tensor.dtype).eps * up).to(tensor.dtype)
 
 
 def largest_of(tensor: Tensor) -> float:

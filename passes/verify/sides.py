@@ -1,0 +1,226 @@
+"""The two sides of a comparison: the model as it is, and its stages one after another, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.stage import Port, StageProgram, build_module, held_buffers, held_parameters
+
+Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+
+
+def draws_in_program_order(graph: OperatorGraph, plan: Plan) -> bool:
+    """Whether running the stages one after another draws random numbers in the model's own order."""
+    stage_of = plan.stage_of
+    drawing = [name for name, operator in graph.operators.items() if operator.is_random]
+    stages = [stage_of[name] for name in drawing if name in stage_of]
+    return stages == sorted(stages)
+
+
+def run_model(
+    graph: OperatorGraph,
+    tensors: Mapping[str, Tensor],
+    example: Mapping[str, Tensor],
+    model: nn.Module,
+    forward: Forward,
+    *,
+    random: bool,
+) -> Run:
+    with weights_of(model, graph, tensors) as live, randomness(on=random):
+        outputs = forward(example)
+        parameters = {name: live[name] for name, spec in graph.parameters.items() if spec.trainable}
+        total = _trained_on(graph, outputs)
+        gradients: Sequence[Tensor | None] = [None] * len(parameters)
+        if total is not None and parameters:
+            gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+        return Run(
+            outputs={name: value.detach().clone() for name, value in outputs.items()},
+            gradients=dict(zip(parameters, gradients, strict=True)),
+            buffers={name: live[name].detach().clone() for name in graph.buffers if name in live},
+        )
+
+
+@contextmanager
+def weights_of(
+    model: nn.Module, graph: OperatorGraph, tensors: Mapping[str, Tensor]
+) -> Iterator[Mapping[str, Tensor]]:
+    """The model in training mode with `tensors` as its weights; its own weights and mode come back."""
+    live: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    missing = sorted(name for name in graph.parameters if name not in live)
+    if missing:
+        raise InputError(f"the model has no parameter {missing[0]!r}: it is not the model that was split")
+    held = {name: live[name] for name in (*graph.parameters, *graph.buffers) if name in live}
+    before = {name: tensor.detach().clone() for name, tensor in held.items()}
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad():
+            for name, tensor in held.items():
+                if tensor.shape != tensors[name].shape:
+                    raise InputError(
+                        f"{name!r} has shape {tuple(tensor.shape)} in the model and "
+                        f"{tuple(tensors[name].shape)} in the pipeline: it is not the model that was split"
+                    )
+                tensor.copy_(tensors[name])
+        yield held
+    finally:
+        with torch.no_grad():
+            for name, tensor in held.items():
+                tensor.copy_(before[name])
+        for module, training in modes.items():
+            module.training = training
+
+
+def run_stages(
+    graph: OperatorGraph,
+    programs: Sequence[StageProgram],
+    tensors: Mapping[str, Tensor],
+    example: Mapping[str, Tensor],
+    *,
+    random: bool,
+) -> Run:
+    modules = [build_module(program, tensors) for program in programs]
+    with randomness(on=random):
+        received, produced = run_forwards(programs, modules, example)
+    outputs = model_outputs(programs, produced)
+    _backward(graph, programs, received, produced)
+    return Run(
+        outputs={name: value.detach() for name, value in outputs.items()},
+        gradients=_summed_gradients(graph, programs, modules),
+        buffers={
+            name: buffer.detach()
+            for program, module in zip(programs, modules, strict=True)
+            for name, buffer in held_buffers(program, module).items()
+        },
+    )
+
+
+def run_forwards(
+    programs: Sequence[StageProgram], modules: Sequence[nn.Module], example: Mapping[str, Tensor]
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """What each stage takes and what it gives, by name."""
+    received: list[dict[str, Tensor]] = []
+    produced: list[dict[str, Tensor]] = []
+    for program, module in zip(programs, modules, strict=True):
+        arguments = {port.value: _argument(port, example, produced) for port in program.inputs}
+        received.append(arguments)
+        produced.append(_named_outputs(program, module(*arguments.values())))
+    return received, produced
+
+
+def model_outputs(
+    programs: Sequence[StageProgram], produced: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    return {
+        port.model_output: produced[program.stage][port.value]
+        for program in programs
+        for port in program.outputs
+        if port.model_output is not None
+    }
+
+
+def _argument(port: Port, example: Mapping[str, Tensor], produced: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    if port.source is None:
+        return example[port.value]
+    # A leaf, as a tensor that came over a link is.
+    return produced[port.source][port.value].detach().requires_grad_(port.needs_gradient)
+
+
+def _named_outputs(program: StageProgram, returned: Tensor | tuple[Tensor, ...]) -> dict[str, Tensor]:
+    values = (returned,) if isinstance(returned, Tensor) else returned
+    return {port.value: value for port, value in zip(program.outputs, values, strict=True)}
+
+
+def _trained_on(graph: OperatorGraph, outputs: Mapping[str, Tensor]) -> Tensor | None:
+    """The loss; where the model has none, the sum of all that it returns."""
+    if graph.loss is not None:
+        return outputs[graph.loss] if outputs[graph.loss].requires_grad else None
+    differentiable = [value.sum() for value in outputs.values() if value.requires_grad]
+    return torch.stack([value.double() for value in differentiable]).sum() if differentiable else None
+
+
+def _backward(
+    graph: OperatorGraph,
+    programs: Sequence[StageProgram],
+    received: Sequence[Mapping[str, Tensor]],
+    produced: Sequence[Mapping[str, Tensor]],
+) -> None:
+    """Last stage first; a value's gradient is the sum of what its readers send back, last reader first."""
+    for program in reversed(programs):
+        roots, gradients = [], []
+        for port in program.outputs:
+            value = produced[program.stage][port.value]
+            if not value.requires_grad:
+                continue
+            arriving = [received[target][port.value].grad for target in reversed(port.targets)]
+            if _is_trained_on(graph, port):
+                arriving.insert(0, torch.ones_like(value))
+            for gradient in arriving:
+                if gradient is not None:
+                    roots.append(value)
+                    gradients.append(gradient)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+
+
+def _is_trained_on(graph: OperatorGraph, port: Port) -> bool:
+    if port.model_output is None:
+        return False
+    return graph.loss is None or port.model_output == graph.loss
+
+
+def _summed_gradients(
+    graph: OperatorGraph, programs: Sequence[StageProgram], modules: Sequence[nn.Module]
+) -> dict[str, Tensor | None]:
+    """A parameter that several stages hold has the sum of their gradients."""
+    sums: dict[str, Tensor | None] = {name: None for name, spec in graph.parameters.items() if spec.trainable}
+    for program, module in reversed(list(zip(programs, modules, strict=True))):
+        for name, parameter in held_parameters(program, module).items():
+            gradient = parameter.grad
+            if gradient is not None and name in sums:
+                before = sums[name]
+                sums[name] = gradient if before is None else before + gradient
+    return sums
+
+
+class _EachDrawAlike(TorchFunctionMode):
+    """For stages that draw in another order: every call of torch's draws from the same seed, and dropout, of
+    which layers may do several within a call, passes its input through."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = dict(kwargs or {})
+        torch.manual_seed(0)
+        if function in (nn.functional.dropout, torch.dropout):
+            return args[0] if args else kwargs["input"]
+        if function is nn.functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = kwargs | ({} if len(args) > 4 else {"dropout_p": 0.0})
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def randomness(*, on: bool) -> Iterator[None]:
+    """The same random numbers for both sides, and the caller's generator as it was."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        if on:
+            yield
+        else:
+            with _EachDrawAlike():
+                yield
