@@ -81,6 +81,31 @@ def test_a_size_that_cannot_be_left_open_is_the_only_one() -> None:
     assert pipe.batch_layout.microbatch_sizes == SizeRange.only(4)
 
 
+class Overwriting(nn.Module):
+    """Writes four rows: all of the example's, not all of a larger batch's. And some that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).clone()
+        hidden[:4] = 0.5
+        hidden[:, 1:1] = 2.0
+        for rows in (slice(-2, None), slice(0, 0)):
+            hidden[rows, 2:4] *= 3
+        return self.second(hidden).square().mean()
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_what_is_written_is_a_part_of_other_batches(count: int) -> None:
+    pipe = split(Overwriting(), count)
+
+    assert pipe.graph.batch_sizes == SizeRange(4)
+    for other in (4, 5, 9):
+        assert pipe.verify(example={"x": rows(other)}).exact
+
+
 class Encoder(nn.Module):
     """Modules without tensors, which an exported program does not have; draws, and returns its loss."""
 

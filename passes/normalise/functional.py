@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from pd2bw_fx.program import region
 
@@ -139,9 +140,7 @@ def _is_invertible(view: fx.Node, base: fx.Node, facts: Facts) -> bool:
         parts = view.args[0]
         assert isinstance(parts, fx.Node)
         return operator_name(parts) in _PARTS and _part_bounds(view, facts) is not None
-    if operator_name(view) in _SAME_ELEMENTS | _RESHAPES and _num_elements(view, facts) == _num_elements(
-        base, facts
-    ):
+    if operator_name(view) in _SAME_ELEMENTS | _RESHAPES and _is_all_of(view, base, facts):
         return True
     return operator_name(view) in {"select", "slice", "transpose", "permute", "t"}
 
@@ -159,10 +158,21 @@ def _is_what_it_wrote(node: fx.Node, written: tuple[fx.Node, ...], facts: Facts)
     )
 
 
-def _num_elements(node: fx.Node, facts: Facts) -> int:
-    value = facts.values[node.name]
-    assert isinstance(value, torch.Tensor)
-    return value.numel()
+def _is_all_of(view: fx.Node, base: fx.Node, facts: Facts) -> bool:
+    """Whether a view has as many elements as its base, whatever the open sizes are."""
+    return bool(statically_known_true(_sized(view, facts).numel() == _sized(base, facts).numel()))
+
+
+def _is_always_empty(view: fx.Node, facts: Facts) -> bool:
+    return bool(statically_known_true(_sized(view, facts).numel() == 0))
+
+
+def _sized(node: fx.Node, facts: Facts) -> torch.Tensor:
+    """The value with its open sizes, if the tracer knew them; else as the example has it."""
+    traced, value = node.meta.get("val"), facts.values[node.name]
+    found = traced if isinstance(traced, torch.Tensor) else value
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 def _part_bounds(element: fx.Node, facts: Facts) -> tuple[int, int] | None:
@@ -288,6 +298,8 @@ class _Rewriter:
         base = self.facts.aliases[view.name][0]
         if self.facts.written.get(view.name):
             return value
+        if _is_always_empty(view, self.facts):
+            return before
         if name == "getitem":
             bounds = _part_bounds(view, self.facts)
             parts = view.args[0]
@@ -298,7 +310,7 @@ class _Rewriter:
                     _ATEN.select_scatter.default, (before, value, _dim(parts, 1), bounds[0]), writer
                 )
             return self._emit(_ATEN.slice_scatter.default, (before, value, _dim(parts, 2), *bounds), writer)
-        if _num_elements(view, self.facts) == _num_elements(base, self.facts):
+        if _is_all_of(view, base, self.facts):
             if name in _RESHAPES:
                 return self._emit(_ATEN.reshape_as.default, (value, before), writer)
             if name in _SAME_ELEMENTS:
