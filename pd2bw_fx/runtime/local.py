@@ -23,7 +23,6 @@ from pathlib import Path
 from socket import socketpair
 from typing import TYPE_CHECKING, Any, Literal
 
-import cloudpickle
 import torch
 from torch import Tensor
 
@@ -41,11 +40,11 @@ from pd2bw_fx.runtime.messages import (
     Finish,
     Finished,
     Start,
-    encoded,
     receive,
 )
 from pd2bw_fx.runtime.nursery import Nursery, Process, nursery
 from pd2bw_fx.runtime.weights import OptimizerFactory
+from pd2bw_fx.runtime.wire import encoded, encoded_with_code
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -222,7 +221,7 @@ class _Workers:
         """Take in at least one message; a worker's failure or death is raised."""
         waiting = [c for rank, c in enumerate(self._connections) if rank not in self._finished]
         heard = mp.wait(waiting, timeout=BEAT_S)
-        self._check_silence()
+        self._check_silence({self._connections.index(c) for c in heard if isinstance(c, Connection)})
         for connection in heard:
             assert isinstance(connection, Connection)
             rank = self._connections.index(connection)
@@ -233,10 +232,11 @@ class _Workers:
             self._last_heard[rank] = time.monotonic()
             self._take(rank, message)
 
-    def _check_silence(self) -> None:
+    def _check_silence(self, about_to_speak: set[int]) -> None:
+        """A rank whose words wait to be heard is alive, however long another's took."""
         for rank, heard in self._last_heard.items():
             silence_s = time.monotonic() - heard
-            if rank not in self._finished and silence_s > SILENCE_S:
+            if rank not in self._finished.keys() | about_to_speak and silence_s > SILENCE_S:
                 raise WorkerError(
                     f"{self._who(rank)} has given no sign of life for {silence_s:.0f} s: it was stopped, or "
                     "the machine has no memory or time for it"
@@ -312,10 +312,9 @@ def _write(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> N
 
 def _pickled(start: Start) -> bytes:
     try:
-        pickled: bytes = cloudpickle.dumps(start)
+        return encoded_with_code(start)
     except Exception as error:
         raise InputError(
             f"optimizer and options are sent to the workers, and one of them cannot be ({error}); use "
             "functions or lambdas that hold no open file, lock or process"
         ) from error
-    return pickled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -13,6 +12,7 @@ from torch import Tensor
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.foreign import ForeignOperators
 from pd2bw_fx.runtime.job import Job
+from pd2bw_fx.runtime.wire import decoded
 
 BEAT_S = 1.0
 SILENCE_S = 8.0  # of a worker that has begun to work: it hangs
@@ -73,14 +73,5 @@ class Failed:
     is_consequence: bool
 
 
-def send(connection: Connection, message: Any) -> None:
-    """Plain pickle: a Connection's own `send` would hand tensors over as file descriptors."""
-    connection.send_bytes(encoded(message))
-
-
-def encoded(message: Any) -> bytes:
-    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-
-
 def receive(connection: Connection) -> Any:
-    return pickle.loads(connection.recv_bytes())
+    return decoded(connection.recv_bytes())

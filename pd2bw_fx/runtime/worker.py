@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from pd2bw_fx.errors import WorkerError
 from pd2bw_fx.runtime.engine import Engine
-from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finished, Start, receive, send
+from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finished, Start, receive
 from pd2bw_fx.runtime.stage_runner import Microbatch
+from pd2bw_fx.runtime.wire import encoded
 
 
 def serve(descriptor: int) -> None:
@@ -56,8 +57,9 @@ class _Parent:
         self._lock = threading.Lock()
 
     def tell(self, message: Any) -> None:
+        data = encoded(message)
         with self._lock:
-            send(self._connection, message)
+            self._connection.send_bytes(data)
 
     def keep_beating(self) -> None:
         while True:

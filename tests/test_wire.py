@@ -1,0 +1,63 @@
+"""Messages carry a tensor's own elements, whatever it is a part of, and nothing of it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx.runtime.wire import decoded, encoded, encoded_with_code
+
+TABLE = torch.randn(1000, 64)
+
+
+@pytest.mark.parametrize("written", [encoded, encoded_with_code])
+def test_a_part_of_a_large_tensor_travels_without_the_rest(written: Callable[[object], bytes]) -> None:
+    parts = {f"part {i}": TABLE[8 * i : 8 * i + 8] for i in range(4)}
+
+    data = written(parts)
+
+    assert len(data) < 4 * 8 * 64 * 4 + 2000
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in decoded(data).items())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5), torch.empty(0, 3), torch.arange(5), torch.tensor([True, False]),
+        torch.randn(3, 4).to(torch.bfloat16), torch.randn(3, 4).half(),
+        torch.randn(2, 2, dtype=torch.complex64),
+        torch.randn(3).to(torch.float8_e4m3fn), torch.randn(3, dtype=torch.complex128).conj(),
+        torch.randn(4, 5).t(), torch.randn(1, 4).expand(3, 4), torch.randn(9)[2:8:3],
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 3, 4, 5).to(memory_format=torch.channels_last)[1:3],
+        torch.randn(3, requires_grad=True), torch.eye(3).to_sparse(),
+    ],
+)  # fmt: skip
+def test_a_tensor_arrives_as_it_was(tensor: Tensor) -> None:
+    found = decoded(encoded([tensor, tensor]))
+
+    assert found[0] is found[1]
+    assert (found[0].dtype, found[0].shape, found[0].requires_grad) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.requires_grad,
+    )
+    same = found[0].to_dense() if found[0].is_sparse else found[0].resolve_conj()
+    assert torch.equal(same.to(torch.complex128), tensor.to_dense().to(torch.complex128))
+    if tensor.dim() == 4:
+        assert same.is_contiguous(memory_format=torch.channels_last)
+    if not tensor.requires_grad and not tensor.is_sparse:
+        found[0].zero_()  # its memory is its own
+        assert tensor.numel() == 0 or bool((tensor.to_dense().to(torch.complex128) != 0).any())
+
+
+def test_parameters_and_code_travel_too() -> None:
+    layer = nn.Linear(3, 2)
+    found, doubled = decoded(encoded_with_code((layer, lambda x: 2 * x)))
+
+    assert isinstance(found.weight, nn.Parameter)
+    assert torch.equal(found.weight, layer.weight)
+    assert doubled(21) == 42
