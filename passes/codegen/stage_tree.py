@@ -61,10 +61,9 @@ class StageTree:
     def is_chain(self, scope: Scope) -> bool:
         return id(scope) in self.chains
 
-    def is_sequence(self, path: str) -> bool:
-        """Whether a module holds nothing itself, and its calls are its members', one after another."""
-        calls = [scope for scope in walk(self.root) if scope.path == path and scope.function is None]
-        return not self.owned[path] and all(id(scope) in self.sequences for scope in calls)
+    def are_sequences(self, calls: Sequence[Scope]) -> bool:
+        """Whether a module holds nothing itself, and all its calls are its members', one after another."""
+        return not self.owned[calls[0].path] and all(id(scope) in self.sequences for scope in calls)
 
     def _layers(self) -> set[int]:
         """The calls of modules that all of their calls can be a layer's."""

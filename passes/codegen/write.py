@@ -47,7 +47,7 @@ class StageWriter:
     def _draft_class(self, path: str) -> list[Method]:
         """Drafts the class of the module at a path; returns its methods."""
         scopes = self._by_path[path]
-        is_sequence = self.tree.is_sequence(path)
+        is_sequence = self.tree.are_sequences(scopes)
         attributes = Attributes(path, self._module_at, is_sequence=is_sequence)
         for scope in () if is_sequence else scopes:
             self._write_inner(scope, attributes)
