@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-from pd2bw_fx.runtime import nursery
+from pd2bw_fx.runtime import local, messages, nursery
 from pd2bw_fx.runtime.reference import train_reference
+from pd2bw_fx.runtime.wire import decoded, encoded
 from tests.processes import children_of, kept_process
 
 ROWS, UPDATES = 4, 4
@@ -92,6 +93,28 @@ def test_local_training_equals_the_rule_and_leaves_the_weights_in_the_pipeline(
     assert pipe.state_dict().keys() == model.state_dict().keys()
     for name, tensor in pipe.state_dict().items():
         torch.testing.assert_close(tensor, reference.state_dict[name], rtol=1e-12, atol=1e-14)
+
+
+def test_what_is_sent_is_as_large_as_the_batches_and_the_weights(
+    model: nn.Module, pipe: pd2bw_fx.Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches are views of a dataset, and the weights of a stage are views of one block."""
+    sent, heard = [], []
+    monkeypatch.setattr(local, "encoded", lambda message: recorded(sent, encoded(message)))
+    monkeypatch.setattr(messages, "decoded", lambda data: decoded(recorded(heard, data)))
+    drawn = model.example_inputs(batch_size=1000 * ROWS)  # type: ignore[operator]
+    batches = list(zip(*(tensor.split(ROWS) for tensor in drawn), strict=True))[:3]
+
+    pipe.train_local(batches, optimizer=sgd)
+
+    weights = sum(tensor.nbytes for tensor in pipe.tensors().values())
+    assert max(sent) < 2 * sum(tensor.nbytes for tensor in batches[0]) + 10_000
+    assert weights < sum(heard) < 1.2 * weights + 10_000
+
+
+def recorded(sizes: list[int], data: bytes) -> bytes:
+    sizes.append(len(data))
+    return data
 
 
 def test_a_loaded_pipeline_trains_without_the_model_s_code(
