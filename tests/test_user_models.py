@@ -156,6 +156,27 @@ class Counting(Plain):
         return result
 
 
+class Caching(Plain):
+    """Keeps what follows from its weights, in evaluation, and from the sizes, in a buffer of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(3, 8))
+        self.kept: dict[str, Tensor] = {}
+        self.register_buffer("places", torch.zeros(1), persistent=False)
+        self.places: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.places.shape[0] != x.shape[1]:
+            self.places = torch.arange(x.shape[1]).float()
+        bias = self.kept.get("bias")
+        if self.training or bias is None:
+            bias = self.scale.sin().mean(0)
+        if not self.training:
+            self.kept["bias"] = bias
+        return super().forward(x + bias + self.places)
+
+
 class Recurrent(Plain):
     """A layer that could drop, and does not."""
 
@@ -188,6 +209,21 @@ def test_they_are_split_and_compute_what_they_did(kind: type[nn.Module]) -> None
 
     assert pipe.trace_report.tracer.startswith("export")
     assert pipe.verify(model).worst.relative < 1e-6
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_a_model_keeps_from_one_call_for_the_next_is_not_left_behind(training: bool) -> None:
+    model = Caching().train(training)
+
+    pipe = pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, profile_cache=False, check="full")
+
+    assert pipe.costs.origin == "measured"
+    assert model.kept == {}
+    assert model.places.shape == (1,)
+    assert pipe.trace_report is not None
+    assert any("buffer places gets another shape" in note for note in pipe.trace_report.notes)
+    for _ in range(2):
+        assert pipe.verify().exact
 
 
 def test_what_is_rounded_on_the_way_may_differ_by_its_rounding() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import first_line
@@ -37,7 +38,8 @@ class Original:
         """
         if self.model is None or self.forward is None:
             return None
-        with _borrowed(self.model, weights, training=training), torch.no_grad():
+        borrowed = _borrowed(self.model, weights, training=training)
+        with attributes_kept(self.model), borrowed, torch.no_grad():
             try:
                 outputs = self.forward(inputs)
             except Exception as error:  # whatever the model's own code raises

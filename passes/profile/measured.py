@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.graph import OperatorGraph
 
 from .cache import ProfileCache, Seconds
@@ -210,17 +211,20 @@ class Stopwatch:
             and len(samples) <= _MOST
             and max(totals_s[-3:]) > min(totals_s[-3:]) * (1 + _SETTLED)
         ):
-            forward_s, outputs = self._timed(run)
-            roots = [output for output in outputs.values() if output.requires_grad]
-            if self._graph.loss is not None:
-                roots = roots[:1]  # the loss comes first, and it alone is trained on
-            backward_s = self._whole_backward_s(roots, parameters) if roots and parameters else 0.0
-            samples.append((forward_s, backward_s))
+            with attributes_kept(_root(self._graph)):  # each run is a first one: caches hold a graph
+                samples.append(self._whole_once(run, parameters))
             totals_s.append(sum(_lower(samples[1:] or samples)))
         seconds = _lower(samples[1:])
         if self._cache is not None:
             self._cache.put(key, seconds)
         return seconds
+
+    def _whole_once(self, run: Callable[[], Mapping[str, Tensor]], parameters: list[nn.Parameter]) -> Seconds:
+        forward_s, outputs = self._timed(run)
+        roots = [output for output in outputs.values() if output.requires_grad]
+        if self._graph.loss is not None:
+            roots = roots[:1]  # the loss comes first, and it alone is trained on
+        return forward_s, self._whole_backward_s(roots, parameters) if roots and parameters else 0.0
 
     def _whole_backward_s(self, roots: list[Tensor], parameters: list[nn.Parameter]) -> float:
         seeds = [torch.ones_like(root) for root in roots]

@@ -26,6 +26,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.nn.parameter import is_lazy
 
+from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 from pd2bw_fx.program import surrounding_autocast, training_context
 from pd2bw_fx.size_range import ANY_SIZE
@@ -52,7 +53,6 @@ from .inputs import (
 )
 from .program import MODEL_PREFIX, Program
 from .symbolic import trace_symbolically
-from .watch import attributes_kept
 
 __all__ = ["find_example_inputs", "trace"]
 
@@ -292,6 +292,10 @@ def _check_loss_fn(loss_fn: Callable[..., Any] | None) -> None:
 
 def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> list[str]:
     notes = [f"{what} is no tensor and was left out of the outputs" for what in program.record.left_out]
+    notes += [
+        f"buffer {name} gets another shape in the forward; the stages make it again in every call"
+        for name in program.record.resized
+    ]
     if surrounding_autocast():
         notes.append(
             "traced without the autocast around this call; enter torch.autocast in the model's forward to "

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.errors import InputError, Pd2bwError
 
 from .conditions import Conditions
 from .program import Program
-from .watch import attributes_kept
 
 _PACKAGE = Path(__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent

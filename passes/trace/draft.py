@@ -16,12 +16,12 @@ from torch._logging.structured import INTERN_TABLE
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import draft_export
 
+from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.program import training_context
 
 from .diagnose import state_kept
 from .exported import open_sizes
 from .program import Program
-from .watch import attributes_kept
 
 _TORCH = Path(torch.__file__).resolve().parent
 _MOST = 3

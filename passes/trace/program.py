@@ -27,6 +27,7 @@ class Record:
     loss: str | None = None
     loss_place: int | None = None  # among the leaves of a tuple
     left_out: tuple[str, ...] = ()
+    resized: tuple[str, ...] = ()  # buffers that the forward made anew in another shape
 
 
 class Program(nn.Module):
@@ -34,7 +35,8 @@ class Program(nn.Module):
 
     `record` and `watch` are filled in once it has run; things of their own, for export undoes what a forward
     assigns to a module. For the same reason a buffer that the forward assigns anew (`self.count = self.count
-    + 1`) is written back in place here.
+    + 1`) is written back in place here. One that it makes in another shape, as a cache of what follows from
+    the sizes, is made again in every call.
     """
 
     def __init__(self, model: nn.Module, flat: FlatArguments, loss_fn: Callable[..., Any] | None) -> None:
@@ -90,8 +92,11 @@ class Program(nn.Module):
         after = dict(self.model.named_buffers())
         for name, buffer in before.items():
             if name in after and after[name] is not buffer:
-                with torch.no_grad():
-                    buffer.copy_(after[name])
+                if after[name].shape == buffer.shape:
+                    with torch.no_grad():
+                        buffer.copy_(after[name])
+                elif name not in self.record.resized:
+                    self.record.resized += (name,)
                 path, _, attribute = name.rpartition(".")
                 setattr(self.model.get_submodule(path), attribute, buffer)
 

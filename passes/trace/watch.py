@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,29 +69,6 @@ class Watch:
             for name, value in _plain_attributes(module).items()
             if module in self._attributes and self._attributes[module].get(name) != value
         )
-
-
-@contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """What a traced forward assigns to its modules (tensors without data, counters) is undone, and the hooks
-    that it registers are taken off: where a first call leaves a mark that it has, a second would add them
-    twice."""
-    before = {module: dict(vars(module)) for module in model.modules()}
-    hooks = {module: {name: dict(held) for name, held in _hooks(module).items()} for module in before}
-    try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            for name in [name for name in vars(module) if name not in attributes]:
-                del vars(module)[name]
-            vars(module).update(attributes)
-            for name, held in _hooks(module).items():
-                for key in [key for key in held if key not in hooks[module][name]]:
-                    del held[key]
-
-
-def _hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
-    return {name: value for name, value in vars(module).items() if name.endswith("_hooks")}
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.errors import VerificationError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
@@ -124,7 +125,8 @@ def evaluation_differs(
     A trace has one of the two branches of `if self.training`.
     """
     in_order = draws_in_program_order(graph, plan)
-    with weights_of(model, graph, tensors), randomness(on=in_order), torch.no_grad():
+    kept = attributes_kept(model)
+    with kept, weights_of(model, graph, tensors), randomness(on=in_order), torch.no_grad():
         model.eval()
         try:
             expected = forward(example)

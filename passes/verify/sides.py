@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
@@ -42,7 +43,7 @@ def run_model(
     *,
     random: bool,
 ) -> Run:
-    with weights_of(model, graph, tensors) as live, randomness(on=random):
+    with attributes_kept(model), weights_of(model, graph, tensors) as live, randomness(on=random):
         outputs = forward(example)
         parameters = {name: live[name] for name, spec in graph.parameters.items() if spec.trainable}
         total = _trained_on(graph, outputs)

@@ -1,0 +1,53 @@
+"""A model as it was, after a run that leaves marks on it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """What a traced forward assigns to its modules (tensors without data, counters), puts into their caches
+    or registers as a hook is undone: where a first call leaves a mark that it has, a second would not."""
+    before = {module: dict(vars(module)) for module in model.modules()}
+    contents = [
+        (held, copy.copy(held)) for attributes in before.values() for held in _containers(attributes, set())
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            for name in [name for name in vars(module) if name not in attributes]:
+                del vars(module)[name]
+            vars(module).update(attributes)
+        for held, kept in contents:
+            _put_back(held, kept)
+
+
+def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
+    """The dicts, lists and sets within a value, in one another."""
+    if not isinstance(value, dict | list | set | tuple) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if not isinstance(value, tuple):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value:
+        yield from _containers(inner, seen)
+
+
+def _put_back(held: Any, kept: Any) -> None:
+    if isinstance(held, dict):
+        if [*map(id, held), *map(id, held.values())] != [*map(id, kept), *map(id, kept.values())]:
+            held.clear()
+            held.update(kept)
+    elif isinstance(held, list):
+        if [*map(id, held)] != [*map(id, kept)]:
+            held[:] = kept
+    elif held != kept:
+        held.clear()
+        held.update(kept)
