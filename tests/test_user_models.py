@@ -157,7 +157,7 @@ class Counting(Plain):
 
 
 class Caching(Plain):
-    """Keeps what follows from its weights, in evaluation, and from the sizes, in a buffer of another shape."""
+    """Keeps what follows from its weights, in evaluation, and from the sizes, in a buffer that grows."""
 
     def __init__(self) -> None:
         super().__init__()
