@@ -245,13 +245,20 @@ def _normalised_by_batch(
 def _attention(
     func: Any, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """query: (..., time, width) of any number of leading dimensions up to two."""
+    """query: (..., time, width) of any number of leading dimensions."""
+    if query.dim() > 4:
+        leading = query.shape[:-3]
+        query, key, value = (tensor.flatten(0, -4) for tensor in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() > 3:
+            attn_mask = attn_mask.expand(*leading, *attn_mask.shape[-3:]).flatten(0, -4)
+        mixed: Tensor = func(query, key, value, attn_mask=attn_mask, **options)
+        return mixed.reshape(*leading, *mixed.shape[1:])
     added = 4 - query.dim()
     if added > 0:
         query, key, value = (_with_heads(tensor, added) for tensor in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 2:
             attn_mask = _with_heads(attn_mask, added)
-    mixed: Tensor = func(query, key, value, attn_mask=attn_mask, **options).contiguous()
+    mixed = func(query, key, value, attn_mask=attn_mask, **options).contiguous()
     return mixed[0, 0] if added == 2 else mixed.squeeze(1) if added == 1 else mixed
 
 
