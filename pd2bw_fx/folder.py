@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
 KIND = "pd2bw_fx pipeline"
-SCHEMA = 1
+SCHEMA = 2
 
 
 def save_pipeline(pipeline: Pipeline, folder: str | Path) -> None:
