@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -27,6 +28,20 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
         for held, kept in contents:
             _put_back(held, kept)
+
+
+@contextmanager
+def model_kept(model: nn.Module) -> Iterator[None]:
+    """As `attributes_kept`, its modes included, and with the values of its parameters and buffers."""
+    live: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    before = {name: tensor.detach().clone() for name, tensor in live.items()}
+    with attributes_kept(model):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, tensor in live.items():
+                    tensor.copy_(before[name])
 
 
 def _containers(value: Any, seen: set[int]) -> Iterator[Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx.attributes import attributes_kept
+from pd2bw_fx.attributes import model_kept
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import first_line
@@ -38,8 +37,11 @@ class Original:
         """
         if self.model is None or self.forward is None:
             return None
-        borrowed = _borrowed(self.model, weights, training=training)
-        with attributes_kept(self.model), borrowed, torch.no_grad():
+        with model_kept(self.model), torch.no_grad():
+            self.model.train(training)
+            live: dict[str, Tensor] = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+            for name in live.keys() & weights.keys():
+                live[name].copy_(weights[name])
             try:
                 outputs = self.forward(inputs)
             except Exception as error:  # whatever the model's own code raises
@@ -49,22 +51,3 @@ class Original:
                     f"compared on: {first_line(error)}"
                 ) from error
             return {name: value.detach().clone() for name, value in outputs.items()}
-
-
-@contextmanager
-def _borrowed(model: nn.Module, weights: Mapping[str, Tensor], *, training: bool) -> Iterator[None]:
-    live: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    before = {name: tensor.detach().clone() for name, tensor in live.items()}
-    modes = [(part, part.training) for part in model.modules()]
-    try:
-        model.train(training)
-        with torch.no_grad():
-            for name in live.keys() & weights.keys():
-                live[name].copy_(weights[name])
-        yield
-    finally:
-        with torch.no_grad():
-            for name, tensor in live.items():
-                tensor.copy_(before[name])
-        for part, mode in modes:
-            part.training = mode

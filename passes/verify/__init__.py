@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.errors import VerificationError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
@@ -125,8 +124,7 @@ def evaluation_differs(
     A trace has one of the two branches of `if self.training`.
     """
     in_order = draws_in_program_order(graph, plan)
-    kept = attributes_kept(model)
-    with kept, weights_of(model, graph, tensors), randomness(on=in_order), torch.no_grad():
+    with weights_of(model, graph, tensors), randomness(on=in_order), torch.no_grad():
         model.eval()
         try:
             expected = forward(example)

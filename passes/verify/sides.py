@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pd2bw_fx.attributes import attributes_kept
+from pd2bw_fx.attributes import model_kept
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
@@ -43,7 +43,7 @@ def run_model(
     *,
     random: bool,
 ) -> Run:
-    with attributes_kept(model), weights_of(model, graph, tensors) as live, randomness(on=random):
+    with weights_of(model, graph, tensors) as live, randomness(on=random):
         outputs = forward(example)
         parameters = {name: live[name] for name, spec in graph.parameters.items() if spec.trainable}
         total = _trained_on(graph, outputs)
@@ -61,30 +61,23 @@ def run_model(
 def weights_of(
     model: nn.Module, graph: OperatorGraph, tensors: Mapping[str, Tensor]
 ) -> Iterator[Mapping[str, Tensor]]:
-    """The model in training mode with `tensors` as its weights; its own weights and mode come back."""
+    """The model with `tensors` as its weights; all that it was comes back."""
     live: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     missing = sorted(name for name in graph.parameters if name not in live)
     if missing:
         raise InputError(f"the model has no parameter {missing[0]!r}: it is not the model that was split")
     held = {name: live[name] for name in (*graph.parameters, *graph.buffers) if name in live}
-    before = {name: tensor.detach().clone() for name, tensor in held.items()}
-    modes = {module: module.training for module in model.modules()}
-    try:
+    for name, tensor in held.items():
+        if tensor.shape != tensors[name].shape:
+            raise InputError(
+                f"{name!r} has shape {tuple(tensor.shape)} in the model and "
+                f"{tuple(tensors[name].shape)} in the pipeline: it is not the model that was split"
+            )
+    with model_kept(model):
         with torch.no_grad():
             for name, tensor in held.items():
-                if tensor.shape != tensors[name].shape:
-                    raise InputError(
-                        f"{name!r} has shape {tuple(tensor.shape)} in the model and "
-                        f"{tuple(tensors[name].shape)} in the pipeline: it is not the model that was split"
-                    )
                 tensor.copy_(tensors[name])
         yield held
-    finally:
-        with torch.no_grad():
-            for name, tensor in held.items():
-                tensor.copy_(before[name])
-        for module, training in modes.items():
-            module.training = training
 
 
 def run_stages(
