@@ -48,9 +48,10 @@ def test_times_below_the_line_through_zero_mean_no_latency() -> None:
     assert 5e8 < bytes_per_s < 1e9
 
 
-def test_a_link_that_is_no_slower_with_more_bytes_is_refused() -> None:
+@pytest.mark.parametrize("seconds", [(3e-6, 1e-6), (3e-6, 3e-6), (3e-6, 3.1e-6)])
+def test_a_link_that_is_no_slower_with_more_bytes_is_refused(seconds: tuple[float, ...]) -> None:
     with pytest.raises(ClusterError, match="no bandwidth in it; probe again"):
-        fitted_link((1000, 2000), (3e-6, 1e-6))
+        fitted_link((1000, 10**6), seconds)
 
 
 def test_links_are_timed_again_where_one_gave_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +60,7 @@ def test_links_are_timed_again_where_one_gave_no_line(monkeypatch: pytest.Monkey
         {(0, 1): [5e-3, 4e-3], (1, 0): [1e-4, 2e-3]},
         {(0, 1): [1e-4, 9e-3], (1, 0): [5e-3, 3e-3]},
     ]
-    monkeypatch.setattr(probe, "_links", lambda device, sizes: tries.pop(0))
+    monkeypatch.setattr(probe, "_links", lambda device, sizes, summary: tries.pop(0))
 
     found = probe._fitted_links(torch.device("cpu"), (1000, 10**6))
 
@@ -68,8 +69,20 @@ def test_links_are_timed_again_where_one_gave_no_line(monkeypatch: pytest.Monkey
     assert found[1, 0] == pytest.approx(fitted_link((1000, 10**6), (1e-4, 2e-3)))
 
 
+def test_where_most_messages_wait_for_a_core_the_fastest_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nine of ten wait 4 ms for a core, a few bytes as long as a million.
+    small, large = [4e-3] * 18 + [1e-4] * 2, [4e-3] * 18 + [6e-4] * 2
+    monkeypatch.setattr(
+        probe, "_links", lambda device, sizes, summary: {(0, 1): [summary(small), summary(large)]}
+    )
+
+    found = probe._fitted_links(torch.device("cpu"), (1000, 10**6))
+
+    assert found[0, 1] == pytest.approx(fitted_link((1000, 10**6), (1e-4, 6e-4)))
+
+
 def test_a_link_that_never_gives_a_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_links", lambda device, sizes: {(0, 1): [3e-3, 1e-3]})
+    monkeypatch.setattr(probe, "_links", lambda device, sizes, summary: {(0, 1): [3e-3, 1e-3]})
 
     with pytest.raises(ClusterError, match=r"link from rank 0 to rank 1: .*probe again"):
         probe._fitted_links(torch.device("cpu"), (1000, 2000))
