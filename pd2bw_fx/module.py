@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.errors import PlanMismatchError
-from pd2bw_fx.source_check import check_source
+from pd2bw_fx.source_check import allowed_builtins, check_source
 
 if TYPE_CHECKING:
     from pd2bw_fx.stage import StageProgram
@@ -26,7 +26,10 @@ def build_module(program: StageProgram, tensors: Mapping[str, Tensor]) -> nn.Mod
     tree = check_source(program.source, where)
     filename = f"<{where} {abs(hash(program.source)):x}>"
     linecache.cache[filename] = (len(program.source), None, program.source.splitlines(True), filename)
-    namespace: dict[str, object] = {"__name__": f"stage_{program.stage}"}
+    namespace: dict[str, object] = {
+        "__name__": f"stage_{program.stage}",
+        "__builtins__": allowed_builtins(),
+    }
     exec(compile(tree, filename, "exec"), namespace)
     made = namespace.get(program.class_name)
     if not isinstance(made, type) or not issubclass(made, nn.Module):

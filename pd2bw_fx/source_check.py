@@ -1,19 +1,21 @@
 """What the source of a stage may consist of: checked before it is written and before it is run.
 
 A stage defines modules out of torch and computes with tensors. Anything else (another import, a file, a
-dunder attribute, a module reached through torch) is refused, so that neither a hostile model nor an altered
-folder can run code of its own.
+dunder attribute, a module reached through torch, a function of torch that does not compute) is refused, so
+that neither a hostile model nor an altered folder can run code of its own. What is allowed of torch is named;
+what a tensor or a module has is allowed but for the ways out of it.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import types
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from pd2bw_fx.errors import PlanMismatchError
 
@@ -38,8 +40,29 @@ _BUILTINS = frozenset({
     "list", "dict", "slice", "isinstance", "print", "sum", "min", "max", "abs", "getattr", "type", "None",
     "True", "False", "staticmethod",
 })  # fmt: skip
-_ALLOWED_IN_TORCH = frozenset({"torch._assert_async"})
-_REFUSED_OF_TORCH = frozenset({"load", "save", "compile", "jit", "hub", "package", "library"})
+_MODULES: dict[str, types.ModuleType] = {"torch": torch, "nn": nn, "F": F}
+# Their public functions are allowed, as those of F are.
+_OF_FUNCTIONS = {"torch.fft", "torch.linalg", "torch.special", "nn.init"}
+_OF_TORCH = frozenset({
+    "torch._assert_async", "torch.autocast", "torch.cond", "torch.device", "torch.enable_grad", "torch.finfo",
+    "torch.get_autocast_dtype", "torch.get_default_device", "torch.get_default_dtype", "torch.iinfo",
+    "torch.inf", "torch.is_autocast_enabled", "torch.is_grad_enabled", "torch.is_tensor", "torch.nan",
+    "torch.no_grad", "torch.pi", "torch.set_grad_enabled", "torch.Size", "torch.sym_float", "torch.sym_int",
+    "torch.sym_ite", "torch.sym_max", "torch.sym_min", "torch.sym_not", "torch.sym_sqrt", "torch.sym_sum",
+    "torch.Tensor",
+})  # fmt: skip
+_FILES = {"from_file", "save"}  # operators of aten, too
+_WAYS_OUT = frozenset({
+    "data_ptr", "dump", "dumps", "from_file", "numpy", "storage", "tofile", "typed_storage",
+    "untyped_storage", "ag_code", "ag_frame", "cr_code", "cr_frame", "cr_origin", "f_back", "f_builtins",
+    "f_code", "f_generator", "f_globals", "f_locals", "gi_code", "gi_frame", "gi_yieldfrom", "tb_frame",
+    "tb_next",
+})  # fmt: skip
+
+
+def allowed_builtins() -> dict[str, object]:
+    """What a stage that is run has of Python's own: its imports were checked."""
+    return {name: getattr(builtins, name) for name in (*_BUILTINS, "__build_class__", "__import__")}
 
 
 def check_source(source: str, where: str) -> ast.Module:
@@ -64,11 +87,20 @@ def check_source(source: str, where: str) -> ast.Module:
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes, but not the module within torch.autograd.Function, of which nothing else is allowed."""
+    """All nodes, a dotted name out of torch as one."""
     yield node
-    if not (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.autograd.Function"):
+    if _dotted(node) is None:
         for inner in ast.iter_child_nodes(node):
             yield from _walk(inner)
+
+
+def _dotted(node: ast.AST) -> list[str] | None:
+    """["torch", "ops", "aten", "add", "Tensor"], where that is what it is."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    return [node.id, *names] if isinstance(node, ast.Name) and node.id in _MODULES else None
 
 
 def _fault(node: ast.AST, defined: set[str]) -> str | None:
@@ -76,6 +108,9 @@ def _fault(node: ast.AST, defined: set[str]) -> str | None:
         return f"{type(node).__name__} is used"
     if isinstance(node, ast.Import | ast.ImportFrom) and ast.unparse(node) not in _IMPORTS:
         return f"'{ast.unparse(node)}'"
+    dotted = _dotted(node)
+    if dotted is not None:
+        return None if dotted == ["torch", "autograd", "Function"] else _dotted_fault(dotted)
     if isinstance(node, ast.Name) and node.id not in defined and node.id not in _BUILTINS:
         return f"the name '{node.id}'" if node.id != "__name__" else None
     if isinstance(node, ast.ClassDef) and node.decorator_list:
@@ -84,48 +119,67 @@ def _fault(node: ast.AST, defined: set[str]) -> str | None:
         decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
         return None if decorators in ([], ["staticmethod"]) else "a decorator"
     if isinstance(node, ast.Attribute):
-        return None if ast.unparse(node) == "torch.autograd.Function" else _attribute_fault(node)
+        return _attribute_fault(node.attr)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
         return _getattr_fault(node)
     return None
 
 
-def _attribute_fault(node: ast.Attribute) -> str | None:
-    name = node.attr
-    if name.startswith("__") and name != "__init__":
-        return f"the attribute '{name}'"
-    if not isinstance(node.value, ast.Name):
-        return None
-    module = {"torch": torch, "nn": nn, "F": F}.get(node.value.id)
-    if module is None:
-        return None
-    value = getattr(module, name, None)
-    whole = f"{node.value.id}.{name}"
-    if whole in _ALLOWED_IN_TORCH:
-        return None
-    if (
-        value is None
-        or name.startswith("_")
-        or whole in {f"torch.{refused}" for refused in _REFUSED_OF_TORCH}
-    ):
+def _dotted_fault(names: list[str]) -> str | None:
+    """Modules one after another as far as they go; what follows is an attribute like any."""
+    reached: object = _MODULES[names[0]]
+    path = names[0]
+    for position, name in enumerate(names[1:], start=1):
+        if path == "torch.ops":
+            return _operator_fault(names)
+        if not isinstance(reached, types.ModuleType):
+            return next(filter(None, map(_attribute_fault, names[position:])), None)
+        path, reached = f"{path}.{name}", getattr(reached, name, None)
+        if isinstance(reached, types.ModuleType):
+            if path not in _OF_FUNCTIONS | {"torch.ops"}:
+                return f"the module '{path}'"
+        elif not _is_for_stages(path, reached):
+            return f"'{path}'"
+    return f"the module '{path}' by itself" if isinstance(reached, types.ModuleType) else None
+
+
+def _is_for_stages(path: str, value: object) -> bool:
+    module, _, name = path.rpartition(".")
+    if path in _OF_TORCH:
+        return True
+    if name.startswith("_") or name in _FILES:
+        return False
+    if module == "torch":
+        functions = (*dir(torch._C._VariableFunctions), *torch.functional.__all__)
+        return isinstance(value, torch.dtype | torch.layout | torch.memory_format) or name in functions
+    if module == "nn":
+        return isinstance(value, type) and issubclass(value, nn.Module | Tensor)
+    return isinstance(value, types.FunctionType | types.BuiltinFunctionType)
+
+
+def _operator_fault(names: list[str]) -> str | None:
+    """torch.ops.namespace.operator.overload"""
+    whole = ".".join(names)
+    namespace = getattr(torch.ops, names[2], None)
+    if not isinstance(namespace, torch._ops._OpNamespace) or not 4 <= len(names) <= 5:
         return f"'{whole}'"
-    if isinstance(value, types.ModuleType) and whole not in ("torch.ops", "nn.init"):
-        return f"the module '{whole}'"
-    return None
+    return f"'{whole}'" if names[3] in _FILES or any(name.startswith("__") for name in names) else None
+
+
+def _attribute_fault(name: str) -> str | None:
+    is_dunder = name.startswith("__") and name != "__init__"
+    return f"the attribute '{name}'" if is_dunder or name in _WAYS_OUT else None
 
 
 def _getattr_fault(node: ast.Call) -> str | None:
     name = node.args[1] if len(node.args) == 2 and not node.keywords else None
     if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
         return "getattr without a constant name"
-    owner = node.args[0]
-    if isinstance(owner, ast.Name) and owner.id in ("torch", "nn", "F"):
-        return f"getattr of '{owner.id}'"
-    return f"the attribute '{name.value}'" if name.value.startswith("__") else None
+    return _attribute_fault(name.value)
 
 
 def _defined_names(tree: ast.Module) -> set[str]:
-    defined = {"torch", "nn", "F", "Tensor", "OrderedDict", "self"}
+    defined = {"Tensor", "OrderedDict", "self"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             defined.add(node.name)

@@ -88,9 +88,23 @@ def arguments(args: Sequence[Any], kwargs: Mapping[str, Any], scene: Scene) -> s
     return ", ".join(texts)
 
 
+def call(function: str, scene: Scene, *args: Any, **kwargs: Any) -> Source:
+    return Source(f"{function}({arguments(args, kwargs, scene)})")
+
+
+def given(values: Mapping[str, Any], *names: str, **renamed: str) -> dict[str, Any]:
+    """Of these the ones that were given, under their public names."""
+    chosen = {name: values[name] for name in names if name in values}
+    return chosen | {public: values[name] for public, name in renamed.items() if name in values}
+
+
 def subscript(item: Any, scene: Scene) -> str:
     if not isinstance(item, slice):
         return scene.text(item)
     bounds = [("" if bound is None else scene.text(bound)) for bound in (item.start, item.stop)]
     step = "" if item.step is None else f":{scene.text(item.step)}"
     return f"{bounds[0]}:{bounds[1]}{step}"
+
+
+Special = Callable[[Mapping[str, Any], Scene], Source | None]
+"""Spells an operator from its operands by the schema's names; None leaves it to the rule."""

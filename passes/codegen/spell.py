@@ -77,7 +77,7 @@ def _overload(node: fx.Node, scene: Scene) -> Source:
     values = _bound(target, node.args, node.kwargs)
     name = target._schema.name.partition("::")[2]
     if target.namespace in ("aten", "pd2bw_fx"):  # ours stand for words of torch's
-        special = SPECIAL.get(name)
+        special = SPECIAL.get(f"{name}.{target._overloadname}", SPECIAL.get(name))
         if special is not None:
             spelled = special(values, scene)
             if spelled is not None:
@@ -122,9 +122,12 @@ def _public(target: torch._ops.OpOverload, name: str, values: Mapping[str, Any],
     if is_method and hasattr(torch.Tensor, name):
         return Source(f"{scene.receiver(values['self'])}.{name}({rest})")
     everything = _by_schema(target, values, scene)
+    for family in _FAMILIES:
+        if hasattr(getattr(torch, family), name.removeprefix(f"{family}_")) and name.startswith(f"{family}_"):
+            return Source(f"torch.{name.replace('_', '.', 1)}({everything})")
     if not name.startswith("_") and callable(getattr(torch, name, None)):
         return Source(f"torch.{name}({everything})")
-    if hasattr(F, name):
+    if hasattr(F, name) and name not in _OTHERWISE_IN_PUBLIC:
         return Source(f"F.{name}({everything})")
     return _by_dispatcher(target, values, scene)
 
@@ -137,7 +140,14 @@ def _by_dispatcher(target: torch._ops.OpOverload, values: Mapping[str, Any], sce
 
 
 # Their `dim` may be one dimension or several.
-_OVER_ONE_OR_MORE = {f"aten::{name}" for name in ("mean", "sum", "amax", "amin", "std", "var", "logsumexp")}
+_OVER_ONE_OR_MORE = {
+    f"aten::{name}"
+    for name in ("mean", "sum", "amax", "amin", "std", "var", "logsumexp", "linalg_vector_norm")
+}
+# torch.fft.rfft is the operator fft_rfft.
+_FAMILIES = ("fft", "linalg", "special")
+# The public function takes the kernel's size, the operator that of the result.
+_OTHERWISE_IN_PUBLIC = {"max_unpool2d", "max_unpool3d"}
 # Read better as functions than as methods of their first operand.
 _FUNCTIONS = {"addmm", "baddbmm", "addcmul", "addcdiv", "minimum", "maximum", "outer"}
 

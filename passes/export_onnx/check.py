@@ -13,6 +13,9 @@ from pd2bw_fx.onnx_session import Array, to_array
 
 # Relative to a tensor's largest entry; other kernels add up in another order.
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2}
+# A tensor whose entries are all below this is compared with it in place of them: numbers so small have lost
+# digits on the way, or all of them where a kernel takes them for 0.
+_NEXT_TO_ZERO = {name: float(np.finfo(name).tiny / np.finfo(name).eps) for name in ("float64", "float32")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,5 +77,6 @@ def _difference(found: Array, expected: Array) -> _Difference:
     if not np.array_equal(a[~finite], b[~finite], equal_nan=True) or not np.isfinite(a[finite]).all():
         return _Difference(float("inf"), float("inf"))
     absolute = float(np.abs(a[finite] - b[finite]).max(initial=0.0))
-    largest_entry = float(np.abs(b[finite]).max(initial=0.0))
+    floor = _NEXT_TO_ZERO.get(expected.dtype.name, 0.0)
+    largest_entry = float(np.abs(b[finite]).max(initial=floor))
     return _Difference(absolute, absolute / largest_entry if largest_entry > 0 else absolute)

@@ -160,7 +160,8 @@ def _truths(
         values = run_modules(job.programs, modules, fed)
         changed = _changed(values, run_modules(job.programs, modules, fed))
         if changed is not None:
-            raise ExportError(_drawn(changed, original, training=training))
+            written = _written_buffer(job, modules, fed)
+            raise ExportError(_varying(changed, written, original, training=training))
         truths.append(_Truth(values, outputs))
     return truths
 
@@ -170,8 +171,25 @@ def _changed(first: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> str | 
     return next((n for n, v in first.items() if not torch.equal(v.nan_to_num(), again[n].nan_to_num())), None)
 
 
-def _drawn(value: str, original: Original | None, *, training: bool) -> str:
-    """Why no file could be compared with stages that draw random numbers, and what to do."""
+def _written_buffer(job: _Job, modules: Sequence[nn.Module], fed: Mapping[str, Tensor]) -> str | None:
+    """A buffer that one more run of the stages changes."""
+    pairs = list(zip(job.programs, modules, strict=True))
+    before = [{n: b.clone() for n, b in held_buffers(*pair).items()} for pair in pairs]
+    run_modules(job.programs, modules, fed)
+    after = [held_buffers(*pair) for pair in pairs]
+    return next(
+        (
+            n
+            for old, new in zip(before, after, strict=True)
+            for n, b in old.items()
+            if not torch.equal(b, new[n])
+        ),
+        None,
+    )
+
+
+def _varying(value: str, written: str | None, original: Original | None, *, training: bool) -> str:
+    """Why no file could be compared with stages that compute something else each time, and what to do."""
     if training:
         return (
             f"{value} is another one each time in training mode, so no file could be compared with it; "
@@ -180,10 +198,13 @@ def _drawn(value: str, original: Original | None, *, training: bool) -> str:
     operators = () if original is None else original.graph.operators.values()
     drawing = [o for o in operators if o.is_random and not _is_off_in_evaluation(o)]
     places = [f"{o.module_path} ({o.module_type}, {o.source_line})" for o in drawing]
+    why = f"random numbers are drawn{f' by {places[0]}' if places else ''}"
+    if written is not None and not places:
+        why = f"the forward writes the buffer {written}"
     return (
-        f"{value} is another one each time in evaluation mode too, because random numbers are drawn"
-        f"{f' by {places[0]}' if places else ''}. Code that asks `if self.training` is traced in the mode "
-        "that the model is in when it is split: split `model.eval()`, and export that"
+        f"{value} is another one each time in evaluation mode too, because {why}. Code that asks "
+        "`if self.training` is traced in the mode that the model is in when it is split: split "
+        "`model.eval()`, and export that"
     )
 
 

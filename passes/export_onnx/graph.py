@@ -190,7 +190,8 @@ class _TranslatableSpelling(TorchFunctionMode):
 
     It knows attention of four dimensions only, and lays its result out in memory otherwise than the kernel
     does, so that a `view` of it may not be possible any more. Batch normalisation it translates as in
-    evaluation, whatever it is told.
+    evaluation, whatever it is told. Where a convolution over three dimensions has no bias, it makes one of
+    zeros in a shape that no runtime takes.
     """
 
     def __torch_function__(
@@ -205,6 +206,10 @@ class _TranslatableSpelling(TorchFunctionMode):
             return _attention(func, query, key, value, **named)
         if func is functional.batch_norm and _named(_BATCH_NORM, args, named).get("training"):
             return _normalised_by_batch(**_named(_BATCH_NORM, args, named))
+        if func in _CONV3D and _named(_CONVOLUTION, args, named).get("bias") is None:
+            named = _named(_CONVOLUTION, args, named)
+            named["bias"] = named["weight"].new_zeros(named["weight"].shape[0])
+            return func(**named)
         if func in _VIEW and not any(isinstance(argument, torch.dtype) for argument in args):
             return Tensor.reshape(*args, **named)
         return func(*args, **named)
@@ -215,9 +220,11 @@ _ATTENTION = {
     torch.ops.aten.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
 }
+_CONV3D = {functional.conv3d, torch.ops.aten.conv3d, torch.ops.aten.conv3d.default}
 _VIEW = {Tensor.view, torch.ops.aten.view, torch.ops.aten.view.default}
 
 
+_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 

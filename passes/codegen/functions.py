@@ -1,0 +1,232 @@
+"""Operators that are functions of torch with another name or other arguments than their schema's:
+F.cross_entropy, F.interpolate, torch.stft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from .expression import Scene, Source, Special, call, given
+from .literals import literal
+
+
+def _embedding(values: Mapping[str, Any], scene: Scene) -> Source:
+    padding = values.get("padding_idx", -1)
+    kwargs = {} if padding == -1 else {"padding_idx": padding}
+    kwargs |= given(values, "scale_grad_by_freq", "sparse")
+    return call("F.embedding", scene, values["indices"], values["weight"], **kwargs)
+
+
+def _layer_norm(values: Mapping[str, Any], scene: Scene) -> Source:
+    kwargs = given(values, "weight", "bias", "eps")
+    return call("F.layer_norm", scene, values["input"], tuple(values["normalized_shape"]), **kwargs)
+
+
+def _dropout(values: Mapping[str, Any], scene: Scene) -> Source:
+    tensor, rate = scene.text(values["input"]), literal(values["p"])
+    training = "self.training" if values["train"] is True else "False"
+    return Source(f"F.dropout({tensor}, {rate}, training={training})")
+
+
+def _attention(values: Mapping[str, Any], scene: Scene) -> Source:
+    kwargs = {name: scene.text(v) for name, v in given(values, "attn_mask").items()}
+    if values.get("dropout_p", 0.0):
+        kwargs["dropout_p"] = f"{literal(values['dropout_p'])} if self.training else 0.0"
+    kwargs |= {n: scene.text(v) for n, v in given(values, "is_causal", "scale", "enable_gqa").items()}
+    texts = [scene.text(values[name]) for name in ("query", "key", "value")]
+    texts += [f"{name}={text}" for name, text in kwargs.items()]
+    return Source(f"F.scaled_dot_product_attention({', '.join(texts)})")
+
+
+def _batch_norm(values: Mapping[str, Any], scene: Scene) -> Source:
+    statistics = [scene.text(values.get(name)) for name in ("running_mean", "running_var")]
+    affine = [scene.text(values.get(name)) for name in ("weight", "bias")]
+    training = "self.training" if values["training"] is True else "False"
+    rates = [literal(values["momentum"]), literal(values["eps"])]
+    texts = [scene.text(values["input"]), *statistics, *affine, training, *rates]
+    return Source(f"F.batch_norm({', '.join(texts)})")
+
+
+_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+
+
+def _loss(function: str) -> Special:
+    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
+        rest = {name: value for name, value in values.items() if name not in ("self", "target")}
+        if "reduction" in rest:
+            rest["reduction"] = _REDUCTIONS[rest["reduction"]]
+        return call(f"F.{function}", scene, values["self"], values["target"], **rest)
+
+    return spelled
+
+
+def _named(function: str) -> Special:
+    """The tensors in the schema's order; what else was given by its name, which is the schema's."""
+    return lambda values, scene: _by_name(function, values, scene)
+
+
+def _by_name(function: str, values: Mapping[str, Any], scene: Scene) -> Source:
+    tensors = [value for value in values.values() if isinstance(value, fx.Node)]
+    rest = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if not isinstance(value, fx.Node)
+    }
+    return call(function, scene, *tensors, **rest)
+
+
+def _reduced(function: str) -> Special:
+    """Losses whose word in torch reduces nothing unless told to, other than the operator."""
+
+    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
+        if "reduction" in values:
+            values = {**values, "reduction": _REDUCTIONS[values["reduction"]]}
+        return _by_name(f"F.{function}", values, scene)
+
+    return spelled
+
+
+_REDUCED = (
+    "cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "triplet_margin_loss", "kl_div",
+    "huber_loss", "soft_margin_loss", "multilabel_margin_loss", "multi_margin_loss", "poisson_nll_loss",
+)  # fmt: skip
+
+
+def _softmax(function: str) -> Special:
+    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
+        kwargs = {"dim": values["dim"]} | given(values, "dtype")
+        return call(f"F.{function}", scene, values["self"], **kwargs)
+
+    return spelled
+
+
+def _gelu(values: Mapping[str, Any], scene: Scene) -> Source:
+    return call("F.gelu", scene, values["self"], **given(values, "approximate"))
+
+
+def _pad(values: Mapping[str, Any], scene: Scene) -> Source:
+    kwargs = given(values, "mode", "value")
+    return call("F.pad", scene, values["self"], tuple(values["pad"]), **kwargs)
+
+
+def _convolution(name: str) -> Special:
+    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
+        kwargs = {n: v for n, v in values.items() if n not in ("input", "weight")}
+        return call(f"F.{name}", scene, values["input"], values["weight"], **kwargs)
+
+    return spelled
+
+
+def _pool(name: str) -> Special:
+    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
+        kwargs = {n: v for n, v in values.items() if n not in ("self", "kernel_size", "output_size")}
+        size = values.get("kernel_size", values.get("output_size"))
+        return call(f"F.{name}", scene, values["self"], tuple(size or ()), **kwargs)
+
+    return spelled
+
+
+def _adaptive_max_pool(name: str) -> Special:
+    """The operator gives the values and where they were."""
+    return lambda values, scene: call(
+        f"F.{name}", scene, values["self"], tuple(values["output_size"]), return_indices=True
+    )
+
+
+def _fractional_max_pool(name: str) -> Special:
+    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
+        sizes = {"output_size": tuple(values["output_size"]), "return_indices": True}
+        samples = given(values, _random_samples="random_samples")
+        return call(f"F.{name}", scene, values["self"], tuple(values["kernel_size"]), **sizes, **samples)
+
+    return spelled
+
+
+def _interpolate(mode: str, *, antialias: bool = False) -> Special:
+    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
+        kwargs: dict[str, Any] = {}
+        if values.get("output_size") is not None:
+            kwargs["size"] = tuple(values["output_size"])
+        else:
+            factors = tuple(values["scale_factors"])
+            kwargs["scale_factor"] = factors[0] if len(set(factors)) == 1 else factors
+        kwargs["mode"] = mode
+        kwargs |= {"align_corners": True} if values.get("align_corners") else {}
+        kwargs |= {"antialias": True} if antialias else {}
+        return call("F.interpolate", scene, values["input"], **kwargs)
+
+    return spelled
+
+
+def _cdist(values: Mapping[str, Any], scene: Scene) -> Source:
+    kwargs = given(values, "p")
+    if values.get("compute_mode"):
+        kwargs["compute_mode"] = _DISTANCES[values["compute_mode"]]
+    return call("torch.cdist", scene, values["x1"], values["x2"], **kwargs)
+
+
+_DISTANCES = {1: "use_mm_for_euclid_dist", 2: "donot_use_mm_for_euclid_dist"}
+
+
+def _stft(values: Mapping[str, Any], scene: Scene) -> Source:
+    """The operator without `center`: what torch.stft pads is padded before it."""
+    kwargs = {name: value for name, value in values.items() if name not in ("self", "n_fft")}
+    return call("torch.stft", scene, values["self"], values["n_fft"], center=False, **kwargs)
+
+
+def _tensordot(values: Mapping[str, Any], scene: Scene) -> Source:
+    dims = (tuple(values["dims_self"]), tuple(values["dims_other"]))
+    return call("torch.tensordot", scene, values["self"], values["other"], dims=dims)
+
+
+FUNCTIONS: dict[str, Special] = {
+    "linear": _named("F.linear"),
+    "embedding": _embedding,
+    "layer_norm": _layer_norm,
+    "dropout": _dropout,
+    "scaled_dot_product_attention": _attention,
+    "batch_norm": _batch_norm,
+    "cross_entropy_loss": _loss("cross_entropy"),
+    "mse_loss": _loss("mse_loss"),
+    "l1_loss": _loss("l1_loss"),
+    "smooth_l1_loss": _loss("smooth_l1_loss"),
+    "nll_loss_nd": _loss("nll_loss"),
+    "binary_cross_entropy": _loss("binary_cross_entropy"),
+    "binary_cross_entropy_with_logits": _loss("binary_cross_entropy_with_logits"),
+    "ctc_loss": _reduced("ctc_loss"),
+    **{name: _reduced(name) for name in _REDUCED},
+    "softmax": _softmax("softmax"),
+    "log_softmax": _softmax("log_softmax"),
+    "one_hot": _named("F.one_hot"),
+    "gelu": _gelu,
+    "pad": _pad,
+    **{
+        name: _named(f"F.{name}")
+        for name in ("relu", "silu", "elu", "leaky_relu", "softplus", "hardtanh", "mish")
+    },
+    **{name: _convolution(name) for name in ("conv1d", "conv2d", "conv3d")},
+    **{
+        name: _pool(name)
+        for name in ("max_pool1d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d")
+    },
+    **{name: _adaptive_max_pool(name) for name in ("adaptive_max_pool2d", "adaptive_max_pool3d")},
+    **{name: _fractional_max_pool(name) for name in ("fractional_max_pool2d", "fractional_max_pool3d")},
+    **{f"upsample_nearest{n}d.vec": _interpolate("nearest") for n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{n}d.vec": _interpolate("nearest-exact") for n in (1, 2, 3)},
+    "upsample_linear1d.vec": _interpolate("linear"),
+    "upsample_bilinear2d.vec": _interpolate("bilinear"),
+    "upsample_bicubic2d.vec": _interpolate("bicubic"),
+    "upsample_trilinear3d.vec": _interpolate("trilinear"),
+    "_upsample_bilinear2d_aa.vec": _interpolate("bilinear", antialias=True),
+    "_upsample_bicubic2d_aa.vec": _interpolate("bicubic", antialias=True),
+    "im2col": _named("F.unfold"),
+    "col2im": _named("F.fold"),
+    "log_sigmoid": _named("F.logsigmoid"),
+    "cdist": _cdist,
+    "stft.default": _stft,
+    "tensordot": _tensordot,
+}
+"""By the operator's name, or by it and its overload's where others have other operands."""
