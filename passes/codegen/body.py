@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx, nn
 
-from .cut import is_size, operands
+from .cut import is_size, tensors_read
 from .naming import is_final, operator_name, place_in_mask
 from .scopes import Line, Scope, assigned_names, line_at
 from .stage_tree import StageTree, occurrences
@@ -41,7 +41,7 @@ class Body:
     def operands_of(self, item: fx.Node | Scope) -> list[fx.Node]:
         if isinstance(item, Scope):
             return self.tree.reads(item)
-        return [o for o in operands(self.tree.graph, item) if not is_size(self.tree.graph, o)]
+        return tensors_read(self.tree.graph, item)
 
     def line(self, item: fx.Node | Scope) -> Line | None:
         node = next(item.nodes) if isinstance(item, Scope) else item
@@ -91,7 +91,7 @@ class Body:
         return any(not self._weights(call).isdisjoint(self._weights(item)) for item in beside)
 
     def _weights(self, item: fx.Node | Scope) -> set[str]:
-        read = (o for node in _nodes(item) for o in operands(self.tree.graph, node))
+        read = (o for node in _nodes(item) for o in tensors_read(self.tree.graph, node))
         return {str(operand.target) for operand in read if operand.op == "get_attr"}
 
     def is_ordered(self, item: fx.Node | Scope) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -87,8 +88,14 @@ def _common_depth(name: str, other: str) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
+_OF_VALUES = re.compile(r"\bu\d+\b")  # as torch calls a size that it knows when the program runs
+
+
 def size_symbol(graph: OperatorGraph, node: fx.Node) -> int | str | None:
-    """What `x.shape[d]` is, for a node that reads it: a number, or an expression in the graph's symbols."""
+    """What `x.shape[d]` is, for a node that reads it: a number, or an expression in the graph's symbols.
+
+    None for one that depends on values (of a mask's index): it is read off its own tensor.
+    """
     operator = graph.operators.get(node.name)
     if operator is None or not operator.target.startswith("aten.sym_size"):
         return None
@@ -96,12 +103,23 @@ def size_symbol(graph: OperatorGraph, node: fx.Node) -> int | str | None:
     assert isinstance(tensor, fx.Node)
     assert isinstance(dimension, int)
     spec = spec_of(graph, tensor)
-    return None if spec is None or spec.shape is None else spec.shape[dimension]
+    if spec is None or spec.shape is None:
+        return None
+    size = spec.shape[dimension]
+    return None if isinstance(size, str) and _OF_VALUES.search(size) else size
 
 
 def operands(graph: OperatorGraph, node: fx.Node) -> list[fx.Node]:
     """What a node reads, in order; nothing for a size, which is read off whatever tensor is at hand."""
     return [] if size_symbol(graph, node) is not None else list(node.all_input_nodes)
+
+
+def tensors_read(graph: OperatorGraph, node: fx.Node) -> list[fx.Node]:
+    """What a node reads, in order: a size is nothing, or the tensor that it can only be read off."""
+    found: dict[fx.Node, None] = {}
+    for operand in operands(graph, node):
+        found |= dict.fromkeys(tensors_read(graph, operand) if is_size(graph, operand) else [operand])
+    return list(found)
 
 
 def spec_of(graph: OperatorGraph, node: fx.Node) -> TensorSpec | None:

@@ -15,7 +15,7 @@ from pd2bw_fx.errors import TraceError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec
 from pd2bw_fx.modes import passes_through_in_evaluation
 
-from .cut import Cut, is_size, operands, size_symbol, spec_of
+from .cut import Cut, is_size, size_symbol, spec_of, tensors_read
 from .layers import is_layer, is_sequential
 from .scopes import Scope, lift, module_calls
 
@@ -94,10 +94,9 @@ class StageTree:
         inside = set(scope.nodes)
         found: dict[fx.Node, None] = {}
         for node in scope.nodes:
-            for operand in operands(self.graph, node):
-                for value in self._tensors_of(operand):
-                    if value not in inside and not self._is_own(scope, value):
-                        found.setdefault(value)
+            for value in tensors_read(self.graph, node):
+                if value not in inside and not self._is_own(scope, value):
+                    found.setdefault(value)
         if scope is self.root:
             found |= dict.fromkeys(self.stage.inputs)  # some for their sizes alone, or to be handed on
         return list(found)
@@ -148,10 +147,6 @@ class StageTree:
 
     def _is_own(self, scope: Scope, node: fx.Node) -> bool:
         return node.op == "get_attr" and self.parameter(scope, node) is not None
-
-    def _tensors_of(self, operand: fx.Node) -> list[fx.Node]:
-        """The operand itself; for a size, nothing, for it is read off whatever tensor is at hand."""
-        return [] if is_size(self.graph, operand) else [operand]
 
     def _symbols_of(self, node: fx.Node) -> Iterator[str]:
         for operand in node.all_input_nodes:
@@ -248,7 +243,7 @@ class StageTree:
             if self.is_layer(scope):
                 continue
             for item in scope.items:
-                read = self.reads(item) if isinstance(item, Scope) else operands(self.graph, item)
+                read = self.reads(item) if isinstance(item, Scope) else tensors_read(self.graph, item)
                 for operand in read:
                     if operand.op == "get_attr":
                         name = self.parameter(scope, operand) or self._spec(operand).name
@@ -292,7 +287,7 @@ def _names_device(node: fx.Node) -> bool:
 def _readers(graph: OperatorGraph, stage: Cut) -> dict[fx.Node, list[fx.Node]]:
     readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in stage.nodes:
-        for operand in operands(graph, node):
+        for operand in () if is_size(graph, node) else tensors_read(graph, node):
             readers[operand].append(node)
     return readers
 

@@ -50,7 +50,7 @@ def stage_model(
         with _quiet(), _TranslatableSpelling():
             exported = torch.onnx.export(
                 module,
-                tuple(inputs),
+                tuple(tensor.contiguous() for tensor in inputs),  # strides would be symbols, too
                 dynamo=True,
                 opset_version=opset,
                 dynamic_shapes=shapes if any(shapes) else None,
