@@ -306,11 +306,12 @@ def built(case: Case) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def put_through(
-    model: nn.Module, inputs: dict[str, Any], num_stages: int = 2, tracer: str = "auto"
+    model: nn.Module, inputs: dict[str, Any] | tuple[Any, ...], num_stages: int = 2, tracer: str = "auto"
 ) -> Through:
     """All passes up to the comparison of the stages with the model; raises what the first to fail raises."""
     cluster = Cluster.uniform(num_stages)
-    traced = trace(model, (), inputs, tracer=tracer)
+    args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
+    traced = trace(model, args, kwargs, tracer=tracer)
     graph = normalise(traced)
     costs = profile(graph, traced.examples, device=cluster.devices[0], method="analytic")
     plan = partition(coarsen(graph, costs, cluster), cluster, num_stages=num_stages)

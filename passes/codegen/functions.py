@@ -91,7 +91,7 @@ def _reduced(function: str) -> Special:
 
 _REDUCED = (
     "cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "triplet_margin_loss", "kl_div",
-    "huber_loss", "soft_margin_loss", "multilabel_margin_loss", "multi_margin_loss", "poisson_nll_loss",
+    "huber_loss", "soft_margin_loss", "multilabel_margin_loss", "poisson_nll_loss",
 )  # fmt: skip
 
 
@@ -191,6 +191,7 @@ FUNCTIONS: dict[str, Special] = {
     "batch_norm": _batch_norm,
     "cross_entropy_loss": _loss("cross_entropy"),
     "mse_loss": _loss("mse_loss"),
+    "multi_margin_loss": _loss("multi_margin_loss"),
     "l1_loss": _loss("l1_loss"),
     "smooth_l1_loss": _loss("smooth_l1_loss"),
     "nll_loss_nd": _loss("nll_loss"),

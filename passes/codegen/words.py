@@ -127,11 +127,31 @@ def _attribute(name: str) -> Special:
     return spelled
 
 
+def _filled(name: str) -> Special:
+    """Draws that torch has in place alone: x.new_empty(4).uniform_(), where nothing else reads that."""
+
+    def spelled(values: Mapping[str, Any], scene: Scene) -> Source | None:
+        base = values["self"]
+        if not isinstance(base, fx.Node) or base.target not in _MAKERS or len(base.users) > 1:
+            return None
+        first = [values["from"]] if "from" in values else []  # no name for an argument in Python
+        rest = {n: value for n, value in values.items() if n not in ("self", "from", "generator")}
+        return call(f"{scene.receiver(base)}.{name}_", scene, *first, **rest)
+
+    return spelled
+
+
+_MAKERS = {
+    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default,
+    torch.ops.aten.ones_like.default, torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default,
+}  # fmt: skip
+
 SPECIAL: dict[str, Special] = FUNCTIONS | {
     "_assert_async": _assertion,
     "block_diag": _each_by_itself("block_diag"),
     "broadcast_tensors": _each_by_itself("broadcast_tensors"),
     "cartesian_prod": _each_by_itself("cartesian_prod"),
+    **{name: _filled(name) for name in ("cauchy", "exponential", "geometric", "log_normal", "uniform")},
     **{name: _attribute(attribute) for name, attribute in _ATTRIBUTES.items()},
     "slice": _slice,
     "slice_scatter": _slice_scatter,

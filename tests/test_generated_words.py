@@ -1,0 +1,125 @@
+"""Operators are printed as the public functions they are, with the arguments that those take.
+
+What is printed is compared bit for bit with the model. `python benchmarks/operators.py` does the same with
+torch's own samples of every operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pd2bw_fx.passes.codegen import generate
+from tests.stages import case_of, compared, planned
+
+_Function = Callable[[Tensor, Tensor], Tensor]
+
+
+class _Calling(nn.Module):
+    """x, hidden: (batch, 4, 6, 6)"""
+
+    def __init__(self, function: _Function) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(4, 4, 1), nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.last(self.first(x)))
+
+
+def _unpooled(x: Tensor, hidden: Tensor) -> Tensor:
+    largest, places = F.max_pool2d(hidden, 2, return_indices=True)
+    return F.max_unpool2d(largest, places, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (lambda x, h: F.adaptive_max_pool2d(h, 3), "F.adaptive_max_pool2d({}, (3, 3), return_indices=True)"),
+        (_unpooled, "torch.ops.aten.max_unpool2d.default("),
+        (
+            lambda x, h: F.interpolate(h, scale_factor=2),
+            'F.interpolate({}, scale_factor=2.0, mode="nearest")',
+        ),
+        (
+            lambda x, h: F.interpolate(h, size=(9, 5), mode="bilinear", align_corners=True),
+            'F.interpolate({}, size=(9, 5), mode="bilinear", align_corners=True)',
+        ),
+        (
+            lambda x, h: F.interpolate(h, scale_factor=(0.5, 2.0), mode="bicubic", antialias=True),
+            '{}, scale_factor=(0.5, 2.0), mode="bicubic", antialias=True',
+        ),
+        (lambda x, h: F.unfold(h, 3, stride=2), "F.unfold({}, kernel_size=(3, 3), dilation=(1, 1), "),
+        (lambda x, h: torch.stft(h.flatten(1), 16, return_complex=True).abs(), ", 16, center=False, "),
+        (lambda x, h: torch.fft.rfft2(h).real, "torch.fft.rfft2({}).real"),
+        (lambda x, h: torch.linalg.vector_norm(h, dim=-1), "torch.linalg.vector_norm({}, dim=-1)"),
+        (lambda x, h: torch.special.i0e(h), "torch.special.i0e({})"),
+        (lambda x, h: h.mT - h.mH, "{0}.mT - {0}.mH"),
+        (
+            lambda x, h: torch.tensordot(h, h, dims=([1, 2], [1, 2])),
+            "torch.tensordot({0}, {0}, dims=((1, 2), (1, 2)))",
+        ),
+        (
+            lambda x, h: torch.cdist(h, x, compute_mode="donot_use_mm_for_euclid_dist"),
+            'torch.cdist({}, x, compute_mode="donot_use_mm_for_euclid_dist"',
+        ),
+        (
+            lambda x, h: F.binary_cross_entropy(h.sigmoid(), x.sigmoid(), reduction="sum"),
+            'F.binary_cross_entropy(sigmoid, x.sigmoid(), reduction="sum")',
+        ),
+        (
+            lambda x, h: F.poisson_nll_loss(h, x.relu(), reduction="sum"),
+            'log_input=True, full=False, eps=1e-08, reduction="sum"',
+        ),
+        (lambda x, h: F.softplus(h, threshold=1), "F.softplus({}, threshold=1)"),
+        (lambda x, h: F.hardtanh(h, -1, 0.5), "F.hardtanh({}, max_val=0.5)"),
+        (lambda x, h: F.logsigmoid(h), "F.logsigmoid({})"),
+        (lambda x, h: h + torch.empty_like(h).uniform_(-0.1, 0.1), ".uniform_(-0.1, to=0.1)"),
+        (lambda x, h: h * x.new_empty(6).exponential_(2.0), "x.new_empty((6,)).exponential_(lambd=2.0)"),
+    ],
+)  # fmt: skip
+def test_the_public_word_with_its_own_arguments(function: _Function, line: str) -> None:
+    torch.manual_seed(0)
+    model = _Calling(function).double()
+    case = case_of(model, (torch.rand(3, 4, 6, 6, dtype=torch.float64),))
+
+    for num_stages in (1, 2):
+        plan = planned(case, num_stages)
+        programs = generate(case.graph, plan)
+        text = "".join(program.source for program in programs)
+        assert compared(case, plan, programs).exact
+        if num_stages == 1:
+            text = " ".join(text.replace("self.last(self.first(x))", "last").split())
+            assert line.format("last") in text
+
+
+class _Linked(nn.Module):
+    """A graph's nodes with their neighbours: how many edges are no loops is known when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        for layer in (self.first, self.last):
+            hidden = layer(x)
+            kept = edges[:, edges[0] != edges[1]]
+            loops = torch.arange(x.shape[0]).repeat(2, 1)
+            source, target = torch.cat([kept, loops], dim=1)
+            weights = torch.ones(source.shape[0], 1, dtype=x.dtype)
+            x = x + torch.zeros_like(hidden).index_add(0, target, hidden[source] * weights).tanh()
+        return x
+
+
+def test_a_size_that_depends_on_values_is_read_off_its_own_tensor() -> None:
+    torch.manual_seed(0)
+    edges = torch.tensor([[0, 1, 2, 2, 4], [1, 1, 0, 3, 4]])
+    case = case_of(_Linked().double(), (torch.randn(5, 4, dtype=torch.float64), edges))
+
+    for num_stages in (1, 2, 3):
+        plan = planned(case, num_stages)
+        assert compared(case, plan, generate(case.graph, plan)).exact
