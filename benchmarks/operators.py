@@ -95,7 +95,7 @@ def _runs(model: Calling, tensors: Sequence[Tensor]) -> bool:
         wanted = [r.sum() for r in results if r.requires_grad and not r.is_complex()]
         if wanted:
             torch.stack(wanted).sum().backward()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+    except Exception:  # whatever torch says: there is nothing to compare with
         return False
     return bool(results)
 

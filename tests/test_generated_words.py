@@ -123,3 +123,30 @@ def test_a_size_that_depends_on_values_is_read_off_its_own_tensor() -> None:
     for num_stages in (1, 2, 3):
         plan = planned(case, num_stages)
         assert compared(case, plan, generate(case.graph, plan)).exact
+
+
+class _Spectral(nn.Module):
+    """Writes into parts of complex numbers, which torch's scatters have no derivative for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(5, 5, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        modes = torch.fft.rfft(self.first(x))
+        mixed = torch.zeros_like(modes)
+        mixed[..., :3] = (modes @ self.weight)[..., :3]
+        mixed[:, 0] = modes[:, 1].conj()
+        mixed[:, 1].mul_(2)
+        return self.last(torch.fft.irfft(mixed, n=8)).square().mean()
+
+
+def test_writes_to_parts_of_complex_numbers_have_their_gradients() -> None:
+    torch.manual_seed(0)
+    case = case_of(_Spectral().double(), (torch.randn(3, 4, 8, dtype=torch.float64),))
+
+    for num_stages in (1, 2):
+        plan = planned(case, num_stages)
+        found = compared(case, plan, generate(case.graph, plan))
+        assert found.worst.relative <= 1e-14

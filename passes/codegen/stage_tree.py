@@ -3,7 +3,7 @@ parameters live where, and which calls are layers that are printed as themselves
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -160,14 +160,18 @@ class StageTree:
     def _rehome(self, scope: Scope) -> None:
         """Calls of modules that the caller does not hold under their first name: another name, or inline."""
         items: list[fx.Node | Scope] = []
-        for item in scope.items:
+        todo = deque(scope.items)
+        for item in todo:
             if isinstance(item, Scope):
                 self._rehome(item)
+        while todo:
+            item = todo.popleft()
+            if isinstance(item, Scope):
                 is_inside = item.path.startswith(scope.path + "." if scope.path else "")
                 if not is_inside and item.function is None:
                     other = self._other_name(scope.path, item.path)
                     if other is None:
-                        items += item.items
+                        todo.extendleft(reversed(item.items))  # what it calls may be out of reach, too
                         continue
                     item.path = other
             items.append(item)

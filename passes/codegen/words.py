@@ -164,6 +164,7 @@ SPECIAL: dict[str, Special] = FUNCTIONS | {
     "expand": _sized("expand", "size"),
     "repeat": _sized("repeat", "repeats"),
     "rsub": _rsub,
+    "_conj": lambda values, scene: call(f"{scene.receiver(values['self'])}.conj", scene),
     "neg": _unary("-"),
     "bitwise_not": _unary("~"),
     "cat": _lists_first("torch.cat", "tensors"),

@@ -306,10 +306,10 @@ class _Rewriter:
             assert bounds is not None
             assert isinstance(parts, fx.Node)
             if operator_name(parts) == "unbind":
-                return self._emit(
-                    _ATEN.select_scatter.default, (before, value, _dim(parts, 1), bounds[0]), writer
-                )
-            return self._emit(_ATEN.slice_scatter.default, (before, value, _dim(parts, 2), *bounds), writer)
+                row = (_dim(parts, 1), bounds[0])
+                return self._scattered(_ATEN.select_scatter.default, before, value, row, writer)
+            rows = (_dim(parts, 2), *bounds)
+            return self._scattered(_ATEN.slice_scatter.default, before, value, rows, writer)
         if _is_all_of(view, base, self.facts):
             if name in _RESHAPES:
                 return self._emit(_ATEN.reshape_as.default, (value, before), writer)
@@ -325,7 +325,26 @@ class _Rewriter:
         if name in {"transpose", "t"}:
             return self._emit(view.target, (value, *rest), writer)
         scatter = _ATEN.select_scatter.default if name == "select" else _ATEN.slice_scatter.default
-        return self._emit(scatter, (before, value, *rest), writer)
+        return self._scattered(scatter, before, value, tuple(rest), writer)
+
+    def _scattered(
+        self, scatter: Any, before: fx.Node, value: fx.Node, where: tuple[Any, ...], writer: fx.Node
+    ) -> fx.Node:
+        """Complex numbers as pairs of real ones: torch has no derivative of the scatters for them."""
+        known = before.meta.get("val")
+        if known is None or not known.is_complex():
+            return self._emit(scatter, (before, value, *where), writer)
+        dimension = where[0] if where else 0
+        place = (dimension if dimension >= 0 else dimension - 1, *where[1:])
+        pairs = [self._pairs(node, writer) for node in (before, value)]
+        return self._emit(
+            _ATEN.view_as_complex.default, (self._emit(scatter, (*pairs, *place), writer),), writer
+        )
+
+    def _pairs(self, node: fx.Node, writer: fx.Node) -> fx.Node:
+        if node.meta["val"].is_conj():
+            node = self._emit(_ATEN.resolve_conj.default, (node,), writer)
+        return self._emit(_ATEN.view_as_real.default, (node,), writer)
 
     def _emit(self, target: Any, args: Any, like: fx.Node, kwargs: Any = None) -> fx.Node:
         name = target._opname
