@@ -304,42 +304,6 @@ def test_a_tied_parameter_is_stored_once_under_its_first_name(tmp_path: Path) ->
     assert [tensor.name for tensor in file.graph.initializer if len(tensor.dims) == 2] == ["embed.weight"]
 
 
-class Attention(nn.Module):
-    """Attention with two to five dimensions; of that with four a view of how the kernel lays it out."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        size, time, width = x.shape
-        mask = torch.ones(size, time, time, dtype=torch.bool, device=x.device).tril()
-        flat = functional.scaled_dot_product_attention(x[0], x[0], x[0])
-        masked = functional.scaled_dot_product_attention(x, x, x, mask)
-        heads = x.view(size, time, 2, width // 2).transpose(1, 2)
-        causal = functional.scaled_dot_product_attention(heads, heads, heads, None, 0.0, True)
-        windows = torch.stack([heads, 2 * heads], dim=1)
-        deep = functional.scaled_dot_product_attention(
-            windows, windows, heads.unsqueeze(1) + windows, mask[:, None, None]
-        )
-        return (
-            flat,
-            masked,
-            causal.transpose(1, 2).view(size, time, width),
-            torch.cat([*deep.mean(1).unbind(1)], -1),
-        )
-
-
-def test_attention_of_any_number_of_dimensions_is_exported(tmp_path: Path) -> None:
-    row = spec("batch", TIME, WIDTH)
-    names = ("flat", "masked", "causal", "deep")
-    outputs = tuple(Port(name, name, row, model_output=name) for name in names)
-    program = StageProgram(0, "Attention", "", (Port("x", "x", row),), outputs, (), (), {})
-    inputs = {"x": torch.randn(3, TIME, WIDTH)}
-
-    export_onnx([program], [Attention()], inputs, tmp_path / "onnx")
-
-    found = run_onnx(tmp_path / "onnx", inputs)
-    for name, expected in zip(names, Attention()(**inputs), strict=True):
-        np.testing.assert_allclose(found[name], expected.numpy(), rtol=1e-4, atol=1e-6)
-
-
 class Awkward(nn.Module):
     """Returns its input, a parameter and one tensor twice; one input is called like its parameter."""
 

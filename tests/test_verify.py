@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
-from pd2bw_fx.errors import VerificationError
+from pd2bw_fx.errors import InputError, VerificationError
 
 BY_TYPE = 2e-5
 
@@ -68,3 +69,38 @@ def test_what_is_wrong_is_found_in_such_a_model_too(written: str, instead: str, 
     assert instead in edited.stages[2].source
     with pytest.raises(VerificationError, match="differs from the model's"):
         edited.verify(model, example_args=(torch.randn(2, 8),))
+
+
+class Stepping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.heaviside(self.first(x), x)).sum()
+
+
+class Overwriting(Stepping):
+    """What sigmoid keeps for its backward is written over: as it is, it has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.first(x).sigmoid()
+        shares[:, 0] = shares[:, 0] * 2
+        return self.last(shares).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "costs", "reason"),
+    [
+        (Stepping, "analytic", "derivative for aten::heaviside is not implemented"),
+        (Stepping, "measured", "derivative for aten::heaviside is not implemented"),
+        (Overwriting, "analytic", "modified by an inplace operation"),
+    ],
+)
+def test_a_model_without_a_backward_of_its_own_is_told_so(
+    model: type[nn.Module], costs: Literal["analytic", "measured"], reason: str
+) -> None:
+    with pytest.raises(InputError, match=f"the model's own backward raises.*{reason}") as raised:
+        pd2bw_fx.split(model(), torch.randn(4, 4), cluster=2, costs=costs)
+
+    assert "\n" not in str(raised.value)

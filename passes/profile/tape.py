@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from pd2bw_fx.errors import InputError
+
+
+@contextmanager
+def derivatives_expected() -> Iterator[None]:
+    """Raises InputError where torch has no derivative of what a parameter's gradient comes through."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "derivative for" not in str(error):
+            raise
+        raise InputError(
+            f"the model's own backward raises: {str(error).strip()}; expected a model that loss.backward() "
+            "works with"
+        ) from error
+
 
 def differentiable(result: Any) -> list[Tensor]:
     values = result if isinstance(result, list | tuple) else [result]
-    return [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+    return [value for value in values if isinstance(value, Tensor) and _has_derivative(value)]
+
+
+def _has_derivative(value: Tensor) -> bool:
+    """Not so for what torch marks as needing a gradient to say later that it has no derivative of it."""
+    return value.requires_grad and type(value.grad_fn).__name__ != "NotImplemented"
 
 
 def leaves(outputs: list[Tensor]) -> list[Tensor]:

@@ -192,7 +192,10 @@ def _compared(expected: Run, found: Run) -> list[tuple[Difference, Tensor | None
     ):
         for name, tensor in wanted.items():
             if name not in given:
-                raise VerificationError(f"{kind} {name!r} is the model's, but no stage gives it")
+                raise VerificationError(
+                    f"{kind} {name!r} is the model's, but no stage gives it; if what the model returns "
+                    "is other for one sample alone (a squeeze() of all dimensions), trace it with several"
+                )
             apart = difference(f"{kind} {name}", tensor, given[name], faintest[kind])
             differences.append((apart, given[name] if tensor is None else tensor))
     return differences

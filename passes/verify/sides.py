@@ -49,12 +49,23 @@ def run_model(
         total = _trained_on(graph, outputs)
         gradients: Sequence[Tensor | None] = [None] * len(parameters)
         if total is not None and parameters:
-            gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+            gradients = _own_gradients(total, list(parameters.values()))
         return Run(
             outputs={name: value.detach().clone() for name, value in outputs.items()},
             gradients=dict(zip(parameters, gradients, strict=True)),
             buffers={name: live[name].detach().clone() for name in graph.buffers if name in live},
         )
+
+
+def _own_gradients(total: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    try:
+        return torch.autograd.grad(total, parameters, allow_unused=True)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"the model's own backward raises on the example inputs: {reason}; expected a model that "
+            "loss.backward() works with"
+        ) from error
 
 
 @contextmanager
