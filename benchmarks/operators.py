@@ -64,13 +64,20 @@ class Outcome:
 
     name: str
     samples: int = 0
-    printed: int = 0
-    wrong: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
+    right: int = 0
+    differing: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+
+    @property
+    def reason(self) -> str:
+        """Of the first sample that is not right."""
+        text = (self.differing or self.stopped)[0].replace("|", "/")
+        text = text if len(text) < 200 else text[:200] + " ..."
+        return f"WRONG: {text}" if self.differing else text
 
 
 def samples_of(info: Any) -> Iterator[tuple[Calling, tuple[Tensor, ...]]]:
-    """What a model could call: some tensor with a first dimension that is not empty, and a result."""
+    """What a model could call: some tensor with several samples, none without any, and a result."""
     supported = info.supported_dtypes("cpu")
     dtype = next((t for t in (torch.float64, torch.complex128, torch.int64) if t in supported), None)
     samples = [] if dtype is None else list(info.sample_inputs("cpu", dtype, requires_grad=False))
@@ -85,7 +92,9 @@ def samples_of(info: Any) -> Iterator[tuple[Calling, tuple[Tensor, ...]]]:
 def _could_be_inputs(tensors: Sequence[Tensor]) -> bool:
     sizes = [t.shape[0] for t in tensors if t.dim()]
     dense = all(t.layout == torch.strided for t in tensors)
-    return dense and bool(sizes) and 0 not in sizes and any(t.is_floating_point() for t in tensors)
+    return (
+        dense and max(sizes, default=0) > 1 and 0 not in sizes and any(t.is_floating_point() for t in tensors)
+    )
 
 
 def _runs(model: Calling, tensors: Sequence[Tensor]) -> bool:
@@ -107,13 +116,12 @@ def outcome(info: Any, *, shown: bool) -> Outcome:
         try:
             through = put_through(model, tensors, num_stages=1)
         except VerificationError as error:
-            found.wrong.append(str(error))
-        except Pd2bwError as error:
-            found.refused.append(" ".join(str(error).split()))
+            found.differing.append(str(error))
         except Exception as error:
-            found.wrong.append(" ".join(f"{type(error).__name__}: {error}".split()))
+            kind = "" if isinstance(error, Pd2bwError) else f"{type(error).__name__}: "
+            found.stopped.append(" ".join(f"{kind}{error}".split()))
         else:
-            found.printed += 1
+            found.right += 1
             if shown:
                 print(through.programs[0].source)
     return found
@@ -131,8 +139,8 @@ def database() -> list[Any]:
 
 def written(outcomes: Sequence[Outcome]) -> str:
     tried = [o for o in outcomes if o.samples]
-    right = [o for o in tried if o.printed == o.samples]
-    rows = [f"| {o.name} | {o.printed} of {o.samples} | {_reason(o)} |" for o in tried if o not in right]
+    right = [o for o in tried if o.right == o.samples]
+    rows = [f"| {o.name} | {o.right} of {o.samples} | {o.reason} |" for o in tried if o not in right]
     version = torch.__version__.partition("+")[0]
     return (
         f"""# Operators that go through
@@ -140,7 +148,7 @@ def written(outcomes: Sequence[Outcome]) -> str:
 Made by `python benchmarks/operators.py` with torch {version}, on a CPU.
 
 torch's tests have samples for every operator. Up to {SAMPLES} of each that a model could train with (a tensor
-of floating point numbers with samples in its first dimension, and a gradient that torch has) were traced,
+of floating point numbers, several samples in its first dimension, and a gradient that torch has) were traced,
 printed as a stage, and compared with the call itself in float64, results and gradients.
 
 Of {len(tried)} operators {len(right)} compute the same with every sample, {sum(o.samples for o in tried)}
@@ -154,11 +162,6 @@ samples in all. The others:
     )
 
 
-def _reason(found: Outcome) -> str:
-    reason = (found.wrong or found.refused)[0].replace("|", "/")
-    return ("WRONG: " if found.wrong else "") + (reason if len(reason) < 200 else reason[:200] + " ...")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Which of torch's operators are printed rightly.")
     parser.add_argument("names", nargs="*", help="some operators, as torch's tests call them; all if none")
@@ -170,17 +173,15 @@ def main() -> int:
         if names and info.name not in names:
             continue
         began = time.perf_counter()
-        outcomes.append(outcome(info, shown=bool(names)))
-        found = outcomes[-1]
-        console.print(
-            f"{found.name}: {found.printed} of {found.samples} in {time.perf_counter() - began:.1f} s",
-            end="\n",
-        )
-        if found.wrong or found.refused:
-            console.print(f"    {_reason(found)}", markup=False)
+        found = outcome(info, shown=bool(names))
+        outcomes.append(found)
+        took_s = time.perf_counter() - began
+        console.print(f"{found.name}: {found.right} of {found.samples} in {took_s:.1f} s")
+        if found.right < found.samples:
+            console.print(f"    {found.reason}", markup=False)
     if not names:
         DOCUMENT.write_text(written(outcomes))
-    return int(any(found.wrong for found in outcomes))
+    return int(any(found.differing for found in outcomes))
 
 
 if __name__ == "__main__":
