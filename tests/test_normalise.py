@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import re
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pd2bw_fx.graph import Operator, OperatorGraph
 from pd2bw_fx.models.gpt import GPT, GPTConfig
+from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.passes.normalise import normalise, tensors
 from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.program import ProgramInterpreter
 from tests.exact import Batch, assert_same, graph_of
+from tests.stages import case_of, compared, planned
 
 
 class _Writing(nn.Module):
@@ -352,3 +355,33 @@ def test_a_draw_that_nothing_reads_stays_for_the_draws_after_it() -> None:
     model, batch = Wasteful(), {"x": torch.rand(3, 4)}
 
     assert_same(model, graph_of(model, batch), batch)
+
+
+class _Reshaping(nn.Module):
+    """Shapes are changed in place, of views too, and what is written afterwards is written to the base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        left = also_left = hidden[:, :3]
+        left.unsqueeze_(1).mul_(2)
+        also_left.squeeze_(1).add_(1)
+        right = hidden[:, 3:]
+        right.t_()
+        right[0] = 0
+        sums = torch.zeros(x.shape[0], 3, dtype=x.dtype)
+        sums.unsqueeze_(0).addcmul_(left[None], left[:1])
+        return self.last(hidden).sum() + sums.sum() + right.sum()
+
+
+def test_shapes_changed_in_place_write_nothing() -> None:
+    torch.manual_seed(0)
+    case = case_of(_Reshaping().double(), (torch.randn(5, 4, dtype=torch.float64),))
+    plan = planned(case, 1)
+    (program,) = generate(case.graph, plan)
+
+    assert compared(case, plan, [program]).exact
+    assert not re.search(r"squeeze_|\.t_", program.source)

@@ -24,7 +24,7 @@ from .clean import (
 )
 from .describe import Describer, parameter_specs
 from .facts import Facts, observe
-from .functional import make_functional
+from .functional import make_functional, reshape_as_views
 from .lift import Draft, canonical_names, lift
 from .memory import find_memory_groups
 from .state import copy_written_buffers
@@ -44,6 +44,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     remove_detached_constants(draft)
     remove_broadcasts(draft)
     remove_empty_parts(draft)
+    reshape_as_views(draft)
     draft, facts = _observed(draft, traced)
     remove_identities(draft, facts)
     remove_true_terms(draft, facts)

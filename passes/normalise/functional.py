@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from pd2bw_fx.program import region
@@ -56,6 +57,20 @@ def make_functional(draft: Draft, facts: Facts) -> Draft:
     for node in draft.graph.nodes:
         rewriter.rewrite(node)
     return Draft(rewriter.graph, draft.values)
+
+
+def reshape_as_views(draft: Draft) -> None:
+    """`x.unsqueeze_(0)` writes nothing: it is a view, and what x is from then on."""
+    position = {node: i for i, node in enumerate(draft.graph.nodes)}
+    for node in position:
+        view = functional_overload(node)
+        if view is None or torch.Tag.inplace_view not in node.target.tags:
+            continue
+        if view._schema.returns[0].alias_info is not None:
+            node.target = view
+            node.all_input_nodes[0].replace_all_uses_with(
+                node, delete_user_cb=lambda user, place=position[node]: position[user] > place
+            )
 
 
 def _kept_in_place(draft: Draft, facts: Facts) -> frozenset[int]:
@@ -353,6 +368,7 @@ class _Rewriter:
         fakes = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: arg.meta.get("val"))
         mode = next((v.fake_mode for v in fakes[0] if isinstance(v, torch._subclasses.FakeTensor)), None)
         if mode is not None:
-            with mode, torch.no_grad():
+            # With torch's Python kernels: some of those in C++ take no open sizes.
+            with mode, enable_python_dispatcher(), torch.no_grad():
                 node.meta["val"] = target(*fakes[0], **fakes[1])
         return node
