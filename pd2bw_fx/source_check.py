@@ -52,7 +52,9 @@ _OF_TORCH = frozenset({
     "torch.Tensor",
 })  # fmt: skip
 _FILES = {"from_file", "save"}  # operators of aten, too
-_WAYS_OUT = frozenset({
+# From a tensor or a generator to files, memory and frames. A module's own member of such a name is written
+# get_submodule("storage").
+WAYS_OUT = frozenset({
     "data_ptr", "dump", "dumps", "from_file", "numpy", "storage", "tofile", "typed_storage",
     "untyped_storage", "ag_code", "ag_frame", "cr_code", "cr_frame", "cr_origin", "f_back", "f_builtins",
     "f_code", "f_generator", "f_globals", "f_locals", "gi_code", "gi_frame", "gi_yieldfrom", "tb_frame",
@@ -168,7 +170,7 @@ def _operator_fault(names: list[str]) -> str | None:
 
 def _attribute_fault(name: str) -> str | None:
     is_dunder = name.startswith("__") and name != "__init__"
-    return f"the attribute '{name}'" if is_dunder or name in _WAYS_OUT else None
+    return f"the attribute '{name}'" if is_dunder or name in WAYS_OUT else None
 
 
 def _getattr_fault(node: ast.Call) -> str | None:

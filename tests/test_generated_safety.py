@@ -22,7 +22,8 @@ class Hostile(nn.Module):
     """Every name and constant is one that would break out of source it is pasted into."""
 
     names = (
-        "class", "print", "forward", "self", "torch", "__secret__", "_Hostile__mangled", "a b", "naïve",
+        "storage", "numpy", "gi_frame", "class", "print", "forward", "self", "torch", "__secret__",
+        "_Hostile__mangled", "a b", "naïve",
         'x"] or boom()["', "line\nimport os", "{brace}", "back\\slash", "'''", '"""', "#",
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .literals import are_numbered, is_plain_name, quoted
+from .literals import are_numbered, is_guarded, is_plain_name, quoted
 from .template import Fixed, Template
 
 Spell = Callable[[str, Template], str]
@@ -261,9 +261,9 @@ def _attribute(owner: str, name: str, kind: str = "module") -> str:
     """`owner.name`, or a call that takes any name where that is no plain one."""
     if is_plain_name(name):
         return f"{owner}.{name}"
-    if not name.startswith("__"):
+    if not is_guarded(name):
         return f"getattr({owner}, {quoted(name)})"
-    # A name that begins so is Python's own wherever else a stage might reach for it.
+    # Such a name is another thing wherever else a stage might reach for it.
     return f"{owner}.get_{'submodule' if kind == 'module' else kind}({quoted(name)})"
 
 

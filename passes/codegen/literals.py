@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pd2bw_fx.errors import TraceError
+from pd2bw_fx.source_check import WAYS_OUT
 
 _RESERVED = frozenset(
     {
@@ -88,9 +89,12 @@ def plain(text: str) -> str:
 
 def is_plain_name(name: str) -> bool:
     """An attribute that can be written as `module.name` without surprise."""
-    return (
-        name.isascii() and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("__")
-    )
+    return name.isascii() and name.isidentifier() and not keyword.iskeyword(name) and not is_guarded(name)
+
+
+def is_guarded(name: str) -> bool:
+    """One that no stage may have as an attribute: Python's own, or one that leads out of what it computes."""
+    return name.startswith("__") or name in WAYS_OUT
 
 
 def are_numbered(names: Iterable[str]) -> bool:
