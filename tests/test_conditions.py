@@ -137,3 +137,26 @@ def test_a_model_without_values_to_ask_is_refused_as_before() -> None:
 
     with pytest.raises(TraceError, match="the weights hold no data to run the model with"):
         pd2bw_fx.split(model, example, cluster=1, costs="analytic", tracer="export-as-example")
+
+
+class Acting(nn.Module):
+    """torch.distributions check their arguments and samples in torch's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, actions: Tensor) -> Tensor:
+        chosen = torch.distributions.Categorical(logits=self.last(self.first(x).tanh()))
+        return -chosen.log_prob(actions).mean()
+
+
+def test_what_torch_itself_checks_is_asserted() -> None:
+    model = model_of(Acting)
+
+    pipe = pd2bw_fx.split(model, (*inputs(), torch.tensor([0, 2, 1, 1])), cluster=1, costs="analytic")
+
+    assert pipe.verify(model).exact
+    assert pipe.stages[0].source.count(".all()") == 2
+    with pytest.raises(RuntimeError, match="values go another way than in the trace"):
+        pipe.stages[0].module(*inputs(), torch.tensor([0, 2, 1, 3]))

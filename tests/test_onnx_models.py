@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,8 +15,11 @@ from torch.nn import functional
 
 import pd2bw_fx
 from pd2bw_fx.errors import ExportError
+from pd2bw_fx.graph import TensorSpec
+from pd2bw_fx.passes.export_onnx import export_onnx
 from pd2bw_fx.passes.export_onnx.check import compare_arrays
 from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.stage import Port, StageProgram
 
 
 def pipeline(model: nn.Module, x: Tensor, num_stages: int = 2) -> Pipeline:
@@ -129,3 +134,33 @@ def test_a_buffer_that_the_forward_writes_in_evaluation_too_is_named(tmp_path: P
         pipeline(model, torch.randn(3, 8)).export_onnx(tmp_path / "onnx")
 
     pipeline(model.eval(), torch.randn(3, 8)).export_onnx(tmp_path / "onnx")
+
+
+class Counting(nn.Module):
+    """Gives its first reader a constant."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, torch.arange(4, dtype=torch.float32)
+
+
+class Adding(nn.Module):
+    def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
+        return hidden * places + 1
+
+
+def test_a_constant_that_crosses_is_found_again_in_the_merged_model(tmp_path: Path) -> None:
+    row, places = TensorSpec(("batch", 4), torch.float32), TensorSpec((4,), torch.float32)
+    given = (Port("hidden", "hidden", row, targets=(1,)), Port("places", "places", places, targets=(1,)))
+    taken = tuple(replace(port, source=0, targets=()) for port in given)
+    programs = [
+        StageProgram(0, "Counting", "", (Port("x", "x", row),), given, (), (), {}),
+        StageProgram(1, "Adding", "", taken, (Port("y", "y", row, model_output="y"),), (), (), {}),
+    ]
+    x = torch.randn(3, 4)
+
+    export_onnx(programs, [Counting(), Adding()], {"x": x}, tmp_path / "onnx")
+    pd2bw_fx.merge_onnx(tmp_path / "onnx", tmp_path / "merged.onnx")
+
+    session = onnxruntime.InferenceSession(tmp_path / "merged.onnx")
+    (found,) = session.run(None, {"x": x.numpy()})
+    np.testing.assert_allclose(found, (2 * x * torch.arange(4) + 1).numpy(), rtol=1e-6)

@@ -120,11 +120,16 @@ def _assertion(values: Mapping[str, Any], scene: Scene) -> Source:
 _ATTRIBUTES = {"mT": "mT", "mH": "mH", "numpy_T": "T", "matrix_H": "H", "real": "real", "imag": "imag"}
 
 
-def _attribute(name: str) -> Special:
-    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
-        return Source(f"{scene.receiver(values['self'])}.{name}")
+# Its methods without arguments that have another name than their operators.
+_METHODS = {"_conj": "conj", "_is_all_true": "all", "_is_any_true": "any"}
 
-    return spelled
+
+def _attribute(name: str) -> Special:
+    return lambda values, scene: Source(f"{scene.receiver(values['self'])}.{name}")
+
+
+def _method(name: str) -> Special:
+    return lambda values, scene: Source(f"{scene.receiver(values['self'])}.{name}()")
 
 
 def _filled(name: str) -> Special:
@@ -164,7 +169,7 @@ SPECIAL: dict[str, Special] = FUNCTIONS | {
     "expand": _sized("expand", "size"),
     "repeat": _sized("repeat", "repeats"),
     "rsub": _rsub,
-    "_conj": lambda values, scene: call(f"{scene.receiver(values['self'])}.conj", scene),
+    **{name: _method(public) for name, public in _METHODS.items()},
     "neg": _unary("-"),
     "bitwise_not": _unary("~"),
     "cat": _lists_first("torch.cat", "tensors"),

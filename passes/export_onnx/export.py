@@ -197,7 +197,7 @@ def _varying(value: str, written: str | None, original: Original | None, *, trai
         )
     operators = () if original is None else original.graph.operators.values()
     drawing = [o for o in operators if o.is_random and not _is_off_in_evaluation(o)]
-    places = [f"{o.module_path} ({o.module_type}, {o.source_line})" for o in drawing]
+    places = [f"{o.module_path or 'the model'} ({o.module_type}, {o.source_line})" for o in drawing]
     why = f"random numbers are drawn{f' by {places[0]}' if places else ''}"
     if written is not None and not places:
         why = f"the forward writes the buffer {written}"

@@ -62,10 +62,12 @@ def merged(manifest: Mapping[str, Any], stages: Mapping[int, ir.Model]) -> ir.Mo
     for entry in manifest["stages"]:
         graph = stages[entry["stage"]].graph
         _receive(graph, values)
-        for value in list(graph.initializers.values()):
-            held.add(value, entry["stage"], taken)
+        given = {value.name or "": value for value in graph.outputs}
         own = {id(value) for value in graph.outputs}
-        values |= {value.name or "": value for value in graph.outputs}
+        for name, value in list(graph.initializers.items()):
+            kept = held.add(value, entry["stage"], taken, is_promised=id(value) in own)
+            given |= {name: kept} if id(value) in own else {}
+        values |= given
         moved = list(graph)
         graph.outputs.clear()
         graph.initializers.clear()
@@ -121,18 +123,20 @@ class _Initializers:
     def values(self) -> list[ir.Value]:
         return list(self._kept.values())
 
-    def add(self, value: ir.Value, stage: int, taken: set[str]) -> None:
+    def add(self, value: ir.Value, stage: int, taken: set[str], *, is_promised: bool) -> ir.Value:
+        """Returns the one that is kept. What a stage gives out (a constant, perhaps) keeps its name."""
         import onnx_ir as ir
 
         name = value.name or ""
         twin = self._kept.get(name)
         if twin is not None and _is_equal(twin, value):
             ir.convenience.replace_all_uses_with(value, twin)
-            return
-        if name in taken:
+            return twin
+        if name in taken and not is_promised:
             value.name = _unused(f"{name}_stage_{stage}", taken)
         taken.add(value.name or "")
         self._kept[value.name or ""] = value
+        return value
 
 
 def _is_equal(a: ir.Value, b: ir.Value) -> bool:

@@ -35,7 +35,7 @@ class Place:
     model: str  # "modeling_detr.py:643"
     line: str
     is_torchs: bool  # a layer of torch's asks, whether a mask is causal for example
-    is_check: bool  # an assertion, or what would raise an error
+    is_check: bool  # an assertion, or what would raise an error, of the model's or of torch's own
 
     def __str__(self) -> str:
         return f"{self.model}: {self.line}"
@@ -132,7 +132,7 @@ def _place(asking: FrameType) -> Place:
         model=f"{Path(file).name}:{number}",
         line=linecache.getline(file, number).strip(),
         is_torchs=code.co_filename.startswith(_LAYERS),
-        is_check=_is_check(file, number),
+        is_check=_is_check(file, number) or _is_check(code.co_filename, asking.f_lineno),
     )
 
 
