@@ -12,6 +12,7 @@ import ast
 import builtins
 import types
 from collections.abc import Iterator
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,7 @@ _OF_TORCH = frozenset({
     "torch.sym_ite", "torch.sym_max", "torch.sym_min", "torch.sym_not", "torch.sym_sqrt", "torch.sym_sum",
     "torch.Tensor",
 })  # fmt: skip
+_COMPUTING = frozenset({*dir(torch._C._VariableFunctions), *torch.functional.__all__})  # torch.add, ..
 _FILES = {"from_file", "save"}  # operators of aten, too
 # From a tensor or a generator to files, memory and frames. A module's own member of such a name is written
 # get_submodule("storage").
@@ -89,11 +91,12 @@ def check_source(source: str, where: str) -> ast.Module:
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes, a dotted name out of torch as one."""
+    """All nodes, a dotted name out of torch as one, a call of getattr with it."""
     yield node
     if _dotted(node) is None:
         for inner in ast.iter_child_nodes(node):
-            yield from _walk(inner)
+            if not (_is_getattr(node) and inner is node.func):
+                yield from _walk(inner)
 
 
 def _dotted(node: ast.AST) -> list[str] | None:
@@ -113,6 +116,8 @@ def _fault(node: ast.AST, defined: set[str]) -> str | None:
     dotted = _dotted(node)
     if dotted is not None:
         return None if dotted == ["torch", "autograd", "Function"] else _dotted_fault(dotted)
+    if isinstance(node, ast.Name) and node.id == "getattr":
+        return "getattr by itself"
     if isinstance(node, ast.Name) and node.id not in defined and node.id not in _BUILTINS:
         return f"the name '{node.id}'" if node.id != "__name__" else None
     if isinstance(node, ast.ClassDef) and node.decorator_list:
@@ -122,9 +127,11 @@ def _fault(node: ast.AST, defined: set[str]) -> str | None:
         return None if decorators in ([], ["staticmethod"]) else "a decorator"
     if isinstance(node, ast.Attribute):
         return _attribute_fault(node.attr)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
-        return _getattr_fault(node)
-    return None
+    return _getattr_fault(node) if _is_getattr(node) else None
+
+
+def _is_getattr(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"
 
 
 def _dotted_fault(names: list[str]) -> str | None:
@@ -152,8 +159,7 @@ def _is_for_stages(path: str, value: object) -> bool:
     if name.startswith("_") or name in _FILES:
         return False
     if module == "torch":
-        functions = (*dir(torch._C._VariableFunctions), *torch.functional.__all__)
-        return isinstance(value, torch.dtype | torch.layout | torch.memory_format) or name in functions
+        return isinstance(value, torch.dtype | torch.layout | torch.memory_format) or name in _COMPUTING
     if module == "nn":
         return isinstance(value, type) and issubclass(value, nn.Module | Tensor)
     return isinstance(value, types.FunctionType | types.BuiltinFunctionType)

@@ -64,6 +64,7 @@ def test_a_custom_autograd_function_is_allowed() -> None:
         ("x / 2", "torch.utils.data.get_worker_info()", "the module 'torch.utils'"),
         ("x / 2", "x.__class__", "the attribute '__class__'"),
         ("x / 2", "getattr(x, '__class__')", "the attribute '__class__'"),
+        ("x / 2", "[getattr][0](x, '__class__')", "getattr by itself"),
         ("x / 2", "getattr(torch, 'load')", "the module 'torch' by itself"),
         ("x / 2", "torch.autograd.Function.__base__", "the module 'torch.autograd'"),
         ("x / 2", "torch.add.__self__", "the attribute '__self__'"),
