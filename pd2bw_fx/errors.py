@@ -3,6 +3,9 @@
 A message says what was found, what was expected and what to try.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class Pd2bwError(Exception):
     """The base of all errors that are the user's to mend; anything else is a bug of ours."""
@@ -50,3 +53,16 @@ class WorkerError(Pd2bwError):
 
 class ExportError(Pd2bwError):
     """The stages could not be written as ONNX, or the files do not compute what the stages compute."""
+
+
+@contextmanager
+def models_own_backward() -> Iterator[None]:
+    """Around a backward of the model as its author wrote it: torch's error there is an InputError."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"the model's own backward raises on the example inputs: {reason}; expected a model that "
+            "loss.backward() works with"
+        ) from error

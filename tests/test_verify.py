@@ -95,6 +95,7 @@ class Overwriting(Stepping):
         (Stepping, "analytic", "derivative for aten::heaviside is not implemented"),
         (Stepping, "measured", "derivative for aten::heaviside is not implemented"),
         (Overwriting, "analytic", "modified by an inplace operation"),
+        (Overwriting, "measured", "modified by an inplace operation"),
     ],
 )
 def test_a_model_without_a_backward_of_its_own_is_told_so(

@@ -24,7 +24,6 @@ from pd2bw_fx.graph import OperatorGraph
 from .analytic import Estimator
 from .cache import ProfileCache, default_cache_folder
 from .measured import Stopwatch, clock_for, state_as_it_was
-from .tape import derivatives_expected
 from .walk import Walk
 
 Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -71,8 +70,7 @@ def profile(
         )
     if method == "analytic" or not here or not has_values:
         return _estimated(graph, inputs, device, has_values=has_values)
-    with derivatives_expected():
-        return _measured(graph, inputs, device, whole, cache)
+    return _measured(graph, inputs, device, whole, cache)
 
 
 def _measured(

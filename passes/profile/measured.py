@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.attributes import attributes_kept
+from pd2bw_fx.errors import models_own_backward
 from pd2bw_fx.graph import OperatorGraph
 
 from .cache import ProfileCache, Seconds
@@ -230,13 +231,17 @@ class Stopwatch:
         seeds = [torch.ones_like(root) for root in roots]
         if any(parameter._post_accumulate_grad_hooks for parameter in parameters):
             # They would be called as in training, and might well change the weights.
-            took_s, _ = self._timed(lambda: torch.autograd.grad(roots, parameters, seeds, allow_unused=True))
+            with models_own_backward():
+                took_s, _ = self._timed(
+                    lambda: torch.autograd.grad(roots, parameters, seeds, allow_unused=True)
+                )
             return took_s
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = self._sum_of(parameter)
         try:
-            took_s, _ = self._timed(lambda: torch.autograd.backward(roots, seeds, inputs=parameters))
+            with models_own_backward():
+                took_s, _ = self._timed(lambda: torch.autograd.backward(roots, seeds, inputs=parameters))
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient

@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-
-from pd2bw_fx.errors import InputError
-
-
-@contextmanager
-def derivatives_expected() -> Iterator[None]:
-    """Raises InputError where torch has no derivative of what a parameter's gradient comes through."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "derivative for" not in str(error):
-            raise
-        raise InputError(
-            f"the model's own backward raises: {str(error).strip()}; expected a model that loss.backward() "
-            "works with"
-        ) from error
 
 
 def differentiable(result: Any) -> list[Tensor]:

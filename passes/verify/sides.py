@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pd2bw_fx.attributes import model_kept
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, models_own_backward
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import Port, StageProgram, build_module, held_buffers, held_parameters
@@ -49,23 +49,13 @@ def run_model(
         total = _trained_on(graph, outputs)
         gradients: Sequence[Tensor | None] = [None] * len(parameters)
         if total is not None and parameters:
-            gradients = _own_gradients(total, list(parameters.values()))
+            with models_own_backward():
+                gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
         return Run(
             outputs={name: value.detach().clone() for name, value in outputs.items()},
             gradients=dict(zip(parameters, gradients, strict=True)),
             buffers={name: live[name].detach().clone() for name in graph.buffers if name in live},
         )
-
-
-def _own_gradients(total: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    try:
-        return torch.autograd.grad(total, parameters, allow_unused=True)
-    except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise InputError(
-            f"the model's own backward raises on the example inputs: {reason}; expected a model that "
-            "loss.backward() works with"
-        ) from error
 
 
 @contextmanager
