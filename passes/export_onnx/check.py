@@ -56,7 +56,8 @@ def compare_arrays(
         if not difference.relative <= allowed:
             raise ExportError(
                 f"{what[name]} by {difference.absolute:.3g} ({difference.relative:.3g} of its largest entry) "
-                f"where {allowed:.3g} is allowed; try another opset, or a larger tolerance if it is rounding"
+                f"where {allowed:.3g} is allowed; try another opset, or a larger tolerance if it is rounding "
+                "(of equal values, such as a router's scores before training, topk may take others)"
             )
         differences[name] = difference.relative
     return differences

@@ -39,6 +39,7 @@ from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.weights import OptimizerFactory, ParameterOptions, SchedulerFactory
 from pd2bw_fx.runtime.world import (
     agreed_seed,
+    collected,
     compare_batches,
     job_of_this_rank,
     join_world,
@@ -283,10 +284,9 @@ class Engine:
         Flushes first. All ranks must call it.
         """
         own = self.tensors()
-        with self._shared_fate("collecting the weights"), translated(None):
-            gathered: list[Any] = [None] * self.job.num_ranks
-            dist.all_gather_object(gathered, {name: t.cpu() for name, t in own.items()}, group=self._control)
-        return merged_tensors(self.job, gathered)
+        with self._shared_fate("collecting the weights"):
+            everyone = collected(own, self._control)
+        return merged_tensors(self.job, [everyone])
 
     def save_checkpoint(self, folder: str | Path) -> None:
         """Write everything that training goes on from, for all ranks; all of them call it. Flushes first.

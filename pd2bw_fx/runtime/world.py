@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
 from pd2bw_fx.runtime.failure import translated
 from pd2bw_fx.runtime.job import Job, Work, jobs, work_for
+from pd2bw_fx.runtime.wire import decoded, encoded
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -111,7 +112,7 @@ def job_of_this_rank(
                 replicas=replicas,
                 vertical_sync=vertical_sync,
             )
-            answers = list(jobs(pipeline, work))
+            answers = [encoded(job) for job in jobs(pipeline, work)]
         except Pd2bwError as error:
             answers = [error] * world_size
     received: list[Any] = [None]
@@ -119,7 +120,7 @@ def job_of_this_rank(
         dist.scatter_object_list(received, answers, src=0)
     if isinstance(received[0], Pd2bwError):
         raise received[0]
-    job: Job = received[0]
+    job: Job = decoded(received[0])
     return job
 
 
@@ -162,6 +163,31 @@ def compare_batches(flat: Mapping[str, Tensor], group: dist.ProcessGroup) -> Non
                 f"rank {rank} was given another batch than rank 0 (input {different[0]!r} differs); every "
                 "rank must see the same batches: seed the data loader alike on all ranks"
             )
+
+
+def collected(own: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """The tensors of all ranks by name, as copies on the CPU; what several have, as the first has it.
+
+    One after another and each by itself, so that a rank holds no more than the result. All ranks call it.
+    """
+    rank = dist.get_rank(group)
+    copies = {name: tensor.detach().cpu().resolve_conj().clone() for name, tensor in own.items()}
+    kinds: list[Any] = [None] * dist.get_world_size(group)
+    with translated(None):
+        described = {name: (copy.shape, copy.stride(), copy.dtype) for name, copy in copies.items()}
+        dist.all_gather_object(kinds, described, group=group)
+    found: dict[str, Tensor] = {}
+    for source, theirs in enumerate(kinds):
+        for name, (shape, stride, dtype) in theirs.items():
+            if name in found:
+                continue
+            tensor = copies[name] if source == rank else torch.empty_strided(shape, stride, dtype=dtype)
+            found[name] = tensor
+            data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            if data.numel():
+                with translated(None if source == rank else source):
+                    dist.broadcast(data, group=group, group_src=source)
+    return found
 
 
 def _digests(flat: Mapping[str, Tensor]) -> dict[str, str]:

@@ -174,6 +174,7 @@ def main() -> None:
         weights = engine.state_dict()
         alive: list[Any] = [None] * num_ranks
         torch.distributed.all_gather_object(alive, measured(engine, batches))
+        engine.close()
         if pipe is not None:
             known, state = expected(run, pipe, model, batches)
             loss = max(abs(a - b) / abs(b) for a, b in zip(losses, known, strict=True))
