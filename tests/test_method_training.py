@@ -90,6 +90,7 @@ def test_every_method_equals_a_reference_of_its_rule_and_holds_what_its_formula_
         assert difference["loss"] <= 1e-12, run
         assert difference["weights"] <= 1e-12, run
         check_alive(run, difference)
+        assert difference["is_freed"], run
 
 
 def test_precision_is_that_of_torchs_autocast_and_loss_scale(tmp_path: Path) -> None:

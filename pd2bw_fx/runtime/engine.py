@@ -89,8 +89,6 @@ class Engine:
         self._empty_before = 0
         self._is_broken = False
         self._watch: Watch | None = None
-        self._of_this_loss = job.microbatches_per_update  # microbatches, over all ranks
-        self._losses_here = 0
         if corrections is None:
             corrections = corrections_of(job.method)
         self._synchronous_updates = max(
@@ -101,7 +99,7 @@ class Engine:
         self._post = LossPost(
             job.ranks_of(job.loss_stage), job.rank, job.num_ranks, group=self._control, device=self.device
         )
-        self._weights = make_weights(
+        self._weights = weights = make_weights(
             job,
             self.device,
             groups=groups,
@@ -110,13 +108,13 @@ class Engine:
             corrections=corrections,
         )
         self.job = job = replace(job, tensors={})  # the weights are the store's now
-        self._weights.optimize_with(optimizer, lr_scheduler, parameter_options)
+        weights.optimize_with(optimizer, lr_scheduler, parameter_options)
         self._log = LossLog(
             on_report,
             stop_at_nan=stop_at_nan,
             source=job.name_of(job.ranks_of(job.loss_stage)[0]),
             microbatches_per_update=job.microbatches_per_update,
-            learning_rates=lambda: self._weights.learning_rates,
+            learning_rates=lambda: weights.learning_rates,
         )
         self._recorder = make_recorder(job, record, self._control)
         self._runner = make_runner(
@@ -125,7 +123,7 @@ class Engine:
             self.device,
             groups=groups,
             precision=precision,
-            on_loss=self._collect_loss,
+            on_loss=self._post.collect,
             recorder=self._recorder,
         )
         self._draw_by(agreed_seed(seed, self._control))
@@ -345,6 +343,7 @@ class Engine:
         """Give up the engine's process groups, and torchrun's if the engine joined it."""
         if self._watch is not None:
             self._watch.close()
+            self._watch = None
         if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
             self._owns_world = False
@@ -388,9 +387,8 @@ class Engine:
     def _add(self, microbatches: Sequence[Microbatch]) -> range:
         """Give each stage its microbatches of this update; their numbers."""
         numbers = range(self.updates * len(microbatches), (self.updates + 1) * len(microbatches))
-        self._of_this_loss = len(microbatches)
         loss_ranks = [self.job.rank_of(self.job.loss_stage, number) for number in numbers]
-        self._losses_here = loss_ranks.count(self.rank)
+        self._post.expect(len(microbatches), here=loss_ranks.count(self.rank))
         for number, microbatch in zip(numbers, microbatches, strict=True):
             own = [stage for stage in self.stages if self.job.rank_of(stage, number) == self.rank]
             if not own:
@@ -405,12 +403,8 @@ class Engine:
         moved = {name: inputs[name].to(self.device, non_blocking=True) for name in self.job.inputs()}
         return Microbatch(moved, microbatch.size)
 
-    def _collect_loss(self, microbatch: int, loss: Tensor) -> None:
-        update = microbatch // self._of_this_loss
-        self._post.collect(update, loss, num_microbatches=self._losses_here)
-
     def _tell_loss(self, update: int, *, training: bool) -> Loss:
-        mean, arrived = self._post.mean(update, num_microbatches=self._of_this_loss)
+        mean, arrived = self._post.mean(update)
 
         def wait() -> None:
             with self._shared_fate("waiting for the loss"):

@@ -76,6 +76,7 @@ class LossPost:
         self._others = [other for other in range(num_ranks) if other != rank]
         self._group = group
         self._device = device
+        self._num_microbatches = (1, 0)
         self._collected: list[Tensor] = []
         self._parts: dict[int, tuple[Tensor, list[dist.Work | None]]] = {}
 
@@ -84,14 +85,20 @@ class LossPost:
         """This rank computes all of it, and need not wait to read it."""
         return list(self._sources) == [self._rank]
 
-    def collect(self, update: int, loss: Tensor, *, num_microbatches: int) -> None:
-        """The loss of one of this rank's microbatches of the update; with the last, their sum goes out."""
-        self._collected.append(loss)
-        if len(self._collected) == num_microbatches:
-            self._send(update)
+    def expect(self, num_microbatches: int, *, here: int) -> None:
+        """How many microbatches the coming update has, and of how many this rank computes the loss."""
+        self._num_microbatches = num_microbatches, here
 
-    def mean(self, update: int, *, num_microbatches: int) -> tuple[Tensor, Callable[[], None]]:
+    def collect(self, microbatch: int, loss: Tensor) -> None:
+        """The loss of one of this rank's microbatches; with the update's last, their sum goes out."""
+        everywhere, here = self._num_microbatches
+        self._collected.append(loss)
+        if len(self._collected) == here:
+            self._send(microbatch // everywhere)
+
+    def mean(self, update: int) -> tuple[Tensor, Callable[[], None]]:
         """A place for the update's mean loss, and how to wait until it is there and has left this rank."""
+        num_microbatches, _ = self._num_microbatches
         works: list[tuple[int, dist.Work | None]] = []
         parts: list[Tensor] = []
         for source in self._sources:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -90,16 +90,6 @@ class StageRunner:
         self._precision = precision
         self._on_loss = on_loss
         self._in_flight: dict[int, _InFlight] = {}
-        self._perform: Mapping[Kind, Callable[[Action], None]] = {
-            Kind.RECEIVE_ACTIVATION: self._receive_activation,
-            Kind.FORWARD: self._forward,
-            Kind.SEND_ACTIVATION: self._send_activation,
-            Kind.RECEIVE_GRADIENT: self._receive_gradient,
-            Kind.BACKWARD: self._backward,
-            Kind.INPUT_GRADIENT: self._input_gradient,
-            Kind.WEIGHT_GRADIENT: self._weight_gradient,
-            Kind.SEND_GRADIENT: self._send_gradient,
-        }
 
     def add(self, number: int, microbatch: Microbatch) -> None:
         """A microbatch that coming actions refer to by its number."""
@@ -121,7 +111,7 @@ class StageRunner:
         return bool(links)
 
     def perform(self, action: Action) -> None:
-        self._perform[action.kind](action)
+        self._performs[action.kind](self, action)
 
     def _receive_activation(self, action: Action) -> None:
         # What other ranks wait for in an update goes out before this one waits for them.
@@ -274,6 +264,18 @@ class StageRunner:
         kept.input_gradients = {}
         if kept.is_done:
             del self._in_flight[action.microbatch]
+
+    # The class's own: bound methods would hold the runner, which would hold them, and the weights with it.
+    _performs: ClassVar[Mapping[Kind, Callable[[StageRunner, Action], None]]] = {
+        Kind.RECEIVE_ACTIVATION: _receive_activation,
+        Kind.FORWARD: _forward,
+        Kind.SEND_ACTIVATION: _send_activation,
+        Kind.RECEIVE_GRADIENT: _receive_gradient,
+        Kind.BACKWARD: _backward,
+        Kind.INPUT_GRADIENT: _input_gradient,
+        Kind.WEIGHT_GRADIENT: _weight_gradient,
+        Kind.SEND_GRADIENT: _send_gradient,
+    }
 
 
 @contextlib.contextmanager

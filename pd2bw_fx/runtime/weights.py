@@ -13,8 +13,8 @@ off until its version is needed; gradients that come meanwhile are the next upda
 
 from __future__ import annotations
 
-import functools
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -332,7 +332,7 @@ class WeightStore:
                 uses = slot.parameters[tied.name]
                 if len(uses) == 1:
                     uses[0].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                        functools.partial(self._offer, tied.name)
+                        _offering(weakref.ref(self), tied.name)
                     )
 
     def _offer(self, name: str, parameter: Tensor) -> None:
@@ -349,6 +349,16 @@ class WeightStore:
 
     def _empty_gradient(self, name: str) -> Tensor:
         return torch.zeros_like(self._aliases[name], memory_format=torch.contiguous_format)
+
+
+def _offering(store: weakref.ref[WeightStore], name: str) -> Callable[[Tensor], None]:
+    """A hook of a parameter that does not keep the store: autograd's hold on it is not Python's to break."""
+
+    def offer(parameter: Tensor) -> None:
+        if (alive := store()) is not None:
+            alive._offer(name, parameter)
+
+    return offer
 
 
 def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:

@@ -44,9 +44,9 @@ class Alive:
     _storages: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        performs = dict(self.runner._perform)
-        performs[Kind.FORWARD] = self._forward
-        self.runner._perform = performs
+        performs = dict(self.runner._performs)
+        performs[Kind.FORWARD] = lambda _, action: self._forward(action)
+        self.runner._performs = performs  # type: ignore[misc]  # this one's alone
 
     def _forward(self, action: Action) -> None:
         k = action.microbatch

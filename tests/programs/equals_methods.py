@@ -5,9 +5,11 @@ torchrun --nproc-per-node N equals_methods.py RESULT.json
 
 import copy
 import functools
+import gc
 import json
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -175,6 +177,9 @@ def main() -> None:
         alive: list[Any] = [None] * num_ranks
         torch.distributed.all_gather_object(alive, measured(engine, batches))
         engine.close()
+        job, held = engine.job, weakref.ref(engine._weights)
+        del engine
+        gc.collect()  # `measured` is in a circle with the engine
         if pipe is not None:
             known, state = expected(run, pipe, model, batches)
             loss = max(abs(a - b) / abs(b) for a, b in zip(losses, known, strict=True))
@@ -182,7 +187,8 @@ def main() -> None:
                 "loss": loss,
                 "weights": difference(weights, state),
                 "alive": alive,
-                "work": [engine.job.method, engine.job.shape.to_json()],
+                "work": [job.method, job.shape.to_json()],
+                "is_freed": held() is None,
             }
     if rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
