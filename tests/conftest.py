@@ -25,4 +25,8 @@ def _one_nursery() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start processes of their own take longest: with them first, both workers end together."""
-    items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "torchrun"))
+    items.sort(
+        key=lambda item: (
+            not any(name.startswith("torchrun") for name in vars(item.getparent(pytest.Module).obj))
+        )
+    )

@@ -1,6 +1,7 @@
 """Every command that a document shows is run: as it stands, or with smaller figures (SMALLER).
 
-Those of benchmarks take four minutes by themselves, even so, and are run by `make test-slow`.
+Those of benchmarks take four minutes by themselves, even so, and are run by `make test-slow`, as are all
+but two of those that stand for two machines.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ SMALLER = {
     "docs/": "",
 }
 # A program's own, or a rank's; what torchrun logs of its agents' exit barrier has the log's prefix.
+# Benchmarks, and two machines that meet by other words, or for less, than those of docs/MULTI_NODE.md.
+SLOW = re.compile(r"benchmarks/|srun |--rdzv-backend|--nnodes 2.*pd2bw_fx probe")
 TRACEBACK = re.compile(rb"(?m)^(\[rank\d+\]: ?)?Traceback")
 ELSEWHERE = {
     "make demo": "tests/test_cli.py goes the demo's way",
@@ -87,15 +90,29 @@ def smaller(command: str) -> str:
     return command
 
 
-def told() -> list[tuple[str, list[str], list[str]]]:
-    """Each document, its benchmarks and its other commands; each command once."""
-    found: list[tuple[str, list[str], list[str]]] = []
-    seen = set[str]()
+def at_once(commands: Sequence[str]) -> list[tuple[str, ...]]:
+    """The commands in their order; together, those that a document shows for each of two machines."""
+    steps: list[tuple[str, ...]] = []
+    waiting: tuple[str, ...] = ()
+    for command in commands:
+        if "--node-rank 0" in command:
+            waiting = (command,)
+            continue
+        is_for_both = ("--nnodes 2" in command and not waiting) or command.startswith("srun")
+        steps.append((command, command) if is_for_both else (*waiting, command))
+        waiting = ()
+    return steps
+
+
+def told() -> list[tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]]:
+    """Each document, its slow steps and the others; each step once."""
+    found: list[tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]] = []
+    seen = set[tuple[str, ...]]()
     for document in ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]:
         commands = dict.fromkeys(smaller(c) for c in commands_of(document) if is_run_here(c))
-        new = [command for command in commands if command not in seen]
-        benchmarks = [command for command in new if "benchmarks/" in command]
-        found.append((document, benchmarks, [command for command in new if command not in benchmarks]))
+        new = [step for step in at_once(list(commands)) if step not in seen]
+        slow = [step for step in new if SLOW.search(step[-1])]
+        found.append((document, slow, [step for step in new if step not in slow]))
         seen |= set(new)
     return found
 
@@ -106,27 +123,24 @@ def test_the_commands_of_a_document_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prepare(tmp_path, with_onnx=document == "docs/ONNX.md")
-    waiting: list[str] = []
-    for command in next(rest for name, _, rest in told() if name == document):
-        if command.startswith("pd2bw-fx"):
-            assert main(shlex.split(command)[1:]) == 0, command
-        elif "--node-rank 0" in command:
-            waiting = [command]
-        else:
-            is_both = ("--nnodes 2" in command and not waiting) or command.startswith("srun")
-            for code, said in run([command] * 2 if is_both else [*waiting, command], tmp_path):
-                assert code == 0, f"{command}\n{said}"
-            waiting = []
+    for step in next(rest for name, _, rest in told() if name == document):
+        if step[0].startswith("pd2bw-fx"):
+            assert main(shlex.split(step[0])[1:]) == 0, step
+            continue
+        for code, said in run(step, tmp_path):
+            assert code == 0, f"{step}\n{said}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for _, benchmarks, _ in told() for command in benchmarks])
-def test_a_benchmark_of_a_document_runs(command: str, tmp_path: Path) -> None:
-    [(code, said)] = run([command], tmp_path)
-
-    # 1 says that this machine is slower than the benchmark's limits, which no test may depend on.
-    assert code in (0, 1), f"{command}\n{said}"
-    assert said.strip(), f"{command} printed nothing"
+@pytest.mark.parametrize("step", [step for _, slow, _ in told() for step in slow], ids=lambda step: step[-1])
+def test_a_slow_command_of_a_document_runs(step: tuple[str, ...], tmp_path: Path) -> None:
+    is_benchmark = "benchmarks/" in step[0]
+    if not is_benchmark:
+        prepare(tmp_path, with_onnx=False)
+    for code, said in run(step, tmp_path):
+        # 1 says that this machine is slower than the benchmark's limits, which no test may depend on.
+        assert code == 0 or (is_benchmark and code == 1), f"{step}\n{said}"
+        assert said.strip() or not is_benchmark, f"{step} printed nothing"
 
 
 def prepare(folder: Path, *, with_onnx: bool) -> None:

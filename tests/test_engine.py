@@ -11,14 +11,14 @@ import torch
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-from tests.torchrun import torchrun
+from tests.torchrun import torchrun, torchrun_of_forks
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_losses_and_weights_equal_those_of_the_update_rule_in_one_process(
     num_stages: int, tmp_path: Path
 ) -> None:
-    finished = torchrun(num_stages, "equals_reference.py", tmp_path / "result.json")
+    finished = torchrun_of_forks(num_stages, "equals_reference.py", tmp_path / "result.json")
 
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())
@@ -32,7 +32,7 @@ def test_losses_and_weights_equal_those_of_the_update_rule_in_one_process(
 def test_an_engine_evaluates_on_its_newest_weights_and_goes_on_training(
     num_stages: int, tmp_path: Path
 ) -> None:
-    finished = torchrun(num_stages, "engine_life.py", tmp_path / "result.json")
+    finished = torchrun_of_forks(num_stages, "engine_life.py", tmp_path / "result.json")
 
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from pd2bw_fx.runtime.ties import TiedParameter, in_buckets
-from tests.torchrun import torchrun
+from tests.torchrun import torchrun_of_forks
 
 MEBI = 2**20
 
 
 def test_replicas_send_one_bucket_from_within_the_last_backward(tmp_path: Path) -> None:
-    ran = torchrun(4, "overlaps.py", tmp_path / "sent.json")
+    ran = torchrun_of_forks(4, "overlaps.py", tmp_path / "sent.json")
 
     assert ran.returncode == 0, ran.stderr[-2000:]
     told = json.loads((tmp_path / "sent.json").read_text())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pd2bw_fx.actions import Shape
-from tests.torchrun import torchrun
+from tests.torchrun import torchrun_of_forks
 
 
 def expected_alive(method: str, shape: Shape, stage: int) -> tuple[int, int]:
@@ -81,7 +81,7 @@ def check_alive(run: str, result: dict[str, Any]) -> None:
 def test_every_method_equals_a_reference_of_its_rule_and_holds_what_its_formula_says(
     num_ranks: int, num_runs: int, tmp_path: Path
 ) -> None:
-    finished = torchrun(num_ranks, "equals_methods.py", tmp_path / "result.json")
+    finished = torchrun_of_forks(num_ranks, "equals_methods.py", tmp_path / "result.json")
 
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())
@@ -94,7 +94,7 @@ def test_every_method_equals_a_reference_of_its_rule_and_holds_what_its_formula_
 
 
 def test_precision_is_that_of_torchs_autocast_and_loss_scale(tmp_path: Path) -> None:
-    finished = torchrun(2, "precision.py", tmp_path / "result.json")
+    finished = torchrun_of_forks(2, "precision.py", tmp_path / "result.json")
 
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())

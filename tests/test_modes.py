@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.modes import passes_through_in_evaluation
-from tests.torchrun import torchrun
+from tests.torchrun import torchrun_of_forks
 
 
 class StochasticDepth(nn.Module):
@@ -108,7 +108,7 @@ def test_another_branch_in_evaluation_is_told_and_not_evaluated(tmp_path: Path) 
     pipe.save(tmp_path / "folder")
     loaded = pd2bw_fx.load(tmp_path / "folder")
     assert loaded.trace_report == pipe.trace_report
-    ran = torchrun(2, "evaluates.py", tmp_path / "folder", tmp_path / "result.txt")
+    ran = torchrun_of_forks(2, "evaluates.py", tmp_path / "folder", tmp_path / "result.txt")
     assert ran.returncode == 0, ran.stderr[-2000:]
     told = (tmp_path / "result.txt").read_text()
     assert told.startswith("InputError: the stages are not for evaluation: in evaluation mode")
