@@ -148,7 +148,8 @@ def prepare(folder: Path, *, with_onnx: bool) -> None:
     pipe = pd2bw_fx.split(build("gpt"), cluster=2, costs="analytic", check=False)
     pipe.save(folder / "gpt_2")
     pipe.save(folder / "gpt_8")
-    (folder / "two.toml").write_text(pd2bw_fx.Cluster.uniform(2, memory_bytes="1 GiB").to_toml())
+    for name in ("two.toml", "cluster.toml"):
+        (folder / name).write_text(pd2bw_fx.Cluster.uniform(2, memory_bytes="1 GiB").to_toml())
     script = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[2]
     (folder / "train.py").write_text(
         "import torch, pd2bw_fx\nfrom pd2bw_fx.models import build, text\n"
