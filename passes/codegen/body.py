@@ -26,6 +26,9 @@ class Body:
         self.reads = tree.reads(scope)
         self.symbols = tree.symbols(scope)
         self.gives = tree.gives(scope)
+        self._operands = {id(item): self._read_by(item) for item in self.items}
+        self._read = {operand for operands in self._operands.values() for operand in operands}
+        self._elements = self._elements_taken()
         self._regions = dict(zip(map(id, self.items), self._told_apart(), strict=True))
 
     def _is_inlined(self, item: fx.Node | Scope) -> bool:
@@ -35,10 +38,12 @@ class Body:
         """What an item makes that anything else reads."""
         if isinstance(item, Scope):
             return self.tree.gives(item)
-        used = item in self.gives or any(item in self.operands_of(other) for other in self.items)
-        return [item] if used else []
+        return [item] if item in self._read or item in self.gives else []
 
     def operands_of(self, item: fx.Node | Scope) -> list[fx.Node]:
+        return self._operands[id(item)]
+
+    def _read_by(self, item: fx.Node | Scope) -> list[fx.Node]:
         if isinstance(item, Scope):
             return self.tree.reads(item)
         return tensors_read(self.tree.graph, item)
@@ -121,18 +126,21 @@ class Body:
         if isinstance(item, Scope) or not _takes_element(item):
             return False
         source = item.args[0]
-        return isinstance(source, fx.Node) and not _is_tensor(source) and source in self.items
+        return isinstance(source, fx.Node) and not _is_tensor(source) and id(source) in self._operands
 
     def elements(self, item: fx.Node | Scope) -> dict[int, fx.Node | None] | None:
         """For an operator that makes a tuple: its elements by place, None for those that nobody reads."""
         if isinstance(item, Scope) or _is_tensor(item):
             return None
-        taken = {
-            int(str(other.args[1])): other
-            for other in self.items
-            if not isinstance(other, Scope) and _takes_element(other) and other.args[0] is item
-        }
+        taken = self._elements.get(item, {})
         return {place: taken.get(place) for place in range(len(item.meta["val"]))}
+
+    def _elements_taken(self) -> dict[fx.Node, dict[int, fx.Node]]:
+        found: dict[fx.Node, dict[int, fx.Node]] = {}
+        for item in self.items:
+            if not isinstance(item, Scope) and _takes_element(item) and isinstance(item.args[0], fx.Node):
+                found.setdefault(item.args[0], {})[int(str(item.args[1]))] = item
+        return found
 
 
 def _nodes(item: fx.Node | Scope) -> list[fx.Node]:
@@ -166,14 +174,11 @@ class Folding:
 
     def is_folded(self, index: int) -> bool:
         """Whether the item at this place has no statement of its own."""
-        results = self.results[index]
-        return len(results) == 1 and results[0] in self.folded
+        return self._is_within(index, self.folded)
 
     def emitted_at(self, index: int) -> int:
         """The position where an item is really written: that of the statement it is folded into."""
-        while index < self.end and self.is_folded(index):
-            index = self.users[self.results[index][0]][0]
-        return index
+        return self._statement_of(index, self.folded)
 
     def last_use(self, node: fx.Node) -> int:
         return max((self.emitted_at(index) for index in self.users.get(node, [])), default=-1)
@@ -204,18 +209,32 @@ class Folding:
                 continue
             if self._may_fold(index, self.items[index], results[0]):
                 folded.add(results[0])
-                if not self._is_in_order(folded):
+                if not self._is_in_order(index, folded):
                     folded.remove(results[0])
         return folded
 
-    def _is_in_order(self, folded: set[fx.Node]) -> bool:
-        evaluated = [index for index in self._evaluated(folded) if self.ordered[index]]
+    def _is_in_order(self, index: int, folded: set[fx.Node]) -> bool:
+        """Whether everything is, now that the item at `index` is folded, and everything was before.
+
+        What is evaluated before the item, or after the statement that it has become a part of, stays there.
+        """
+        statements = range(index, self._statement_of(index, folded) + 1)
+        evaluated = [at for at in self._evaluated(statements, folded) if self.ordered[at]]
         return evaluated == sorted(evaluated)
 
-    def _evaluated(self, folded: set[fx.Node]) -> Iterator[int]:
-        """The items in the order in which Python evaluates the statements."""
-        for index, results in enumerate(self.results):
-            if len(results) != 1 or results[0] not in folded:
+    def _statement_of(self, index: int, folded: set[fx.Node]) -> int:
+        while index < self.end and self._is_within(index, folded):
+            index = self.users[self.results[index][0]][0]
+        return index
+
+    def _is_within(self, index: int, folded: set[fx.Node]) -> bool:
+        results = self.results[index]
+        return len(results) == 1 and results[0] in folded
+
+    def _evaluated(self, statements: range, folded: set[fx.Node]) -> Iterator[int]:
+        """Their items in the order in which Python evaluates them."""
+        for index in statements:
+            if index < self.end and not self._is_within(index, folded):
                 yield from self._evaluated_within(index, folded)
 
     def _evaluated_within(self, index: int, folded: set[fx.Node]) -> Iterator[int]:

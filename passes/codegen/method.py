@@ -87,6 +87,7 @@ class _Draft:
         self.folding = folding
         self.call_text = call_text
         self.bound: dict[fx.Node, str] = {}
+        self.bearers: dict[str, list[fx.Node]] = {}  # of a name, one after another
         self.sources: dict[fx.Node, Source] = {}
         self.too_long: set[fx.Node] = set()
         self.lost_sizes: set[tuple[fx.Node, int]] = set()
@@ -113,8 +114,7 @@ class _Draft:
         names: list[str] = []
         for node in self.body.reads:
             name = self._free(argument_name(self.body.tree, self.body.scope, node), -1)
-            self.bound[node] = name
-            self.sources[node] = Source(name)
+            self._bind(node, name)
             names.append(name)
         return [*names, *(identifier(symbol) for symbol in self.body.symbols)]
 
@@ -154,14 +154,11 @@ class _Draft:
         """Whether the name stands for something that is still read after the statement at `index`."""
         if name in self.body.symbols or name in self.body.tree.function_names:
             return True
-        return any(
-            bound == name and self.folding.last_use(node) > index for node, bound in self.bound.items()
-        )
+        return any(self.folding.last_use(node) > index for node in self.bearers.get(name, ()))
 
     def _free(self, name: str, index: int) -> str:
-        taken = set(self.bound.values()) if index < 0 else set()
         candidate, count = name, 1
-        while candidate in taken or self._is_live(candidate, index):
+        while (index < 0 and candidate in self.bearers) or self._is_live(candidate, index):
             count += 1
             candidate = f"{name}_{count}"
         return candidate
@@ -222,6 +219,7 @@ class _Draft:
 
     def _bind(self, node: fx.Node, name: str) -> None:
         self.bound[node] = name
+        self.bearers.setdefault(name, []).append(node)
         self.sources[node] = Source(name)
 
     def _source(self, item: fx.Node | Scope) -> Source:
