@@ -137,7 +137,14 @@ def _full(node: fx.Node) -> list[fx.Node]:
     parts = node.args[0]
     assert isinstance(parts, list | tuple)
     nodes = [part for part in parts if isinstance(part, fx.Node)]
-    return [part for part in nodes if getattr(part.meta.get("val"), "shape", None) != (0,)]
+    return [part for part in nodes if not _is_empty(part.meta.get("val"))]
+
+
+def _is_empty(value: object) -> bool:
+    """For all batches and values: a size that depends on them is not asked whether it is zero."""
+    if not isinstance(value, torch.Tensor) or value.ndim != 1:
+        return False
+    return isinstance(value.shape[0], int) and value.shape[0] == 0
 
 
 def _sizes_and_type(node: fx.Node) -> tuple[list[str], torch.dtype] | None:

@@ -14,7 +14,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 
 from pd2bw_fx.cluster import Device
 from pd2bw_fx.costs import Costs, OperatorCost
@@ -107,7 +111,7 @@ def _estimated(
     try:
         with Estimator(device) as estimator:
             costs = Walk(graph, estimator).run(inputs)
-    except DynamicOutputShapeException:  # how many rows a mask picks only values tell
+    except (DynamicOutputShapeException, DataDependentOutputException):  # sizes that only values tell
         if not has_values:
             raise InputError(
                 "sizes within the model depend on values, and the model or its example inputs hold none "
