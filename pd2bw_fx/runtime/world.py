@@ -171,17 +171,19 @@ def collected(own: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, 
     One after another and each by itself, so that a rank holds no more than the result. All ranks call it.
     """
     rank = dist.get_rank(group)
-    copies = {name: tensor.detach().cpu().resolve_conj().clone() for name, tensor in own.items()}
+    layouts = {name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()}
     kinds: list[Any] = [None] * dist.get_world_size(group)
     with translated(None):
-        described = {name: (copy.shape, copy.stride(), copy.dtype) for name, copy in copies.items()}
+        described = {name: (like.shape, like.stride(), like.dtype) for name, like in layouts.items()}
         dist.all_gather_object(kinds, described, group=group)
     found: dict[str, Tensor] = {}
     for source, theirs in enumerate(kinds):
         for name, (shape, stride, dtype) in theirs.items():
             if name in found:
                 continue
-            tensor = copies[name] if source == rank else torch.empty_strided(shape, stride, dtype=dtype)
+            tensor = torch.empty_strided(shape, stride, dtype=dtype)
+            if source == rank:
+                tensor.copy_(own[name].detach())
             found[name] = tensor
             data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             if data.numel():
