@@ -170,15 +170,19 @@ class Folding:
         self.ordered = [body.is_ordered(item) for item in self.items]
         self.maker = {result: index for index, made in enumerate(self.results) for result in made}
         self.users = self._users(size_readers)
-        self.folded = self._folded()
+        self.folded: set[fx.Node] = set()
+        self._fold()
 
     def is_folded(self, index: int) -> bool:
         """Whether the item at this place has no statement of its own."""
-        return self._is_within(index, self.folded)
+        results = self.results[index]
+        return len(results) == 1 and results[0] in self.folded
 
     def emitted_at(self, index: int) -> int:
         """The position where an item is really written: that of the statement it is folded into."""
-        return self._statement_of(index, self.folded)
+        while index < self.end and self.is_folded(index):
+            index = self.users[self.results[index][0]][0]
+        return index
 
     def last_use(self, node: fx.Node) -> int:
         return max((self.emitted_at(index) for index in self.users.get(node, [])), default=-1)
@@ -195,55 +199,44 @@ class Folding:
             users.setdefault(node, []).extend(readers)
         return users
 
-    def _folded(self) -> set[fx.Node]:
-        """What is written inside its reader's expression, as long as everything is computed in its order.
+    def _fold(self) -> None:
+        """Choose what is written in its reader's expression, as long as everything is computed in its order.
 
         Autograd adds up gradients in the reverse order of the computations, and random numbers come in
         theirs: another order would be right, and not bit for bit the same.
         """
-        folded: set[fx.Node] = set()
         for index in reversed(range(self.end)):
             results = self.results[index]
             # What links the members of a chain has lines of its own, so that equal ones roll up.
             if len(results) != 1 or results[0] in self.body.tree.links:
                 continue
             if self._may_fold(index, self.items[index], results[0]):
-                folded.add(results[0])
-                if not self._is_in_order(index, folded):
-                    folded.remove(results[0])
-        return folded
+                self.folded.add(results[0])
+                if not self._is_in_order(index):
+                    self.folded.remove(results[0])
 
-    def _is_in_order(self, index: int, folded: set[fx.Node]) -> bool:
+    def _is_in_order(self, index: int) -> bool:
         """Whether everything is, now that the item at `index` is folded, and everything was before.
 
         What is evaluated before the item, or after the statement that it has become a part of, stays there.
         """
-        statements = range(index, self._statement_of(index, folded) + 1)
-        evaluated = [at for at in self._evaluated(statements, folded) if self.ordered[at]]
+        statements = range(index, min(self.emitted_at(index) + 1, self.end))
+        evaluated = [at for at in self._evaluated(statements) if self.ordered[at]]
         return evaluated == sorted(evaluated)
 
-    def _statement_of(self, index: int, folded: set[fx.Node]) -> int:
-        while index < self.end and self._is_within(index, folded):
-            index = self.users[self.results[index][0]][0]
-        return index
-
-    def _is_within(self, index: int, folded: set[fx.Node]) -> bool:
-        results = self.results[index]
-        return len(results) == 1 and results[0] in folded
-
-    def _evaluated(self, statements: range, folded: set[fx.Node]) -> Iterator[int]:
+    def _evaluated(self, statements: range) -> Iterator[int]:
         """Their items in the order in which Python evaluates them."""
         for index in statements:
-            if index < self.end and not self._is_within(index, folded):
-                yield from self._evaluated_within(index, folded)
+            if not self.is_folded(index):
+                yield from self._evaluated_within(index)
 
-    def _evaluated_within(self, index: int, folded: set[fx.Node]) -> Iterator[int]:
+    def _evaluated_within(self, index: int) -> Iterator[int]:
         item = self.items[index]
-        inner = [node for node in self.body.operands_of(item) if node in folded]
+        inner = [node for node in self.body.operands_of(item) if node in self.folded]
         if not isinstance(item, Scope) and operator_name(item) == "rsub":
             inner.reverse()  # written as other - self
         for node in inner:
-            yield from self._evaluated_within(self.maker[node], folded)
+            yield from self._evaluated_within(self.maker[node])
         yield index
 
     def _may_fold(self, index: int, item: fx.Node | Scope, result: fx.Node) -> bool:
