@@ -25,8 +25,5 @@ def _one_nursery() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start processes of their own take longest: with them first, both workers end together."""
-    items.sort(
-        key=lambda item: (
-            not any(name.startswith("torchrun") for name in vars(item.getparent(pytest.Module).obj))
-        )
-    )
+    starting = {"torchrun", "torchrun_of_forks"}
+    items.sort(key=lambda item: starting.isdisjoint(vars(getattr(item, "module", None) or object)))

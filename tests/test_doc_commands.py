@@ -57,9 +57,9 @@ SMALLER = {
     "/shared/run": "run",
     "docs/": "",
 }
-# A program's own, or a rank's; what torchrun logs of its agents' exit barrier has the log's prefix.
 # Benchmarks, and two machines that meet by other words, or for less, than those of docs/MULTI_NODE.md.
 SLOW = re.compile(r"benchmarks/|srun |--rdzv-backend|--nnodes 2.*pd2bw_fx probe")
+# A program's own, or a rank's; what torchrun logs of its agents' exit barrier has the log's prefix.
 TRACEBACK = re.compile(rb"(?m)^(\[rank\d+\]: ?)?Traceback")
 ELSEWHERE = {
     "make demo": "tests/test_cli.py goes the demo's way",
