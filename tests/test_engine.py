@@ -39,6 +39,7 @@ def test_an_engine_evaluates_on_its_newest_weights_and_goes_on_training(
     assert result["losses"] == pytest.approx(result["expected_losses"], rel=1e-12)
     assert result["evaluated"] == pytest.approx(result["expected_evaluated"], rel=1e-12)
     assert max(result["weights"]) <= 1e-14
+    assert result["again"] == result["losses"][0]
 
 
 MISTAKES = {

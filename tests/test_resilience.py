@@ -3,42 +3,99 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from pd2bw_fx.errors import WorkerError
+from pd2bw_fx.runtime.meeting import _Arrival
 from tests.torchrun import PROGRAMS
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_ends_the_other_with_its_name(stopped: int) -> None:
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, str(PROGRAMS / "stops.py"), str(stopped)]
-    processes = [
-        subprocess.Popen(command, env=environment(RANK=str(r), **world), stderr=subprocess.PIPE, text=True)
-        for r in range(2)
-    ]
-    try:
+    with ranks(2, stopped, "SIGSTOP") as processes:
         deadline = time.monotonic() + 120
         while not is_stopped(processes[stopped].pid):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         began = time.monotonic()
         _, error = processes[1 - stopped].communicate(timeout=60)
-    finally:
-        processes[stopped].send_signal(signal.SIGKILL)
-        processes[stopped].communicate()
 
     assert processes[1 - stopped].returncode == 1
     assert time.monotonic() - began < 20  # 4 s of silence, on a machine that may be busy
-    who = "rank 1 (stage 1)" if stopped == 1 else "the process that holds the store"
-    assert f"WorkerError: {who}" in error
-    assert "no sign of life" in error
+    who = f"rank {stopped} (stage {stopped})" + ("" if stopped else ", which holds the store of the ranks,")
+    assert f"WorkerError: {who} has given no sign of life" in error
     assert f"seen by rank {1 - stopped} (stage {1 - stopped}), in update" in error
+
+
+def test_a_rank_that_is_killed_is_named_by_those_that_are_not_beside_it_too() -> None:
+    with ranks(3, 2, "SIGKILL") as processes:
+        processes[2].wait(timeout=120)
+        began = time.monotonic()
+        errors = [process.communicate(timeout=60)[1] for process in processes[:2]]
+
+    assert time.monotonic() - began < 20
+    for rank, error in enumerate(errors):
+        assert "WorkerError: rank 2 (stage 2) no longer answers: it was killed, or hangs" in error
+        assert f"(seen by rank {rank}, stage {rank}, " in error
+
+
+def test_ranks_that_meet_again_have_a_store_without_what_was_left_in_it() -> None:
+    store = HashStore()
+
+    names = [met(store, range(3)) for _ in range(2)]
+
+    assert [len(set(found)) for found in names] == [1, 1]
+    assert names[0] != names[1]
+
+
+def test_who_does_not_come_is_named() -> None:
+    for here, missing in ([0, 1], "rank 2"), ([0], "ranks 1, 2"), ([1, 2], "rank 0"):
+        for told in met(HashStore(), here):
+            assert told == f"{missing} of 3 did not come to make an engine within 0 s"
+
+
+def met(store: HashStore, ranks: Sequence[int]) -> list[str]:
+    """What each of these three ranks finds: the meeting's name, or its error."""
+    found: dict[int, str] = {}
+
+    def arrive(rank: int) -> None:
+        try:
+            found[rank] = _Arrival(store, rank, 3).name(timeout_s=60.0 if len(ranks) == 3 else 0.4)
+        except WorkerError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=arrive, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in ranks]
+
+
+@contextmanager
+def ranks(count: int, stopped: int, how: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Without torchrun, which would end the others itself."""
+    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, str(PROGRAMS / "stops.py"), str(stopped), how]
+    processes = [
+        subprocess.Popen(command, env=environment(RANK=str(r), **world), stderr=subprocess.PIPE, text=True)
+        for r in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def environment(**more: str) -> dict[str, str]:

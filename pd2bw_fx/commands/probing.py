@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +16,7 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.commands.common import check_writable, command
 from pd2bw_fx.errors import UsageError
 from pd2bw_fx.probe import probe
-from pd2bw_fx.runtime.world import join_world
+from pd2bw_fx.runtime.world import World
 from pd2bw_fx.train import is_under_torchrun, start_processes
 from pd2bw_fx.units import format_bytes, format_seconds
 
@@ -57,13 +56,12 @@ def _probe(options: argparse.Namespace) -> int:
     is_first = int(os.environ["RANK"]) == 0
     if is_first:
         check_writable(options.output)
-    joined = join_world(_TIMEOUT_S)
+    world = World(timeout_s=_TIMEOUT_S)
     try:
         kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         cluster = probe(kind, tolerance=options.tolerance)
     finally:
-        if joined:
-            dist.destroy_process_group()
+        world.leave()
     if is_first:
         _write(cluster, options.output)
         _print(cluster, Console())

@@ -38,11 +38,11 @@ from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.weights import OptimizerFactory, ParameterOptions, SchedulerFactory
 from pd2bw_fx.runtime.world import (
+    World,
     agreed_seed,
     collected,
     compare_batches,
     job_of_this_rank,
-    join_world,
     local_device,
 )
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
 _TIMEOUT_S = 600.0
+_NOBODY = Watch(None, 0, 1, silence_s=0.0)
 _UPDATES_COMPARED = 2  # in how many updates ranks tell each other what batch they were given
 
 
@@ -85,10 +86,9 @@ class Engine:
         self.device = torch.device(device) if device is not None else local_device(job.device_name)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._owns_world = False
         self._empty_before = 0
         self._is_broken = False
-        self._watch: Watch | None = None
+        self._world: World | None = None
         if corrections is None:
             corrections = corrections_of(job.method)
         self._synchronous_updates = max(
@@ -175,25 +175,24 @@ class Engine:
         Raises InputError on every rank where there are not as many processes as the method needs, where it
         cannot use the numbers (fewer microbatches than stages for 2bw), or where the pipeline has no loss.
         """
-        joined = join_world(options.get("timeout_s", _TIMEOUT_S))
-        job = job_of_this_rank(
-            pipeline,
-            method=method,
-            microbatches_per_update=microbatches_per_update,
-            slack=slack,
-            replicas=replicas,
-            vertical_sync=vertical_sync,
-        )
-        engine = cls(job, optimizer=optimizer, **options)
-        engine._owns_world = joined
-        if silence_s and job.num_ranks > 1:
-            engine._watch = Watch(
-                job.rank,
-                job.num_ranks,
-                silence_s=silence_s,
-                described=engine.job.name_of,
-                doing=engine._doing,
-            )
+        world = World(timeout_s=options.get("timeout_s", _TIMEOUT_S), silence_s=silence_s)
+        try:
+            with world.watch:
+                job = job_of_this_rank(
+                    pipeline,
+                    method=method,
+                    microbatches_per_update=microbatches_per_update,
+                    slack=slack,
+                    replicas=replicas,
+                    vertical_sync=vertical_sync,
+                )
+                with shared_fate(job.rank, job.described(), "making its engine", world.watch.lost):
+                    engine = cls(job, optimizer=optimizer, **options)
+        except BaseException:
+            world.leave()
+            raise
+        engine._world = world
+        world.watch.tell_of(engine.job.name_of, engine._doing)
         return engine
 
     @property
@@ -340,14 +339,11 @@ class Engine:
         return tuple(Record(*record) for records in gathered for record in records)
 
     def close(self) -> None:
-        """Give up the engine's process groups, and torchrun's if the engine joined it."""
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-        if self._owns_world and dist.is_initialized():
-            dist.destroy_process_group()
-            self._owns_world = False
-        elif not self._is_broken and dist.is_initialized():
+        """Give up the engine's process groups; the last one open, the world that engines have joined."""
+        if self._world is not None:
+            self._world.leave()
+            self._world = None
+        if not self._is_broken and dist.is_initialized():
             self._groups.close()
 
     def __enter__(self) -> Self:
@@ -418,17 +414,13 @@ class Engine:
     def _shared_fate(self, doing: str) -> Iterator[None]:
         if self._is_broken:
             raise WorkerError("this engine failed before and its pipeline is torn; make a new one")
-        if self._watch is not None:
-            self._watch.enter()
         try:
-            with shared_fate(self.rank, self.job.described(), doing):
+            watch = _NOBODY if self._world is None else self._world.watch
+            with watch, shared_fate(self.rank, self.job.described(), doing, watch.lost):
                 yield
         except BaseException:
             self._is_broken = True
             raise
-        finally:
-            if self._watch is not None:
-                self._watch.leave()
 
     def _doing(self) -> str:
         action = self._runner.current

@@ -11,7 +11,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -37,22 +37,35 @@ def translated(peer: int | None) -> Iterator[None]:
         yield
     except (RuntimeError, EOFError, OSError) as error:
         whom = "another rank" if peer is None else f"rank {peer}"
-        text = (str(error).splitlines() or [type(error).__name__])[0]
         raise LinkDownError(
-            f"{whom} no longer answers: it ended, or hung for longer than its time limit ({text})",
+            f"{whom} no longer answers: it ended, or hung for longer than its time limit "
+            f"({first_line(error)})",
             peer=peer,
         ) from error
 
 
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 @contextlib.contextmanager
-def shared_fate(rank: int, stages: str, doing: str) -> Iterator[None]:
-    """A failure in here is told to all ranks; one that began elsewhere is raised with its own reason."""
+def shared_fate(
+    rank: int, stages: str, doing: str, lost: Callable[[], str | None] = lambda: None
+) -> Iterator[None]:
+    """A failure in here is told to all ranks; one that began elsewhere is raised with its own reason.
+
+    `lost` names a rank that has ended without a word: the other end of a lost connection may only be the next
+    to fall.
+    """
     try:
         yield
     except LinkDownError as error:
         reason = _told()
         if reason is None:
-            raise
+            who = lost()
+            if who is None:
+                raise
+            reason = f"{who} no longer answers: it was killed, or hangs"
         raise WorkerError(f"{reason}\n(seen by rank {rank}, {stages}, {doing})") from error
     except Exception as error:
         error.add_note(f"on rank {rank}, {stages}, {doing}")
@@ -74,6 +87,12 @@ def tell_launcher(error: BaseException, shown: str) -> None:
     told = {"message": f"{type(error).__name__}: {error}", "extraInfo": more}
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_text(json.dumps({"message": told}))
+
+
+def forget() -> None:
+    """Of an engine before: what its ranks have told is not the reason of this one's end."""
+    with contextlib.suppress(RuntimeError):
+        dist.distributed_c10d._get_default_store().delete_key(_KEY)
 
 
 def _tell(reason: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.corrections import Correction, Corrector
+from pd2bw_fx.runtime.failure import translated
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Connections
 from pd2bw_fx.runtime.rank_runner import RankRunner
@@ -48,9 +49,9 @@ class Groups:
         return self.of(self._ranks)
 
     def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=datetime.timedelta(seconds=self.timeout_s)
-        )
+        limit = datetime.timedelta(seconds=self.timeout_s)
+        with translated(None):
+            group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit)
         if dist.get_rank() in ranks:
             self._made.append(group)
         return group
@@ -64,7 +65,8 @@ class Groups:
 def make_recorder(job: Job, num_calls: int, control: dist.ProcessGroup) -> Recorder | None:
     if num_calls == 0:
         return None
-    offset_s = offset_to_first_rank(job.rank, job.num_ranks, control)
+    with translated(None):
+        offset_s = offset_to_first_rank(job.rank, job.num_ranks, control)
     return Recorder(job.rank, num_calls, offset_s=offset_s)
 
 
@@ -136,7 +138,8 @@ def make_runner(
     on_loss: Callable[[int, Tensor], None],
     recorder: Recorder | None = None,
 ) -> RankRunner:
-    in_reach = ranks_in_reach(groups.control, job.rank, job.num_ranks)
+    with translated(None):
+        in_reach = ranks_in_reach(groups.control, job.rank, job.num_ranks)
     connections = Connections(
         job, groups.activations, groups.gradients, device, in_reach, timeout_s=groups.timeout_s
     )

@@ -1,6 +1,6 @@
 """A rank that is stopped or hangs closes no connection: ranks also tell each other that they are alive.
 
-    every second   set alive/RANK to a count in the store of the process group; look at the others' counts
+    every second   set alive/RANK to a count in the store of the ranks' meeting; look at the others' counts
     inside a call  of the engine, a rank whose count has stood still for `silence_s` ends this one too
 
 What waits in a process group cannot be interrupted, so the end is that of the process: one message, and exit
@@ -18,40 +18,30 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 _BEAT_S = 1.0
+_LOST_S = 3.5  # of silence, after which the one that is longest silent has caused the end of a connection
 _MOST_WATCHED = 64
 _DONE = b"done"
 
 
 class Watch:
-    """Watches the other ranks from threads of its own, between `enter` and `leave`.
+    """Watches the other ranks from threads of its own; inside a `with` their silence ends this one."""
 
-    `described` names a rank with its stages, `doing` what this one is at.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        num_ranks: int,
-        *,
-        silence_s: float,
-        described: Callable[[int], str],
-        doing: Callable[[], str],
-    ) -> None:
+    def __init__(self, store: Any, rank: int, num_ranks: int, *, silence_s: float) -> None:
         self._rank = rank
         self._silence_s = silence_s
-        self._described = described
-        self._doing = doing
+        self._described: Callable[[int], str] = "rank {}".format
+        self._doing: Callable[[], str] = lambda: "making its engine"
         self._others = [(rank + step) % num_ranks for step in range(1, min(num_ranks, _MOST_WATCHED + 1))]
         self._depth = 0
         self._is_closed = threading.Event()
-        store: Any = dist.distributed_c10d._get_default_store()
-        self._store = store.clone()  # the other one may be waiting for something
         self._counts: dict[int, bytes] = {}
         self._heard_s = dict.fromkeys(self._others, time.monotonic())
         self._answered_s = time.monotonic()  # by the store
+        if num_ranks == 1 or not silence_s:
+            self._is_closed.set()
+            return
+        self._store = store.clone()  # the other one may be waiting for something
         self._store.set(_key(rank), "0")
         atexit.register(self.close)
         self._threads = [
@@ -61,11 +51,25 @@ class Watch:
         for thread in self._threads:
             thread.start()
 
-    def enter(self) -> None:
+    def tell_of(self, described: Callable[[int], str], doing: Callable[[], str]) -> None:
+        """What names a rank with its stages, and what this one is at."""
+        self._described, self._doing = described, doing
+
+    def __enter__(self) -> None:
         self._depth += 1
 
-    def leave(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
+
+    def lost(self) -> str | None:
+        """The rank that has stopped to give signs of life, waited for; None where every one gives them."""
+        deadline_s = time.monotonic() + 2 * _LOST_S
+        while not self._is_closed.is_set() and time.monotonic() < deadline_s:
+            silent_s = {other: self._answered_s - self._heard_s[other] for other in self._counts}
+            if silent_s and max(silent_s.values()) > _LOST_S:
+                return self._described(max(silent_s, key=lambda other: silent_s[other]))
+            time.sleep(_BEAT_S / 10)
+        return None
 
     def close(self) -> None:
         """This rank has no part in the pipeline any longer."""
@@ -103,11 +107,16 @@ class Watch:
             if not self._depth:
                 continue
             if now_s - self._answered_s > self._silence_s:
-                self._end("the process that holds the store of the process group", now_s - self._answered_s)
+                self._end(self._holder(), now_s - self._answered_s)
             for other, heard_s in self._heard_s.items():
                 silence_s = self._answered_s - heard_s
                 if other in self._counts and silence_s > self._silence_s:
                     self._end(self._described(other), silence_s)
+
+    def _holder(self) -> str:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return "torchrun on the first machine, which holds the store of the ranks,"
+        return f"{self._described(0)}, which holds the store of the ranks,"
 
     def _end(self, who: str, silence_s: float) -> None:
         sys.stderr.write(

@@ -5,27 +5,22 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
-import time
-import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
-from pd2bw_fx.runtime.failure import translated
+from pd2bw_fx.runtime.failure import first_line, forget, translated
 from pd2bw_fx.runtime.job import Job, Work, jobs, work_for
+from pd2bw_fx.runtime.meeting import Meeting, meet
+from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.wire import decoded, encoded
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
-
-_MEETING = "pd2bw_fx/meeting"
-_MEETING_S = 0.05  # between two looks
 
 
 def local_device(name: str) -> torch.device:
@@ -38,53 +33,58 @@ def local_device(name: str) -> torch.device:
     return torch.device(name) if local_rank is None else torch.device("cuda", int(local_rank))
 
 
-def join_world(timeout_s: float) -> bool:
-    """Whether this call initialised torch.distributed."""
-    if dist.is_initialized():
-        return False
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise InputError(
-            "an engine needs one process for each stage: start the script with torchrun --nproc-per-node N, "
-            "or train with pipe.train_local(...), which starts local processes itself"
-        )
+class World:
+    """This rank among all ranks: torch.distributed is initialised, and the others are watched.
+
+    Inside a `with`, a rank that gives no sign of life for `silence_s` ends this one (0: never).
+    """
+
+    _engines = 0  # that are open where one of them has initialised torch.distributed
+
+    def __init__(self, *, timeout_s: float, silence_s: float = 0.0) -> None:
+        """Raises InputError where torchrun describes no ranks, WorkerError where they do not come or do not
+        reach each other."""
+        meeting = meet(timeout_s)
+        self.watch = Watch(meeting.store, meeting.rank, meeting.num_ranks, silence_s=silence_s)
+        self._is_to_leave = False
+        try:
+            with self.watch:
+                if not meeting.is_joined:
+                    _initialise(meeting, timeout_s)
+                    World._engines = 0
+            self._is_to_leave = not meeting.is_joined or World._engines > 0
+            World._engines += self._is_to_leave
+        except BaseException:
+            self.watch.close()
+            raise
+
+    def leave(self) -> None:
+        """The last engine that is open gives up what an engine has initialised."""
+        self.watch.close()
+        if self._is_to_leave:
+            self._is_to_leave = False
+            World._engines -= 1
+            if World._engines == 0 and dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _initialise(meeting: Meeting, timeout_s: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    limit = datetime.timedelta(seconds=timeout_s)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        dist.init_process_group(backend, timeout=limit)
-    else:
-        store, rank, world_size = next(rendezvous("env://", timeout=limit))
-        store = _of_this_attempt(store, rank, world_size, timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-    return True
-
-
-def _of_this_attempt(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """The store without what ranks of an earlier attempt have left in it: addresses that nobody listens at.
-
-    Every rank says a word that it has made up, rank 0 answers it with a name for the attempt, until all have
-    taken the answer to their own word.
-    """
-    deadline = time.monotonic() + timeout_s
-    word = attempt = uuid.uuid4().hex
-    store.set(f"{_MEETING}/word/{rank}", word)
-    while time.monotonic() < deadline:
-        if rank == 0:
-            for other in range(world_size):
-                if store.check([f"{_MEETING}/word/{other}"]):
-                    heard = store.get(f"{_MEETING}/word/{other}").decode()
-                    store.set(f"{_MEETING}/answer/{other}", f"{heard} {attempt}")
-        if store.check([f"{_MEETING}/answer/{rank}"]):
-            heard, answer = store.get(f"{_MEETING}/answer/{rank}").decode().split()
-            if heard == word:
-                store.set(f"{_MEETING}/taken/{answer}/{rank}", "")
-                if rank != 0:
-                    return PrefixStore(answer, store)
-        if rank == 0 and store.check([f"{_MEETING}/taken/{attempt}/{other}" for other in range(world_size)]):
-            return PrefixStore(attempt, store)
-        time.sleep(_MEETING_S)
-    raise WorkerError(f"not all of {world_size} ranks have come together within {timeout_s:.0f} s")
+    try:
+        dist.init_process_group(
+            backend,
+            store=meeting.store,
+            rank=meeting.rank,
+            world_size=meeting.num_ranks,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        raise WorkerError(
+            "the ranks have met and do not reach each other: one of them has ended, or GLOO_SOCKET_IFNAME "
+            f"names a network that the others are not in ({first_line(error)})"
+        ) from error
 
 
 def job_of_this_rank(
@@ -100,6 +100,7 @@ def job_of_this_rank(
     world_size = dist.get_world_size()
     answers: list[Any] | None = None
     if dist.get_rank() == 0:
+        forget()
         try:
             if pipeline is None:
                 raise InputError("rank 0 must have the pipeline; the other ranks may pass None")
@@ -205,5 +206,6 @@ def agreed_seed(seed: int | None, group: dist.ProcessGroup) -> int:
     """Rank 0's, on all ranks."""
     chosen = torch.initial_seed() if seed is None else seed
     told = torch.tensor([chosen % 2**63])
-    dist.broadcast(told, 0, group=group)
+    with translated(0):
+        dist.broadcast(told, 0, group=group)
     return int(told)

@@ -1,4 +1,5 @@
-"""Run by torchrun: one engine through steps, evaluations and flushes; results as JSON from rank 0."""
+"""Run by torchrun: an engine through steps, evaluations and flushes, and two after it, one inside the other;
+results as JSON from rank 0."""
 
 import json
 import os
@@ -35,6 +36,11 @@ def main() -> None:
         losses.append(engine.step(larger))
         results["losses"] = [float(loss) for loss in losses]
         final = engine.state_dict()
+    assert not torch.distributed.is_initialized()
+    with pipe.engine(optimizer=sgd) as outer:
+        with pipe.engine(optimizer=sgd) as inner:
+            inner.step(batches[0])
+        results["again"] = float(outer.step(batches[0]))
     assert not torch.distributed.is_initialized()
 
     if rank == 0:
