@@ -12,7 +12,7 @@ folder/
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from pd2bw_fx.actions import Schedule
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Costs
-from pd2bw_fx.errors import PlanMismatchError
+from pd2bw_fx.errors import Pd2bwError, PlanMismatchError
 from pd2bw_fx.files import read_manifest, whole_folder, write_manifest
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
@@ -76,37 +76,35 @@ def read_pipeline(folder: str | Path, *, edited: bool = False) -> dict[str, Any]
         raise PlanMismatchError(
             f"{folder} has schema {manifest.get('schema')!r}, this version reads {SCHEMA}; save it again"
         )
-    data = {name: _read_json(folder / f"{name}.json") for name in _JSON_PARTS}
-    graph, plan = OperatorGraph.from_json(data["graph"]), Plan.from_json(data["plan"])
+    graph, plan = (
+        _read(folder / "graph.json", OperatorGraph.from_json),
+        _read(folder / "plan.json", Plan.from_json),
+    )
     if plan.fingerprint != graph.fingerprint():
         raise PlanMismatchError(
             f"{folder / 'plan.json'} was made for another model (graph {plan.fingerprint}, this folder's is "
             f"{graph.fingerprint()}); split the model again"
         )
-    programs = tuple(
-        StageProgram.from_json(entry, (folder / f"stage_{stage}.py").read_text())
-        for stage, entry in enumerate(data["stages"])
-    )
+    programs = _read(folder / "stages.json", lambda entries: tuple(_programs(folder, entries)))
     tensors: dict[str, Tensor] = {}
     for program in programs:
         tensors |= _read_tensors(folder / f"stage_{program.stage}.safetensors")
     example, trace = folder / "example.safetensors", folder / _TRACE
     return {
         "graph": graph,
-        "costs": Costs.from_json(data["costs"]),
-        "cluster": Cluster.from_json(data["cluster"]),
+        "costs": _read(folder / "costs.json", Costs.from_json),
+        "cluster": _read(folder / "cluster.json", Cluster.from_json),
         "plan": plan,
-        "schedule": Schedule.from_json(data["schedule"]),
+        "schedule": _read(folder / "schedule.json", Schedule.from_json),
         "programs": programs,
         "tensors": tensors,
-        "batch_layout": None if data["batch"] is None else BatchLayout.from_json(data["batch"]),
+        "batch_layout": _read(folder / "batch.json", lambda data: data and BatchLayout.from_json(data)),
         "example": _read_tensors(example) if example.is_file() else None,
-        "trace_report": TraceReport.from_json(_read_json(trace)) if trace.is_file() else None,
+        "trace_report": _read(trace, TraceReport.from_json) if trace.is_file() else None,
     }
 
 
 _TRACE = "trace.json"
-_JSON_PARTS = ("graph", "plan", "costs", "cluster", "schedule", "stages", "batch")
 
 
 def _parts(pipeline: Pipeline) -> dict[str, Any]:
@@ -122,11 +120,36 @@ def _parts(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
+def _read(path: Path, made: Callable[[Any], Any]) -> Any:
+    """What `made` makes of the JSON in a file, which may have been edited by hand."""
+    try:
+        return made(_read_json(path))
+    except Pd2bwError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PlanMismatchError(
+            f"{path} is not as Pipeline.save writes it ({type(error).__name__}: {error}); undo what was "
+            "edited in it, or save the pipeline again"
+        ) from error
+
+
+def _programs(folder: Path, entries: Any) -> Iterator[StageProgram]:
+    for stage, entry in enumerate(entries):
+        yield StageProgram.from_json(entry, _read_text(folder / f"stage_{stage}.py"))
+
+
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(_read_text(path))
     except ValueError as error:
         raise PlanMismatchError(f"{path} is no valid JSON: {error}") from None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanMismatchError(f"{path} cannot be read: {error}") from None
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

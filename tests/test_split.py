@@ -295,6 +295,28 @@ class TestBadInput:
 
         assert pd2bw_fx.load(folder, edited=True).programs[0].source.endswith("# edited\n")
 
+    @pytest.mark.parametrize(
+        ("name", "was", "edit"),
+        [
+            ("stages", '"parameters"', '"parametres"'),
+            ("batch", '"dtype": "', '"dtype": "no_'),
+            ("cluster", '"devices": [', '"devices": [1, '),
+            ("schedule", '"method"', '"methods"'),
+            ("costs", "{", ""),
+        ],
+    )
+    def test_a_folder_edited_so_that_it_cannot_be_read(
+        self, tmp_path: Path, name: str, was: str, edit: str
+    ) -> None:
+        folder = tmp_path / "mlp"
+        pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic").save(folder)
+        text = (folder / f"{name}.json").read_text()
+        assert was in text
+        (folder / f"{name}.json").write_text(text.replace(was, edit, 1))
+
+        with pytest.raises(pd2bw_fx.PlanMismatchError, match=rf"{name}\.json is (not as|no valid JSON)"):
+            pd2bw_fx.load(folder, edited=True)
+
     def test_a_folder_with_a_file_missing(self, tmp_path: Path) -> None:
         folder = tmp_path / "mlp"
         pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic").save(folder)
