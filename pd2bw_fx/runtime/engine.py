@@ -112,7 +112,7 @@ class Engine:
         self._log = LossLog(
             on_report,
             stop_at_nan=stop_at_nan,
-            source=job.name_of(job.ranks_of(job.loss_stage)[0]),
+            source=lambda microbatch: job.name_of(job.rank_of(job.loss_stage, microbatch)),
             microbatches_per_update=job.microbatches_per_update,
             learning_rates=lambda: weights.learning_rates,
         )

@@ -283,9 +283,9 @@ class _Workers:
         for rank, failure in failures.items():
             if failure is None:
                 return WorkerError(f"{self._who(rank)} {self._how_it_ended(rank)}")
-        rank, failure = next(iter(failures.items()))
+        failure = next(iter(failures.values()))
         assert failure is not None
-        return WorkerError(f"{self._who(rank)} failed with {failure.kind}:\n{failure.error}")
+        return WorkerError(failure.error)
 
     def _who(self, rank: int) -> str:
         job = self.jobs[rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,19 +22,19 @@ class Loss:
     and no rank waits.
     """
 
-    __slots__ = ("_value", "_wait", "is_of_training", "update")
+    __slots__ = ("_arrived", "_wait", "is_of_training", "update")
 
     def __init__(
         self,
         update: int,
-        value: Tensor,
+        arrived: Tensor,
         wait: Callable[[], None] | None = None,
         *,
         is_of_training: bool = True,
     ) -> None:
         self.update = update
         self.is_of_training = is_of_training
-        self._value = value
+        self._arrived = arrived
         self._wait = wait
 
     def wait(self) -> None:
@@ -43,7 +44,13 @@ class Loss:
 
     def item(self) -> float:
         self.wait()
-        return float(self._value)
+        return float(self._arrived[0])
+
+    def broken_microbatch(self) -> int | None:
+        """The first whose loss is no finite number."""
+        self.wait()
+        first = float(self._arrived[1])
+        return int(first) if math.isfinite(first) else None
 
     def __float__(self) -> float:
         return self.item()
@@ -56,7 +63,8 @@ class Loss:
 
 
 class LossPost:
-    """Brings the mean loss of each update from the ranks that compute it (`sources`) to all others.
+    """Brings the mean loss of each update from the ranks that compute it (`sources`) to all others, and which
+    microbatch's is the first that is no finite number (infinity: none's).
 
     A rank sends its part right after its last forward of the update, before anything that may wait for
     another rank: a rank that stands still until it has the loss holds nobody up.
@@ -77,7 +85,7 @@ class LossPost:
         self._group = group
         self._device = device
         self._num_microbatches = (1, 0)
-        self._collected: list[Tensor] = []
+        self._collected: list[tuple[int, Tensor]] = []
         self._parts: dict[int, tuple[Tensor, list[dist.Work | None]]] = {}
 
     @property
@@ -92,12 +100,13 @@ class LossPost:
     def collect(self, microbatch: int, loss: Tensor) -> None:
         """The loss of one of this rank's microbatches; with the update's last, their sum goes out."""
         everywhere, here = self._num_microbatches
-        self._collected.append(loss)
+        self._collected.append((microbatch, loss))
         if len(self._collected) == here:
             self._send(microbatch // everywhere)
 
     def mean(self, update: int) -> tuple[Tensor, Callable[[], None]]:
-        """A place for the update's mean loss, and how to wait until it is there and has left this rank."""
+        """A place for the update's mean loss and the first microbatch without one, and how to wait until they
+        are there and have left this rank."""
         num_microbatches, _ = self._num_microbatches
         works: list[tuple[int, dist.Work | None]] = []
         parts: list[Tensor] = []
@@ -108,15 +117,17 @@ class LossPost:
                 part, sent = self._parts.pop(update)
                 works += [(source, work) for work in sent]
             else:
-                part = torch.empty(1, dtype=torch.float64, device=self._device)
+                part = torch.empty(2, dtype=torch.float64, device=self._device)
                 with translated(source):
                     work = dist.irecv(part, source, group=self._group, tag=update % _TAGS)
                 works.append((source, work))
             parts.append(part)
-        mean = torch.empty(1, dtype=torch.float64, device=self._device)
+        arrived = torch.empty(2, dtype=torch.float64, device=self._device)
 
         def fill() -> None:
-            mean.copy_(torch.stack(parts).sum(0) / num_microbatches)
+            sums, broken = torch.stack(parts, dim=1)
+            arrived[0] = sums.sum() / num_microbatches
+            arrived[1] = broken.min()
 
         def wait() -> None:
             for source, work in works:
@@ -127,15 +138,17 @@ class LossPost:
 
         if self.is_known_here:
             fill()
-        return mean, wait
+        return arrived, wait
 
     def _send(self, update: int) -> None:
-        losses = [loss.double() for loss in self._collected]
-        total = torch.stack(losses).sum().reshape(1) if losses else torch.zeros(1, dtype=torch.float64)
-        total = total.to(self._device)
+        part = torch.tensor([0.0, math.inf], dtype=torch.float64)
+        if self._collected:
+            numbers = torch.tensor([number for number, _ in self._collected], dtype=torch.float64)
+            losses = torch.stack([loss.double() for _, loss in self._collected])
+            broken = numbers.to(losses.device).where(~losses.isfinite(), math.inf)
+            part = torch.stack([losses.sum(), broken.min()])
+        part = part.to(self._device)
         self._collected = []
         with translated(None):
-            works = [
-                dist.isend(total, other, group=self._group, tag=update % _TAGS) for other in self._others
-            ]
-        self._parts[update] = total, works
+            works = [dist.isend(part, other, group=self._group, tag=update % _TAGS) for other in self._others]
+        self._parts[update] = part, works

@@ -34,7 +34,7 @@ class UpdateReport:
 class LossLog:
     """Losses on their way, and what happens when they have arrived: the same on all ranks, some updates late.
 
-    `source` names the rank that computes them.
+    `source` names the rank that computes a microbatch's.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LossLog:
         on_report: Callable[[UpdateReport], None] | None,
         *,
         stop_at_nan: bool,
-        source: str,
+        source: Callable[[int], str],
         microbatches_per_update: int,
         learning_rates: Callable[[], tuple[float, ...]],
     ) -> None:
@@ -67,9 +67,11 @@ class LossLog:
         """Raises WorkerError, on every rank, for a loss that is no number."""
         loss.wait()
         if self._stop_at_nan and not math.isfinite(loss.item()):
+            microbatch = loss.broken_microbatch()
+            which = "" if microbatch is None else f" (microbatch {microbatch}, {self._source(microbatch)})"
             raise WorkerError(
-                f"the loss of update {loss.update} is {loss.item()}, computed by {self._source}; try a lower "
-                "learning rate, a warm-up or max_gradient_norm, or go on regardless with stop_at_nan=False"
+                f"the loss of update {loss.update}{which} is {loss.item()}; try a lower learning rate, a "
+                "warm-up or max_gradient_norm, or go on regardless with stop_at_nan=False"
             )
         if self._on_report is None or not loss.is_of_training:
             return

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pd2bw_fx.errors import WorkerError
+from pd2bw_fx.errors import Pd2bwError, WorkerError
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finished, Start, receive
 from pd2bw_fx.runtime.stage_runner import Microbatch
@@ -43,8 +43,10 @@ def serve(descriptor: int) -> None:
     try:
         _work(start, parent, messages)
     except Exception as error:
-        text = traceback.format_exc()
         mine = not isinstance(error, WorkerError)
+        text = traceback.format_exc()
+        if isinstance(error, Pd2bwError):  # which says itself what it is about
+            text = "\n".join([str(error), *(getattr(error, "__notes__", ()) if mine else ())])
         parent.tell(Failed(text, type(error).__name__, not mine))
         os._exit(1)  # at once: destructors of a torn process group may wait for peers
 
