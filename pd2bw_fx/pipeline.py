@@ -302,7 +302,9 @@ class Pipeline:
         """
         plan = plan or self.plan
         method = method or plan.method
-        m = microbatches_per_update or plan.microbatches_per_update
+        m = plan.microbatches_per_update if microbatches_per_update is None else microbatches_per_update
+        if isinstance(m, bool) or not isinstance(m, int) or m < 1:
+            raise InputError(f"microbatches_per_update is {m!r}; a whole number of one or more was expected")
         own = self.schedule.shape
         planned_slack = 0.0 if method == "2bw" else "auto"
         as_planned = plan is self.plan and slack in (0.0, planned_slack) and not (replicas or vertical_sync)
@@ -366,7 +368,7 @@ class Pipeline:
         return Engine.from_pipeline(
             self,
             optimizer=optimizer,
-            microbatches_per_update=microbatches_per_update or self.plan.microbatches_per_update,
+            microbatches_per_update=microbatches_per_update,
             method=method or self.plan.method,
             **options,
         )
@@ -391,7 +393,7 @@ class Pipeline:
             self,
             batches,
             optimizer=optimizer,
-            microbatches_per_update=microbatches_per_update or self.plan.microbatches_per_update,
+            microbatches_per_update=microbatches_per_update,
             method=method or self.plan.method,
             **options,
         )

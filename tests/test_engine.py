@@ -40,11 +40,13 @@ def test_an_engine_evaluates_on_its_newest_weights_and_goes_on_training(
     assert result["evaluated"] == pytest.approx(result["expected_evaluated"], rel=1e-12)
     assert max(result["weights"]) <= 1e-14
     assert result["again"] == result["losses"][0]
+    assert result["closed"] == "this engine was closed; make a new one"
 
 
 MISTAKES = {
     "size": "InputError: the pipeline has 3 stages and there are 2 processes",
     "microbatches": "InputError: 2bw with 1 microbatches an update on 2 stages",
+    "count": "InputError: microbatches_per_update is '2'; a whole number",
     "batches": "InputError: rank 1 was given another batch than rank 0",
 }
 

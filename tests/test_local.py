@@ -224,6 +224,29 @@ def test_a_loss_that_is_no_number_ends_the_run(model: nn.Module, pipe: pd2bw_fx.
     assert len(pipe.train_local(broken, optimizer=sgd, stop_at_nan=False).losses) == len(broken)
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"optimizer": None}, "optimizer is of type NoneType; a function was expected"),
+        ({"optimizer": lambda parameters: None}, "optimizer gave a NoneType; a function was expected"),
+        ({"lr_scheduler": lambda optimizer: None}, "lr_scheduler gave a NoneType; a function was expected"),
+        ({"max_gradient_norm": -1.0}, "max_gradient_norm is -1.0; a number above 0"),
+        ({"device": "cuda"}, "this stage is to run on cuda, and this process sees no GPU"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_the_engine(
+    model: nn.Module, pipe: pd2bw_fx.Pipeline, options: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(pd2bw_fx.WorkerError, match=rf"rank \d .* failed with InputError:\n{error}"):
+        pipe.train_local(mlp_batches(model), **{"optimizer": sgd} | options)
+
+
+@pytest.mark.parametrize("count", [0, "4", True])
+def test_microbatches_that_cannot_be_counted_are_refused(pipe: pd2bw_fx.Pipeline, count: Any) -> None:
+    with pytest.raises(pd2bw_fx.InputError, match=f"microbatches_per_update is {count!r}; a whole number"):
+        pipe.train_local([], optimizer=sgd, microbatches_per_update=count)
+
+
 def wrong_batches() -> dict[str, tuple[Callable[[Any], Any], str]]:
     return {
         "too few": (lambda b: tuple(t[:3] for t in b), "cannot be cut into 2"),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+import pd2bw_fx
 from pd2bw_fx.errors import InputError, TraceError
 from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.trace import find_example_inputs, trace
@@ -130,6 +131,16 @@ def test_without_example_inputs_a_plain_module_goes_through_without_shapes() -> 
     x = torch.randn(5, 4)
     assert graph.fx is not None
     assert torch.equal(graph.fx(x)[0], model(x))
+
+
+def test_a_layer_of_torch_is_a_model_without_example_inputs_too() -> None:
+    model = nn.Linear(2, 3)
+
+    pipe = pd2bw_fx.split(model, cluster=1)
+
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    x = torch.randn(4, 2)
+    torch.testing.assert_close(pipe.stages[0].module(x), model(x))
 
 
 def test_symbolic_tracing_on_request_computes_what_the_model_does() -> None:

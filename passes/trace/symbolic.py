@@ -39,8 +39,10 @@ class _Tracer(fx.Tracer):
         return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        # A layer that holds submodules which it calls itself (Sequential, TransformerEncoder) is opened.
-        return super().is_leaf_module(m, module_qualified_name) and not isinstance(m, fx.GraphModule)
+        # A layer that holds submodules which it calls itself (Sequential, TransformerEncoder) is opened, and
+        # so is one that is the model.
+        is_layer = super().is_leaf_module(m, module_qualified_name) and not isinstance(m, fx.GraphModule)
+        return is_layer and m is not self.root.model
 
 
 def trace_symbolically(program: Program) -> fx.GraphModule:

@@ -83,11 +83,11 @@ class Engine:
         """
         self.job = job
         self.updates = 0
-        self.device = torch.device(device) if device is not None else local_device(job.device_name)
+        self.device = local_device(job.device_name, device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._empty_before = 0
-        self._is_broken = False
+        self._is_broken = self._is_closed = False
         self._world: World | None = None
         if corrections is None:
             corrections = corrections_of(job.method)
@@ -340,6 +340,7 @@ class Engine:
 
     def close(self) -> None:
         """Give up the engine's process groups; the last one open, the world that engines have joined."""
+        self._is_closed = True
         if self._world is not None:
             self._world.leave()
             self._world = None
@@ -412,6 +413,8 @@ class Engine:
 
     @contextmanager
     def _shared_fate(self, doing: str) -> Iterator[None]:
+        if self._is_closed:
+            raise InputError("this engine was closed; make a new one")
         if self._is_broken:
             raise WorkerError("this engine failed before and its pipeline is torn; make a new one")
         try:

@@ -70,7 +70,7 @@ def train_local(
     batches: Iterable[Any],
     *,
     optimizer: OptimizerFactory,
-    microbatches_per_update: int,
+    microbatches_per_update: int | None = None,
     method: str = "2bw",
     on_update: Callable[[int, float], None] | None = None,
     threads_per_worker: int | None = None,
@@ -98,6 +98,8 @@ def train_local(
         vertical_sync=vertical_sync,
     )
     prepared = jobs(pipeline, work)
+    if threads_per_worker is not None and threads_per_worker < 1:
+        raise InputError(f"threads_per_worker is {threads_per_worker}; one or more were expected, or None")
     threads = threads_per_worker or max(1, len(os.sched_getaffinity(0)) // len(prepared))
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         starts = [

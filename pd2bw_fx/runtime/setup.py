@@ -85,6 +85,10 @@ def make_weights(
     """
     rules, shape = job.work.rules, job.shape
     _check_precision(job, precision)
+    if max_gradient_norm is not None and not max_gradient_norm > 0:
+        raise InputError(
+            f"max_gradient_norm is {max_gradient_norm!r}; a number above 0 was expected, or None"
+        )
     if corrections and rules.keeps_versions:
         raise InputError(
             f"corrections are made for methods that keep no weight versions (pb, pipemare); {job.method} does"

@@ -33,6 +33,10 @@ from pd2bw_fx.runtime.update import Clipping, LossScale, PendingUpdate, Step
 from pd2bw_fx.stage import StageProgram
 
 OptimizerFactory = Callable[[Any], Optimizer]  # takes what torch's optimizers take: parameters, or groups
+_EXPECTED_OPTIMIZER = (
+    "a function was expected that makes a torch optimizer of the parameters it is given: "
+    "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
+)
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 ParameterOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
@@ -95,10 +99,19 @@ class WeightStore:
 
         A rank without any has none: torch's optimizers refuse an empty list.
         """
+        if not callable(optimizer):
+            raise InputError(f"optimizer is of type {type(optimizer).__name__}; {_EXPECTED_OPTIMIZER}")
         if not self._aliases:
             return
         self._optimizer = optimizer(grouped(self._aliases, parameter_options))
+        if not isinstance(self._optimizer, Optimizer):
+            raise InputError(f"optimizer gave a {type(self._optimizer).__name__}; {_EXPECTED_OPTIMIZER}")
         self._scheduler = None if scheduler is None else scheduler(self._optimizer)
+        if scheduler is not None and not hasattr(self._scheduler, "step"):
+            raise InputError(
+                f"lr_scheduler gave a {type(self._scheduler).__name__}; a function was expected that makes a "
+                "scheduler of the optimizer it is given: lambda optimizer: CosineAnnealingLR(optimizer, 1000)"
+            )
         if isinstance(self._scheduler, ReduceLROnPlateau):
             raise InputError(
                 "ReduceLROnPlateau wants a metric at every step, which a pipeline's update does not have; "

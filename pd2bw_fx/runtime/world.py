@@ -23,14 +23,18 @@ if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
 
-def local_device(name: str) -> torch.device:
-    """The device of this rank: the plan's, or torchrun's local rank on a machine with GPUs."""
-    if not name.startswith("cuda"):
-        return torch.device("cpu")
+def local_device(name: str, wanted: torch.device | str | None = None) -> torch.device:
+    """Where this rank computes: `wanted`, or what is planned, by torchrun's local rank if there are GPUs."""
+    planned = torch.device(name if name.startswith("cuda") else "cpu")
+    device = planned if wanted is None else torch.device(wanted)
+    if device.type != "cuda":
+        return device
     if not torch.cuda.is_available():
-        raise InputError(f"the plan puts this stage on {name}, and this process sees no GPU")
+        raise InputError(f"this stage is to run on {device}, and this process sees no GPU")
     local_rank = os.environ.get("LOCAL_RANK")
-    return torch.device(name) if local_rank is None else torch.device("cuda", int(local_rank))
+    if wanted is None and local_rank is not None:
+        return torch.device("cuda", int(local_rank))
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 class World:
@@ -99,6 +103,7 @@ def job_of_this_rank(
     """Rank 0 sends every rank its job, or the error that all of them raise."""
     world_size = dist.get_world_size()
     answers: list[Any] | None = None
+    failure: Exception | None = None
     if dist.get_rank() == 0:
         forget()
         try:
@@ -116,9 +121,14 @@ def job_of_this_rank(
             answers = [encoded(job) for job in jobs(pipeline, work)]
         except Pd2bwError as error:
             answers = [error] * world_size
+        except Exception as error:
+            answers = [WorkerError(f"rank 0 failed making the jobs of all ranks: {error!r}")] * world_size
+            failure = error
     received: list[Any] = [None]
     with translated(0):
         dist.scatter_object_list(received, answers, src=0)
+    if failure is not None:
+        raise failure
     if isinstance(received[0], Pd2bwError):
         raise received[0]
     job: Job = decoded(received[0])

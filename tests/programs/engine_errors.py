@@ -35,7 +35,7 @@ def make(mistake: str) -> None:
     kind = Exploding if mistake == "step" else torch.optim.SGD
     engine = pipe.engine(
         optimizer=lambda parameters: kind(parameters, lr=0.1),
-        microbatches_per_update=1 if mistake == "microbatches" else 2,
+        microbatches_per_update={"microbatches": 1, "count": "2"}.get(mistake, 2),  # type: ignore[arg-type]
     )
     for _ in range(6):
         engine.step(batch)

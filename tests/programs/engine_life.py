@@ -42,6 +42,10 @@ def main() -> None:
             inner.step(batches[0])
         results["again"] = float(outer.step(batches[0]))
     assert not torch.distributed.is_initialized()
+    try:
+        outer.step(batches[0])
+    except pd2bw_fx.InputError as error:
+        results["closed"] = str(error)
 
     if rank == 0:
         reference = train_reference(
