@@ -76,16 +76,16 @@ def read_pipeline(folder: str | Path, *, edited: bool = False) -> dict[str, Any]
         raise PlanMismatchError(
             f"{folder} has schema {manifest.get('schema')!r}, this version reads {SCHEMA}; save it again"
         )
-    graph, plan = (
-        _read(folder / "graph.json", OperatorGraph.from_json),
-        _read(folder / "plan.json", Plan.from_json),
-    )
+    graph: OperatorGraph = _read(folder / "graph.json", OperatorGraph.from_json)
+    plan: Plan = _read(folder / "plan.json", Plan.from_json)
     if plan.fingerprint != graph.fingerprint():
         raise PlanMismatchError(
             f"{folder / 'plan.json'} was made for another model (graph {plan.fingerprint}, this folder's is "
             f"{graph.fingerprint()}); split the model again"
         )
-    programs = _read(folder / "stages.json", lambda entries: tuple(_programs(folder, entries)))
+    programs: tuple[StageProgram, ...] = _read(
+        folder / "stages.json", lambda entries: tuple(_programs(folder, entries))
+    )
     tensors: dict[str, Tensor] = {}
     for program in programs:
         tensors |= _read_tensors(folder / f"stage_{program.stage}.safetensors")

@@ -38,7 +38,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(pipelines: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run of six updates on two stages leaves that nothing has stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    assert run(pipelines / "2", folder, folder / "checkpoints", 6) == 0
+    run(pipelines / "2", folder, folder / "checkpoints", 6)
     return folder
 
 
@@ -49,12 +49,12 @@ def run(
     num_updates: int,
     *kill_at: int,
     options: Sequence[str] = (),
-) -> int:
+) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
     arguments = [pipeline, folder, checkpoints, num_updates, *kill_at]
     finished = torchrun(int(pipeline.name), "resumes.py", *map(str, arguments), options=options)
     assert finished.returncode == 0 or kill_at, finished.stderr
-    return finished.returncode
+    return finished
 
 
 def losses(folder: Path) -> list[float]:
@@ -72,7 +72,7 @@ def test_a_run_killed_while_writing_resumes_bit_for_bit_from_the_last_good_check
 ) -> None:
     broken, resumed, checkpoints = (tmp_path / name for name in ("broken", "resumed", "checkpoints"))
 
-    assert run(pipelines / "2", broken, checkpoints, 6, 4) != 0
+    assert run(pipelines / "2", broken, checkpoints, 6, 4).returncode != 0
     assert Checkpoint(checkpoints).header.updates == 2
     run(pipelines / "2", resumed, checkpoints, 6)
 
@@ -86,9 +86,9 @@ def test_a_run_killed_while_writing_resumes_bit_for_bit_from_the_last_good_check
 def test_torchrun_begins_again_from_the_last_checkpoint(pipelines: Path, whole: Path, tmp_path: Path) -> None:
     restarted = tmp_path / "restarted"
 
-    code = run(pipelines / "2", restarted, tmp_path / "saved", 6, 4, options=("--max-restarts", "1"))
+    finished = run(pipelines / "2", restarted, tmp_path / "saved", 6, 4, options=("--max-restarts", "1"))
 
-    assert code == 0
+    assert finished.returncode == 0, finished.stderr
     assert first(restarted) == 2
     assert losses(restarted) == losses(whole)[2:]
 

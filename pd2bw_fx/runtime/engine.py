@@ -353,8 +353,8 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Flush, unless the block failed, and close."""
-        if error is None:
+        """Flush, unless the block failed or has closed the engine, and close."""
+        if error is None and not self._is_closed:
             self.flush()
         self.close()
 

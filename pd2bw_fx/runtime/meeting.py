@@ -107,9 +107,8 @@ class _Arrival:
     def _answer_all(self) -> None:
         for other in range(1, self._num_ranks):
             if self._store.check([f"word/{other}"]) and not self._store.check([self._taken(other)]):
-                self._store.set(
-                    f"answer/{other}", f"{self._store.get(f'word/{other}').decode()} {self._name}"
-                )
+                word = self._store.get(f"word/{other}").decode()
+                self._store.set(f"answer/{other}", f"{word} {self._name}")
 
     def _take(self, name: str) -> None:
         self._name = name
