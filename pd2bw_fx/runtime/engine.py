@@ -164,7 +164,7 @@ class Engine:
         `on_report` is called on every rank with an `UpdateReport` when an update's loss has arrived, in order
         and a few updates late. `stop_at_nan` ends the run a few updates after a loss that is no finite
         number. A rank that gives no sign of life for `silence_s` while others wait for it ends them (0:
-        never, but for `timeout_s`).
+        never, but for `timeout_s`; three times that while engines are made).
 
         `seed` of dropout and all else that the model draws (None: torch's initial seed on rank 0): by it, the
         microbatch and the operator, so that a run repeats whatever the number of stages and replicas. torch's

@@ -20,6 +20,7 @@ from typing import Any
 
 _BEAT_S = 1.0
 _LOST_S = 3.5  # of silence, after which the one that is longest silent has caused the end of a connection
+_MAKING = 3.0  # times the silence while engines are made: what is imported then may hold the interpreter
 _MOST_WATCHED = 64
 _DONE = b"done"
 
@@ -30,6 +31,7 @@ class Watch:
     def __init__(self, store: Any, rank: int, num_ranks: int, *, silence_s: float) -> None:
         self._rank = rank
         self._silence_s = silence_s
+        self._allowed_s = _MAKING * silence_s
         self._described: Callable[[int], str] = "rank {}".format
         self._doing: Callable[[], str] = lambda: "making its engine"
         self._others = [(rank + step) % num_ranks for step in range(1, min(num_ranks, _MOST_WATCHED + 1))]
@@ -52,8 +54,9 @@ class Watch:
             thread.start()
 
     def tell_of(self, described: Callable[[int], str], doing: Callable[[], str]) -> None:
-        """What names a rank with its stages, and what this one is at."""
+        """The engine is made: what names a rank with its stages, and what this one is at."""
         self._described, self._doing = described, doing
+        self._allowed_s = self._silence_s
 
     def __enter__(self) -> None:
         self._depth += 1
@@ -106,11 +109,11 @@ class Watch:
             before_s = now_s
             if not self._depth:
                 continue
-            if now_s - self._answered_s > self._silence_s:
+            if now_s - self._answered_s > self._allowed_s:
                 self._end(self._holder(), now_s - self._answered_s)
             for other, heard_s in self._heard_s.items():
                 silence_s = self._answered_s - heard_s
-                if other in self._counts and silence_s > self._silence_s:
+                if other in self._counts and silence_s > self._allowed_s:
                     self._end(self._described(other), silence_s)
 
     def _holder(self) -> str:
