@@ -151,7 +151,9 @@ class Acting(nn.Module):
         return -chosen.log_prob(actions).mean()
 
 
-def test_what_torch_itself_checks_is_asserted() -> None:
+def test_what_torch_itself_checks_is_asserted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch.compile switches the checks of all distributions off, for as long as the process lives.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     model = model_of(Acting)
 
     pipe = pd2bw_fx.split(model, (*inputs(), torch.tensor([0, 2, 1, 1])), cluster=1, costs="analytic")

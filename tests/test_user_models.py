@@ -295,6 +295,25 @@ def test_a_parameter_that_a_forward_writes_is_trained_by_synchronous_methods_alo
     assert found.losses == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_model_that_leaves_a_part_to_the_compiler_is_traced_as_it_runs_without() -> None:
+    class Masking(Plain):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            if mask is None and not torch.compiler.is_compiling():
+                mask = torch.linspace(0, 1, x.shape[1])
+            return super().forward(x * mask[None, :])
+
+    model = Masking()
+    pipe = pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
+
+    assert pipe.trace_report.tracer == "export"
+    assert any("torch.compiler.is_compiling() is false" in note for note in pipe.trace_report.notes)
+    assert pipe.verify(model).exact
+    assert not torch.compiler.is_compiling()
+
+    given = pd2bw_fx.split(model, (*rows(), torch.ones(8)), cluster=2, num_stages=2, costs="analytic")
+    assert not any("is_compiling" in note for note in given.trace_report.notes)
+
+
 @pytest.mark.parametrize("wrap", [functools.partial(torch.compile, backend="eager"), nn.DataParallel])
 def test_a_wrapped_model_keeps_its_names_and_is_told_of_better_ones(
     wrap: Callable[[nn.Module], nn.Module],

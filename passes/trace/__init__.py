@@ -301,6 +301,11 @@ def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> lis
             "traced without the autocast around this call; enter torch.autocast in the model's forward to "
             "have it in the stages"
         )
+    if program.as_uncompiled:
+        notes.append(
+            "traced as the model runs where torch.compiler.is_compiling() is false: where it is true, the "
+            "model fails"
+        )
     is_compiled = "_orig_mod" in program.model._modules  # to import the class takes a second
     if is_compiled or isinstance(program.model, _WRAPPERS):
         inner = "_orig_mod" if is_compiled else "module"

@@ -17,6 +17,7 @@ from pd2bw_fx.ctc import ctc_loss_kept
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.size_range import SizeRange
 
+from .compiling import is_compiling_says, is_raised_by_the_model
 from .custom import custom_functions_kept
 from .inputs import FlatArguments
 from .program import Program
@@ -75,6 +76,18 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
 
 
 def _exported_with(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
+    """A model that fails by its own fault where it knows that it is compiled is traced as it runs without."""
+    with is_compiling_says(not program.as_uncompiled) as asked:
+        try:
+            return _exported_by_torch(program, tensors, shapes)
+        except Exception as error:
+            if program.as_uncompiled or not asked or not is_raised_by_the_model(error):
+                raise
+    program.as_uncompiled = True
+    return _exported_with(program, tensors, shapes)
+
+
+def _exported_by_torch(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
     with warnings.catch_warnings(), custom_functions_kept(), ctc_loss_kept():
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")

@@ -36,7 +36,7 @@ class Program(nn.Module):
     `record` and `watch` are filled in once it has run; things of their own, for export undoes what a forward
     assigns to a module. For the same reason a buffer that the forward assigns anew (`self.count = self.count
     + 1`) is written back in place here. One that it makes in another shape, as a cache of what follows from
-    the sizes, is made again in every call.
+    the sizes, is made again in every call. `as_uncompiled`: is_compiling() is false to it, see compiling.py.
     """
 
     def __init__(self, model: nn.Module, flat: FlatArguments, loss_fn: Callable[..., Any] | None) -> None:
@@ -47,6 +47,7 @@ class Program(nn.Module):
         self.record = Record()
         self.watch = Watch()
         self.conditions = Conditions()
+        self.as_uncompiled = False
         self.training = model.training
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
