@@ -18,6 +18,7 @@ import highspy
 import numpy as np
 import pulp
 
+from pd2bw_fx.arguments import require_kind
 from pd2bw_fx.errors import SolverError
 
 Variable = Any
@@ -131,7 +132,8 @@ class IntegerProgram:
 
 
 def check_solver(solver: str) -> None:
-    """Raise SolverError unless this solver is known to PuLP and can run here."""
+    """Raise SolverError unless this solver is known to PuLP and can run here, InputError if it is no name."""
+    require_kind("solver", solver, str, "a name such as 'highs' or 'cbc'")
     _engine(solver, None)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from pd2bw_fx.arguments import require_choice
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Costs, MemoryModel
@@ -17,14 +18,13 @@ from pd2bw_fx.modes import asking_for_mode
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import Plan, Progress
 
-from .arrange import arrange, share_out, wished_shape
 from .coarsen import coarsen
 from .codegen import generate
-from .partition import check_plan
 from .profiled import Inputs, Pricing, profiled, profiled_before
-from .schedule import schedule_of, shape_of
+from .schedule import schedule_of
 from .split_onnx import takes_onnx_too
 from .verify import another_example, evaluation_differs
+from .wish import Wish
 
 _UPDATES_SHOWN = 3
 
@@ -54,7 +54,7 @@ def split(
     max_gap: float = 1e-4,
     time_limit_s: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
-    check: Literal["fast", "full", False] = "fast",
+    check: bool | Literal["fast", "full"] = "fast",
 ) -> Pipeline:
     """Split a model into pipeline stages: trace, profile, partition, generate, check.
 
@@ -90,35 +90,38 @@ def split(
     `costs` are measured on this machine where there is something to run, or estimated ("analytic") from each
     operator's arithmetic and bytes, or those of another pipeline of this model. Measured times are kept in
     the user's cache directory, by operator, shapes, device and torch version, unless `profile_cache=False`.
-    `check="fast"` compares loss, gradients and buffers of the stages with the model's on the example inputs,
-    "full" also on other values, in a batch of another size and of another length where they are open.
+    `check="fast"` (or True) compares loss, gradients and buffers of the stages with the model's on the
+    example inputs, "full" also on other values, in a batch of another size and of another length where they
+    are open.
 
     Raises InputError for arguments that cannot be, TraceError naming the line that cannot be traced,
     ClusterError, InfeasibleError if no assignment fits in memory, VerificationError if the stages were wrong.
     """
     chosen = Cluster.of(cluster)
+    wish = Wish(
+        cluster=chosen,
+        method=method,
+        num_stages=num_stages,
+        microbatches_per_update=microbatches_per_update,
+        chunks=chunks,
+        replicas=replicas,
+        memory_model=memory_model or MemoryModel(),
+        recompute=recompute,
+        constraints=constraints,
+        plan=plan,
+        solver=solver,
+        max_gap=max_gap,
+        time_limit_s=time_limit_s,
+        progress=progress,
+    )
+    require_choice("check", check, "fast", "full", True, False)
     inputs = Inputs(example_args, example_kwargs, loss_fn, example_targets, tracer)
     pricing = Pricing(costs, chosen.devices[0], profile_cache)
     if isinstance(model, Pipeline):
         known = profiled_before(model, inputs, pricing)
     else:
         known = profiled(model, inputs, pricing)
-    problem = coarsen(known.graph, known.costs, chosen)
-    search = {"solver": solver, "max_gap": max_gap, "time_limit_s": time_limit_s, "progress": progress}
-    sizes = {"num_stages": num_stages, "microbatches_per_update": microbatches_per_update}
-    setting: dict[str, Any] = {
-        "memory_model": memory_model or MemoryModel(),
-        "recompute": recompute,
-        "constraints": constraints,
-    }
-    if plan is not None:
-        plan = check_plan(plan, problem, chosen, memory_model=setting["memory_model"])
-        shape = shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)
-    elif replicas is not None:
-        plan, shape = share_out(problem, chosen, method, replicas, options=search, **sizes, **setting)
-    else:
-        wish = wished_shape(method, chosen, chunks=chunks, **sizes)
-        plan, shape = arrange(problem, chosen, method, wish, options=search, **setting)
+    plan, shape = wish.granted(coarsen(known.graph, known.costs, chosen))
     plan = replace(plan, costs_origin=known.costs.origin)
     pipeline = Pipeline(
         graph=known.graph,
@@ -132,7 +135,7 @@ def split(
         example=known.example,
         trace_report=known.trace_report,
         reference=known.reference,
-        setting=setting,
+        setting=wish.setting,
     )
     if check and known.example is not None:
         pipeline.verify()

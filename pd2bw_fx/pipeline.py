@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 from pd2bw_fx.actions import Schedule, Shape
+from pd2bw_fx.arguments import require_kind, require_whole_number
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Calibration, Costs, MemoryModel
@@ -160,6 +161,8 @@ class Pipeline:
 
         Raises VerificationError naming the first tensor that differs by more, InputError without a model.
         """
+        if model is not None:
+            require_kind("model", model, nn.Module, "the model that was split, an nn.Module")
         if self.example is None:
             raise InputError("comparing needs example inputs: split the model with example_args")
         reference, original = self.reference, self.graph.root
@@ -303,8 +306,9 @@ class Pipeline:
         plan = plan or self.plan
         method = method or plan.method
         m = plan.microbatches_per_update if microbatches_per_update is None else microbatches_per_update
-        if isinstance(m, bool) or not isinstance(m, int) or m < 1:
-            raise InputError(f"microbatches_per_update is {m!r}; a whole number of one or more was expected")
+        require_whole_number("microbatches_per_update", m)
+        if slack != "auto":
+            require_kind("slack", slack, (int, float), 'a number or "auto"')
         own = self.schedule.shape
         planned_slack = 0.0 if method == "2bw" else "auto"
         as_planned = plan is self.plan and slack in (0.0, planned_slack) and not (replicas or vertical_sync)

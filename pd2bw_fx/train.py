@@ -32,7 +32,7 @@ from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.report.parts import write_timeline
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.loss import Loss
-from pd2bw_fx.runtime.setup import Precision
+from pd2bw_fx.runtime.options import Precision
 from pd2bw_fx.runtime.weights import ParameterOptions
 
 _OPTIMIZERS: Mapping[str, Callable[..., Any]] = {

@@ -227,10 +227,8 @@ def test_a_loss_that_is_no_number_ends_the_run(model: nn.Module, pipe: pd2bw_fx.
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"optimizer": None}, "optimizer is of type NoneType; a function was expected"),
         ({"optimizer": lambda parameters: None}, "optimizer gave a NoneType; a function was expected"),
         ({"lr_scheduler": lambda optimizer: None}, "lr_scheduler gave a NoneType; a function was expected"),
-        ({"max_gradient_norm": -1.0}, "max_gradient_norm is -1.0; a number above 0"),
         ({"device": "cuda"}, "this stage is to run on cuda, and this process sees no GPU"),
     ],
 )
@@ -239,6 +237,33 @@ def test_an_option_that_cannot_be_is_refused_by_the_engine(
 ) -> None:
     with pytest.raises(pd2bw_fx.WorkerError, match=rf"rank \d .* failed with InputError:\n{error}"):
         pipe.train_local(mlp_batches(model), **{"optimizer": sgd} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"optimizer": None}, "optimizer is of type NoneType; a function was expected"),
+        ({"lr_scheduler": 3}, "lr_scheduler is 3; a function that makes a scheduler of the optimizer"),
+        ({"max_gradient_norm": -1.0}, "max_gradient_norm is -1.0; a number above 0 was expected"),
+        ({"max_gradient_norm": "1"}, "max_gradient_norm is '1'; a number above 0 was expected"),
+        ({"precision": "int8"}, "precision is 'int8'; None or 'bf16' or 'fp16' was expected"),
+        ({"record": -1}, "record is -1; a whole number of zero or more was expected"),
+        ({"seed": "x"}, "seed is 'x'; a whole number or None was expected"),
+        ({"on_update": 3}, "on_update is 3; a function of the update's number and its loss"),
+        ({"threads_per_worker": 0}, "threads_per_worker is 0; a whole number of one or more"),
+        ({"slack": "x"}, "slack is 'x'; a number or \"auto\" was expected"),
+        ({"microbatches": 4}, "microbatches is no option of training; did you mean microbatches_per_update?"),
+        (
+            {"lr": 0.1},
+            "lr is no option of training; known are optimizer, lr_scheduler, .* threads_per_worker",
+        ),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_before_there_is_a_process(
+    pipe: pd2bw_fx.Pipeline, options: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(pd2bw_fx.InputError, match=rf"^{error}"):
+        pipe.train_local([], **{"optimizer": sgd} | options)
 
 
 @pytest.mark.parametrize("count", [0, "4", True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -333,3 +334,35 @@ class TestBadInput:
 
         with pytest.raises(pd2bw_fx.PlanMismatchError, match="os"):
             _ = pd2bw_fx.load(folder, edited=True).stages[0].module
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"num_stages": "2"}, "num_stages is '2'; a whole number of one or more was expected"),
+        ({"microbatches_per_update": 4.0}, "microbatches_per_update is 4.0; a whole number of one or more"),
+        (
+            {"microbatches_per_update": 1},
+            "2bw with 1 microbatches an update on 2 stages: two weight versions",
+        ),
+        ({"method": "3bw"}, "method is '3bw'; expected one of 2bw, 1f1b"),
+        ({"replicas": "all"}, "replicas is 'all'; 'auto' was expected"),
+        ({"recompute": "some"}, "recompute is 'some'; True or False or 'auto' was expected"),
+        ({"constraints": {"whole": ("blocks",)}}, "constraints is {.*}; pd2bw_fx.Constraints was expected"),
+        ({"plan": "plan.json"}, r"plan is 'plan.json'; a Plan, of Plan.loads\(text\) for one in a file, was"),
+        ({"max_gap": "1%"}, "max_gap is '1%'; a share from 0 to below 1 was expected"),
+        ({"time_limit_s": float("nan")}, "time_limit_s is nan; a positive number of seconds was expected"),
+        ({"solver": 3}, "solver is 3; a name such as 'highs' or 'cbc' was expected"),
+        ({"progress": True}, "progress is True; a function that takes the search's Progress was expected"),
+        ({"check": "all"}, "check is 'all'; 'fast' or 'full' or True or False was expected"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_before_the_model_runs(
+    options: dict[str, Any], error: str
+) -> None:
+    class Unused(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise AssertionError("the model was run")
+
+    with pytest.raises(pd2bw_fx.InputError, match=f"^{error}"):
+        pd2bw_fx.split(Unused(2, 2), (torch.zeros(4, 2),), cluster=2, **options)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from pd2bw_fx.arguments import require_choice, require_search, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
@@ -111,9 +111,8 @@ def _check_arguments(
     time_limit_s: float,
     recompute: object,
 ) -> None:
-    for name, value in (("num_stages", num_stages), ("microbatches_per_update", microbatches_per_update)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} is {value!r}; a whole number of one or more was expected")
+    require_whole_number("num_stages", num_stages)
+    require_whole_number("microbatches_per_update", microbatches_per_update)
     if num_stages > len(cluster):
         raise InputError(
             f"{num_stages} stages for {len(cluster)} devices; a stage needs a device of its own, "
@@ -131,9 +130,5 @@ def _check_arguments(
             f"microbatches_per_update={microbatches_per_update} with {num_stages} stages; two weight "
             f"versions are enough only from microbatches_per_update={num_stages} on"
         )
-    if not 0 <= max_gap < 1:
-        raise InputError(f"max_gap is {max_gap!r}; a share from 0 to below 1 was expected")
-    if math.isnan(time_limit_s) or time_limit_s <= 0:
-        raise InputError(f"time_limit_s is {time_limit_s!r}; a positive number of seconds was expected")
-    if not isinstance(recompute, bool) and recompute != "auto":
-        raise InputError(f'recompute is {recompute!r}; True, False or "auto" was expected')
+    require_search(max_gap, time_limit_s)
+    require_choice("recompute", recompute, True, False, "auto")

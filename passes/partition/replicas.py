@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from pd2bw_fx.arguments import require_choice, require_search, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import GRADIENT_BUCKET_BYTES, Kept, MemoryModel
@@ -82,6 +83,8 @@ def partition_replicated(
     wishes = constraints or Constraints()
     check_problem(problem, cluster)
     check_solver(solver)
+    require_search(max_gap, time_limit_s)
+    require_choice("recompute", recompute, True, False, "auto")
     _check(cluster, wishes, microbatches_per_update)
     tried = _tried(problem, cluster, microbatches_per_update, num_stages, replicas)
     deadline = Deadline(time_limit_s)
@@ -121,8 +124,8 @@ def _check(cluster: Cluster, wishes: Constraints, microbatches_per_update: int |
             "device_of and memory_bytes make devices unlike, and copies of a stage need devices that are "
             "alike; pin to stages (stage_of) instead"
         )
-    if microbatches_per_update is not None and microbatches_per_update < 1:
-        raise InputError(f"microbatches_per_update is {microbatches_per_update}; at least one was expected")
+    if microbatches_per_update is not None:
+        require_whole_number("microbatches_per_update", microbatches_per_update)
 
 
 def _tried(

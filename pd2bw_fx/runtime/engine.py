@@ -11,7 +11,7 @@ engine.flush()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,16 +27,17 @@ from pd2bw_fx.errors import InputError, PlanMismatchError, WorkerError
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.passes.schedule import method_of
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
-from pd2bw_fx.runtime.corrections import Correction, PipeMare, corrections_of
+from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
 from pd2bw_fx.runtime.failure import shared_fate, translated
 from pd2bw_fx.runtime.job import Job, merged_tensors
 from pd2bw_fx.runtime.loss import Loss, LossPost
+from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.rank_runner import evaluation_actions
-from pd2bw_fx.runtime.reports import LossLog, UpdateReport
-from pd2bw_fx.runtime.setup import Groups, Precision, make_recorder, make_runner, make_weights
+from pd2bw_fx.runtime.reports import LossLog
+from pd2bw_fx.runtime.setup import Groups, make_recorder, make_runner, make_weights
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.watch import Watch
-from pd2bw_fx.runtime.weights import OptimizerFactory, ParameterOptions, SchedulerFactory
+from pd2bw_fx.runtime.weights import OptimizerFactory
 from pd2bw_fx.runtime.world import (
     World,
     agreed_seed,
@@ -49,7 +50,6 @@ from pd2bw_fx.runtime.world import (
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
-_TIMEOUT_S = 600.0
 _NOBODY = Watch(None, 0, 1, silence_s=0.0)
 _UPDATES_COMPARED = 2  # in how many updates ranks tell each other what batch they were given
 
@@ -60,41 +60,21 @@ class Engine:
     Every call is made on all ranks, in the same order. `updates` counts the steps so far.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        optimizer: OptimizerFactory,
-        lr_scheduler: SchedulerFactory | None = None,
-        parameter_options: ParameterOptions | None = None,
-        max_gradient_norm: float | None = None,
-        precision: Precision | None = None,
-        corrections: Sequence[Correction] | None = None,
-        on_report: Callable[[UpdateReport], None] | None = None,
-        stop_at_nan: bool = True,
-        device: torch.device | str | None = None,
-        seed: int | None = None,
-        record: int = 0,
-        timeout_s: float = _TIMEOUT_S,
-    ) -> None:
-        """`torch.distributed` must be initialised; all ranks make their engines at the same time.
-
-        The options are those of `from_pipeline`.
-        """
+    def __init__(self, job: Job, options: EngineOptions) -> None:
+        """`torch.distributed` must be initialised; all ranks make their engines at the same time."""
         self.job = job
         self.updates = 0
-        self.device = local_device(job.device_name, device)
+        self.device = local_device(job.device_name, options.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._empty_before = 0
         self._is_broken = self._is_closed = False
         self._world: World | None = None
-        if corrections is None:
-            corrections = corrections_of(job.method)
+        corrections = corrections_of(job.method) if options.corrections is None else options.corrections
         self._synchronous_updates = max(
             (c.synchronous_updates for c in corrections if isinstance(c, PipeMare)), default=0
         )
-        self._groups = groups = Groups(job.num_ranks, timeout_s)
+        self._groups = groups = Groups(job.num_ranks, options.timeout_s)
         self._control = groups.control
         self._post = LossPost(
             job.ranks_of(job.loss_stage), job.rank, job.num_ranks, group=self._control, device=self.device
@@ -103,30 +83,30 @@ class Engine:
             job,
             self.device,
             groups=groups,
-            max_gradient_norm=max_gradient_norm,
-            precision=precision,
+            max_gradient_norm=options.max_gradient_norm,
+            precision=options.precision,
             corrections=corrections,
         )
         self.job = job = replace(job, tensors={})  # the weights are the store's now
-        weights.optimize_with(optimizer, lr_scheduler, parameter_options)
+        weights.optimize_with(options.optimizer, options.lr_scheduler, options.parameter_options)
         self._log = LossLog(
-            on_report,
-            stop_at_nan=stop_at_nan,
+            options.on_report,
+            stop_at_nan=options.stop_at_nan,
             source=lambda microbatch: job.name_of(job.rank_of(job.loss_stage, microbatch)),
             microbatches_per_update=job.microbatches_per_update,
             learning_rates=lambda: weights.learning_rates,
         )
-        self._recorder = make_recorder(job, record, self._control)
+        self._recorder = make_recorder(job, options.record, self._control)
         self._runner = make_runner(
             job,
             self._weights,
             self.device,
             groups=groups,
-            precision=precision,
+            precision=options.precision,
             on_loss=self._post.collect,
             recorder=self._recorder,
         )
-        self._draw_by(agreed_seed(seed, self._control))
+        self._draw_by(agreed_seed(options.seed, self._control))
 
     @classmethod
     def from_pipeline(
@@ -175,7 +155,8 @@ class Engine:
         Raises InputError on every rank where there are not as many processes as the method needs, where it
         cannot use the numbers (fewer microbatches than stages for 2bw), or where the pipeline has no loss.
         """
-        world = World(timeout_s=options.get("timeout_s", _TIMEOUT_S), silence_s=silence_s)
+        chosen = EngineOptions.of({"optimizer": optimizer, **options}, "silence_s")
+        world = World(timeout_s=chosen.timeout_s, silence_s=silence_s)
         try:
             with world.watch:
                 job = job_of_this_rank(
@@ -187,7 +168,7 @@ class Engine:
                     vertical_sync=vertical_sync,
                 )
                 with shared_fate(job.rank, job.described(), "making its engine", world.watch.lost):
-                    engine = cls(job, optimizer=optimizer, **options)
+                    engine = cls(job, chosen)
         except BaseException:
             world.leave()
             raise

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from pd2bw_fx.arguments import require_function, require_kind, require_whole_number
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.runtime.foreign import foreign_operators
@@ -43,6 +44,7 @@ from pd2bw_fx.runtime.messages import (
     receive,
 )
 from pd2bw_fx.runtime.nursery import Nursery, Process, nursery
+from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.weights import OptimizerFactory
 from pd2bw_fx.runtime.wire import encoded, encoded_with_code
 
@@ -98,17 +100,23 @@ def train_local(
         vertical_sync=vertical_sync,
     )
     prepared = jobs(pipeline, work)
-    if threads_per_worker is not None and threads_per_worker < 1:
-        raise InputError(f"threads_per_worker is {threads_per_worker}; one or more were expected, or None")
+    drawn = torch.initial_seed() % 2**32 if seed is None else seed
+    chosen = EngineOptions.of(
+        {"optimizer": optimizer, "seed": drawn, **options}, "on_update", "threads_per_worker"
+    )
+    if threads_per_worker is not None:
+        require_whole_number("threads_per_worker", threads_per_worker)
+    if on_update is not None:
+        require_function("on_update", on_update, "a function of the update's number and its loss")
+    require_kind("batches", batches, Iterable, "an iterable of batches, one for each update")
     threads = threads_per_worker or max(1, len(os.sched_getaffinity(0)) // len(prepared))
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         starts = [
             Start(
                 job=job,
-                optimizer=optimizer,
-                options=options,
+                options=chosen,
                 rendezvous=str(Path(folder) / "rendezvous"),
-                seed=torch.initial_seed() % 2**32 if seed is None else seed,
+                seed=drawn,
                 num_threads=threads,
                 foreign=foreign_operators(program.source for program in job.programs),
             )

@@ -12,6 +12,7 @@ from torch import Tensor
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.foreign import ForeignOperators
 from pd2bw_fx.runtime.job import Job
+from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.wire import decoded
 
 BEAT_S = 1.0
@@ -23,8 +24,7 @@ class Start:
     """The first message to a worker. Functions are pickled by cloudpickle, a notebook's lambdas included."""
 
     job: Job
-    optimizer: Any
-    options: Mapping[str, Any]  # the engine's
+    options: EngineOptions
     rendezvous: str
     seed: int
     num_threads: int

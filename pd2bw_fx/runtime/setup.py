@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from pd2bw_fx.runtime.corrections import Correction, Corrector
 from pd2bw_fx.runtime.failure import translated
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Connections
+from pd2bw_fx.runtime.options import Precision
 from pd2bw_fx.runtime.rank_runner import RankRunner
 from pd2bw_fx.runtime.recorder import Recorder, offset_to_first_rank
 from pd2bw_fx.runtime.shared_memory import ranks_in_reach
@@ -24,7 +24,6 @@ from pd2bw_fx.runtime.ties import join_ties
 from pd2bw_fx.runtime.update import Clipping, LossScale
 from pd2bw_fx.runtime.weights import WeightStore
 
-Precision = Literal["bf16", "fp16"]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -85,10 +84,6 @@ def make_weights(
     """
     rules, shape = job.work.rules, job.shape
     _check_precision(job, precision)
-    if max_gradient_norm is not None and not max_gradient_norm > 0:
-        raise InputError(
-            f"max_gradient_norm is {max_gradient_norm!r}; a number above 0 was expected, or None"
-        )
     if corrections and rules.keeps_versions:
         raise InputError(
             f"corrections are made for methods that keep no weight versions (pb, pipemare); {job.method} does"
@@ -112,8 +107,6 @@ def make_weights(
 
 
 def _check_precision(job: Job, precision: Precision | None) -> None:
-    if precision not in (None, *_DTYPES):
-        raise InputError(f"precision is {precision!r}; expected None, 'bf16' or 'fp16'")
     if precision == "fp16" and not (job.work.rules.is_synchronous or job.method == "2bw"):
         raise InputError(
             f"fp16 scales the loss by one number for a whole update, and an update of {job.method} has "

@@ -33,7 +33,7 @@ from pd2bw_fx.runtime.update import Clipping, LossScale, PendingUpdate, Step
 from pd2bw_fx.stage import StageProgram
 
 OptimizerFactory = Callable[[Any], Optimizer]  # takes what torch's optimizers take: parameters, or groups
-_EXPECTED_OPTIMIZER = (
+EXPECTED_OPTIMIZER = (
     "a function was expected that makes a torch optimizer of the parameters it is given: "
     "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
 )
@@ -99,13 +99,11 @@ class WeightStore:
 
         A rank without any has none: torch's optimizers refuse an empty list.
         """
-        if not callable(optimizer):
-            raise InputError(f"optimizer is of type {type(optimizer).__name__}; {_EXPECTED_OPTIMIZER}")
         if not self._aliases:
             return
         self._optimizer = optimizer(grouped(self._aliases, parameter_options))
         if not isinstance(self._optimizer, Optimizer):
-            raise InputError(f"optimizer gave a {type(self._optimizer).__name__}; {_EXPECTED_OPTIMIZER}")
+            raise InputError(f"optimizer gave a {type(self._optimizer).__name__}; {EXPECTED_OPTIMIZER}")
         self._scheduler = None if scheduler is None else scheduler(self._optimizer)
         if scheduler is not None and not hasattr(self._scheduler, "step"):
             raise InputError(

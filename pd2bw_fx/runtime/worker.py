@@ -93,7 +93,7 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
         rank=job.rank,
         world_size=job.num_ranks,
     )
-    engine = Engine(job, optimizer=start.optimizer, seed=start.seed, **start.options)
+    engine = Engine(job, start.options)
     layout = job.layout.restricted(job.inputs())
     tells = job.rank == job.ranks_of(job.loss_stage)[0]
     while True:
@@ -104,7 +104,7 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
         loss = engine.step_microbatches([Microbatch(piece, message.size) for piece in pieces])
         parent.tell(Done(float(loss) if tells else None))
     tensors = {name: tensor.cpu() for name, tensor in engine.tensors().items()}
-    records = engine.records() if start.options.get("record") else ()
+    records = engine.records() if start.options.record else ()
     parent.tell(Finished(tensors, records if job.rank == 0 else ()))
     dist.destroy_process_group()
 

@@ -1,0 +1,78 @@
+"""What an engine is told besides its job; what cannot be is refused in the user's own process and call."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
+
+import torch
+
+from pd2bw_fx.arguments import (
+    require_choice,
+    require_function,
+    require_kind,
+    require_positive,
+    require_whole_number,
+)
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.runtime.corrections import Correction
+from pd2bw_fx.runtime.reports import UpdateReport
+from pd2bw_fx.runtime.weights import EXPECTED_OPTIMIZER, OptimizerFactory, ParameterOptions, SchedulerFactory
+
+Precision = Literal["bf16", "fp16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Those that `Engine.from_pipeline` describes, which a local run takes too."""
+
+    optimizer: OptimizerFactory
+    lr_scheduler: SchedulerFactory | None = None
+    parameter_options: ParameterOptions | None = None
+    max_gradient_norm: float | None = None
+    precision: Precision | None = None
+    corrections: Sequence[Correction] | None = None
+    on_report: Callable[[UpdateReport], None] | None = None
+    stop_at_nan: bool = True
+    device: torch.device | str | None = None
+    seed: int | None = None
+    record: int = 0
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not callable(self.optimizer):
+            raise InputError(f"optimizer is of type {type(self.optimizer).__name__}; {EXPECTED_OPTIMIZER}")
+        for name, expected in _FUNCTIONS.items():
+            if (value := getattr(self, name)) is not None:
+                require_function(name, value, expected)
+        if self.max_gradient_norm is not None:
+            require_positive("max_gradient_norm", self.max_gradient_norm)
+        require_choice("precision", self.precision, None, "bf16", "fp16")
+        if self.corrections is not None:
+            require_kind("corrections", self.corrections, Sequence, "a sequence of corrections, or None,")
+        if self.seed is not None:
+            require_kind("seed", self.seed, int, "a whole number or None")
+        require_whole_number("record", self.record, least=0)
+        require_positive("timeout_s", self.timeout_s)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], *others: str) -> Self:
+        """Raises InputError for a name that is no option; `others` are what the caller takes besides."""
+        own = [field.name for field in fields(cls)]
+        known = [*own, *_OF_THE_METHOD, *others]
+        for name in options:
+            if name not in own:
+                near = difflib.get_close_matches(name, known, n=1)
+                advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+                raise InputError(f"{name} is no option of training; {advice}")
+        return cls(**options)
+
+
+_OF_THE_METHOD = ("microbatches_per_update", "method", "slack", "replicas", "vertical_sync")
+_FUNCTIONS = {
+    "lr_scheduler": "a function that makes a scheduler of the optimizer it is given",
+    "parameter_options": "a function of a parameter's name and the parameter",
+    "on_report": "a function that takes an UpdateReport",
+}
