@@ -20,21 +20,25 @@ MANIFEST = "manifest.json"
 def whole_folder(folder: str | Path) -> Iterator[Path]:
     """A new folder to write into, which takes its name only when everything in it is written.
 
-    A folder of that name is replaced if it is empty or has a manifest of ours; anything else is refused
-    with InputError, since it may be somebody's work. After an error nothing is left behind.
+    A folder of that name is replaced where it is empty, or ours and of the same kind. What is in it besides
+    (checkpoints, notes) stays in it. Raises InputError for a folder of somebody else's, and where a file of
+    ours was edited by hand since: no work is lost. After an error nothing is left behind.
     """
     target = Path(folder).absolute()
-    if target.exists() and not _is_replaceable(target):
-        raise InputError(f"{folder} exists and was not written by pd2bw_fx; give another folder or remove it")
+    if target.exists():
+        _own_manifest(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         fresh.chmod(0o755)
         yield fresh
         if target.exists():
+            kept = _kept(target, fresh)
             old = fresh.with_name(fresh.name + "-old")
             target.rename(old)
             fresh.rename(target)
+            for name in kept:
+                (old / name).rename(target / name)
             shutil.rmtree(old)
         else:
             fresh.rename(target)
@@ -43,8 +47,46 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
             shutil.rmtree(fresh)
 
 
-def _is_replaceable(target: Path) -> bool:
-    return target.is_dir() and ((target / MANIFEST).is_file() or not any(target.iterdir()))
+def _own_manifest(folder: Path) -> dict[str, Any]:
+    """What `write_manifest` wrote; nothing for an empty folder."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return {"kind": None, "files": {}}
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        manifest = None
+    if (
+        not isinstance(manifest, dict)
+        or not isinstance(manifest.get("files"), dict)
+        or "kind" not in manifest
+    ):
+        raise InputError(f"{folder} exists and was not written by pd2bw_fx; give another folder or remove it")
+    return manifest
+
+
+def _kept(target: Path, fresh: Path) -> list[str]:
+    """What is not ours in a folder that is to be replaced. InputError where replacing it would lose work."""
+    before, after = _own_manifest(target), _own_manifest(fresh)
+    if before["kind"] not in (None, after["kind"]):
+        raise InputError(
+            f"{target} holds {before['kind']!r}, which {after['kind']!r} would replace; give another folder"
+        )
+    for name, expected in before["files"].items():
+        path = target / name
+        if path.is_file() and sha256(path) not in (expected, _sha256_if_there(fresh / name)):
+            raise InputError(
+                f"{path} was edited since it was written, and would be replaced; give another folder, or "
+                "move it away"
+            )
+    others = {path.name for path in target.iterdir()} - {*before["files"], MANIFEST, "__pycache__"}
+    for name in sorted(others):
+        if (fresh / name).exists():
+            raise InputError(f"{target / name} is not ours, and would be replaced; give another folder")
+    return sorted(others)
+
+
+def _sha256_if_there(path: Path) -> str | None:
+    return sha256(path) if path.is_file() else None
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ class OnnxPipeline:
     def save(self, folder: str | Path) -> None:
         """A copy of the stages and their manifest; the folder appears only when it is complete.
 
-        Raises InputError if it holds somebody else's files.
+        What else is in it stays. Raises InputError if it is somebody else's, or was edited by hand.
         """
         with whole_folder(folder) as fresh:
             shutil.copytree(self.folder, fresh, dirs_exist_ok=True)

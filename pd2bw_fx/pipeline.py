@@ -200,7 +200,8 @@ class Pipeline:
     def save(self, folder: str | Path) -> None:
         """Write sources, weights (safetensors), plan and schedule (JSON) and a manifest with hashes.
 
-        The folder appears only when it is complete. Raises InputError if it holds somebody else's files.
+        The folder appears only when it is complete; one of ours is replaced, and what else is in it stays.
+        Raises InputError if it is somebody else's, or was edited by hand since.
         """
         save_pipeline(self, folder)
 

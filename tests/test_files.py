@@ -34,6 +34,54 @@ def test_a_folder_of_ours_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_what_else_is_in_a_folder_stays_when_it_is_replaced(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out")
+    (folder / "run").mkdir()
+    (folder / "run" / "checkpoint").write_text("hours of training")
+    (folder / "__pycache__").mkdir()
+
+    saved(folder)
+
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "run", "stage_0.py"]
+    assert (folder / "run" / "checkpoint").read_text() == "hours of training"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("stage_0.py", "edited = True\n", r"stage_0\.py was edited since it was written"),
+        ("stage_1.py", "mine = True\n", r"stage_1\.py is not ours"),
+        ("manifest.json", '{"kind": "else", "files": {}}', "holds 'else', which 'test' would replace"),
+        ("manifest.json", '{"name": "a page of the web"}', "was not written by pd2bw_fx"),
+    ],
+)
+def test_a_folder_is_not_replaced_where_work_would_be_lost(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    folder = saved(tmp_path / "out")
+    (folder / name).write_text(text)
+
+    with pytest.raises(InputError, match=said), whole_folder(folder) as fresh:
+        for stage in range(2):
+            (fresh / f"stage_{stage}.py").write_text("pass\n")
+        write_manifest(fresh, {"kind": "test"})
+
+    assert (folder / name).read_text() == text
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_edited_file_that_is_written_as_it_is_may_be_replaced(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out")
+    (folder / "stage_0.py").write_text("edited = True\n")
+
+    with whole_folder(folder) as fresh:
+        (fresh / "stage_0.py").write_text("edited = True\n")
+        write_manifest(fresh, {"kind": "test"})
+
+    assert read_manifest(folder, kind="test")["kind"] == "test"
+
+
 def test_somebody_elses_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
 
