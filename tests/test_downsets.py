@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,20 @@ def test_no_order_of_the_devices_is_refuted_that_is_as_fast(seed: int) -> None:
         own = Choices(1, lambda _, choice=choice: choices[choice])  # type: ignore[misc]
         found = search.search(own, solver="highs", max_gap=1e-6, deadline=Deadline(30.0))
         assert found is None or not is_refuted(choices[choice], sets, found.bottleneck_s, Deadline(30.0))
+
+
+def test_stages_that_must_have_a_node_each_have_more_to_pay() -> None:
+    nodes = [{"id": at, "fpgaLatency": 1.0, "cpuLatency": 1.0, "size": 0.0} for at in range(3)]
+    edges = [{"sourceId": at, "destId": at + 1, "cost": cost} for at, cost in enumerate([5.0, 0.0])]
+    data = {"nodes": nodes, "edges": edges, "maxFPGAs": 3, "maxCPUs": 0, "maxSizePerFPGA": 1.0}
+    instance = replace(choices_of(workload_from_json(data, name="row"))[0][0], may_be_empty=True)
+    sets = DownSets.of([Kind(instance, 0, 3)], max_sets=100)
+    assert sets is not None
+
+    assert not is_refuted(instance, sets, 2.0, Deadline(30.0))  # the first two nodes on one stage
+    each_one = replace(instance, may_be_empty=False)
+    assert is_refuted(each_one, sets, 5.9, Deadline(30.0))
+    assert not is_refuted(each_one, sets, 6.0, Deadline(30.0))
 
 
 def _down_sets(workload: Workload, max_sets: int) -> Any:

@@ -1,8 +1,8 @@
 """A refutation without a program: no chain of down-sets keeps to the target even under milder rules.
 
 Milder are these: a tensor costs each stage that has a part of it once, at its best link, whatever the number
-of stages that read it; of memory only weights that one block has and saved activations count; a stage may be
-empty. What is impossible so is impossible. Where the graph is almost a row, as a transformer's is, this
+of stages that read it; of memory only weights that one block has and saved activations count. What is
+impossible so is impossible. Where the graph is almost a row, as a transformer's is, this
 decides in a fraction of a second what takes a program minutes.
 """
 
@@ -30,7 +30,7 @@ def is_refuted(instance: Instance, sets: DownSets, target_s: float, deadline: An
         # Sets from which the stages behind this one cannot do the rest are no use.
         room = sum(rates[stage + 1 :]) * target_s * _SLACK
         useful = unit >= unit[-1] - room
-        grown = reached & useful
+        grown = reached & useful if instance.may_be_empty else np.zeros(len(sets), dtype=bool)
         for count, at in enumerate(np.flatnonzero(reached).tolist()):
             if count % 64 == 0 and deadline.left_s == 0:
                 raise OutOfTime

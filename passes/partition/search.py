@@ -313,8 +313,8 @@ class _State:
             self.tell()
 
     def _is_refuted_by_enumeration(self, instance: Instance, target_s: float) -> bool:
-        """Whether milder rules are enough to exclude the target; asked of what is large only."""
-        if instance.num_nodes * instance.num_stages <= _SMALL or not np.isfinite(target_s):
+        """Whether milder rules are enough to exclude the target."""
+        if not np.isfinite(target_s):
             return False
         if not self.is_enumerated:
             self.is_enumerated = True
