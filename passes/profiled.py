@@ -17,7 +17,7 @@ from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.program import tensors
 from pd2bw_fx.size_range import SizeRange
-from pd2bw_fx.traced import TraceReport
+from pd2bw_fx.traced import Traced, TraceReport
 
 from .normalise import normalise
 from .profile import default_cache_folder, profile
@@ -78,7 +78,7 @@ def profiled(model: nn.Module | ExportedProgram, inputs: Inputs, pricing: Pricin
         graph=graph,
         costs=_priced(graph, example, traced.call, pricing),
         tensors=tensors(graph),
-        batch_layout=None if args is None else _layout(traced.model, args, kwargs, inputs.targets, graph),
+        batch_layout=None if args is None else _layout(traced, args, kwargs, inputs.targets, graph),
         example=example,
         trace_report=traced.report,
         reference=traced.call,
@@ -139,19 +139,34 @@ def _priced(
 
 
 def _layout(
-    model: nn.Module,
+    traced: Traced,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     targets: Any,
     graph: OperatorGraph,
 ) -> BatchLayout:
-    layout = BatchLayout.of(model, args, kwargs, targets, microbatch_sizes=graph.batch_sizes)
+    # What torch.fx traces asks for sizes when it runs; what is exported has them as numbers.
+    sizes = _fixed_sizes(graph) if traced.report.tracer.startswith("export") else {}
+    layout = BatchLayout.of(
+        traced.model, args, kwargs, targets, microbatch_sizes=graph.batch_sizes, sizes=sizes
+    )
     shapes = [spec.shape for spec in graph.inputs.values()]
     if any(shape is None or any(isinstance(size, str) for size in shape) for shape in shapes):
         return layout
     # The program was made for the example's sizes alone.
-    sizes = {int(spec.shape[0]) for spec in graph.inputs.values() if spec.shape}
-    return replace(layout, microbatch_sizes=SizeRange.only(sizes.pop())) if len(sizes) == 1 else layout
+    batches = {int(spec.shape[0]) for spec in graph.inputs.values() if spec.shape}
+    return replace(layout, microbatch_sizes=SizeRange.only(batches.pop())) if len(batches) == 1 else layout
+
+
+def _fixed_sizes(graph: OperatorGraph) -> dict[str, tuple[int | None, ...]]:
+    """By input, behind the batch: where the program has a number and no name."""
+    return {
+        name: tuple(
+            size if isinstance(size, int) and place > 0 else None for place, size in enumerate(spec.shape)
+        )
+        for name, spec in graph.inputs.items()
+        if spec.shape is not None
+    }
 
 
 def _example_inputs(

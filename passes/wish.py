@@ -79,7 +79,13 @@ class Wish:
     def granted(self, problem: Problem) -> tuple[Plan, Shape]:
         """The fastest plan, or the one that is given with what it costs, and its schedule's shape."""
         if self.plan is not None:
-            plan = check_plan(self.plan, problem, self.cluster, memory_model=self.memory_model)
+            plan = check_plan(
+                self.plan,
+                problem,
+                self.cluster,
+                memory_model=self.memory_model,
+                constraints=self.constraints,
+            )
             return plan, shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)
         options = {
             "solver": self.solver,

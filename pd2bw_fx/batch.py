@@ -29,6 +29,7 @@ class BatchInput:
     """One tensor of the batch: the model's input `name` is found at `path` within the call's `argument`.
 
     `num_dims` and `dtype` are the example's. Without `batched`, every microbatch gets the tensor whole.
+    `sizes` are those that the program was made for, None where any will do; empty where nothing is known.
     """
 
     name: str
@@ -37,6 +38,19 @@ class BatchInput:
     num_dims: int
     dtype: torch.dtype
     batched: bool = True
+    sizes: tuple[int | None, ...] = ()
+
+    def __str__(self) -> str:
+        return self.argument + "".join(f"[{key!r}]" for key in self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainValue:
+    """A number, flag or text that the model was traced with: the stages have it in their code."""
+
+    argument: str
+    path: tuple[str | int, ...]
+    value: bool | int | float | str | None
 
     def __str__(self) -> str:
         return self.argument + "".join(f"[{key!r}]" for key in self.path)
@@ -56,6 +70,7 @@ class BatchLayout:
     rest: str | None = None
     has_targets: bool = False
     microbatch_sizes: SizeRange = ANY_SIZE
+    plain: tuple[PlainValue, ...] = ()
 
     @classmethod
     def of(
@@ -67,13 +82,20 @@ class BatchLayout:
         *,
         batched: Collection[str] | None = None,
         microbatch_sizes: SizeRange = ANY_SIZE,
+        sizes: Mapping[str, tuple[int | None, ...]] | None = None,
     ) -> Self:
         """The layout of batches that look like these example inputs.
 
         `batched` names the inputs whose dimension 0 is the batch; None: those whose dimension 0 has the size
-        that most of them have. `microbatch_sizes` are those that the model was traced for.
+        that most of them have. `microbatch_sizes` are those that the model was traced for, `sizes` by input
+        those of single tensors. Raises InputError where a batch could not tell targets from an argument.
         """
         signature = inspect.signature(model.forward)
+        if targets is not None and TARGETS in signature.parameters:
+            raise InputError(
+                f"the forward of {type(model).__name__} has an argument {TARGETS!r}, as what loss_fn "
+                "compares with is called in a batch; rename the argument, or compute the loss in the model"
+            )
         kinds = signature.parameters.values()
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         arguments = tuple(p.name for p in kinds if p.kind in positional)
@@ -86,16 +108,24 @@ class BatchLayout:
         if targets is not None:
             named[TARGETS] = targets
         found = [leaf for name, value in named.items() for leaf in _tensors(name, value)]
-        sizes = Counter(tensor.shape[0] for _, _, tensor in found if tensor.dim())
-        batch_size = max(sizes, key=lambda size: sizes[size]) if sizes else 0
+        counts = Counter(tensor.shape[0] for _, _, tensor in found if tensor.dim())
+        batch_size = max(counts, key=lambda size: counts[size]) if counts else 0
         inputs: list[BatchInput] = []
         for argument, path, tensor in found:
             name = _distinct(_joined(argument, path), [known.name for known in inputs])
             is_batched = tensor.dim() > 0 and (
                 tensor.shape[0] == batch_size if batched is None else name in batched
             )
-            inputs.append(BatchInput(name, argument, path, tensor.dim(), tensor.dtype, is_batched))
-        return cls(tuple(inputs), arguments, rest, targets is not None, microbatch_sizes)
+            own = (sizes or {}).get(name, ())
+            inputs.append(BatchInput(name, argument, path, tensor.dim(), tensor.dtype, is_batched, own))
+        defaults = {p.name: p.default for p in kinds if p.default is not p.empty and p.name not in given}
+        plain = tuple(
+            PlainValue(name, path, leaf)
+            for name, value in {**defaults, **named}.items()
+            for path, leaf in _leaves(value)
+            if isinstance(leaf, bool | int | float | str | None)
+        )
+        return cls(tuple(inputs), arguments, rest, targets is not None, microbatch_sizes, plain)
 
     def flatten(self, batch: Any) -> dict[str, Tensor]:
         """The batch's tensors by input name. Raises InputError naming what is missing or of a wrong kind."""
@@ -107,6 +137,8 @@ class BatchLayout:
                 f"the batch has {strange[0]!r}, which the example inputs did not have; expected "
                 f"{self._listing()}"
             )
+        for plain in self.plain:
+            _require_plain(plain, call)
         return {known.name: self._find(known, call) for known in self.inputs}
 
     def cut(self, flat: Mapping[str, Tensor], num_microbatches: int) -> list[dict[str, Tensor]]:
@@ -151,17 +183,28 @@ class BatchLayout:
             "rest": self.rest,
             "has_targets": self.has_targets,
             "microbatch_sizes": self.microbatch_sizes.to_json(),
+            "plain": [asdict(plain) for plain in self.plain],
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         inputs = tuple(
-            BatchInput(**(entry | {"path": tuple(entry["path"]), "dtype": dtype_from_name(entry["dtype"])}))
+            BatchInput(
+                **(
+                    entry
+                    | {
+                        "path": tuple(entry["path"]),
+                        "dtype": dtype_from_name(entry["dtype"]),
+                        "sizes": tuple(entry["sizes"]),
+                    }
+                )
+            )
             for entry in data["inputs"]
         )
+        plain = tuple(PlainValue(**(entry | {"path": tuple(entry["path"])})) for entry in data["plain"])
         arguments = tuple(data["arguments"])
         sizes = SizeRange(*data["microbatch_sizes"])
-        return cls(inputs, arguments, data["rest"], data["has_targets"], sizes)
+        return cls(inputs, arguments, data["rest"], data["has_targets"], sizes, plain)
 
     def _call(self, batch: Any) -> dict[str, Any]:
         """The batch's arguments by name."""
@@ -199,11 +242,7 @@ class BatchLayout:
         value = call[known.argument]
         for key in known.path:
             try:
-                value = (
-                    value[key]
-                    if not isinstance(key, str) or isinstance(value, Mapping)
-                    else getattr(value, key)
-                )
+                value = _entry(value, key)
             except (LookupError, AttributeError, TypeError):
                 raise InputError(
                     f"the batch has no {known}: {key!r} is not in a {type(value).__name__}; expected batches "
@@ -216,6 +255,13 @@ class BatchLayout:
                 f"the batch's {known} is {dtype_name(value.dtype)} with {value.dim()} dimensions; expected "
                 f"{dtype_name(known.dtype)} with {known.num_dims}, as in the example inputs"
             )
+        if any(size not in (None, own) for size, own in zip(known.sizes, value.shape, strict=False)):
+            sizes = ", ".join("any" if size is None else str(size) for size in known.sizes)
+            raise InputError(
+                f"the batch's {known} has shape {tuple(value.shape)}, and the stages were made for "
+                f"({sizes}); give all batches that size, split with example inputs of another, or let the "
+                "length of token sequences vary with split(tracer='export-sequence')"
+            )
         return value
 
     def _listing(self) -> str:
@@ -223,12 +269,36 @@ class BatchLayout:
 
 
 def _tensors(argument: str, value: Any) -> list[tuple[str, tuple[str | int, ...], Tensor]]:
+    return [(argument, path, leaf) for path, leaf in _leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _leaves(value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Tensors, None and whatever else is no container, with the way to each."""
     leaves, _ = pytree.tree_flatten_with_path(value)
-    return [
-        (argument, tuple(_step(key) for key in path), leaf)
-        for path, leaf in leaves
-        if isinstance(leaf, Tensor)
-    ]
+    for path, leaf in leaves:
+        yield tuple(_step(key) for key in path), leaf
+
+
+def _entry(value: Any, key: str | int) -> Any:
+    return value[key] if not isinstance(key, str) or isinstance(value, Mapping) else getattr(value, key)
+
+
+def _require_plain(plain: PlainValue, call: Mapping[str, Any]) -> None:
+    """Raises InputError where the batch has another value in the place of one that the trace has."""
+    if plain.argument not in call:
+        return
+    value = call[plain.argument]
+    try:
+        for key in plain.path:
+            value = _entry(value, key)
+    except (LookupError, AttributeError, TypeError):
+        return  # what the model was not traced with is told of the tensors in it
+    same = isinstance(value, bool) == isinstance(plain.value, bool) and value == plain.value
+    if not isinstance(value, Tensor) and not same:
+        raise InputError(
+            f"the batch's {plain} is {value!r}, and the model was traced with {plain.value!r}, which is in "
+            "the stages' code; give it as a tensor in the example inputs, or split with the other value"
+        )
 
 
 def _step(key: Any) -> str | int:

@@ -114,7 +114,8 @@ class Plan:
     """Stages in pipeline order. No better plan than `bound_s` exists: gap = 1 - bound_s / bottleneck_s.
 
     That is proven among plans that send every value straight from its maker. Handing values on can make a
-    plan faster than all of those: then `bound_s` is at most its own bottleneck.
+    plan faster than all of those: then `bound_s` is at most its own bottleneck. 0 where nothing is proven.
+    `bound_for` is a hash of all that the bound was proven for: costs, cluster, memory and wishes.
     `fingerprint` is the operator graph's; a plan is refused for any other graph.
     """
 
@@ -128,6 +129,7 @@ class Plan:
     planning_s: float
     fingerprint: str
     costs_origin: str = "measured"
+    bound_for: str = ""
 
     @property
     def gap(self) -> float:
@@ -135,6 +137,15 @@ class Plan:
         if self.bottleneck_s <= 0:
             return 0.0
         return max(0.0, 1.0 - self.bound_s / self.bottleneck_s)
+
+    @property
+    def proof(self) -> str:
+        """How near the optimum it is proven to be, in words."""
+        if self.bound_s <= 0:
+            return "how far it is from the optimum is not proven"
+        near = "proven optimal" if self.gap <= 1e-9 else f"within {self.gap:.2%} of the optimum (proven)"
+        count = f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
+        return f"{near}: no plan of {count} is faster than {format_seconds(self.bound_s)}"
 
     @property
     def num_stages(self) -> int:
@@ -172,6 +183,10 @@ class Plan:
         del fields["stages"], fields["transfers"]
         stages = tuple(_stage_from_json(entry) for entry in data["stages"])
         transfers = tuple(Transfer(**entry) for entry in data["transfers"])
+        if not 0 <= fields["bound_s"] <= fields["bottleneck_s"]:
+            raise PlanMismatchError(
+                f"plan.bound_s is {fields['bound_s']}; 0 (nothing is proven) to bottleneck_s was expected"
+            )
         return cls(stages=stages, transfers=transfers, **fields)
 
     def dumps(self) -> str:

@@ -142,21 +142,13 @@ def text_batches(pipe: Pipeline, num_updates: int, *, seed: int = 0) -> Iterable
 
 
 def _fitting(batches: Iterable[Any], pipe: Pipeline) -> Iterable[Any]:
-    """The batches, held against the sizes that the model was traced with."""
+    """The batches, held against what the model was traced with; a wrong one is told by its number."""
     assert pipe.batch_layout is not None
     for number, batch in enumerate(batches):
-        for name, tensor in pipe.batch_layout.flatten(batch).items():
-            expected = pipe.graph.inputs[name].shape or ()
-            fits = len(expected) == tensor.ndim and all(
-                isinstance(wanted, str) or found == wanted
-                for wanted, found in zip(expected[1:], tensor.shape[1:], strict=True)
-            )
-            if not fits:
-                shape = ", ".join(map(str, expected))
-                raise InputError(
-                    f"batch {number}: {name} is {tuple(tensor.shape)}, and the model was split for "
-                    f"({shape}); split it with example inputs of this size"
-                )
+        try:
+            pipe.batch_layout.flatten(batch)
+        except InputError as error:
+            raise InputError(f"batch {number}: {error}") from None
         yield batch
 
 

@@ -105,3 +105,42 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(InputError, match="traced for 2 only: pass 4 samples"):
         fixed.cut(fixed.flatten(X), 2)
     assert len(fixed.cut(fixed.flatten(X), 3)) == 3
+
+
+def test_sizes_that_the_program_has_as_numbers_are_kept_to() -> None:
+    layout = BatchLayout.of(Model(), (X, (A, B)), {}, Y, sizes={"x": (None, 3), "pair_0": (None, None)})
+
+    assert layout.flatten((X[:2], (A, B), Y))["x"].shape == (2, 3)
+    assert layout.flatten((X, (torch.randn(6, 5), B), Y))["pair_0"].shape == (6, 5)
+    for known in (layout, BatchLayout.from_json(layout.to_json())):
+        with pytest.raises(InputError, match=r"batch's x has shape \(6, 4\), .* made for \(any, 3\)"):
+            known.flatten((torch.randn(6, 4), (A, B), Y))
+
+
+def test_numbers_and_flags_are_those_that_the_model_was_traced_with() -> None:
+    class Annealed(nn.Module):
+        def forward(self, x: Tensor, beta: float, *, flag: bool = False, more: Any = None) -> Tensor:
+            raise AssertionError("no batch is run here")
+
+    layout = BatchLayout.of(Annealed(), (X, 0.5), {"more": {"rate": [1, "a"]}})
+
+    for known in (layout, BatchLayout.from_json(layout.to_json())):
+        assert list(known.flatten((X, 0.5))) == ["x"]
+        assert list(known.flatten({"x": X, "beta": 0.5, "flag": False, "more": {"rate": [1, "a"]}})) == ["x"]
+        for wrong, name in (
+            ({"beta": 1.0}, r"beta is 1\.0, and the model was traced with 0\.5"),
+            ({"beta": 0.5, "flag": True}, "flag is True, and the model was traced with False"),
+            ({"beta": 0.5, "more": {"rate": [2, "a"]}}, r"more\['rate'\]\[0\] is 2, .* with 1,"),
+        ):
+            with pytest.raises(InputError, match=name):
+                known.flatten({"x": X, **wrong})
+
+
+def test_an_argument_that_is_called_targets_is_refused_beside_a_loss_function() -> None:
+    class Both(nn.Module):
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            raise AssertionError("no batch is run here")
+
+    assert BatchLayout.of(Both(), (X, Y)).has_targets is False
+    with pytest.raises(InputError, match="has an argument 'targets', as what loss_fn compares with"):
+        BatchLayout.of(Both(), (X, Y), {}, Y)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.errors import InfeasibleError, PlanMismatchError
 from pd2bw_fx.passes.partition import check_plan, partition
 from pd2bw_fx.plan import Plan
@@ -47,6 +48,39 @@ def test_edited_plan_gets_the_times_memory_and_transfers_that_it_has(plan: Plan)
     assert [t.value for t in checked.transfers] == ["v0", "v3"]
     assert checked.stages[1].parameters == ("w1", "w2", "w3")
     assert checked.stages[0].memory.total_bytes == (5 + 2) * 100 + 3 * (1000 + 10)
+
+
+def test_a_bound_is_no_proof_for_other_costs_clusters_or_wishes(plan: Plan) -> None:
+    assert check_plan(plan, PROBLEM, CLUSTER).proof == plan.proof
+    assert "(proven): no plan of 3 stages is faster than" in plan.proof
+    faster = dataclasses.replace(CLUSTER, latency_s=tuple((0.001,) * 3 for _ in range(3)))
+    for problem, cluster, wishes in (
+        (PROBLEM, faster, None),
+        (PROBLEM, CLUSTER, Constraints(together=(("op0", "op1"),))),
+        (dataclasses.replace(PROBLEM, blocks=tuple(map(_slower, PROBLEM.blocks))), CLUSTER, None),
+    ):
+        checked = check_plan(plan, problem, cluster, constraints=wishes)
+        assert checked.bound_s == 0.0
+        assert checked.proof == "how far it is from the optimum is not proven"
+    pinned = partition(PROBLEM, CLUSTER, constraints=Constraints(stage_of={"op2": 1}))
+    moved = edited(pinned, (0, 1), (2, 3), (4, 5))
+    assert check_plan(moved, PROBLEM, CLUSTER).bound_s == 0.0
+
+
+def _slower(block: Block) -> Block:
+    return dataclasses.replace(block, backward_s=tuple(2 * s for s in block.backward_s))
+
+
+def test_what_the_constraints_forbid_is_refused_in_a_plan_by_hand(plan: Plan) -> None:
+    for wishes, error in (
+        (Constraints(stage_of={"op2": 0}), r"'op2' is pinned to stage 0, and the plan has it on stage 1"),
+        (Constraints(device_of={"op0": 2}), r"'op0' is pinned to device 2, .* on stage 0 \(device 0\)"),
+        (Constraints(together=(("op1", "op2"),)), "they share memory or a wish; keep them in one"),
+    ):
+        with pytest.raises(PlanMismatchError, match=error):
+            check_plan(plan, PROBLEM, CLUSTER, constraints=wishes)
+    with pytest.raises(InfeasibleError, match="stage 0 needs"):
+        check_plan(plan, PROBLEM, CLUSTER, constraints=Constraints(memory_bytes={0: 1000}))
 
 
 def test_recomputation_switched_on_by_hand_is_paid_for(plan: Plan) -> None:

@@ -57,6 +57,8 @@ def _load(plan: Plan, planned: StagePlan) -> str:
 
 
 def _proof(plan: Plan) -> str:
+    if plan.bound_s <= 0:
+        return plan.proof
     bound, found = format_seconds(plan.bound_s), format_seconds(plan.bottleneck_s)
     lower = "a lower one" if bound == found else f"a bottleneck under {bound}"
     return f"no other {plan.num_stages} stages that fit have {lower}"

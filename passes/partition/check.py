@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InfeasibleError, PlanMismatchError
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes
 
+from .constrain import Pin, constrain
 from .instance import Integers, evaluate
-from .planning import plan_of
+from .planning import plan_of, proven_for
 from .reader import Reader, check_problem, topological_order
 from .replicas import GradientSums, shared_out
 from .search import Found
+
+_ROUNDING = 1e-9
 
 
 def check_plan(
@@ -27,27 +32,39 @@ def check_plan(
     *,
     memory_model: MemoryModel = MemoryModel(),  # noqa: B008 - frozen
     overlap: bool = False,
+    constraints: Constraints | None = None,
 ) -> Plan:
     """The plan with the times, memory and transfers that its assignment really has.
 
     What counts is which operators a stage lists, its device, and whether it recomputes; everything else is
-    computed anew. The bound of the plan stays, since the problem is the same.
+    computed anew. The bound stays where it was proven for the same costs, cluster, memory and constraints;
+    for others nothing is proven (`bound_s` is 0).
 
     Raises PlanMismatchError for operators that are missing, unknown, listed twice or torn from what they
-    belong to, for values that would run to an earlier stage and for devices that cannot be;
-    InfeasibleError naming the stage that does not fit in memory.
+    belong to, for values that would run to an earlier stage, for devices that cannot be and for what the
+    constraints forbid; InfeasibleError naming the stage that does not fit in memory.
     """
     check_problem(problem, cluster)
+    known = proven_for(
+        plan, problem, cluster, memory_model=memory_model, overlap=overlap, constraints=constraints
+    )
     if plan.fingerprint != problem.fingerprint:
         raise PlanMismatchError(
             f"the plan was made for graph {plan.fingerprint!r}, and this is {problem.fingerprint!r}; "
             "plan again"
         )
     _check_stages(plan, problem, cluster)
+    constrained = constrain(problem, cluster, constraints or Constraints(), num_stages=plan.num_stages)
+    problem, cluster = constrained.problem, constrained.cluster
     stage_of = _stage_of_blocks(plan, problem)
     _check_direction(problem, stage_of)
+    _check_pins(plan, constrained.pins, stage_of)
     nodes = np.array([stage_of[problem.blocks[at].name] for at in topological_order(problem)], dtype=np.int64)
-    return _priced(plan, problem, cluster, nodes, memory_model=memory_model, overlap=overlap)
+    priced = _priced(plan, problem, cluster, nodes, memory_model=memory_model, overlap=overlap)
+    is_proven = known == plan.bound_for and priced.bottleneck_s >= plan.bound_s * (1 - _ROUNDING)
+    return replace(
+        priced, bound_s=min(plan.bound_s, priced.bottleneck_s) if is_proven else 0.0, bound_for=known
+    )
 
 
 def _check_stages(plan: Plan, problem: Problem, cluster: Cluster) -> None:
@@ -101,6 +118,18 @@ def _check_direction(problem: Problem, stage_of: dict[str, int]) -> None:
                 )
 
 
+def _check_pins(plan: Plan, pins: Sequence[Pin], stage_of: dict[str, int]) -> None:
+    for pin in pins:
+        stage = stage_of[pin.block]
+        device = plan.stages[stage].device
+        if not pin.allows(stage, device):
+            wished = f"stage {pin.stage}" if pin.stage is not None else f"device {pin.device}"
+            raise PlanMismatchError(
+                f"{pin.name!r} is pinned to {wished}, and the plan has it on stage {stage} (device "
+                f"{device}); change the plan, or the constraints"
+            )
+
+
 def _priced(
     plan: Plan,
     problem: Problem,
@@ -136,7 +165,7 @@ def _priced(
         problem,
         cluster,
         instance,
-        Found(0, stage_of, loads.bottleneck_s, min(plan.bound_s, loads.bottleneck_s)),
+        Found(0, stage_of, loads.bottleneck_s, 0.0),
         order=order,
         memory_model=memory_model,
         kept=[stage.kept for stage in plan.stages],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from pd2bw_fx.arguments import require_choice, require_search, require_whole_number
@@ -19,7 +20,7 @@ from .asked import Asked, Keeping
 from .constrain import constrain
 from .infeasible import infeasible_error
 from .kept import METHODS, kept_by
-from .planning import plan_of
+from .planning import plan_of, proven_for
 from .reader import check_problem
 from .route import search_with_routes
 from .search import Deadline
@@ -85,7 +86,7 @@ def partition(
     found = search_with_routes(choices, solver=solver, max_gap=max_gap, deadline=deadline, report=progress)
     if found is None:
         raise infeasible_error(asked, choices, orders, solver=solver)
-    return plan_of(
+    plan = plan_of(
         asked.problem,
         asked.cluster,
         choices[found.choice],
@@ -98,6 +99,10 @@ def partition(
         solver=solver,
         planning_s=time.perf_counter() - started_s,
     )
+    key = proven_for(
+        plan, problem, cluster, memory_model=memory_model, overlap=overlap, constraints=constraints
+    )
+    return replace(plan, bound_for=key)
 
 
 def _check_arguments(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Kept, MemoryModel, StageMemory
 from pd2bw_fx.plan import Plan, StagePlan, Transfer
 from pd2bw_fx.problem import Block, ParameterSize, Problem
@@ -13,6 +15,22 @@ from .instance import Hops, Instance, Integers, Loads, evaluate
 from .reader import crossing_values, topological_order, transfer_s
 from .route import hops_of, routed
 from .search import Found
+
+
+def proven_for(
+    plan: Plan,
+    problem: Problem,
+    cluster: Cluster,
+    *,
+    memory_model: MemoryModel,
+    overlap: bool,
+    constraints: Constraints | None,
+) -> str:
+    """A hash of everything that a plan's bound depends on but who is where: another one proves nothing."""
+    kept = [stage.kept for stage in plan.stages]
+    asked = (plan.method, plan.microbatches_per_update, plan.replicas, kept, overlap)
+    text = repr((problem, cluster, memory_model, constraints or Constraints(), asked))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def plan_of(

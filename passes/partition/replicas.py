@@ -31,7 +31,7 @@ from pd2bw_fx.problem import Problem
 
 from .constrain import Constrained, constrain
 from .instance import Floats, Instance
-from .planning import plan_of
+from .planning import plan_of, proven_for
 from .reader import Reader, check_problem, topological_order
 from .search import Choices, Deadline, Found, search
 
@@ -113,7 +113,10 @@ def partition_replicated(
             "whatever is copied; partition says what is missing without copies"
         )
     took_s = time.perf_counter() - started_s
-    return replace(best, bound_s=0.0 if ran_out else float(bound_s), planning_s=took_s)
+    key = proven_for(
+        best, problem, cluster, memory_model=memory_model, overlap=False, constraints=constraints
+    )
+    return replace(best, bound_s=0.0 if ran_out else float(bound_s), planning_s=took_s, bound_for=key)
 
 
 def _check(cluster: Cluster, wishes: Constraints, microbatches_per_update: int | None) -> None:

@@ -41,7 +41,8 @@ def _figures(
     where = f"a microbatch, stage {slowest.stage} on {slowest.device_name}"
     yield "Bottleneck", format_seconds(plan.bottleneck_s), where
     gap = "0%" if plan.gap <= 1e-9 else f"≤ {plan.gap:.2%}"
-    yield "From the optimum", gap, f"proven by {plan.solver} in {format_seconds(plan.planning_s)}"
+    if plan.bound_s > 0:
+        yield "From the optimum", gap, f"proven by {plan.solver} in {format_seconds(plan.planning_s)}"
     held = f"{format_bytes(fullest.memory.total_bytes)} of {format_bytes(fullest.memory_limit_bytes)}"
     yield (
         "Fullest device",
