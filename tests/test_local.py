@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import pd2bw_fx
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime import local, messages, nursery
 from pd2bw_fx.runtime.reference import train_reference
+from pd2bw_fx.runtime.reports import UpdateReport
 from pd2bw_fx.runtime.wire import decoded, encoded
 from tests.processes import children_of, kept_process
 
@@ -224,11 +226,18 @@ def test_a_loss_that_is_no_number_ends_the_run(model: nn.Module, pipe: pd2bw_fx.
     assert len(pipe.train_local(broken, optimizer=sgd, stop_at_nan=False).losses) == len(broken)
 
 
+ELSEWHERE = list(nn.Linear(2, 2).parameters())
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
         ({"optimizer": lambda parameters: None}, "optimizer gave a NoneType; a function was expected"),
         ({"lr_scheduler": lambda optimizer: None}, "lr_scheduler gave a NoneType; a function was expected"),
+        (
+            {"optimizer": lambda parameters: sgd(ELSEWHERE)},
+            "optimizer steps parameters that it was not given",
+        ),
         ({"device": "cuda"}, "this stage is to run on cuda, and this process sees no GPU"),
     ],
 )
@@ -303,3 +312,24 @@ def test_what_cannot_train_is_refused_before_a_worker_starts(pipe: pd2bw_fx.Pipe
     lock = threading.Lock()
     with pytest.raises(pd2bw_fx.InputError, match="sent to the workers"):
         pipe.train_local([], optimizer=lambda parameters: (lock, sgd(parameters))[1])
+
+
+@pytest.mark.parametrize("method", ["2bw", "1f1b"])
+def test_reports_have_the_learning_rate_of_their_update_on_every_rank(
+    model: nn.Module, pipe: pd2bw_fx.Pipeline, tmp_path: Path, method: str
+) -> None:
+    def note(report: UpdateReport) -> None:
+        with (tmp_path / str(os.getpid())).open("a") as file:
+            file.write(f"{report.update} {report.learning_rates[0]:.6f}\n")
+
+    def warm_up(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        return LambdaLR(optimizer, lambda update: (update + 1) / 100)
+
+    batches = mlp_batches(model) * 4
+    pipe.train_local(batches, optimizer=sgd, method=method, lr_scheduler=warm_up, on_report=note)
+
+    told = [path.read_text().splitlines() for path in tmp_path.iterdir()]
+    assert len(told) == 2
+    rate = sgd(ELSEWHERE).param_groups[0]["lr"]
+    expected = [f"{update} {rate * (update + 1) / 100:.6f}" for update in range(len(batches))]
+    assert told == [expected, expected]

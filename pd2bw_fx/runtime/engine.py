@@ -94,7 +94,7 @@ class Engine:
             stop_at_nan=options.stop_at_nan,
             source=lambda microbatch: job.name_of(job.rank_of(job.loss_stage, microbatch)),
             microbatches_per_update=job.microbatches_per_update,
-            learning_rates=lambda: weights.learning_rates,
+            learning_rates=weights.learning_rates,
         )
         self._recorder = make_recorder(job, options.record, self._control)
         self._runner = make_runner(

@@ -22,13 +22,14 @@ _UNDER_WAY = 4
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """`loss` is the mean over the update's microbatches, `seconds` the time since the report before."""
+    """`loss` is the mean over the update's microbatches, `seconds` the time since the call of the update
+    before, or of the evaluation after it."""
 
     update: int
     loss: float
     seconds: float
     microbatches_per_s: float
-    learning_rates: tuple[float, ...]  # of the optimizer's groups, as they are now
+    learning_rates: tuple[float, ...]  # of the optimizer's groups, in this update
 
 
 class LossLog:
@@ -44,26 +45,28 @@ class LossLog:
         stop_at_nan: bool,
         source: Callable[[int], str],
         microbatches_per_update: int,
-        learning_rates: Callable[[], tuple[float, ...]],
+        learning_rates: Callable[[int], tuple[float, ...]],
     ) -> None:
         self._on_report = on_report
         self._stop_at_nan = stop_at_nan
         self._source = source
         self._microbatches_per_update = microbatches_per_update
         self._learning_rates = learning_rates
-        self._under_way: deque[Loss] = deque()
-        self._told_s = time.perf_counter()
+        self._under_way: deque[tuple[Loss, float]] = deque()  # and the seconds of its call
+        self._added_s = time.perf_counter()
 
     def add(self, loss: Loss) -> None:
-        self._under_way.append(loss)
+        now_s = time.perf_counter()
+        self._under_way.append((loss, now_s - self._added_s))
+        self._added_s = now_s
         while len(self._under_way) > _UNDER_WAY:
-            self._retire(self._under_way.popleft())
+            self._retire(*self._under_way.popleft())
 
     def finish(self) -> None:
         while self._under_way:
-            self._retire(self._under_way.popleft())
+            self._retire(*self._under_way.popleft())
 
-    def _retire(self, loss: Loss) -> None:
+    def _retire(self, loss: Loss, seconds: float) -> None:
         """Raises WorkerError, on every rank, for a loss that is no number."""
         loss.wait()
         if self._stop_at_nan and not math.isfinite(loss.item()):
@@ -75,7 +78,6 @@ class LossLog:
             )
         if self._on_report is None or not loss.is_of_training:
             return
-        now_s = time.perf_counter()
-        seconds, self._told_s = now_s - self._told_s, now_s
         rate = self._microbatches_per_update / seconds
-        self._on_report(UpdateReport(loss.update, loss.item(), seconds, rate, self._learning_rates()))
+        rates = self._learning_rates(loss.update)
+        self._on_report(UpdateReport(loss.update, loss.item(), seconds, rate, rates))

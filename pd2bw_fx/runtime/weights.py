@@ -37,6 +37,7 @@ EXPECTED_OPTIMIZER = (
     "a function was expected that makes a torch optimizer of the parameters it is given: "
     "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
 )
+_RATES_KEPT = 16  # a loss is told a few updates late
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 ParameterOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
@@ -75,6 +76,7 @@ class WeightStore:
             corrector.watch(self._slots[0].flat, self._places)
         self._pending: PendingUpdate | None = None
         self._steps: deque[Step] = deque(maxlen=2)
+        self._rates: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_RATES_KEPT)  # by version
         # The optimizer's parameters: stepped in the slot that is being made.
         self._aliases = {
             name: nn.Parameter(place.view(self._stepped(0)).detach()) for name, place in self._places.items()
@@ -104,6 +106,12 @@ class WeightStore:
         self._optimizer = optimizer(grouped(self._aliases, parameter_options))
         if not isinstance(self._optimizer, Optimizer):
             raise InputError(f"optimizer gave a {type(self._optimizer).__name__}; {EXPECTED_OPTIMIZER}")
+        own = {id(alias) for alias in self._aliases.values()}
+        if any(id(p) not in own for group in self._optimizer.param_groups for p in group["params"]):
+            raise InputError(
+                "optimizer steps parameters that it was not given, such as those of the model itself; "
+                + EXPECTED_OPTIMIZER
+            )
         self._scheduler = None if scheduler is None else scheduler(self._optimizer)
         if scheduler is not None and not hasattr(self._scheduler, "step"):
             raise InputError(
@@ -118,9 +126,11 @@ class WeightStore:
         if self._corrector is not None:
             self._corrector.check(self._optimizer)
 
-    @property
-    def learning_rates(self) -> tuple[float, ...]:
-        """Of the optimizer's groups, for the next update."""
+    def learning_rates(self, update: int) -> tuple[float, ...]:
+        """Of the optimizer's groups, in one of the last updates, or else in the coming one."""
+        return next((rates for version, rates in self._rates if version == update + 1), self._next_rates())
+
+    def _next_rates(self) -> tuple[float, ...]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return tuple(float(group["lr"]) for group in groups)
 
@@ -198,6 +208,7 @@ class WeightStore:
                 flat.copy_(self._slots[source].flat[dtype])
         if self._loss_scale is not None:
             self._loss_scale.follow(pending.version, overflow=gradients is None)
+        self._rates.append((pending.version, self._next_rates()))
         if gradients is not None:
             self._step(target, gradients)
         self.newest = pending.version
