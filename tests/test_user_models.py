@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx import ctc
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, TraceError
 from pd2bw_fx.passes.verify.compare import coarsest_tolerance, tolerance_of
 from pd2bw_fx.runtime.reference import train_reference
 
@@ -177,6 +177,17 @@ class Caching(Plain):
         return super().forward(x + bias + self.places)
 
 
+class Clipping(Plain):
+    """A layer with arguments that have a former name each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bounded = nn.Hardtanh(-2.0, 3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.bounded(x))
+
+
 class Recurrent(Plain):
     """A layer that could drop, and does not."""
 
@@ -195,7 +206,8 @@ def rows() -> tuple[Tensor]:
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean'")  # what torch thinks of kl_div's own default
 @pytest.mark.parametrize(
-    "kind", [Scripted, Normed, Translating, Picking, Losing, Aligning, Drawing, Skipping, Writing, Looking]
+    "kind",
+    [Scripted, Normed, Translating, Picking, Losing, Aligning, Drawing, Skipping, Writing, Looking, Clipping],
 )
 def test_they_are_split_and_compute_what_they_did(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -293,6 +305,62 @@ def test_a_parameter_that_a_forward_writes_is_trained_by_synchronous_methods_alo
         plain.zero_grad()
         expected.append(loss.item())
     assert found.losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("assigns", [True, False])
+def test_what_is_written_where_no_trace_sees_it_is_refused_and_undone(assigns: bool) -> None:
+    class Averaging(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.target = nn.Linear(8, 8).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for own, target in zip(self.second.parameters(), self.target.parameters(), strict=True):
+                    if assigns:
+                        target.data = 0.9 * target.data + 0.1 * own.data
+                    else:
+                        target.data.mul_(0.9).add_(own.data, alpha=0.1)
+            return super().forward(x) + self.target(x).mean()
+
+    model = Averaging()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    with pytest.raises(TraceError, match=r"the forward writes 'target\.weight' through \.data"):
+        pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_hooks_of_the_backward_are_refused() -> None:
+    def hook(*gradients: Any) -> None:
+        raise AssertionError("no backward is run here")
+
+    of_parameter, of_sum, of_module = Plain(), Plain(), Plain()
+    of_parameter.first.weight.register_hook(hook)
+    of_sum.first.weight.register_post_accumulate_grad_hook(hook)
+    of_module.second.register_full_backward_hook(hook)
+    for model, whose in (
+        (of_parameter, r"parameter 'first\.weight'"),
+        (of_sum, r"parameter 'first\.weight'"),
+        (of_module, "module 'second'"),
+    ):
+        with pytest.raises(InputError, match=f"^{whose} has a backward hook"):
+            pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
+
+
+def test_what_has_no_gradient_is_not_trained() -> None:
+    class Detached(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).detach()
+
+    for model, error in (
+        (Plain().requires_grad_(False), "Plain has no parameter that requires a gradient"),
+        (Detached(), "no gradient flows from the loss of Detached"),
+    ):
+        pipe = pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
+        with pytest.raises(InputError, match=error):
+            pipe.train_local([], optimizer=torch.optim.SGD)
 
 
 def test_a_model_that_leaves_a_part_to_the_compiler_is_traced_as_it_runs_without() -> None:

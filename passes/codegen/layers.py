@@ -89,6 +89,8 @@ def _by_signature(module: nn.Module) -> list[tuple[str, Any, Any]]:
             continue
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
             continue  # nn.Tanh and its like take none
+        if parameter.default is None and not hasattr(module, argument):
+            continue  # an argument's former name
         value = getattr(module, argument)
         if argument == "bias" and not isinstance(value, bool):
             value = value is not None

@@ -36,6 +36,7 @@ from .diagnose import (
     conditions_of,
     one_line,
     require_eager_run,
+    require_nothing_written,
     source_line,
     state_kept,
     torch_errors_unlogged,
@@ -200,8 +201,9 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
     flat, examples = program.flat, dict(zip(program.flat.names, program.flat.tensors, strict=False))
     sizes = ANY_SIZE
     if name == "fx":
-        with state_kept(program):  # what the forward does to a buffer, it does while it is traced
+        with state_kept(program) as written:
             graph: ExportedProgram | fx.GraphModule = trace_symbolically(program)
+        require_nothing_written(written)
         if examples:
             require_eager_run(program)  # only now is it known which result is the loss
         notes: tuple[str, ...] = ("torch.fx does not see data types, and keeps torch.nn layers whole",)
@@ -272,11 +274,22 @@ def _require_modules_with_code(model: nn.Module) -> None:
                 f"{what} was compiled by torch.jit, and its layers are no more; split the model with the "
                 "module that it was compiled from"
             )
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise InputError(_hook_message(f"module {path!r}" if path else "the model"))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise InputError(_hook_message(f"parameter {name!r}"))
         if is_lazy(tensor):
             raise InputError(
                 f"{name!r} of a lazy module has no size yet; run the model once on a batch, then split it"
             )
+
+
+def _hook_message(whose: str) -> str:
+    return (
+        f"{whose} has a backward hook, which no stage would call: a trace has what the forward computes. "
+        "Remove it, and do the same in the optimizer or in a custom autograd function"
+    )
 
 
 def _check_loss_fn(loss_fn: Callable[..., Any] | None) -> None:

@@ -16,10 +16,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pd2bw_fx.attributes import attributes_kept
-from pd2bw_fx.errors import InputError, Pd2bwError
+from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 
 from .conditions import Conditions
-from .program import Program
+from .program import MODEL_PREFIX, Program
 
 _PACKAGE = Path(__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent
@@ -110,13 +110,41 @@ def _run(program: Program) -> None:
 
 
 @contextmanager
-def state_kept(module: nn.Module) -> Iterator[None]:
-    """Buffers and random generators come out as they went in."""
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+def state_kept(module: nn.Module) -> Iterator[list[str]]:
+    """Parameters, buffers and random generators come out as they went in.
+
+    The list has the names of those that were written, once the block has ended.
+    """
+    tensors = {
+        name: tensor
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if not (isinstance(tensor, FakeTensor) or tensor.is_meta)
+    }
+    held = {name: (tensor.data, tensor.detach().clone()) for name, tensor in tensors.items()}
+    written: list[str] = []
     with torch.random.fork_rng():
         try:
-            yield
+            yield written
         finally:
-            with torch.no_grad():
-                for name, buffer in module.named_buffers():
-                    buffer.copy_(buffers[name])
+            for name, tensor in tensors.items():
+                data, before = held[name]
+                if tensor.data_ptr() != data.data_ptr() or not _same_bits(data, before):
+                    written.append(name)
+                    tensor.data = data.copy_(before)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+def require_nothing_written(names: list[str]) -> None:
+    """What runs while torch.fx traces is not in its graph: `target.data.mul_(0.9)` is done once, and lost.
+
+    Raises TraceError with the first of these names.
+    """
+    if names:
+        raise TraceError(
+            f"the forward writes {names[0].removeprefix(MODEL_PREFIX)!r} through .data, or in place where "
+            "torch.fx does not see it; write it under torch.no_grad() and without .data, as torch.export can "
+            "trace, or outside of the forward"
+        )

@@ -158,6 +158,17 @@ def _require_steady_parameters(graph: OperatorGraph, work: Work) -> None:
             )
 
 
+def _require_gradients(graph: OperatorGraph) -> None:
+    if not any(parameter.trainable for parameter in graph.parameters.values()):
+        raise InputError(f"{graph.model_name} has no parameter that requires a gradient: nothing is trained")
+    value = next(output.value for output in graph.outputs if output.name == graph.loss)
+    if value in graph.operators and not graph.operators[value].requires_grad:
+        raise InputError(
+            f"no gradient flows from the loss of {graph.model_name} to its parameters; look for detach() or "
+            "no_grad() on the way to it"
+        )
+
+
 def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
     """The job of every rank, in the order of ranks.
 
@@ -174,6 +185,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
             f"{graph.model_name} returns no loss; training needs one: split the model with loss_fn, or let "
             "its forward return the loss"
         )
+    _require_gradients(graph)
     _require_steady_parameters(graph, work)
     loss_stages = [p.stage for p in programs if any(port.model_output == graph.loss for port in p.outputs)]
     assert loss_stages, f"no stage returns the output {graph.loss!r}"
