@@ -389,10 +389,12 @@ class Pipeline:
     ) -> TrainResult:
         """Train on this machine, one local process a stage, one update for each batch; ends with a flush.
 
-        Works from a plain script or a notebook. The pipeline has the trained weights afterwards. Raises
-        WorkerError with the failing rank's own error; no process outlives the call. `options` are those of
-        `Engine.from_pipeline` (`lr_scheduler`, `max_gradient_norm`, ..) and of `train_local` (`on_update`,
-        `seed`, `threads_per_worker`).
+        Works from a plain script or a notebook. The pipeline has the trained weights afterwards, also where a
+        batch was wrong, `on_update` raised an error or returned False, or Ctrl-C was pressed. Every call
+        begins with a new optimizer and with the seed's first random numbers: give it the batches of all
+        epochs. Raises WorkerError with the failing rank's own error, and leaves the weights as they were; no
+        process outlives the call. `options` are those of `Engine.from_pipeline` (`lr_scheduler`,
+        `max_gradient_norm`, ..) and of `train_local` (`on_update`, `seed`, `threads_per_worker`).
         """
         result = train_local(
             self,

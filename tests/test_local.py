@@ -333,3 +333,33 @@ def test_reports_have_the_learning_rate_of_their_update_on_every_rank(
     rate = sgd(ELSEWHERE).param_groups[0]["lr"]
     expected = [f"{update} {rate * (update + 1) / 100:.6f}" for update in range(len(batches))]
     assert told == [expected, expected]
+
+
+def test_training_that_is_broken_off_keeps_what_it_learned(model: nn.Module, pipe: pd2bw_fx.Pipeline) -> None:
+    batches, start = mlp_batches(model), pipe.state_dict()
+
+    def interrupted() -> Iterator[Any]:
+        yield from batches[:2]
+        raise KeyboardInterrupt
+
+    pipe.train_local(batches[:2], optimizer=sgd)
+    after_two = pipe.state_dict()
+    assert not torch.equal(after_two["head.weight"], start["head.weight"])
+    for broken, error in (
+        ([*batches[:2], tuple(tensor[:3] for tensor in batches[0])], pd2bw_fx.InputError),
+        (interrupted(), KeyboardInterrupt),
+    ):
+        pipe.load_tensors(start)
+        with pytest.raises(error) as raised:
+            pipe.train_local(broken, optimizer=sgd)
+        assert raised.value.__notes__ == ["the pipeline has the weights after the 2 updates before it"]
+        assert all(torch.equal(tensor, after_two[name]) for name, tensor in pipe.state_dict().items())
+
+    pipe.load_tensors(start)
+    with pytest.raises(ZeroDivisionError):
+        pipe.train_local(batches, optimizer=sgd, on_update=lambda update, loss: bool(1 // (update - 1)))
+    assert not torch.equal(pipe.state_dict()["head.weight"], start["head.weight"])
+    pipe.load_tensors(start)
+
+    stopped = pipe.train_local(batches * 5, optimizer=sgd, on_update=lambda update, loss: update < 2)
+    assert 3 <= len(stopped.losses) < 5 * len(batches)

@@ -74,7 +74,7 @@ def train_local(
     optimizer: OptimizerFactory,
     microbatches_per_update: int | None = None,
     method: str = "2bw",
-    on_update: Callable[[int, float], None] | None = None,
+    on_update: Callable[[int, float], bool | None] | None = None,
     threads_per_worker: int | None = None,
     seed: int | None = None,
     slack: float | Literal["auto"] = "auto",
@@ -84,12 +84,14 @@ def train_local(
 ) -> TrainResult:
     """Train with local worker processes, one update for each batch, and a flush at the end.
 
-    `on_update(update, loss)` is called here as losses come back. Workers draw random numbers from
+    `on_update(update, loss)` is called here as losses come back, from update 0 on; where it returns False, no
+    further batch is asked for. Workers draw random numbers from
     `seed + rank` (None: torch's seed in this process). `threads_per_worker` divides the cores by default.
     `options` are the engine's (`Engine.from_pipeline`).
 
     Raises InputError for a batch that does not fit, WorkerError with the failing worker's own traceback. Both
-    leave no process behind.
+    leave no process behind. After a wrong batch, an error of `batches` or of `on_update`, and Ctrl-C the
+    pipeline has the weights so far; a second Ctrl-C does not wait for them.
     """
     work = work_for(
         pipeline,
@@ -127,23 +129,40 @@ def train_local(
             try:
                 for batch in batches:
                     workers.step(batch)
+                    if workers.is_told_to_stop:
+                        break
                 return workers.finish()
+            except WorkerError:
+                raise
+            except BaseException as error:
+                _keep_weights(pipeline, workers, error)
+                raise
             finally:
                 workers.end()
+
+
+def _keep_weights(pipeline: Pipeline, workers: _Workers, error: BaseException) -> None:
+    """What was trained before a wrong batch, an error of the caller's own or Ctrl-C is not lost."""
+    with contextlib.suppress(WorkerError):
+        result = workers.finish_after_error()
+        if result is not None:
+            pipeline.load_tensors(result.tensors)
+            error.add_note(f"the pipeline has the weights after the {len(result.losses)} updates before it")
 
 
 class _Workers:
     """The processes of one training run."""
 
     def __init__(
-        self, starts: list[Start], on_update: Callable[[int, float], None] | None, ready: Nursery
+        self, starts: list[Start], on_update: Callable[[int, float], bool | None] | None, ready: Nursery
     ) -> None:
         self.jobs: list[Job] = [start.job for start in starts]
         self.losses: list[float] = []
         self._update_s: list[float] = []
         self._told_s = time.monotonic()
         self._on_update = on_update
-        self._sent = 0
+        self.is_told_to_stop = False
+        self._sent = [0] * len(starts)
         self._done = [0] * len(starts)
         self._finished: dict[int, Finished] = {}
         self._processes: list[Process] = []
@@ -167,12 +186,18 @@ class _Workers:
         flat = layout.flatten(batch)
         pieces = layout.cut(flat, self.jobs[0].microbatches_per_update)
         size = tuple((name, tuple(tensor.shape)) for name, tensor in pieces[0].items())
-        for rank, job in enumerate(self.jobs):
-            own = {name: flat[name].detach() for name in job.inputs()}
-            self._send(rank, encoded(Batch(own, size)))
-        self._sent += 1
-        while self._sent - min(self._done) >= _AHEAD:
+        own = [{name: flat[name].detach() for name in job.inputs()} for job in self.jobs]
+        for rank, message in enumerate([encoded(Batch(inputs, size)) for inputs in own]):
+            self._send(rank, message)
+            self._sent[rank] += 1
+        while self._sent[0] - min(self._done) >= _AHEAD:
             self._hear()
+
+    def finish_after_error(self) -> TrainResult | None:
+        """What was trained, if all workers have been given the same batches; nobody is told of it."""
+        self._on_update = None
+        given = set(self._sent)
+        return self.finish() if len(given) == 1 and given != {0} else None
 
     def finish(self) -> TrainResult:
         for rank in range(len(self.jobs)):
@@ -266,7 +291,8 @@ class _Workers:
             before_s, self._told_s = self._told_s, time.monotonic()
             self._update_s.append(self._told_s - before_s)
             if self._on_update is not None:
-                self._on_update(len(self.losses) - 1, message.loss)
+                told = self._on_update(len(self.losses) - 1, message.loss)
+                self.is_told_to_stop = self.is_told_to_stop or told is False
 
     def _reason(self, failures: dict[int, Failed | None]) -> WorkerError:
         """The first cause. A worker whose peer died fails too, so wait a moment for what the others say."""
