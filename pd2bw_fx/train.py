@@ -176,6 +176,8 @@ def run_training(
         first = 0
         if options.checkpoint is not None and (options.checkpoint / "latest").exists():
             first = engine.load_checkpoint(options.checkpoint)
+            left = "goes on" if first < options.num_updates else "nothing is left to do"
+            _say(f"{options.checkpoint} has {first} updates: {left}", engine, options)
         losses, told_s = [], [time.perf_counter()]
         with _Reports(engine, first, options, console) as reports:
             for batch in itertools.islice(_fitting(batches, pipe), first, options.num_updates):
@@ -189,11 +191,18 @@ def run_training(
                     reports.tell(float(loss))
         if engine.updates == first and first < options.num_updates:
             raise InputError("the data gave no batch; --data must name something that gives an iterable")
+        if losses and options.checkpoint is not None and engine.updates % options.checkpoint_every:
+            engine.save_checkpoint(options.checkpoint)
         if losses and (options.metrics is not None or options.trace is not None):
             _save_measured(engine, losses, told_s, first, options)
         weights = engine.state_dict()
         if options.output is not None and engine.rank == 0:
             save_model_weights(weights, options.output)
+
+
+def _say(text: str, engine: Engine, options: TrainOptions) -> None:
+    if engine.rank == 0 and not options.as_json:
+        print(text, flush=True)
 
 
 def _save_measured(

@@ -341,3 +341,40 @@ def test_every_command_has_help_with_an_example(command: str, capsys: pytest.Cap
 
     assert ended.value.code == 0
     assert f"pd2bw-fx {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "mlp", "--lr", "-1"], "--lr is -1.0; 0 or more was expected"),
+        (["simulate", "mlp", "--updates", "0"], "--updates is 0; at least one was expected"),
+        (["report", "mlp", "-o", "report.txt"], "the page is HTML: a name that ends with .html"),
+        (["plan", "--workload", "w.json", "--cluster", "3"], "--workload has its own devices"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) != 0
+
+    assert said in capsys.readouterr().err
+
+
+def test_training_writes_a_last_checkpoint_and_says_where_it_goes_on(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.py").write_text(
+        "import torch\n\n\ndef batches():\n"
+        "    for _ in range(9):\n        yield torch.zeros(8, 32), torch.zeros(8, dtype=torch.long)\n"
+    )
+    words = ["train", str(folder), "--data", "rows:batches", "--checkpoint", str(tmp_path / "run")]
+    words += ["--metrics", str(tmp_path / "metrics.json")]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(tmp_path)
+        patched.setenv("PYTHONPATH", str(tmp_path))
+        for updates, said in ((3, ""), (4, "has 3 updates: goes on"), (4, "has 4 updates: nothing is left")):
+            assert main([*words, "--updates", str(updates)]) == 0
+            assert said in capfd.readouterr().out
+        assert main([*words, "--updates", "5", "--optimizer", "sgd"]) != 0
+    assert "is of another optimizer than SGD: its options are" in capfd.readouterr().err

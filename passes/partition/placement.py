@@ -94,6 +94,12 @@ def plan_workload(
         enumeration=enumeration,
         kinds=enumeration.kinds(),
     )
+    refused = [node.id for node in workload.nodes if not node.on_accelerator]
+    if found is None and refused and not num_cpus:
+        raise InfeasibleError(
+            f"node {refused[0]} is not supported on accelerators (supportedOnFpga is 0), and there is no CPU "
+            "to run it; plan with the CPUs"
+        )
     if found is None:
         raise InfeasibleError(
             f"the {sum(node.num_bytes for node in workload.nodes):.0f} bytes of {len(workload.nodes)} nodes "

@@ -41,6 +41,7 @@ def model_command(
     example: str,
     *,
     is_optional: bool = False,
+    takes_folder: bool = True,
     takes_onnx: bool = False,
 ) -> argparse.ArgumentParser:
     parser = command(commands, name, purpose, example)
@@ -48,7 +49,8 @@ def model_command(
         "model",
         nargs="?" if is_optional else None,
         metavar="MODEL",
-        help=f"one of {', '.join(sorted(MODELS))}; or module:callable returning a model; or a saved folder"
+        help=f"one of {', '.join(sorted(MODELS))}; or module:callable returning a model"
+        + ("; or a saved folder" if takes_folder else "")
         + ("; or an ONNX file" if takes_onnx else ""),
     )
     parser.add_argument("--cluster", help="number of devices, or a cluster file (default: this machine)")

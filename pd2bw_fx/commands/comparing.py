@@ -35,6 +35,7 @@ def add(commands: Any) -> None:
         "compare",
         "every training method on one model and one cluster",
         "pd2bw-fx compare gpt --cluster cluster.toml --simulate -o compare.svg",
+        takes_folder=False,
     )
     parser.add_argument(
         "--methods",

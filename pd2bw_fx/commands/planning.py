@@ -160,6 +160,10 @@ def _plan(options: argparse.Namespace) -> int:
     if (options.model is None) == (options.workload is None):
         raise UsageError("plan takes a MODEL or --workload FILE; give one of them")
     if options.workload is not None:
+        if options.cluster is not None or options.explain:
+            raise UsageError(
+                "--workload has its own devices and no operators to explain; leave the others out"
+            )
         line = ProgressLine(text=in_workload_units)
         placement = plan_workload(
             read_workload(options.workload), accelerators_only=options.accelerators_only, progress=line
@@ -237,6 +241,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _simulate(options: argparse.Namespace) -> int:
     check_writable(options.output)
+    if options.updates < 1:
+        raise UsageError(f"--updates is {options.updates}; at least one was expected")
     timeline = named_pipeline(options).simulate(
         method=options.method,
         microbatches_per_update=options.microbatches,
@@ -271,6 +277,8 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     check_writable(options.output)
+    if options.part is None and options.output.suffix not in (".html", ".htm"):
+        raise UsageError(f"--output is {options.output}; the page is HTML: a name that ends with .html")
     if is_onnx(options):
         if options.metrics is not None:
             raise UsageError("--metrics are of a training run; an ONNX file is split for inference")

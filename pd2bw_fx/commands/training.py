@@ -72,7 +72,11 @@ def add(commands: Any) -> None:
     train.add_argument("--microbatches", type=int, help="microbatches an update (default: the plan's)")
     train.add_argument("--replicas", type=int, help="processes for each stage (default 1)")
     train.add_argument("--precision", choices=("bf16", "fp16"), help="compute under autocast")
-    train.add_argument("--checkpoint", type=Path, help="folder to write to, and to go on from")
+    train.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="folder to write to, also at the end, and to go on from: with its optimizer and learning rate",
+    )
     train.add_argument("--every", type=int, default=100, help="updates between checkpoints (default 100)")
     train.add_argument("--json", action="store_true", help="a line of JSON for each report, for machines")
     train.add_argument(
@@ -104,6 +108,8 @@ def _train(options: argparse.Namespace) -> int:
         given = getattr(options, name)
         if given is not None and given < 1:
             raise UsageError(f"--{name} is {given}; at least 1 was expected")
+    if options.lr is not None and not options.lr >= 0:
+        raise UsageError(f"--lr is {options.lr}; 0 or more was expected")
     if options.trace is not None and options.trace.suffix not in (".json", ".svg", ".png"):
         raise UsageError(
             f"--trace is {options.trace}; a name that ends with .json, .svg or .png was expected"

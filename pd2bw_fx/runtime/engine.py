@@ -131,7 +131,8 @@ class Engine:
           parameter's group, such as `{"weight_decay": 0.0}`, by its name in the model.
         - `max_gradient_norm` clips the norm of the whole model's gradient of an update.
         - `precision`: "bf16" or "fp16" computes under autocast with weights in their own type; "fp16" with a
-          loss scale, as torch.amp.GradScaler has it.
+          loss scale, as torch.amp.GradScaler has it. A cast of the model's own that changed nothing when it
+          was traced, such as `.float()` in float32, is no part of the stages.
         - `method` and `microbatches_per_update` (of the whole update, over all replicas): the plan's.
         - `slack` (2bw, 1f1b) lengthens the warm-up to (d - 1 - s)(1 + slack) forwards: more microbatches in
           flight, so that no stage waits for a gradient that is late. "auto" takes up to 1 for 2bw, as two
@@ -286,9 +287,11 @@ class Engine:
         """Go on from the newest checkpoint in `folder`; returns the updates made so far.
 
         The run that follows equals the uninterrupted one bit for bit if it gets the batches from that update
-        on, dropout included; with another number of stages it does so up to rounding.
+        on, dropout included; with another number of stages it does so up to rounding. The optimizer's
+        options, the learning rate among them, are the checkpoint's.
 
-        Raises InputError where there is no checkpoint or its method kept fewer weight versions,
+        Raises InputError where there is no checkpoint, or it is of another optimizer or of a method that kept
+        fewer weight versions,
         PlanMismatchError where it is of another model or incomplete.
         """
         self.flush()

@@ -302,7 +302,14 @@ class WeightStore:
             )
         }
         for group in state["param_groups"]:
-            group |= checkpoint.options[ordered[group["params"][0]]]
+            saved = checkpoint.options[ordered[group["params"][0]]]
+            if saved.keys() - {"initial_lr"} != group.keys() - {"params", "initial_lr"}:
+                raise InputError(
+                    f"{checkpoint.path} is of another optimizer than {type(self._optimizer).__name__}: its "
+                    f"options are {', '.join(saved)}; go on with the one it was made with, or begin from the "
+                    "weights alone"
+                )
+            group |= saved
         self._optimizer.load_state_dict(state)
         if self._scheduler is not None and checkpoint.scheduler is not None:
             self._scheduler.load_state_dict(dict(checkpoint.scheduler))
