@@ -408,7 +408,10 @@ class Pipeline:
         return result
 
     def __str__(self) -> str:
-        return plan_table(self.graph, self.costs, self.plan)
+        notes = () if self.trace_report is None else self.trace_report.notes
+        return "\n".join(
+            [plan_table(self.graph, self.costs, self.plan), *(f"traced: {note}" for note in notes)]
+        )
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the plan, the timeline of the schedule, and each device's memory."""

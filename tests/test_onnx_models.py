@@ -16,7 +16,7 @@ from torch.nn import functional
 import pd2bw_fx
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import TensorSpec
-from pd2bw_fx.passes.export_onnx import export_onnx
+from pd2bw_fx.passes.export_onnx import export_onnx, graph
 from pd2bw_fx.passes.export_onnx.check import compare_arrays
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.stage import Port, StageProgram
@@ -60,6 +60,41 @@ def test_attention_of_any_number_of_dimensions_is_exported(tmp_path: Path) -> No
     differences = manifest["largest_differences_from_model"]
     assert len(differences) == 4
     assert max(differences.values()) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (3, 5, 4), (5,)])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_cross_entropy_that_is_exported_is_torchs(shape: tuple[int, ...], reduction: str) -> None:
+    torch.manual_seed(0)
+    classes = 1 if len(shape) > 1 else 0
+    logits = torch.randn(shape, dtype=torch.float64)
+    told = torch.randint(0, 5, tuple(size for at, size in enumerate(shape) if at != classes))
+    for weight in (None, torch.rand(5, dtype=torch.float64)):
+        for targets in (told, torch.where(told == 2, -100, told), logits.flip(classes).softmax(classes)):
+            for smoothing in (0.0, 0.1):
+                given = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
+                found = graph._cross_entropy(logits, targets, **given)
+                assert torch.allclose(
+                    found, functional.cross_entropy(logits, targets, **given), rtol=1e-12, equal_nan=True
+                )
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_smoothed_labels_and_shares_of_classes_are_exported(tmp_path: Path, soft: bool) -> None:
+    targets = torch.rand(4, 5).softmax(1) if soft else torch.tensor([0, 3, 4, 3])
+    pipe = pd2bw_fx.split(
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5)),
+        (torch.randn(4, 8),),
+        loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1),
+        example_targets=targets,
+        cluster=2,
+        num_stages=2,
+        costs="analytic",
+    )
+
+    manifest = pipe.export_onnx(tmp_path / "parts")
+
+    assert manifest["largest_differences_from_model"]["loss"] < 1e-6
 
 
 def test_convolutions_over_three_dimensions_without_a_bias_are_exported(tmp_path: Path) -> None:

@@ -191,7 +191,8 @@ class _TranslatableSpelling(TorchFunctionMode):
     It knows attention of four dimensions only, and lays its result out in memory otherwise than the kernel
     does, so that a `view` of it may not be possible any more. Batch normalisation it translates as in
     evaluation, whatever it is told. Where a convolution over three dimensions has no bias, it makes one of
-    zeros in a shape that no runtime takes.
+    zeros in a shape that no runtime takes. Of cross entropy it leaves label smoothing out, and knows classes
+    as targets only, no probabilities.
     """
 
     def __torch_function__(
@@ -206,6 +207,11 @@ class _TranslatableSpelling(TorchFunctionMode):
             return _attention(func, query, key, value, **named)
         if func is functional.batch_norm and _named(_BATCH_NORM, args, named).get("training"):
             return _normalised_by_batch(**_named(_BATCH_NORM, args, named))
+        if func is functional.cross_entropy:
+            named = _named(_CROSS_ENTROPY, args, named)
+            if named.get("label_smoothing") or named["target"].is_floating_point():
+                return _cross_entropy(**named)
+            return func(**named)
         if func in _CONV3D and _named(_CONVOLUTION, args, named).get("bias") is None:
             named = _named(_CONVOLUTION, args, named)
             named["bias"] = named["weight"].new_zeros(named["weight"].shape[0])
@@ -225,11 +231,44 @@ _VIEW = {Tensor.view, torch.ops.aten.view, torch.ops.aten.view.default}
 
 
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_CROSS_ENTROPY = (
+    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+)  # fmt: skip
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 
 def _named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _cross_entropy(
+    input: Tensor,  # noqa: A002 - as torch calls it
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    **_: Any,
+) -> Tensor:
+    """A share `label_smoothing` of every target goes to all classes alike; targets are classes, or shares of
+    each (arXiv 1512.00567, section 7)."""
+    classes = 1 if input.dim() > 1 else 0
+    logs, count = input.log_softmax(classes), input.shape[classes]
+    rest = label_smoothing / count
+    weighed = logs if weight is None else logs * weight.reshape(-1, *(1,) * (input.dim() - classes - 1))
+    if target.is_floating_point():
+        losses = -(weighed * (target * (1 - label_smoothing) + rest)).sum(classes)
+        number = max(1, input.numel() // count)
+        return losses if reduction == "none" else losses.sum() / (number if reduction == "mean" else 1)
+    told = target != ignore_index
+    known = torch.where(told, target, 0)
+    own = weighed.gather(classes, known.unsqueeze(classes)).squeeze(classes)
+    losses = torch.where(told, -(1 - label_smoothing) * own - rest * weighed.sum(classes), 0.0)
+    if reduction == "none":
+        return losses
+    counted = told.to(losses.dtype) if weight is None else torch.where(told, weight[known], 0.0)
+    return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
 
 
 def _normalised_by_batch(

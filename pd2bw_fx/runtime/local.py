@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection as mp
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,8 +63,8 @@ class TrainResult:
     """
 
     losses: tuple[float, ...]
-    tensors: Mapping[str, Tensor]
-    metrics: Metrics
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    metrics: Metrics = field(repr=False)
 
 
 def train_local(
