@@ -38,7 +38,7 @@ def split(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     example_targets: Any = None,
     cluster: Cluster | int | str | Path | None = None,
-    num_stages: int | None = None,
+    num_stages: int | Literal["auto"] | None = None,
     microbatches_per_update: int | None = None,
     method: str = "2bw",
     chunks: int | None = None,
@@ -80,6 +80,9 @@ def split(
     one that is there already, edited perhaps (`Plan.loads`): it is checked and priced, not solved. The
     solver proves the plan to within `max_gap` or stops after `time_limit_s`; `progress` hears how it stands,
     and Ctrl-C takes the best plan so far.
+
+    There is a stage for every device unless `num_stages` says otherwise: a number, or "auto" for the fastest
+    one, which leaves devices out that only slow the pipeline down.
 
     `method` is a name in `passes.schedule.METHODS`; `chunks` are the stages on each device of "interleaved"
     (two unless said), which has `num_stages` in all. `replicas` are the devices that run each stage, taking

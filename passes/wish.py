@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pd2bw_fx.actions import Shape
@@ -17,6 +19,7 @@ from pd2bw_fx.arguments import (
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.errors import InfeasibleError, InputError
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 
@@ -35,7 +38,7 @@ class Wish:
 
     cluster: Cluster
     method: str
-    num_stages: int | None
+    num_stages: int | Literal["auto"] | None
     microbatches_per_update: int | None
     chunks: int | None
     replicas: int | Sequence[int] | Literal["auto"] | None
@@ -50,7 +53,8 @@ class Wish:
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "microbatches_per_update", "chunks"):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None and not (name == "num_stages" and value == "auto"):
                 require_whole_number(name, value)
         if isinstance(self.replicas, str):
             require_choice("replicas", self.replicas, "auto")
@@ -64,8 +68,10 @@ class Wish:
         check_solver(self.solver)
         if self.progress is not None:
             require_function("progress", self.progress, "a function that takes the search's Progress")
-        if self.plan is None and self.replicas is None:
-            self._shape()
+        if self.replicas is not None and self.num_stages == "auto":
+            raise InputError(f'num_stages="auto" with replicas={self.replicas!r}; leave one of them out')
+        if self.plan is None and self.replicas is None and self.num_stages != "auto":
+            self._shape(self.num_stages)
 
     @property
     def setting(self) -> dict[str, Any]:
@@ -87,14 +93,10 @@ class Wish:
                 constraints=self.constraints,
             )
             return plan, shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)
-        options = {
-            "solver": self.solver,
-            "max_gap": self.max_gap,
-            "time_limit_s": self.time_limit_s,
-            "progress": self.progress,
-        }
+        if self.num_stages == "auto":
+            return self._of_any_number(problem)
         if self.replicas is None:
-            return arrange(problem, self.cluster, self.method, self._shape(), options=options, **self.setting)
+            return self._arranged(problem, self.num_stages, self.time_limit_s)
         return share_out(
             problem,
             self.cluster,
@@ -102,15 +104,48 @@ class Wish:
             self.replicas,
             num_stages=self.num_stages,
             microbatches_per_update=self.microbatches_per_update,
-            options=options,
+            options=self._options(self.time_limit_s),
             **self.setting,
         )
 
-    def _shape(self) -> Shape:
+    def _of_any_number(self, problem: Problem) -> tuple[Plan, Shape]:
+        """The fastest over all numbers of stages, each of which gets its part of the time that is left."""
+        ends_s = time.perf_counter() + self.time_limit_s
+        best: tuple[Plan, Shape] | None = None
+        bound_s, reason = math.inf, None
+        for number in range(len(self.cluster), 0, -1):
+            left_s = max(ends_s - time.perf_counter(), 1e-3) / number
+            try:
+                found = self._arranged(problem, number, left_s)
+            except (InputError, InfeasibleError) as error:  # too many for the method, too few for the memory
+                reason = reason or error
+                continue
+            bound_s = min(bound_s, found[0].bound_s)
+            if best is None or found[0].bottleneck_s < best[0].bottleneck_s:
+                best = found
+        if best is None:
+            assert reason is not None
+            raise reason
+        return replace(best[0], bound_s=min(bound_s, best[0].bottleneck_s)), best[1]
+
+    def _arranged(self, problem: Problem, num_stages: int | None, time_limit_s: float) -> tuple[Plan, Shape]:
+        options = self._options(time_limit_s)
+        shape = self._shape(num_stages)
+        return arrange(problem, self.cluster, self.method, shape, options=options, **self.setting)
+
+    def _options(self, time_limit_s: float) -> dict[str, Any]:
+        return {
+            "solver": self.solver,
+            "max_gap": self.max_gap,
+            "time_limit_s": time_limit_s,
+            "progress": self.progress,
+        }
+
+    def _shape(self, num_stages: int | None) -> Shape:
         return wished_shape(
             self.method,
             self.cluster,
-            num_stages=self.num_stages,
+            num_stages=num_stages,
             microbatches_per_update=self.microbatches_per_update,
             chunks=self.chunks,
         )

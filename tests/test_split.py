@@ -366,3 +366,29 @@ def test_an_option_that_cannot_be_is_refused_before_the_model_runs(
 
     with pytest.raises(pd2bw_fx.InputError, match=f"^{error}"):
         pd2bw_fx.split(Unused(2, 2), (torch.zeros(4, 2),), cluster=2, **options)
+
+
+def test_the_fastest_number_of_stages_leaves_out_what_only_slows_it_down() -> None:
+    torch.manual_seed(0)
+    near, far = 1e12, 1e3
+    devices = tuple(
+        pd2bw_fx.Device(name, memory_bytes=2**30, speed=1.0 if at < 2 else 0.01)
+        for at, name in enumerate(("fast:0", "fast:1", "slow:0", "slow:1"))
+    )
+    between = tuple(tuple(near if a < 2 and b < 2 else far for b in range(4)) for a in range(4))
+    cluster = pd2bw_fx.Cluster(devices, between, tuple((0.0,) * 4 for _ in range(4)))
+    given = {"example_args": (torch.randn(4, 16),), "cluster": cluster, "costs": "analytic", "check": False}
+
+    all_devices = pd2bw_fx.split(Perceptron(), **given)
+    found = pd2bw_fx.split(Perceptron(), num_stages="auto", **given)
+
+    by_number = [pd2bw_fx.split(Perceptron(), num_stages=count, **given).plan for count in range(1, 5)]
+    assert found.plan.bottleneck_s == min(plan.bottleneck_s for plan in by_number)
+    assert found.plan.bound_s <= min(plan.bound_s for plan in by_number)
+    assert (all_devices.plan.num_stages, found.plan.num_stages) == (4, 2)
+    assert [stage.device_name for stage in found.plan.stages] == ["fast:0", "fast:1"]
+    assert found.schedule.shape is not None
+    assert found.schedule.shape.num_stages == 2
+    with pytest.raises(pd2bw_fx.InfeasibleError):
+        tiny = pd2bw_fx.Constraints(memory_bytes=dict.fromkeys(range(4), 8))
+        pd2bw_fx.split(Perceptron(), num_stages="auto", constraints=tiny, **given)
