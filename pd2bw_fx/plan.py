@@ -168,7 +168,8 @@ class Plan:
     def json_schema(cls) -> dict[str, Any]:
         """What `to_json` writes and `from_json` reads, as a JSON schema (draft 2020-12)."""
         schema = schema_of(cls)
-        schema["properties"] = {"schema": {"const": SCHEMA, "type": "integer"}} | schema["properties"]
+        told = {"gap": {"type": "number"}}  # written for readers, and computed when it is read
+        schema["properties"] = {"schema": {"const": SCHEMA, "type": "integer"}} | schema["properties"] | told
         schema["required"] = ["schema", *schema["required"]]
         return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import types
 import typing
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ def schema_of(kind: Any) -> dict[str, Any]:
             "title": kind.__name__,
             "properties": {field.name: schema_of(hints[field.name]) for field in fields(kind)},
             "required": [field.name for field in fields(kind) if field.default is MISSING],
+            "additionalProperties": False,
         }
     if typing.get_origin(kind) is tuple:
         return {"type": "array", "items": schema_of(typing.get_args(kind)[0])}
@@ -31,7 +33,8 @@ def schema_of(kind: Any) -> dict[str, Any]:
 
 
 def check_against(schema: Mapping[str, Any], data: Any, where: str) -> None:
-    """Raises PlanMismatchError at the first entry that is missing or of another type, infinity among them."""
+    """Raises PlanMismatchError at the first entry that is missing or of another type, infinity among them, or
+    unknown."""
     if "anyOf" in schema:
         return _check_any(schema["anyOf"], data, where)
     expected = schema["type"]
@@ -41,6 +44,11 @@ def check_against(schema: Mapping[str, Any], data: Any, where: str) -> None:
         missing = [name for name in schema["required"] if name not in data]
         if missing:
             raise PlanMismatchError(f"{where} has no {missing[0]!r}")
+        for name in data:
+            if name not in schema["properties"]:
+                near = difflib.get_close_matches(str(name), schema["properties"], n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise PlanMismatchError(f"{where} has {name!r}, which says nothing there{hint}")
         for name, of in schema["properties"].items():
             if name in data:
                 check_against(of, data[name], f"{where}.{name}")

@@ -134,6 +134,8 @@ def test_plan_of_another_graph_is_refused(plan: Plan) -> None:
         ({"microbatches_per_update": 2.5}, "plan.microbatches_per_update is 2.5; expected: integer"),
         ({"stages": [{}]}, r"plan.stages\[0\] has no 'stage'"),
         ({"transfers": None}, "plan.transfers is None; expected: array"),
+        ({"metod": "2bw"}, "plan has 'metod', which says nothing there; did you mean 'method'?"),
+        ({"bound_s": -1.0}, r"plan.bound_s is -1\.0; 0 \(nothing is proven\) to bottleneck_s"),
     ],
 )
 def test_entry_that_is_wrong_in_the_file_is_named(plan: Plan, change: Any, message: str) -> None:
@@ -141,9 +143,17 @@ def test_entry_that_is_wrong_in_the_file_is_named(plan: Plan, change: Any, messa
         Plan.from_json(json.loads(plan.dumps()) | change)
 
 
+def test_a_device_by_the_name_of_another_is_refused(plan: Plan) -> None:
+    stages = (dataclasses.replace(plan.stages[0], device_name="cpu:2"), *plan.stages[1:])
+    with pytest.raises(
+        PlanMismatchError, match="on device 0, and its device_name 'cpu:2' is that of device 2"
+    ):
+        check_plan(dataclasses.replace(plan, stages=stages), PROBLEM, CLUSTER)
+
+
 def test_schema_has_every_entry_of_a_written_plan(plan: Plan) -> None:
     schema = Plan.json_schema()
     written = json.loads(plan.dumps())
-    assert written.keys() - {"gap"} == schema["properties"].keys()
+    assert written.keys() == schema["properties"].keys()
     assert set(schema["properties"]["stages"]["items"]["required"]) <= written["stages"][0].keys()
     assert schema["properties"]["stages"]["items"]["properties"]["operators"]["items"] == {"type": "string"}
