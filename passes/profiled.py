@@ -159,11 +159,9 @@ def _layout(
 
 
 def _fixed_sizes(graph: OperatorGraph) -> dict[str, tuple[int | None, ...]]:
-    """By input, behind the batch: where the program has a number and no name."""
+    """By input: where the program has a number and no name."""
     return {
-        name: tuple(
-            size if isinstance(size, int) and place > 0 else None for place, size in enumerate(spec.shape)
-        )
+        name: tuple(size if isinstance(size, int) else None for size in spec.shape)
         for name, spec in graph.inputs.items()
         if spec.shape is not None
     }

@@ -117,6 +117,7 @@ class BatchLayout:
                 tensor.shape[0] == batch_size if batched is None else name in batched
             )
             own = (sizes or {}).get(name, ())
+            own = (None, *own[1:]) if own and is_batched else own
             inputs.append(BatchInput(name, argument, path, tensor.dim(), tensor.dtype, is_batched, own))
         defaults = {p.name: p.default for p in kinds if p.default is not p.empty and p.name not in given}
         plain = tuple(

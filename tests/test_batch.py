@@ -108,13 +108,17 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
 
 
 def test_sizes_that_the_program_has_as_numbers_are_kept_to() -> None:
-    layout = BatchLayout.of(Model(), (X, (A, B)), {}, Y, sizes={"x": (None, 3), "pair_0": (None, None)})
+    layout = BatchLayout.of(Model(), (X, (A, B)), {}, Y, sizes={"x": (6, 3), "pair_0": (None, None)})
 
     assert layout.flatten((X[:2], (A, B), Y))["x"].shape == (2, 3)
     assert layout.flatten((X, (torch.randn(6, 5), B), Y))["pair_0"].shape == (6, 5)
     for known in (layout, BatchLayout.from_json(layout.to_json())):
         with pytest.raises(InputError, match=r"batch's x has shape \(6, 4\), .* made for \(any, 3\)"):
             known.flatten((torch.randn(6, 4), (A, B), Y))
+
+    whole = BatchLayout.of(Model(), (X,), {"mask": TABLE}, sizes={"mask": (4, 4)})
+    with pytest.raises(InputError, match=r"batch's mask has shape \(6, 4\), .* made for \(4, 4\)"):
+        whole.flatten({"x": X, "mask": torch.randn(6, 4)})
 
 
 def test_numbers_and_flags_are_those_that_the_model_was_traced_with() -> None:
