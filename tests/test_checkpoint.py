@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import pd2bw_fx
 from pd2bw_fx.models.gpt import GPT, GPTConfig
-from pd2bw_fx.runtime.checkpoint import Checkpoint
+from pd2bw_fx.runtime.checkpoint import Checkpoint, _publish
 from tests.torchrun import PROGRAMS, torchrun
 
 
@@ -140,3 +140,23 @@ def test_a_checkpoint_with_a_file_missing_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(pd2bw_fx.PlanMismatchError, match=r"checkpoint\.json"):
         Checkpoint(tmp_path)
+
+
+def published(folder: Path, update: int) -> list[str]:
+    name = f"update_{update:06d}"
+    partial = folder / f".{name}.partial"
+    partial.mkdir()
+    (partial / "checkpoint.json").write_text(str(update))
+    _publish(folder, partial, name)
+    assert (folder / "latest").read_text() == name
+    assert (folder / name / "checkpoint.json").read_text() == str(update)
+    return sorted(path.name for path in folder.iterdir() if path.name != "latest")
+
+
+def test_a_checkpoint_is_never_deleted_for_one_that_is_called_later(tmp_path: Path) -> None:
+    assert published(tmp_path, 3) == ["update_000003"]
+    assert published(tmp_path, 6) == ["update_000003", "update_000006"]
+    assert published(tmp_path, 1) == ["update_000001", "update_000003", "update_000006"]  # of a new run
+    assert published(tmp_path, 1) == ["update_000001", "update_000003", "update_000006"]  # once more
+    published(tmp_path, 999_999)
+    assert published(tmp_path, 1_000_000) == ["update_1000000", "update_999999"]

@@ -277,6 +277,38 @@ def test_they_train_as_in_one_process(kind: type[nn.Module]) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
+def test_the_gradient_of_a_single_number_is_clipped_with_the_others() -> None:
+    class Scaled(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logit_scale = nn.Parameter(torch.tensor(2.0))  # as CLIP has it
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.logit_scale.exp() * super().forward(x)
+
+    torch.manual_seed(0)
+    model = Scaled().double()
+    batches = [(torch.randn(8, 8, dtype=torch.float64),) for _ in range(4)]
+    pipe = pd2bw_fx.split(model, batches[0], cluster=2, num_stages=2, costs="analytic")
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    options: dict[str, Any] = {"optimizer": sgd, "microbatches_per_update": 4, "max_gradient_norm": 0.1}
+    found = pipe.train_local(batches, **options)
+
+    expected = train_reference(model, batches, **options, method="2bw")
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+def test_a_model_has_one_fingerprint() -> None:
+    def fingerprint() -> str:
+        model = nn.Sequential(*(nn.BatchNorm1d(8) for _ in range(12)))
+        return pd2bw_fx.split(model, rows(), cluster=1, costs="analytic", check=False).graph.fingerprint()
+
+    assert len({fingerprint() for _ in range(8)}) == 1
+
+
 def test_a_parameter_that_a_forward_writes_is_trained_by_synchronous_methods_alone() -> None:
     class Renorming(Plain):
         def __init__(self) -> None:

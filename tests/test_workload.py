@@ -108,7 +108,7 @@ def test_node_that_no_accelerator_takes_goes_to_the_cpu() -> None:
 def test_node_that_nothing_takes_is_infeasible() -> None:
     data = small()
     data["nodes"][0]["supportedOnFpga"] = 0
-    with pytest.raises(InfeasibleError, match="do not fit on 2 accelerators"):
+    with pytest.raises(InfeasibleError, match="node 1 is not supported on accelerators"):
         plan_workload(workload_from_json(data, name="small"), accelerators_only=True)
 
 

@@ -113,10 +113,9 @@ def _touching(draft: Draft, facts: Facts) -> dict[int, list[fx.Node]]:
     for node in draft.graph.nodes:
         if node.op in {"placeholder", "get_attr", "output"}:
             continue
-        storages = set(facts.storages[node.name])
-        for operand in node.all_input_nodes:
-            storages |= facts.storages[operand.name]
-        for storage in sorted(storages):
+        # In the order of operands: by address it would be another one in every process.
+        operands = [*node.all_input_nodes, node]
+        for storage in dict.fromkeys(s for each in operands for s in sorted(facts.storages[each.name])):
             touching.setdefault(storage, []).append(node)
     return touching
 

@@ -87,17 +87,28 @@ def save(
 
 
 def _publish(folder: Path, partial: Path, name: str) -> None:
-    shutil.rmtree(folder / name, ignore_errors=True)
+    before = folder / f".{name}.before"  # a second one of the same update: whole until the new one is there
+    if (folder / name).exists():
+        (folder / name).rename(before)
     partial.rename(folder / name)
+    shutil.rmtree(before, ignore_errors=True)
     pointer = folder / f".{_LATEST}"
     with pointer.open("w") as file:
         file.write(name)
         file.flush()
         os.fsync(file.fileno())
     pointer.replace(folder / _LATEST)
-    whole = sorted(path for path in folder.glob("update_*") if (path / "checkpoint.json").exists())
-    for old in whole[:-_KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+    # Later ones are those of another run, which is not this one's to delete.
+    whole = [path for path in folder.glob("update_*") if (path / "checkpoint.json").exists()]
+    earlier = sorted(_number(path.name) for path in whole if _number(path.name) < _number(name))
+    for path in whole:
+        if _number(path.name) in earlier[: 1 - _KEPT]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _number(name: str) -> int:
+    """Of "update_000123": names do not sort beyond a million."""
+    return int(name.rpartition("_")[2])
 
 
 def _plain(details: Mapping[str, Any]) -> str:

@@ -203,6 +203,8 @@ class Engine:
         layout = self.job.layout
         with self._shared_fate(f"in update {self.updates}"):
             flat = layout.flatten(batch)
+            # What this rank reads may be in flight when the caller fills its tensors anew.
+            flat |= {name: flat[name].clone() for name in self.job.inputs()}
             pieces = layout.cut(flat, self.job.microbatches_per_update)
             if self.updates < _UPDATES_COMPARED:
                 compare_batches(flat, self._control)
@@ -338,9 +340,11 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Flush, unless the block failed or has closed the engine, and close."""
-        if error is None and not self._is_closed:
-            self.flush()
-        self.close()
+        try:
+            if error is None and not self._is_closed:
+                self.flush()
+        finally:
+            self.close()
 
     def _require_evaluation(self) -> None:
         if self.job.evaluation:

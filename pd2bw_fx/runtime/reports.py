@@ -69,7 +69,7 @@ class LossLog:
     def _retire(self, loss: Loss, seconds: float) -> None:
         """Raises WorkerError, on every rank, for a loss that is no number."""
         loss.wait()
-        if self._stop_at_nan and not math.isfinite(loss.item()):
+        if self._stop_at_nan and loss.is_of_training and not math.isfinite(loss.item()):
             microbatch = loss.broken_microbatch()
             which = "" if microbatch is None else f" (microbatch {microbatch}, {self._source(microbatch)})"
             raise WorkerError(

@@ -59,6 +59,11 @@ class LossScale:
         self._scales[version] = scale
         self._scales = {v: kept for v, kept in self._scales.items() if v >= version - 1}
 
+    def begin_at(self, newest: int) -> None:
+        """After updates that were made without a scale."""
+        initial = max(self._scales.values())
+        self._scales = dict.fromkeys((newest - 1, newest), initial)
+
     def state(self) -> dict[str, Any]:
         return {"scales": [self._scales[v] for v in sorted(self._scales)], "finite": self._finite}
 
@@ -82,7 +87,8 @@ class Step:
 class PendingUpdate:
     """`gradients` by parameter, those that there are; those of `sums` come from all holders.
 
-    `question`: whether anybody has them, until that is known. `scale`: what the loss was multiplied by.
+    `question`: whether anybody has them, until that is known. `scale`: what the loss was multiplied by, and
+    `may_overflow`: for which the update is left out, at a scale of 1 too.
     """
 
     version: int
@@ -92,6 +98,7 @@ class PendingUpdate:
     clipping: Clipping | None
     device: torch.device
     scale: float = 1.0
+    may_overflow: bool = False
     used: frozenset[str] | None = None  # the answer
     _have_arrived: bool = False
     _squares: Tensor | None = None
@@ -142,8 +149,8 @@ class PendingUpdate:
         assert self._squaring is not None
         wait_for(self._squaring)
         norm = self._squares.sqrt() / self.scale
-        factor = (clipping.max_norm / (norm + 1e-6)).clamp(max=1.0) / self.scale
-        if self.scale != 1.0 and not bool(norm.isfinite()):
+        factor = ((clipping.max_norm / (norm + 1e-6)).clamp(max=1.0) / self.scale).squeeze(0)
+        if self.may_overflow and not bool(norm.isfinite()):
             return False
         for gradient in self.gradients.values():
             gradient.mul_(factor.to(gradient.dtype))

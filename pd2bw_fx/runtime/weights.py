@@ -179,7 +179,14 @@ class WeightStore:
         self._sums.close(gradients, self._empty_gradient)
         scale = self.loss_scale(self._ran_on)
         self._pending = PendingUpdate(
-            version, gradients, self._sums, question, self._clipping, self._device, scale
+            version,
+            gradients,
+            self._sums,
+            question,
+            self._clipping,
+            self._device,
+            scale,
+            may_overflow=self._loss_scale is not None,
         )
         self._sums = GradientSums(self._buckets if self._used_ties is not None else (), self._aliases)
         self._pending.progress()
@@ -282,6 +289,9 @@ class WeightStore:
         self._load_optimizer(checkpoint, found)
         if self._loss_scale is not None and checkpoint.loss_scale is not None:
             self._loss_scale.load(checkpoint.loss_scale, updates)
+        elif self._loss_scale is not None:
+            self._loss_scale.begin_at(updates)
+        self._rates.clear()
         if self._corrector is not None:
             changes = {k.partition("/")[2]: v for k, v in found.items() if k.startswith("correction/")}
             self._corrector.load(changes, updates)
@@ -312,7 +322,10 @@ class WeightStore:
             group |= saved
         self._optimizer.load_state_dict(state)
         if self._scheduler is not None and checkpoint.scheduler is not None:
-            self._scheduler.load_state_dict(dict(checkpoint.scheduler))
+            state = dict(checkpoint.scheduler)
+            if "lr_lambdas" in self._scheduler.state_dict():
+                state["lr_lambdas"] = [None] * len(self._optimizer.param_groups)  # the functions stay its own
+            self._scheduler.load_state_dict(state)
 
     def train(self, *, on: bool) -> None:
         self._show_newest()
