@@ -86,12 +86,6 @@ def _check_stages(plan: Plan, problem: Problem, cluster: Cluster) -> None:
             raise PlanMismatchError(
                 f"stage {at} is on device {stage.device}{copies}; there are devices 0 to {len(cluster) - 1}"
             )
-        by_name = next((at for at, d in enumerate(cluster.devices) if d.name == stage.device_name), None)
-        if by_name not in (None, stage.device):
-            raise PlanMismatchError(
-                f"stage {at} is on device {stage.device}, and its device_name {stage.device_name!r} is that "
-                f"of device {by_name}; what counts is the number"
-            )
     if plan.replicas is not None and not cluster.is_uniform:
         raise PlanMismatchError("stages with replicas need devices and links that are alike; leave them out")
     places = [stage.device + copy for stage in plan.stages for copy in range(stage.replicas)]
