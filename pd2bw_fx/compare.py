@@ -19,7 +19,7 @@ from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.runtime.nursery import kept_nursery
-from pd2bw_fx.runtime.weights import ParameterOptions
+from pd2bw_fx.runtime.optimizing import ParameterOptions
 from pd2bw_fx.timeline import Timeline
 
 TRAINING_METHODS = tuple(name for name, method in METHODS.items() if method.trains)

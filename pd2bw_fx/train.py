@@ -32,8 +32,8 @@ from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.report.parts import write_timeline
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.loss import Loss
+from pd2bw_fx.runtime.optimizing import ParameterOptions
 from pd2bw_fx.runtime.options import Precision
-from pd2bw_fx.runtime.weights import ParameterOptions
 
 _OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
     "adamw": torch.optim.AdamW,

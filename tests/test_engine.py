@@ -11,6 +11,7 @@ import torch
 
 import pd2bw_fx
 from pd2bw_fx.models import build
+from pd2bw_fx.runtime.loss import Loss
 from tests.torchrun import torchrun, torchrun_of_forks
 
 
@@ -39,8 +40,19 @@ def test_an_engine_evaluates_on_its_newest_weights_and_goes_on_training(
     assert result["losses"] == pytest.approx(result["expected_losses"], rel=1e-12)
     assert result["evaluated"] == pytest.approx(result["expected_evaluated"], rel=1e-12)
     assert max(result["weights"]) <= 1e-14
+    assert "differ in dimension 0" in result["refused"]
     assert result["again"] == result["losses"][0]
     assert result["closed"] == "this engine was closed; make a new one"
+
+
+def test_a_loss_behaves_as_the_number_that_it_is() -> None:
+    loss, other = (Loss(0, torch.tensor([value, torch.inf])) for value in (0.75, 0.5))
+
+    assert (loss + 1, 1 - loss, loss * other, sum([loss, other]), -loss) == (1.75, 0.25, 0.375, 1.25, -0.75)
+    assert loss > other
+    assert min(loss, other) is other
+    assert loss == 0.75
+    assert f"{loss:.1f} {round(loss, 1)} {abs(loss)}" == "0.8 0.8 0.75"
 
 
 MISTAKES = {

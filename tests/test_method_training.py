@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from pd2bw_fx.actions import Shape
+from pd2bw_fx.runtime.split_backward import input_half
 from tests.torchrun import torchrun_of_forks
 
 
@@ -105,3 +109,18 @@ def test_precision_is_that_of_torchs_autocast_and_loss_scale(tmp_path: Path) -> 
         assert r["scales"][0] == r["scales"][1], run
         assert r["weights"] <= 1e-6, run
     assert result["fp16 64.0"]["scales"][0] < result["fp16 1.0"]["scales"][0]
+
+
+def test_gradients_of_a_backward_in_halves_are_each_parameter_s_own() -> None:
+    x = torch.zeros(3, requires_grad=True)
+    first, second = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    edge = get_gradient_edge(x * 2 + first + second)
+    upstream = torch.ones(()).expand(3)
+
+    input_half([edge], [upstream], [x]).run()
+    first.grad.mul_(0.5)  # as clipping does
+
+    assert first.grad.tolist() == [0.5] * 3
+    assert second.grad.tolist() == [1.0] * 3
+    assert x.grad.tolist() == [2.0] * 3
+    assert upstream.tolist() == [1.0] * 3

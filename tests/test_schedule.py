@@ -217,6 +217,29 @@ def test_the_first_offending_action_is_named(rank: int, change: str, complaint: 
         check_schedule(altered(good, rank, change))
 
 
+@pytest.mark.parametrize(
+    ("rank", "change", "complaint"),
+    [
+        (0, "-U4", "rank 0 ends drained, and update 3 of stage 0 was not made"),
+        (1, "-U4", "rank 1 ends drained, and update 3 of stage 1 was not made"),
+    ],
+)
+def test_a_drained_schedule_has_all_its_updates(rank: int, change: str, complaint: str) -> None:
+    with pytest.raises(ScheduleError, match=complaint):
+        check_schedule(altered(build("2bw", 2, 2, range(4)), rank, change))
+
+
+def test_a_rank_that_does_nothing_and_one_that_does_another_s_are_noticed() -> None:
+    good = build("inference", 2, 2, range(1))
+    with pytest.raises(ScheduleError, match="microbatch 0 of stage 0 had no forward"):
+        check_schedule(replace(good, ranks=((), ())))
+
+    trained = build("2bw", 2, 2, range(1))
+    foreign = (*trained.ranks[0], Action(Kind.UPDATE, 1, -1, 1))
+    with pytest.raises(ScheduleError, match="2bw has none of stage 1 on this rank"):
+        check_schedule(replace(trained, ranks=(foreign, trained.ranks[1])))
+
+
 def test_a_third_version_is_noticed() -> None:
     good = build("2bw", 2, 2, range(3))
     stashing = replace(good, weight_versions=1)

@@ -32,13 +32,23 @@ def check_schedule(schedule: Schedule, *, in_flight: Sequence[int] | None = None
             trouble = cell.trouble_with(action)
             if trouble is not None:
                 raise ScheduleError(f"rank {rank}, action {position}, {action}: {trouble}")
-        for cell in cells.values():
-            if schedule.drained and cell.open:
+        _add_idle_stages(cells, schedule, rank)
+        for stage in sorted(cells):
+            trouble = cells[stage].trouble_at_the_end() if schedule.drained else None
+            if trouble is not None:
                 raise ScheduleError(
-                    f"rank {rank} ends drained, and microbatch {min(cell.open)} of stage {cell.stage} had no "
-                    "backward; append the drain, or say drained=False"
+                    f"rank {rank} ends drained, and {trouble}; append the drain, or say drained=False"
                 )
     _check_progress(schedule)
+
+
+def _add_idle_stages(cells: dict[int, _StageCheck], schedule: Schedule, rank: int) -> None:
+    """Stages that the method gives a rank, and that it does nothing for."""
+    for stage in range(schedule.num_stages):
+        if stage not in cells:
+            cell = _StageCheck(schedule, rank, stage, None)
+            if cell.is_known and cell.share:
+                cells[stage] = cell
 
 
 class _StageCheck:
@@ -69,6 +79,20 @@ class _StageCheck:
         if trouble is None:
             self._perform(action)
         return trouble
+
+    def trouble_at_the_end(self) -> str | None:
+        """Of a pipeline that is empty then: what is missing."""
+        updates, m = self.schedule.updates, self.schedule.microbatches_per_update
+        if self.open:
+            return f"microbatch {min(self.open)} of stage {self.stage} had no backward"
+        if self._trains and self.newest < updates.stop:
+            return f"update {self.newest} of stage {self.stage} was not made"
+        if not self._trains and self.is_known:
+            for k in range(updates.start * m, updates.stop * m):
+                mine = self.method is not None and self.method.rank_of(self.shape, self.stage, k) == self.rank
+                if mine and (Kind.FORWARD, k) not in self.done:
+                    return f"microbatch {k} of stage {self.stage} had no forward"
+        return None
 
     def _trouble_with(self, action: Action) -> str | None:
         kind, microbatch = action.kind, action.microbatch
@@ -117,6 +141,8 @@ class _StageCheck:
 
     def _trouble_with_update(self, version: int) -> str | None:
         update = version - 1
+        if self.is_known and not self.share:
+            return f"{self.schedule.method} has none of stage {self.stage} on this rank"
         if version != self.newest + 1:
             return f"the newest version is W{self.newest}, so that the next update makes W{self.newest + 1}"
         if self.gradients.get(update, 0) != self.share:

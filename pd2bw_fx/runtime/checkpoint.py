@@ -27,20 +27,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pd2bw_fx.errors import InputError, PlanMismatchError
+from pd2bw_fx.graph import ParameterSpec
 
 _LATEST = "latest"
 _KEPT = 2
-_SCHEMA = 2
+_SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
     """One rank's part. `tensors` are named kind/name, `optimizer/NAME/KEY` for optimizer state.
 
-    `options[name]` are the options of a parameter's group, `random` the state of this rank's generators.
+    `numbers[name]` is optimizer state that is no tensor, `options[name]` are the options of a parameter's
+    group, `random` the state of this rank's generators.
     """
 
     tensors: Mapping[str, Tensor]
+    numbers: Mapping[str, Mapping[str, float]]
     options: Mapping[str, Mapping[str, Any]]
     scheduler: Mapping[str, Any] | None
     loss_scale: Mapping[str, Any] | None
@@ -55,7 +58,6 @@ class Header:
     method: str
     num_stages: int
     num_ranks: int
-    fingerprint: str  # of the operator graph
     seed: int  # of what the model draws
 
 
@@ -76,7 +78,7 @@ def save(
     tensors = dict(state.tensors) | {f"random/{kind}": value for kind, value in state.random.items()}
     whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
     save_file(whole, partial / f"rank_{rank}.safetensors")
-    details = {"options": state.options, "scheduler": state.scheduler, "loss_scale": state.loss_scale}
+    details = {name: getattr(state, name) for name in ("numbers", "options", "scheduler", "loss_scale")}
     (partial / f"rank_{rank}.json").write_text(_plain(details))
     barrier()
     if rank == 0:
@@ -137,17 +139,42 @@ class Checkpoint:
             raise PlanMismatchError(f"{self.path} was written by another version; expected schema {_SCHEMA}")
         self.header = Header(**described)
         self._places: dict[str, Path] = {}
+        self.numbers: dict[str, Mapping[str, float]] = {}
         self.options: dict[str, Mapping[str, Any]] = {}
         self.scheduler: Mapping[str, Any] | None = None
         self.loss_scale: Mapping[str, Any] | None = None
         for other in sorted(range(self.header.num_ranks), key=lambda other: (other != rank, other)):
             details = self._json(f"rank_{other}.json")
+            self.numbers = {**details["numbers"], **self.numbers}
             self.options = {**details["options"], **self.options}
             self.scheduler = self.scheduler or details["scheduler"]
             self.loss_scale = self.loss_scale or details["loss_scale"]
             with self._open(other) as file:
                 keys = [key for key in file.keys() if not key.startswith("random/")]  # noqa: SIM118
             self._places = {**dict.fromkeys(keys, self._file(other)), **self._places}
+
+    def require_model(self, parameters: Iterable[ParameterSpec], buffers: Iterable[ParameterSpec]) -> None:
+        """Raises PlanMismatchError, naming the first difference, where it has other tensors than these.
+
+        Buffers that are not persistent are the code's own: constants of a trace, at one batch size.
+        """
+        other = f"{self.path} is a checkpoint of another model"
+        expected = {f"weights_0/{spec.name}": spec.spec.example_shape for spec in parameters}
+        expected |= {f"buffer/{spec.name}": spec.spec.example_shape for spec in buffers if spec.persistent}
+        for key, shape in expected.items():
+            kind, _, name = key.partition("/")
+            what = f"{'buffer' if kind == 'buffer' else 'parameter'} {name!r}"
+            if key not in self._places:
+                raise PlanMismatchError(f"{other}: it has no {what}")
+            with safe_open(self._places[key], framework="pt") as file:
+                found = tuple(file.get_slice(key).get_shape())
+            if found != shape:
+                raise PlanMismatchError(f"{other}: its {what} has shape {found}, and the pipeline's {shape}")
+        unknown = [k for k in self._places if k.startswith("weights_0/") and k not in expected]
+        if unknown:
+            raise PlanMismatchError(
+                f"{other}: the pipeline has no parameter {min(unknown).partition('/')[2]!r}"
+            )
 
     def tensors(self, prefixes: Iterable[str]) -> dict[str, Tensor]:
         """The tensors whose name, or its beginning up to a slash, is one of these."""

@@ -23,21 +23,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pd2bw_fx.actions import Action
-from pd2bw_fx.errors import InputError, PlanMismatchError, WorkerError
+from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.passes.schedule import method_of
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
-from pd2bw_fx.runtime.failure import shared_fate, translated
+from pd2bw_fx.runtime.failure import is_refused_by_all, shared_fate, translated
 from pd2bw_fx.runtime.job import Job, merged_tensors
 from pd2bw_fx.runtime.loss import Loss, LossPost
+from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.rank_runner import evaluation_actions
 from pd2bw_fx.runtime.reports import LossLog
 from pd2bw_fx.runtime.setup import Groups, make_recorder, make_runner, make_weights
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.watch import Watch
-from pd2bw_fx.runtime.weights import OptimizerFactory
 from pd2bw_fx.runtime.world import (
     World,
     agreed_seed,
@@ -67,7 +67,7 @@ class Engine:
         self.device = local_device(job.device_name, options.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._empty_before = 0
+        self._empty_before = self._num_refused = 0
         self._is_broken = self._is_closed = False
         self._world: World | None = None
         corrections = corrections_of(job.method) if options.corrections is None else options.corrections
@@ -88,7 +88,12 @@ class Engine:
             corrections=corrections,
         )
         self.job = job = replace(job, tensors={})  # the weights are the store's now
-        weights.optimize_with(options.optimizer, options.lr_scheduler, options.parameter_options)
+        weights.optimize_with(
+            options.optimizer,
+            options.lr_scheduler,
+            options.parameter_options,
+            everywhere=[spec for spec in job.parameters if spec.trainable],
+        )
         self._log = LossLog(
             options.on_report,
             stop_at_nan=options.stop_at_nan,
@@ -197,11 +202,11 @@ class Engine:
         stays filled: when this returns, backwards and the update itself are partly still to come.
 
         Raises InputError for a batch that does not look like the example inputs, cannot be cut into
-        `microbatches_per_update` parts, or differs from the other ranks'; WorkerError with the reason of a
-        rank that failed.
+        `microbatches_per_update` parts, or differs from the other ranks'; where all ranks refuse it, the
+        engine is as before. WorkerError with the reason of a rank that failed.
         """
         layout = self.job.layout
-        with self._shared_fate(f"in update {self.updates}"):
+        with self._reading_a_batch(f"in update {self.updates}"):
             flat = layout.flatten(batch)
             # What this rank reads may be in flight when the caller fills its tensors anew.
             flat |= {name: flat[name].clone() for name in self.job.inputs()}
@@ -229,12 +234,12 @@ class Engine:
         self._require_evaluation()
         self.flush()
         layout, count = self.job.layout, self.job.microbatches_per_update
-        with self._shared_fate("in an evaluation"):
+        with self._reading_a_batch("in an evaluation"):
             flat = layout.flatten(batch)
             is_fixed = layout.microbatch_sizes.is_one_size
             whole = not is_fixed and _batch_size(flat, layout) % count
             pieces = layout.cut(flat, 1 if whole else count)
-            return self.eval_microbatches([Microbatch.of(piece) for piece in pieces])
+        return self.eval_microbatches([Microbatch.of(piece) for piece in pieces])
 
     def eval_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
         self._require_evaluation()
@@ -264,9 +269,9 @@ class Engine:
 
         Flushes first. All ranks must call it.
         """
-        own = self.tensors()
+        self.flush()
         with self._shared_fate("collecting the weights"):
-            everyone = collected(own, self._control)
+            everyone = collected(self._weights.tensors(), self._control)
         return merged_tensors(self.job, [everyone])
 
     def save_checkpoint(self, folder: str | Path) -> None:
@@ -280,9 +285,7 @@ class Engine:
         with self._shared_fate("writing a checkpoint"), translated(None):
             job = self.job
             shape = job.shape
-            header = Header(
-                self.updates, job.method, shape.num_stages, job.num_ranks, job.fingerprint, self._seed
-            )
+            header = Header(self.updates, job.method, shape.num_stages, job.num_ranks, self._seed)
             save(folder, header, self.rank, self._weights.state(), barrier=self._barrier)
 
     def load_checkpoint(self, folder: str | Path) -> int:
@@ -290,18 +293,18 @@ class Engine:
 
         The run that follows equals the uninterrupted one bit for bit if it gets the batches from that update
         on, dropout included; with another number of stages it does so up to rounding. The optimizer's
-        options, the learning rate among them, are the checkpoint's.
+        options, the learning rate among them, are the checkpoint's; parameters that were frozen then begin
+        with an optimizer state of their own.
 
         Raises InputError where there is no checkpoint, or it is of another optimizer or of a method that kept
-        fewer weight versions,
-        PlanMismatchError where it is of another model or incomplete.
+        fewer weight versions, PlanMismatchError where its parameters or buffers are not this model's by name
+        and shape, or a file of it is missing.
         """
         self.flush()
         with self._shared_fate("reading a checkpoint"):
             checkpoint = Checkpoint(folder, rank=self.rank)
             header = checkpoint.header
-            if header.fingerprint != self.job.fingerprint:
-                raise PlanMismatchError(f"{checkpoint.path} is a checkpoint of another model")
+            checkpoint.require_model(self.job.parameters, self.job.buffers)
             self._weights.load(checkpoint)
             if (header.num_stages, header.num_ranks) == (self.job.shape.num_stages, self.job.num_ranks):
                 restore_random_state(checkpoint.random(self.rank), self.device)
@@ -310,9 +313,9 @@ class Engine:
             return header.updates
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's newest weights and buffers, by name in the operator graph. Flushes first."""
+        """Copies of this rank's newest weights and buffers, by name in the operator graph. Flushes first."""
         self.flush()
-        return self._weights.tensors()
+        return {name: tensor.clone() for name, tensor in self._weights.tensors().items()}
 
     def records(self) -> tuple[Record, ...]:
         """The actions of all ranks in the last `record` calls of step, eval and flush, on rank 0's clock.
@@ -412,6 +415,22 @@ class Engine:
         except BaseException:
             self._is_broken = True
             raise
+
+    @contextmanager
+    def _reading_a_batch(self, doing: str) -> Iterator[None]:
+        """What every rank refuses was begun by none: the engine is as before, and goes on."""
+        refused: InputError | None = None
+        with self._shared_fate(doing):
+            try:
+                yield
+            except InputError as error:
+                self._num_refused += 1
+                what = f"{self._control.group_name}/{self._num_refused}/{self.updates}"
+                if not is_refused_by_all(what, self.job.num_ranks):
+                    raise
+                refused = error
+        if refused is not None:
+            raise refused
 
     def _doing(self) -> str:
         action = self._runner.current

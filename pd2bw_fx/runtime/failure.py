@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pd2bw_fx.errors import WorkerError
 
 _KEY = "pd2bw_fx/failure"
+_REFUSING_S = 5.0  # until all ranks have come to a batch that one of them cannot take
 _GRACE_S = 2.0  # between the end of a connection and the word of the rank that ended it
 
 
@@ -72,6 +73,22 @@ def shared_fate(
         tell_launcher(error, traceback.format_exc())
         _tell(f"rank {rank} ({stages}) failed {doing}:\n{traceback.format_exc()}")
         raise
+
+
+def is_refused_by_all(what: str, num_ranks: int) -> bool:
+    """Whether every rank calls this of the same thing in a few seconds: then nobody waits for this one.
+
+    `what` is a name that is used for nothing else.
+    """
+    with contextlib.suppress(RuntimeError):
+        store = dist.distributed_c10d._get_default_store()
+        store.add(f"pd2bw_fx/refused/{what}", 1)
+        deadline_s = time.monotonic() + _REFUSING_S
+        while time.monotonic() < deadline_s:
+            if store.add(f"pd2bw_fx/refused/{what}", 0) == num_ranks:
+                return True
+            time.sleep(_REFUSING_S / 100)
+    return False
 
 
 def tell_launcher(error: BaseException, shown: str) -> None:

@@ -60,7 +60,6 @@ class Job:
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[ParameterSpec, ...]
     holders: Mapping[str, tuple[int, ...]]
-    fingerprint: str  # of the operator graph
     evaluation: str  # what the stages do otherwise than the model in evaluation mode
 
     @property
@@ -210,7 +209,6 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
                 parameters=tuple(graph.parameters.values()),
                 buffers=tuple(graph.buffers.values()),
                 holders=_holders(programs, stages_of, ranks),
-                fingerprint=pipeline.plan.fingerprint,
                 evaluation="" if report is None else report.evaluation,
             )
         )

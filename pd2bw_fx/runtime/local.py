@@ -44,8 +44,8 @@ from pd2bw_fx.runtime.messages import (
     receive,
 )
 from pd2bw_fx.runtime.nursery import Nursery, Process, nursery
+from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
-from pd2bw_fx.runtime.weights import OptimizerFactory
 from pd2bw_fx.runtime.wire import encoded, encoded_with_code
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,16 @@ from torch import Tensor
 from pd2bw_fx.runtime.failure import translated
 
 _TAGS = 2**16  # far more than are ever under way at once
+
+
+def _of_float(name: str) -> Callable[..., Any]:
+    """The operator of that name, as floats have it."""
+    operator = getattr(float, name)
+
+    def method(*operands: Any) -> Any:
+        return operator(*(each.item() if isinstance(each, Loss) else each for each in operands))
+
+    return method
 
 
 class Loss:
@@ -60,6 +71,26 @@ class Loss:
 
     def __repr__(self) -> str:
         return repr(self.item())
+
+    __add__ = _of_float("__add__")
+    __radd__ = _of_float("__radd__")
+    __sub__ = _of_float("__sub__")
+    __rsub__ = _of_float("__rsub__")
+    __mul__ = _of_float("__mul__")
+    __rmul__ = _of_float("__rmul__")
+    __truediv__ = _of_float("__truediv__")
+    __rtruediv__ = _of_float("__rtruediv__")
+    __pow__ = _of_float("__pow__")
+    __neg__ = _of_float("__neg__")
+    __abs__ = _of_float("__abs__")
+    __round__ = _of_float("__round__")
+    __bool__ = _of_float("__bool__")
+    __lt__ = _of_float("__lt__")
+    __le__ = _of_float("__le__")
+    __gt__ = _of_float("__gt__")
+    __ge__ = _of_float("__ge__")
+    __eq__ = _of_float("__eq__")
+    __hash__ = _of_float("__hash__")
 
 
 class LossPost:

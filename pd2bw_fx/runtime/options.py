@@ -18,8 +18,13 @@ from pd2bw_fx.arguments import (
 )
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.corrections import Correction
+from pd2bw_fx.runtime.optimizing import (
+    EXPECTED_OPTIMIZER,
+    OptimizerFactory,
+    ParameterOptions,
+    SchedulerFactory,
+)
 from pd2bw_fx.runtime.reports import UpdateReport
-from pd2bw_fx.runtime.weights import EXPECTED_OPTIMIZER, OptimizerFactory, ParameterOptions, SchedulerFactory
 
 Precision = Literal["bf16", "fp16"]
 

@@ -83,14 +83,27 @@ def _run_group(group: _Group) -> None:
         handles = [node.register_prehook(_setter(kept)) for node, kept in group.reached.items()]
     try:
         targets = [GradientEdge(node, 0) for node in group.weights]
-        found = torch.autograd.grad(edges, targets, gradients, retain_graph=True, allow_unused=True)
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            edges, targets, gradients, retain_graph=True, allow_unused=True
+        )
     finally:
         for handle in handles:
             handle.remove()
+    taken = {_storage(gradient) for gradient in gradients}
     for node, gradient in zip(group.weights, found, strict=True):
         parameter: Tensor = node.variable  # type: ignore[attr-defined]
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        if gradient is None:
+            continue
+        if parameter.grad is not None:
+            gradient = parameter.grad + gradient
+        elif _storage(gradient) in taken or not torch.ops.aten.is_non_overlapping_and_dense(gradient):
+            gradient = gradient.clone(memory_format=torch.contiguous_format)  # it will be written in place
+        taken.add(_storage(gradient))
+        parameter.grad = gradient
+
+
+def _storage(gradient: Tensor) -> int:
+    return id(gradient) if gradient.is_sparse else gradient.untyped_storage().data_ptr()
 
 
 def _leaf(tensor: Tensor) -> Node:

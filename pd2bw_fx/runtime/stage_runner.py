@@ -9,7 +9,7 @@ SF k   send the outputs; drop them                               SB k   send the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pd2bw_fx.actions import Action, Kind
+from pd2bw_fx.runtime.again import WrittenBuffers, other_buffers
 from pd2bw_fx.runtime.draws import Draws
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Links
@@ -51,6 +52,7 @@ class _InFlight:
     gradients: dict[str, list[Tensor]] = field(default_factory=dict)
     input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
     runs_again: bool = False  # nothing was kept of the forward
+    buffers: dict[Tensor, Tensor] = field(default_factory=dict)  # as they were before it, if it writes them
     weight_half: WeightHalf | None = None
     is_done: bool = False  # but for the sending of its gradients
 
@@ -90,6 +92,7 @@ class StageRunner:
         self._precision = precision
         self._on_loss = on_loss
         self._in_flight: dict[int, _InFlight] = {}
+        self._written = WrittenBuffers()
 
     def add(self, number: int, microbatch: Microbatch) -> None:
         """A microbatch that coming actions refer to by its number."""
@@ -127,8 +130,12 @@ class StageRunner:
         kept = self._in_flight[action.microbatch]
         module = self.weights.begin_forward(self._stage, action.version, in_flight=self.training)
         again = kept.runs_again = self.training and self._recompute
+        if again:
+            kept.buffers = self._written.before(module)
         with torch.set_grad_enabled(self.training and not again), self._drawing(action.microbatch):
             produced = self._run(module, kept)
+        if again:
+            self._written.keep(kept.buffers)
         kept.outputs = {port.value: produced[port.value] for port in self.program.outputs if port.targets}
         for port in self.program.outputs:
             if port.model_output == self._loss:
@@ -250,8 +257,9 @@ class StageRunner:
 
     def _run_again(self, kept: _InFlight, module: nn.Module, action: Action) -> None:
         """The forward that was run without keeping anything. Statistics have counted it already."""
-        with self._drawing(action.microbatch), _other_buffers(module), torch.enable_grad():
+        with self._drawing(action.microbatch), other_buffers(module, kept.buffers), torch.enable_grad():
             produced = self._run(module, kept)
+        kept.buffers = {}
         self._keep_roots(kept, produced, action.version)
 
     def _send_gradient(self, action: Action) -> None:
@@ -276,17 +284,3 @@ class StageRunner:
         Kind.WEIGHT_GRADIENT: _weight_gradient,
         Kind.SEND_GRADIENT: _send_gradient,
     }
-
-
-@contextlib.contextmanager
-def _other_buffers(module: nn.Module) -> Iterator[None]:
-    """The module with copies of its buffers, which it may write and autograd may keep."""
-    held = [(owner, dict(owner._buffers)) for owner in module.modules()]
-    copies = {id(b): b.clone() for _, buffers in held for b in buffers.values() if b is not None}
-    for owner, buffers in held:
-        owner._buffers.update({n: None if b is None else copies[id(b)] for n, b in buffers.items()})
-    try:
-        yield
-    finally:
-        for owner, buffers in held:
-            owner._buffers.update(buffers)

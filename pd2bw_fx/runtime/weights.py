@@ -17,29 +17,26 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.graph import ParameterSpec
 from pd2bw_fx.runtime.checkpoint import Checkpoint, RankState, random_state
 from pd2bw_fx.runtime.corrections import Corrector
+from pd2bw_fx.runtime.optimizing import (
+    OptimizerFactory,
+    ParameterOptions,
+    RankOptimizer,
+    SchedulerFactory,
+)
 from pd2bw_fx.runtime.slots import Flat, Slots
 from pd2bw_fx.runtime.ties import GradientSums, TiedParameter, UseQuestion, in_buckets
 from pd2bw_fx.runtime.update import Clipping, LossScale, PendingUpdate, Step
 from pd2bw_fx.stage import StageProgram
 
-OptimizerFactory = Callable[[Any], Optimizer]  # takes what torch's optimizers take: parameters, or groups
-EXPECTED_OPTIMIZER = (
-    "a function was expected that makes a torch optimizer of the parameters it is given: "
-    "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
-)
 _RATES_KEPT = 16  # a loss is told a few updates late
-SchedulerFactory = Callable[[Optimizer], LRScheduler]
-ParameterOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
 
 class WeightStore:
@@ -88,51 +85,28 @@ class WeightStore:
         self._buckets = in_buckets(self._ties, self._aliases)
         self._sums = GradientSums((), self._aliases)
         self._watch_ties()
-        self._optimizer: Optimizer | None = None
-        self._scheduler: LRScheduler | None = None
+        self._optimizer = RankOptimizer({}, (), torch.optim.SGD)
 
     def optimize_with(
         self,
         optimizer: OptimizerFactory,
-        scheduler: SchedulerFactory | None,
+        scheduler: SchedulerFactory | None = None,
         parameter_options: ParameterOptions | None = None,
+        *,
+        everywhere: Iterable[ParameterSpec] = (),
     ) -> None:
         """Make the optimizer, over this rank's trainable parameters in the order of the graph.
 
-        A rank without any has none: torch's optimizers refuse an empty list.
+        `everywhere` are the trainable ones of the whole model, which `parameter_options` are asked of.
         """
-        if not self._aliases:
-            return
-        self._optimizer = optimizer(grouped(self._aliases, parameter_options))
-        if not isinstance(self._optimizer, Optimizer):
-            raise InputError(f"optimizer gave a {type(self._optimizer).__name__}; {EXPECTED_OPTIMIZER}")
-        own = {id(alias) for alias in self._aliases.values()}
-        if any(id(p) not in own for group in self._optimizer.param_groups for p in group["params"]):
-            raise InputError(
-                "optimizer steps parameters that it was not given, such as those of the model itself; "
-                + EXPECTED_OPTIMIZER
-            )
-        self._scheduler = None if scheduler is None else scheduler(self._optimizer)
-        if scheduler is not None and not hasattr(self._scheduler, "step"):
-            raise InputError(
-                f"lr_scheduler gave a {type(self._scheduler).__name__}; a function was expected that makes a "
-                "scheduler of the optimizer it is given: lambda optimizer: CosineAnnealingLR(optimizer, 1000)"
-            )
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            raise InputError(
-                "ReduceLROnPlateau wants a metric at every step, which a pipeline's update does not have; "
-                "use a scheduler that steps by itself, such as CosineAnnealingLR"
-            )
-        if self._corrector is not None:
-            self._corrector.check(self._optimizer)
+        self._optimizer = RankOptimizer(self._aliases, everywhere, optimizer, scheduler, parameter_options)
+        if self._corrector is not None and self._optimizer.optimizer is not None:
+            self._corrector.check(self._optimizer.optimizer)
 
     def learning_rates(self, update: int) -> tuple[float, ...]:
         """Of the optimizer's groups, in one of the last updates, or else in the coming one."""
-        return next((rates for version, rates in self._rates if version == update + 1), self._next_rates())
-
-    def _next_rates(self) -> tuple[float, ...]:
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        return tuple(float(group["lr"]) for group in groups)
+        known = (rates for version, rates in self._rates if version == update + 1)
+        return next(known, self._optimizer.learning_rates)
 
     def module(self, stage: int, version: int) -> nn.Module:
         """A stage's module with the weights of a living version."""
@@ -147,7 +121,7 @@ class WeightStore:
         if in_flight and self._keeps_versions:
             self._users[version % self.num_versions] += 1
         if self._corrector is not None and in_flight:
-            self._corrector.show_forward(self._optimizer)
+            self._corrector.show_forward(self._optimizer.optimizer)
         return module
 
     def begin_backward(self, stage: int, version: int) -> nn.Module:
@@ -215,7 +189,7 @@ class WeightStore:
                 flat.copy_(self._slots[source].flat[dtype])
         if self._loss_scale is not None:
             self._loss_scale.follow(pending.version, overflow=gradients is None)
-        self._rates.append((pending.version, self._next_rates()))
+        self._rates.append((pending.version, self._optimizer.learning_rates))
         if gradients is not None:
             self._step(target, gradients)
         self.newest = pending.version
@@ -245,21 +219,14 @@ class WeightStore:
                 tensors[f"weights_{age}/{name}"] = parameter
         for name, buffer in self._slots.buffers().items():
             tensors[f"buffer/{name}"] = buffer
-        options: dict[str, dict[str, Any]] = {}
-        for name, alias in self._aliases.items():
-            assert self._optimizer is not None
-            for key, value in self._optimizer.state.get(alias, {}).items():
-                if value is not None:
-                    tensors[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
-            group = next(g for g in self._optimizer.param_groups if any(p is alias for p in g["params"]))
-            options[name] = {key: value for key, value in group.items() if key != "params"}
+        of_optimizer, plain = self._optimizer.state()
+        tensors |= of_optimizer
         if self._corrector is not None:
             for key, tensor in self._corrector.state().items():
                 tensors[f"correction/{key}"] = tensor
         return RankState(
             tensors,
-            options,
-            scheduler=None if self._scheduler is None else _plain_state(self._scheduler),
+            **plain,
             loss_scale=None if self._loss_scale is None else self._loss_scale.state(),
             random=random_state(self._device),
         )
@@ -269,8 +236,8 @@ class WeightStore:
         updates = checkpoint.header.updates
         parameters, buffers = self._slots.parameters(0), self._slots.buffers()
         needed = [f"weights_{age}/{name}" for age in range(self.num_versions) for name in parameters]
-        needed += [f"buffer/{name}" for name in buffers]
-        found = checkpoint.tensors([*needed, "correction", *(f"optimizer/{name}" for name in self._aliases)])
+        wanted = [f"buffer/{name}" for name in buffers] + [f"optimizer/{name}" for name in self._aliases]
+        found = checkpoint.tensors([*needed, *wanted, "correction"])
         missing = [key for key in needed if key not in found]
         if missing:
             raise InputError(
@@ -284,9 +251,11 @@ class WeightStore:
                 for name, parameter in kept.items():
                     parameter.copy_(found[f"weights_{age}/{name}"])
             for name, buffer in buffers.items():
-                buffer.copy_(found[f"buffer/{name}"])
+                saved = found.get(f"buffer/{name}", buffer)
+                if saved.shape == buffer.shape:  # else a constant of another trace
+                    buffer.copy_(saved)
         self.newest = updates
-        self._load_optimizer(checkpoint, found)
+        self._optimizer.load(checkpoint, found)
         if self._loss_scale is not None and checkpoint.loss_scale is not None:
             self._loss_scale.load(checkpoint.loss_scale, updates)
         elif self._loss_scale is not None:
@@ -295,37 +264,6 @@ class WeightStore:
         if self._corrector is not None:
             changes = {k.partition("/")[2]: v for k, v in found.items() if k.startswith("correction/")}
             self._corrector.load(changes, updates)
-
-    def _load_optimizer(self, checkpoint: Checkpoint, found: Mapping[str, Tensor]) -> None:
-        if self._optimizer is None:
-            return
-        names = {id(alias): name for name, alias in self._aliases.items()}
-        state = self._optimizer.state_dict()
-        ordered = [names[id(p)] for group in self._optimizer.param_groups for p in group["params"]]
-        state["state"] = {
-            index: kept
-            for index, name in enumerate(ordered)
-            if (
-                kept := {
-                    k.rpartition("/")[2]: v for k, v in found.items() if k.startswith(f"optimizer/{name}/")
-                }
-            )
-        }
-        for group in state["param_groups"]:
-            saved = checkpoint.options[ordered[group["params"][0]]]
-            if saved.keys() - {"initial_lr"} != group.keys() - {"params", "initial_lr"}:
-                raise InputError(
-                    f"{checkpoint.path} is of another optimizer than {type(self._optimizer).__name__}: its "
-                    f"options are {', '.join(saved)}; go on with the one it was made with, or begin from the "
-                    "weights alone"
-                )
-            group |= saved
-        self._optimizer.load_state_dict(state)
-        if self._scheduler is not None and checkpoint.scheduler is not None:
-            state = dict(checkpoint.scheduler)
-            if "lr_lambdas" in self._scheduler.state_dict():
-                state["lr_lambdas"] = [None] * len(self._optimizer.param_groups)  # the functions stay its own
-            self._scheduler.load_state_dict(state)
 
     def train(self, *, on: bool) -> None:
         self._show_newest()
@@ -336,7 +274,8 @@ class WeightStore:
             self._corrector.show_newest()
 
     def _step(self, target: int, gradients: Mapping[str, Tensor]) -> None:
-        if self._optimizer is None:
+        optimizer = self._optimizer.optimizer
+        if optimizer is None:
             return
         flat = self._stepped(target)
         for name, alias in self._aliases.items():
@@ -344,13 +283,12 @@ class WeightStore:
             # No gradient is not a zero gradient: AdamW decays the weight for the one, and not for the other.
             alias.grad = gradients.get(name)
         if self._corrector is None:
-            self._optimizer.step()
+            optimizer.step()
         else:
-            self._corrector.step(self._optimizer)
+            self._corrector.step(optimizer)
         for alias in self._aliases.values():
             alias.grad = None
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self._optimizer.step_scheduler()
 
     def _stepped(self, slot: int) -> Flat:
         return self._slots[slot].flat if self._corrector is None else self._corrector.newest
@@ -401,24 +339,3 @@ def _offering(store: weakref.ref[WeightStore], name: str) -> Callable[[Tensor], 
             alive._offer(name, parameter)
 
     return offer
-
-
-def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Its state without the functions in it, which the next run brings itself."""
-    plain = (int, float, str, bool, list, tuple, dict, type(None))
-    return {k: v for k, v in scheduler.state_dict().items() if isinstance(v, plain) and k != "lr_lambdas"}
-
-
-def grouped(parameters: Mapping[str, nn.Parameter], options: ParameterOptions | None) -> list[Any]:
-    """What an optimizer is made from: the parameters, or one group for each distinct set of options."""
-    if options is None:
-        return list(parameters.values())
-    groups: list[dict[str, Any]] = []
-    for name, parameter in parameters.items():
-        chosen = dict(options(name, parameter))
-        known = next((g for g in groups if {k: v for k, v in g.items() if k != "params"} == chosen), None)
-        if known is None:
-            groups.append({"params": [parameter], **chosen})
-        else:
-            known["params"].append(parameter)
-    return groups

@@ -18,6 +18,15 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
 
 
+def refused(engine: pd2bw_fx.Engine, batch: Any) -> str:
+    """What it says to a batch that it cannot take, after which it is as before."""
+    try:
+        engine.step(batch)
+    except pd2bw_fx.InputError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     rank, num_stages = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
@@ -31,6 +40,7 @@ def main() -> None:
     with pipe.engine(optimizer=sgd) as engine:
         losses = [engine.step(batch) for batch in batches[:3]]
         results["evaluated"] = [float(engine.eval(held_out)), float(engine.eval(odd))]
+        results["refused"] = refused(engine, (torch.cat([held_out[0], odd[0]]), *held_out[1:]))
         weights = engine.state_dict()
         losses += [engine.step(batch) for batch in batches[3:]]
         losses.append(engine.step(larger))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.optim.lr_scheduler import LambdaLR
 
 import pd2bw_fx
 from pd2bw_fx.models.text import byte_batches
@@ -31,7 +32,9 @@ def main() -> None:
     torch.manual_seed(int(os.environ["RANK"]))
     engine = pd2bw_fx.load(saved).engine(
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
-        lr_scheduler=functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, [lambda t: 0.9**t, lambda t: 1 / (1 + t)]),
+        # The groups of GPT's first stage begin with an embedding, those of its last may with a norm.
+        parameter_options=lambda name, weight: {"lr": 1e-3} if weight.dim() > 1 else {"lr": 1e-2},
         microbatches_per_update=4,
         max_gradient_norm=1.0,
     )

@@ -1,0 +1,197 @@
+"""A rank's optimizer: the groups of the whole model everywhere, and resuming on another number of ranks."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, LRScheduler, SequentialLR
+
+from pd2bw_fx.errors import InputError, PlanMismatchError
+from pd2bw_fx.graph import ParameterSpec, TensorSpec
+from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, RankState, save
+from pd2bw_fx.runtime.optimizing import RankOptimizer, grouped
+
+SHAPES = {"embedding": (4, 3), "norm": (3,), "head": (3, 4), "bias": (4,)}
+
+
+def specs(shapes: Mapping[str, tuple[int, ...]]) -> list[ParameterSpec]:
+    of = {name: TensorSpec(shape, torch.float32, example_shape=shape) for name, shape in shapes.items()}
+    return [ParameterSpec(name, spec) for name, spec in of.items()]
+
+
+EVERYWHERE = specs(SHAPES)
+
+
+def parameters(*names: str) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.full(SHAPES[name], 1.0)) for name in names}
+
+
+def by_dimensions(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    return {"lr": 0.1} if parameter.dim() > 1 else {"lr": 0.4}
+
+
+@pytest.mark.parametrize("names", [("embedding", "norm"), ("bias", "head"), ("norm",)])
+def test_option_groups_are_those_of_the_whole_model(names: tuple[str, ...]) -> None:
+    own = parameters(*names)
+
+    groups = grouped(own, EVERYWHERE, by_dimensions)
+
+    assert [group["lr"] for group in groups] == [0.1, 0.4]
+    held = [{name for name in own if any(own[name] is p for p in group["params"])} for group in groups]
+    assert held == [{n for n in names if len(SHAPES[n]) == size} for size in (2, 1)]
+
+
+class Momentous(torch.optim.Optimizer):
+    """Keeps a Python number beside its tensors."""
+
+    def __init__(self, groups: Any, lr: float = 0.1) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kept = self.state[parameter]
+                kept["scale"] = kept.get("scale", 1.0) / 3
+                kept["sum"] = kept.get("sum", torch.zeros_like(parameter)) + parameter.grad
+                parameter -= group["lr"] * kept["scale"] * kept["sum"]
+
+
+def one_group_each(given: list[nn.Parameter]) -> torch.optim.Optimizer:
+    rates = {2: 0.1, 1: 0.4}
+    return Momentous([{"params": [p], "lr": rates[p.dim()]} for p in given])
+
+
+def run(made: RankOptimizer, weights: Mapping[str, nn.Parameter], num_steps: int) -> None:
+    assert made.optimizer is not None
+    for _ in range(num_steps):
+        for parameter in weights.values():
+            parameter.grad = parameter.detach() * 0.5
+        made.optimizer.step()
+        made.step_scheduler()
+
+
+def saved(folder: Path, ranks: list[tuple[RankOptimizer, dict[str, nn.Parameter]]]) -> Checkpoint:
+    meeting = threading.Barrier(len(ranks))
+
+    def write(rank: int) -> None:
+        made, weights = ranks[rank]
+        tensors, plain = made.state()
+        tensors |= {f"weights_0/{name}": parameter.detach() for name, parameter in weights.items()}
+        state = RankState(tensors, **plain, loss_scale=None, random={})
+        header = Header(3, "1f1b", len(ranks), len(ranks), 0)
+        save(folder, header, rank, state, barrier=lambda: meeting.wait() and None)
+
+    threads = [threading.Thread(target=write, args=(rank,)) for rank in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return Checkpoint(folder)
+
+
+def warm_then_fall(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return SequentialLR(
+        optimizer, [LinearLR(optimizer, total_iters=2), ExponentialLR(optimizer, 0.7)], milestones=[2]
+    )
+
+
+SCHEDULERS = {
+    "exponential": functools.partial(ExponentialLR, gamma=0.9),
+    "sequential": warm_then_fall,
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda t: 1 / (1 + t)),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_what_two_ranks_saved_goes_on_on_one(tmp_path: Path, scheduler: str) -> None:
+    make = functools.partial(RankOptimizer, optimizer=one_group_each, scheduler=SCHEDULERS[scheduler])
+    whole, parts = parameters(*SHAPES), [parameters("embedding", "norm"), parameters("bias", "head")]
+    expected = make(whole, EVERYWHERE)
+    run(expected, whole, 6)
+    ranks = [(make(part, EVERYWHERE), part) for part in parts]
+    for made, part in ranks:
+        run(made, part, 3)
+    checkpoint = saved(tmp_path, ranks)
+    found = checkpoint.tensors([f"{kind}/{name}" for kind in ("weights_0", "optimizer") for name in SHAPES])
+    weights = {name: nn.Parameter(found[f"weights_0/{name}"]) for name in SHAPES}
+
+    resumed = make(weights, EVERYWHERE)
+    resumed.load(checkpoint, found)
+    run(resumed, weights, 3)
+
+    for name, parameter in weights.items():
+        assert torch.equal(parameter, whole[name]), name
+
+
+def test_a_parameter_that_was_frozen_begins_anew(tmp_path: Path) -> None:
+    make = functools.partial(RankOptimizer, optimizer=one_group_each)
+    before = parameters("embedding")
+    made = make(before, EVERYWHERE)
+    run(made, before, 3)
+    checkpoint = saved(tmp_path, [(made, before)])
+
+    both = parameters("embedding", "norm")
+    resumed = make(both, EVERYWHERE)
+    resumed.load(checkpoint, checkpoint.tensors(["optimizer/embedding", "optimizer/norm"]))
+
+    assert resumed.optimizer is not None
+    assert resumed.optimizer.state[both["embedding"]]["scale"] == 1 / 3 / 3 / 3
+    assert both["norm"] not in resumed.optimizer.state
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == [0.1, 0.4]
+
+
+OTHER_MODELS = {
+    "it has no parameter 'bias'": {"embedding": (4, 3), "bias": (4,)},
+    "its parameter 'embedding' has shape \\(4, 3\\), and the pipeline's \\(5, 3\\)": {"embedding": (5, 3)},
+    "the pipeline has no parameter 'embedding'": {},
+}
+
+
+@pytest.mark.parametrize("complaint", OTHER_MODELS)
+def test_another_model_s_checkpoint_is_told_by_its_tensors(tmp_path: Path, complaint: str) -> None:
+    weights = parameters("embedding")
+    made = RankOptimizer(weights, EVERYWHERE, one_group_each)
+    checkpoint = saved(tmp_path, [(made, weights)])
+
+    with pytest.raises(PlanMismatchError, match=complaint):
+        checkpoint.require_model(specs(OTHER_MODELS[complaint]), [])
+
+
+def test_an_optimizer_that_computes_losses_itself_is_refused() -> None:
+    with pytest.raises(InputError, match="LBFGS computes the loss several times"):
+        RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.SGD,
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+        functools.partial(torch.optim.AdamW, fused=True),
+        functools.partial(torch.optim.AdamW, foreach=True),
+    ],
+)
+def test_a_group_may_be_empty_on_a_rank(kind: Any) -> None:
+    weights = parameters("norm")
+    made = RankOptimizer(weights, EVERYWHERE, kind, options=by_dimensions)
+
+    run(made, weights, 2)
+
+    assert made.learning_rates == (0.1, 0.4)
+    assert not torch.equal(weights["norm"], torch.ones(3))
