@@ -19,8 +19,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 import networkx as nx
 
-from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.costs import Costs
+from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.costs import Costs, Work
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import Operator, OperatorGraph
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
@@ -117,17 +117,30 @@ def _quotient(component_of: Mapping[str, int], graph: OperatorGraph) -> nx.DiGra
 def _block(names: Sequence[str], graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Block:
     operators = [graph.operators[name] for name in names]
     own = [costs.operators[name] for name in names]
-    forward_s, backward_s = sum(c.forward_s for c in own), sum(c.backward_s for c in own)
     read = [name for operator in operators for name in (*operator.parameters, *operator.buffers)]
     return Block(
         name=names[0],
         operators=tuple(names),
-        forward_s=tuple(forward_s / device.speed for device in cluster.devices),
-        backward_s=tuple(backward_s / device.speed for device in cluster.devices),
+        forward_s=tuple(
+            sum(_on(device, cluster.devices[0], c.forward_s, c.forward_work) for c in own)
+            for device in cluster.devices
+        ),
+        backward_s=tuple(
+            sum(_on(device, cluster.devices[0], c.backward_s, c.backward_work) for c in own)
+            for device in cluster.devices
+        ),
         parameters=tuple(dict.fromkeys(read)),
         saved_bytes=sum(cost.saved_bytes for cost in own),
         workspace_bytes=max(cost.workspace_bytes for cost in own),
     )
+
+
+def _on(device: Device, first: Device, seconds: float, work: Work | None) -> float:
+    """An operator's time on a device: by its speed, or where times are estimates by the rates it states."""
+    rates = device.flops_per_s, device.memory_bytes_per_s
+    if work is None or rates == (first.flops_per_s, first.memory_bytes_per_s):
+        return seconds / device.speed
+    return seconds + device.roof_s(*work) - first.roof_s(*work)
 
 
 def _values(placed: Sequence[Operator], block_of: Mapping[str, str], graph: OperatorGraph) -> Iterable[Value]:

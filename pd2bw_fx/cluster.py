@@ -29,7 +29,8 @@ class Device:
     """One accelerator or one CPU process.
 
     `speed` divides operator times measured or estimated for the reference device (1.0 is that device).
-    `flops_per_s` and `memory_bytes_per_s` serve the analytic estimate, where nothing can be measured.
+    `flops_per_s` and `memory_bytes_per_s` serve the analytic estimate, where nothing can be measured; a
+    device that has others than the first device is estimated by them, and not by its speed.
     """
 
     name: str
@@ -39,6 +40,10 @@ class Device:
     flops_per_s: float = 50e9
     memory_bytes_per_s: float = 10e9
     host: str = "localhost"
+
+    def roof_s(self, flops: float, num_bytes: float) -> float:
+        """Seconds of the arithmetic or of the memory traffic, whichever takes longer (the roofline)."""
+        return max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)

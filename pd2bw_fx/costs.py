@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
+
+Work: TypeAlias = tuple[float, float]  # arithmetic operations, and bytes of memory traffic
 
 GRADIENT_BUCKET_BYTES = 25 * 2**20  # of gradients that copies add up at a time; DistributedDataParallel's
 
@@ -16,13 +18,18 @@ def ring_bytes(num_bytes: float, num_ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """One operator at the costs' microbatch size on the costs' device."""
+    """One operator at the costs' microbatch size on the costs' device.
+
+    Where its times are estimates, `forward_work` and `backward_work` are what they were made from.
+    """
 
     forward_s: float
     backward_s: float
     output_bytes: int = 0
     saved_bytes: int = 0  # kept for the backward: storages, not views; parameters not counted
     workspace_bytes: int = 0  # its largest temporary
+    forward_work: Work | None = None
+    backward_work: Work | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +66,17 @@ class Costs:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         return cls(
-            operators={name: OperatorCost(*fields) for name, fields in data["operators"].items()},
+            operators={name: _cost(*fields) for name, fields in data["operators"].items()},
             device=data["device"],
             microbatch_size=data["microbatch_size"],
             origin=data["origin"],
             note=data["note"],
         )
+
+
+def _cost(*fields: Any) -> OperatorCost:
+    whole: list[Any] = [tuple(field) if isinstance(field, list) else field for field in fields]
+    return OperatorCost(*whole)
 
 
 @dataclass(frozen=True, slots=True)

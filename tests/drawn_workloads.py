@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from pd2bw_fx.passes.partition import groups, placement
-from pd2bw_fx.passes.partition.search import Choices
+from pd2bw_fx.passes.partition.choices import Choices
 from pd2bw_fx.workload import Workload, workload_from_json
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import networkx as nx
@@ -268,3 +270,29 @@ def test_a_model_whose_outputs_need_no_parameter_is_refused() -> None:
 
     with pytest.raises(InputError, match="outputs depend on its inputs alone and on no parameter"):
         pd2bw_fx.split(Square(), torch.randn(3, 4), cluster=1, costs="analytic")
+
+
+def test_a_device_that_states_its_rates_is_estimated_by_them() -> None:
+    model = build("mlp")
+    first, *others = Cluster.uniform(4).devices
+    devices = (
+        first,
+        replace(others[0], flops_per_s=first.flops_per_s * 1000, memory_bytes_per_s=1e15),
+        replace(others[1], memory_bytes_per_s=first.memory_bytes_per_s / 4, speed=7.0),
+        replace(others[2], speed=2.0),
+    )
+    cluster = replace(Cluster.uniform(4), devices=devices)
+    pipe = pd2bw_fx.split(model, cluster=1, costs="analytic", check=False)
+
+    problem = coarsen(pipe.graph, pipe.costs, cluster)
+
+    linear = next(b for b in problem.blocks if "linear" in b.operators[0])
+    cost = pipe.costs.operators[linear.operators[0]]
+    flops, num_bytes = cost.forward_work
+    assert flops > 0
+    assert cost.forward_s == pytest.approx(5e-6 + first.roof_s(flops, num_bytes))
+    assert linear.forward_s[1] == pytest.approx(5e-6 + devices[1].roof_s(flops, num_bytes), rel=1e-6)
+    assert linear.forward_s[2] == pytest.approx(5e-6 + devices[2].roof_s(flops, num_bytes), rel=1e-6)
+    assert linear.forward_s[2] > linear.forward_s[0]
+    assert linear.forward_s[3] == linear.forward_s[0] / 2
+    assert Costs.from_json(json.loads(json.dumps(pipe.costs.to_json()))) == pipe.costs

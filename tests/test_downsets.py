@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pd2bw_fx.passes.partition import placement, search
+from pd2bw_fx.passes.partition.choices import Choices, Deadline
 from pd2bw_fx.passes.partition.downsets import DownSets, Kind, OutOfTime
 from pd2bw_fx.passes.partition.relaxation import is_refuted
-from pd2bw_fx.passes.partition.search import Choices, Deadline
 from pd2bw_fx.workload import Workload, workload_from_json
 from tests.drawn_workloads import choices_of, drawn_workload
 

@@ -135,6 +135,21 @@ def test_time_limit_returns_the_best_plan_so_far_with_its_gap() -> None:
     assert [len(stage.operators) for stage in plan.stages] == [10, 10, 10, 10]
 
 
+def test_more_orders_of_devices_than_can_be_listed_are_planned_in_time() -> None:
+    num_devices = 12  # four nodes of three: 369,600 orders
+    rates = [[0.0 if a == b else 2e9 if a // 3 == b // 3 else 1e6 for b in range(12)] for a in range(12)]
+    cluster = Cluster(
+        Cluster.uniform(num_devices).devices, tuple(map(tuple, rates)), ((0.0,) * num_devices,) * num_devices
+    )
+    blocks = tuple(Block(f"b{at}", (f"o{at}",), (1e-3,) * 12, (2e-3,) * 12) for at in range(36))
+    values = tuple(Value(f"v{at}", f"b{at}", (f"b{at + 1}",), 100, 100) for at in range(35))
+
+    plan = partition(Problem(blocks, values, {}), cluster, time_limit_s=5.0)
+
+    # No stage has a slow link on both sides, which costs 0.2 ms.
+    assert 9e-3 <= plan.bound_s <= plan.bottleneck_s < 9.3e-3
+
+
 def test_method_decides_how_many_microbatches_are_in_flight() -> None:
     plan = partition(chain(4, 2), roomy(2), method="gpipe", microbatches_per_update=5)
     assert [stage.microbatches_in_flight for stage in plan.stages] == [5, 5]

@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from pd2bw_fx.cluster import Device
-from pd2bw_fx.costs import Costs, OperatorCost
+from pd2bw_fx.costs import Costs, OperatorCost, Work
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_model import OnnxModel
@@ -33,14 +33,20 @@ def onnx_costs(
     """
     if method not in ("analytic", "measured"):
         raise InputError(f"costs are {method!r}; 'analytic' or 'measured' was expected")
-    seconds = _measured_s(model) if method == "measured" else _estimated_s(model, device)
+    work = {} if method == "measured" else _work(model)
+    seconds = (
+        {node: _LAUNCH_S + device.roof_s(*done) for node, done in work.items()}
+        if work
+        else _measured_s(model)
+    )
     operators = {}
     for name, operator in model.graph.operators.items():
         output_bytes = sum(spec.num_bytes for spec in operator.outputs)
         # An element is memory that its node has made.
         working_bytes = 0 if operator.target == "operator.getitem" else output_bytes
+        node = model.node_of.get(name, "")
         operators[name] = OperatorCost(
-            seconds.get(model.node_of.get(name, ""), 0.0), 0.0, output_bytes, 0, working_bytes
+            seconds.get(node, 0.0), 0.0, output_bytes, 0, working_bytes, forward_work=work.get(node)
         )
     shapes = [spec.example_shape for spec in model.graph.inputs.values() if spec.example_shape]
     return Costs(
@@ -52,10 +58,11 @@ def onnx_costs(
     )
 
 
-def _estimated_s(model: OnnxModel, device: Device) -> dict[str, float]:
+def _work(model: OnnxModel) -> dict[str, Work]:
+    """What each node computes, and the bytes that it reads and writes."""
     graph = model.graph
     nodes = {node.name or "": node for node in model.ir.graph}
-    seconds = {}
+    work: dict[str, Work] = {}
     for name, node_name in model.node_of.items():
         operator = graph.operators[name]
         num_bytes = sum(spec.num_bytes for spec in operator.outputs)
@@ -64,10 +71,8 @@ def _estimated_s(model: OnnxModel, device: Device) -> dict[str, float]:
         if not operator.target.endswith(".Gather"):
             num_bytes += sum(graph.parameters[value].spec.num_bytes for value in operator.parameters)
         flops = _flops(nodes[node_name], model)
-        seconds[node_name] = _LAUNCH_S + max(
-            flops / device.flops_per_s, num_bytes / device.memory_bytes_per_s
-        )
-    return seconds
+        work[node_name] = flops, num_bytes
+    return work
 
 
 def _value_bytes(graph: OperatorGraph, value: str) -> int:

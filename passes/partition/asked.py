@@ -11,10 +11,10 @@ from pd2bw_fx.costs import Kept, MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.problem import Problem
 
+from .choices import Choices
 from .constrain import Pin
-from .devices import device_orders
+from .devices import DeviceOrders, device_orders
 from .reader import Reader
-from .search import Choices
 
 # What a method keeps at each of so many stages.
 Keeping: TypeAlias = Callable[[int], Sequence[Kept]]
@@ -44,14 +44,14 @@ class Asked:
             )
         return kept
 
-    def orders(self) -> list[tuple[int, ...]]:
-        """The device of each stage, in every way that differs from the others."""
+    def orders(self) -> DeviceOrders:
+        """The device of each stage, in the ways that are to be tried."""
         if self.order is not None:
-            return [self.order]
+            return DeviceOrders((self.order,))
         pinned = {pin.device for pin in self.pins if pin.device is not None}
-        return list(device_orders(self.problem, self.cluster, self.num_stages, pinned=pinned))
+        return device_orders(self.problem, self.cluster, self.num_stages, pinned=pinned)
 
-    def choices(self, orders: Sequence[tuple[int, ...]]) -> Choices:
+    def choices(self, orders: DeviceOrders) -> Choices:
         reader = Reader(
             self.problem,
             self.cluster,
@@ -61,7 +61,12 @@ class Asked:
             recompute=self.recompute,
             pins=self.pins,
         )
-        return Choices(len(orders), lambda choice: reader.instance(orders[choice]))
+        return Choices(
+            len(orders),
+            lambda choice: reader.instance(orders[choice]),
+            are_all=orders.are_all,
+            work_s=reader.work_s,
+        )
 
     def with_stages(self, num_stages: int) -> Asked:
         """So many stages, on devices that are free and then on more like the last one."""

@@ -15,12 +15,12 @@ from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes
 
+from .choices import Found
 from .constrain import Pin, constrain
 from .instance import Integers, evaluate
 from .planning import plan_of, proven_for
 from .reader import Reader, check_problem, topological_order
 from .replicas import GradientSums, shared_out
-from .search import Found
 
 _ROUNDING = 1e-9
 

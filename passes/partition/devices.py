@@ -1,22 +1,77 @@
-"""Which device takes which stage: every order of the devices that differs from the others."""
+"""Which device takes which stage: every order of the devices that differs from others, or many of them."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.problem import Problem
 
+_MOST_ORDERS = 6000  # all orders of seven unlike devices, and of two nodes of six
+_DRAWN_ORDERS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOrders:
+    """Device indices by stage, and whether these are all the orders that there are."""
+
+    orders: tuple[tuple[int, ...], ...]
+    are_all: bool = True
+
+    def __len__(self) -> int:
+        return len(self.orders)
+
+    def __getitem__(self, choice: int) -> tuple[int, ...]:
+        return self.orders[choice]
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return iter(self.orders)
+
 
 def device_orders(
     problem: Problem, cluster: Cluster, num_stages: int, *, pinned: Collection[int] = ()
-) -> Iterator[tuple[int, ...]]:
-    """Device indices by stage, one order out of each set that swaps of interchangeable devices make equal.
+) -> DeviceOrders:
+    """One order out of each set that swaps of interchangeable devices make equal.
 
-    Devices that the user names (`pinned`) are like no other.
+    Of too many to look at, the devices as they are listed, fastest first, largest first, and from each device
+    on by the fastest link; and what pairs of swaps make of those. Devices that the user names (`pinned`) are
+    like no other.
     """
     classes = _interchangeable(problem, cluster, pinned)
-    yield from _extend((), range(len(cluster)), classes, num_stages)
+    every = _extend((), range(len(cluster)), classes, num_stages)
+    found = tuple(itertools.islice(every, _MOST_ORDERS + 1))
+    if len(found) <= _MOST_ORDERS:
+        return DeviceOrders(found)
+    distinct: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for order in _likely(problem, cluster):
+        distinct.setdefault(tuple(classes[device] for device in order[:num_stages]), order)
+    seeds, draw = list(distinct.values()), random.Random(0)
+    while len(distinct) < _DRAWN_ORDERS:
+        swapped = list(draw.choice(seeds))
+        for _ in range(draw.randint(1, 2)):
+            a, b = draw.sample(range(len(swapped)), 2)
+            swapped[a], swapped[b] = swapped[b], swapped[a]
+        distinct.setdefault(tuple(classes[device] for device in swapped[:num_stages]), tuple(swapped))
+        seeds = seeds if len(distinct) % 100 else list(distinct.values())
+    return DeviceOrders(tuple(order[:num_stages] for order in distinct.values()), are_all=False)
+
+
+def _likely(problem: Problem, cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Orders of all devices of which the first may be taken."""
+    devices = range(len(cluster))
+    yield tuple(devices)
+    work_s = [sum(block.forward_s[d] + block.backward_s[d] for block in problem.blocks) for d in devices]
+    yield tuple(sorted(devices, key=lambda d: work_s[d]))
+    yield tuple(sorted(devices, key=lambda d: -cluster.devices[d].memory_bytes))
+    for first in devices:
+        order = [first]
+        while len(order) < len(devices):
+            last, left = order[-1], [d for d in devices if d not in order]
+            order.append(max(left, key=lambda d: (cluster.bytes_per_s[last][d], -work_s[d])))
+        yield tuple(order)
 
 
 def _extend(

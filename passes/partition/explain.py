@@ -18,14 +18,15 @@ from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes, format_seconds
 
 from .asked import Keeping, and_another, one_device_more
+from .choices import Choices, Deadline
 from .constrain import constrain
 from .face import partition
+from .handing_on import search_with_routes
 from .instance import Flags, Instance, Integers, evaluate
 from .kept import METHODS
 from .reader import Reader, check_problem, topological_order
 from .replicas import GradientSums, KeepingCopies, partition_replicated, shared_out, stashing
 from .route import routed
-from .search import Choices, Deadline, search
 
 GIB = 2**30
 _LINKS_TRIED = 3
@@ -151,7 +152,9 @@ class _Cuts:
         moves = list(self._moves(stage))
         choices = Choices(len(moves), lambda choice: self._with(*moves[choice]))
         try:
-            found = search(choices, solver=self.solver, max_gap=self.max_gap, deadline=Deadline(time_limit_s))
+            found = search_with_routes(
+                choices, solver=self.solver, max_gap=self.max_gap, deadline=Deadline(time_limit_s)
+            )
         except SolverError:
             found = None  # No other cut in the time there was, which is what None says.
         if found is None:

@@ -17,13 +17,13 @@ from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 
 from .asked import Asked, Keeping
+from .choices import Deadline
 from .constrain import constrain
+from .handing_on import search_with_routes
 from .infeasible import infeasible_error
 from .kept import METHODS, kept_by
 from .planning import plan_of, proven_for
 from .reader import check_problem
-from .route import search_with_routes
-from .search import Deadline
 
 
 def partition(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,21 +15,21 @@ from pd2bw_fx.units import format_bytes
 
 from .asked import Asked
 from .assignment import Windows
+from .choices import Choices, Deadline
 from .constrain import Pin
+from .devices import DeviceOrders
 from .instance import Floats, Instance, evaluate
 from .nearest import nearest_changes
 from .program import FeasibilityProgram
 from .reader import topological_order
-from .search import Choices, Deadline, search
+from .search import search
 
 _EXPLAIN_TIME_S = 2.0
 _PLENTY_BYTES = 1e18
 _EXPLAIN_ORDERS = 8
 
 
-def infeasible_error(
-    asked: Asked, choices: Choices, orders: Sequence[tuple[int, ...]], *, solver: str
-) -> InfeasibleError:
+def infeasible_error(asked: Asked, choices: Choices, orders: DeviceOrders, *, solver: str) -> InfeasibleError:
     """The error to raise: a block too large for any device, else wishes that exclude one another, else the
     devices whose limits do, what they would need, and the nearest limits with which all fits."""
     return (
@@ -45,7 +46,7 @@ class _Question:
         self,
         problem: Problem,
         choices: Choices,
-        orders: Sequence[tuple[int, ...]],
+        orders: DeviceOrders,
         *,
         solver: str,
     ) -> None:
@@ -105,7 +106,7 @@ def _wishes(pins: Sequence[Pin]) -> str:
 def _pins_exclude_one_another(
     problem: Problem,
     choices: Choices,
-    orders: Sequence[tuple[int, ...]],
+    orders: DeviceOrders,
     pins: Sequence[Pin],
     *,
     solver: str,
@@ -141,9 +142,7 @@ def _block_too_large(problem: Problem, cluster: Cluster, instance: Instance) -> 
     )
 
 
-def _least_excess(
-    asked: Asked, choices: Choices, orders: Sequence[tuple[int, ...]], *, solver: str
-) -> InfeasibleError:
+def _least_excess(asked: Asked, choices: Choices, orders: DeviceOrders, *, solver: str) -> InfeasibleError:
     cluster, pins = asked.cluster, asked.pins
     best: tuple[float, int, Floats] | None = None
     for choice in range(min(len(choices), _EXPLAIN_ORDERS)):
@@ -171,14 +170,21 @@ def _least_excess(
     reasons = [_reason(cluster, other, needs.get(other)) for other in limited]
     if fewest:
         reasons.append(_wishes(fewest))
+    tried = "" if orders.are_all else f" ({len(orders)} of more orders of the devices were tried)"
     changes = nearest_changes(asked, choices, orders, limited, solver=solver)
     enough = f"With {', or '.join(changes)} it fits. " if changes else ""
     return InfeasibleError(
         f"no assignment fits: at best stage {stage} needs {format_bytes(need[stage])} ({need[stage]:.0f} "
         f"bytes) on {device.name}, which has {format_bytes(device.memory_bytes)} ({device.memory_bytes} "
         f"bytes). It is impossible because of {'; '.join(reasons)}; without any of these there is a plan. "
-        f"{enough}All fits with {share:.3g} times the memory on every device; or {advice}"
+        f"{enough}All fits with {_rounded_up(share)} times the memory on every device; or {advice}{tried}"
     )
+
+
+def _rounded_up(share: float) -> str:
+    """To three digits that are enough."""
+    digits = max(0, 2 - math.floor(math.log10(share)))
+    return f"{math.ceil(share * 10**digits * (1 - 1e-12)) / 10**digits:.{digits}f}"
 
 
 def _reason(cluster: Cluster, device: int, need_bytes: float | None) -> str:

@@ -77,6 +77,7 @@ class Instance:
     workspace_bytes: Floats  # (n,)
     shared: tuple[SharedBytes, ...] = ()
     forbidden: Flags | None = None  # (k, n): node v may not be on stage s
+    hands_on: bool = False  # stages may send values that they did not make, where links make that cheaper
 
     @property
     def num_nodes(self) -> int:

@@ -11,8 +11,10 @@ from pd2bw_fx.errors import InputError, SolverError
 from pd2bw_fx.units import format_bytes, format_seconds
 
 from .asked import Asked
+from .choices import Choices, Deadline, Found
+from .devices import DeviceOrders
 from .instance import Instance, evaluate
-from .search import Choices, Deadline, Found, search
+from .search import search
 
 _TIME_S, _STAGES_TIME_S = 4.0, 4.0
 _PLENTY_BYTES = 1e18
@@ -25,7 +27,7 @@ _STAGES_TRIED = 8
 def nearest_changes(
     asked: Asked,
     choices: Choices,
-    orders: Sequence[tuple[int, ...]],
+    orders: DeviceOrders,
     devices: Sequence[int],
     *,
     solver: str,
@@ -76,7 +78,7 @@ def _stages_more(asked: Asked, more: int) -> str:
 
 def _least_more(
     choices: Choices,
-    orders: Sequence[tuple[int, ...]],
+    orders: DeviceOrders,
     device: int,
     *,
     solver: str,

@@ -19,10 +19,11 @@ from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.plan import Progress
 from pd2bw_fx.workload import Workload
 
+from .choices import Choices, Deadline
 from .downsets import DownSets, Kind, OutOfTime
 from .groups import Groups, groups_of, tensors_between, with_followers
 from .instance import Instance, Integers, Net
-from .search import Choices, Deadline, search
+from .search import search
 
 _MAX_DOWN_SETS = 400_000
 

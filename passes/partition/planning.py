@@ -11,10 +11,10 @@ from pd2bw_fx.costs import Kept, MemoryModel, StageMemory
 from pd2bw_fx.plan import Plan, StagePlan, Transfer
 from pd2bw_fx.problem import Block, ParameterSize, Problem
 
+from .choices import Found
 from .instance import Hops, Instance, Integers, Loads, evaluate
 from .reader import crossing_values, topological_order, transfer_s
 from .route import hops_of, routed
-from .search import Found
 
 
 def proven_for(

@@ -59,7 +59,7 @@ class FeasibilityProgram:
         """The solver's status, and the stage of every node where it found an assignment."""
         if self.assignment.contradicts_itself:
             return Status.INFEASIBLE, None
-        if self.assignment.is_settled and self._excess is None:
+        if self.assignment.is_settled and self._excess is None and not self.instance.hands_on:
             return self._only_choice()
         outcome = self.program.solve(
             solver=solver, time_limit_s=time_limit_s, refuting=refuting, on_wait=on_wait
@@ -156,20 +156,30 @@ class FeasibilityProgram:
             self._memory.hold(stage, split, net.held_bytes)
 
     def _direct_net(self, index: int, low: int, high: int) -> None:
-        """A variable for each pair of stages that the tensor may travel between; both ends pay."""
+        """A variable for each pair of stages that the tensor may travel between; both ends pay.
+
+        What is handed on is sent by any stage that it has come to, in one piece.
+        """
         net, costs = self.instance.nets[index], self.instance.cost_s[index]
+        hands_on = self.instance.hands_on
+        arrived: dict[int, Row] = {}
         for target in range(low + 1, high + 1):
             readers = [v for v in net.consumers if target in self.assignment.stages(v)]
             sources = [s for s in self.assignment.stages(net.producer) if s < target]
-            if not readers or not sources:
+            if hands_on:
+                sources = sorted({*sources, *arrived})
+            if not (readers or (hands_on and target < high)) or not sources:
                 continue
-            arrives = Row()
+            arrives = arrived[target] = Row()
             for source in sources:
-                sent = self.program.continuous(f"sent_{index}_{source}_{target}", high=1.0)
+                name = f"sent_{index}_{source}_{target}"
+                sent = self.program.binary(name) if hands_on else self.program.continuous(name, high=1.0)
                 arrives.add(sent, -1.0)
                 row = Row()
                 row.add(sent, 1.0)
                 self.assignment.add_x(row, net.producer, source, -1.0)
+                if hands_on and source in arrived:
+                    row.add_row(arrived[source], 1.0)
                 self.assignment.require(row)
                 self._links[source].add(sent, float(costs[source, target]))
                 self._links[target].add(sent, float(costs[target, source]))

@@ -134,12 +134,18 @@ class Reader:
         self.pins = tuple(pins)
         self.node = node
 
+    @property
+    def work_s(self) -> Floats:
+        """Of every device (not only of those in an order), by node."""
+        work_s: Floats = self.forward_s + self.backward_s
+        return work_s
+
     def instance(self, order: Sequence[int]) -> Instance:
         devices, k = list(order), len(order)
         instance = Instance(
             num_stages=k,
             edges=self.edges,
-            work_s=(self.forward_s + self.backward_s)[devices],
+            work_s=self.work_s[devices],
             again_s=self.forward_s[devices],
             nets=self.nets,
             cost_s=_link_costs(self.values, self.cluster, order),

@@ -29,11 +29,12 @@ from pd2bw_fx.passes.solver import check_solver
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 
+from .choices import Choices, Deadline, Found
 from .constrain import Constrained, constrain
 from .instance import Floats, Instance
 from .planning import plan_of, proven_for
 from .reader import Reader, check_problem, topological_order
-from .search import Choices, Deadline, Found, search
+from .search import search
 
 _MOST_DEVICES = 10  # two to the power of it are the ways to share them out
 

@@ -6,22 +6,19 @@ Two nodes of two devices, a slow link between them; stages 2 and 3 read what sta
     handed on           0 ===> 2 -> 3              once; stage 2 hands it on, and hands the gradient back
 
 Routes are chosen for an assignment: a value is handed on where that takes its links less time in all and
-makes no stage a slower bottleneck. The search itself prices everything as sent directly; where links are not
-all alike it is run a second time, with each stage paying once for a value at its cheapest link, which is no
-more than any route costs it, and of the two assignments the one that is faster with its routes is taken.
+makes no stage a slower bottleneck, or where it makes the slowest stage faster. The search prices everything
+as sent directly; where links are not all alike it is run a second time for an assignment that is faster with
+its routes, with a program in which any stage sends a value that has come to it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from .instance import Floats, Hops, Instance, Integers, Loads, evaluate
-from .search import Choices, Deadline, Found, search
 
 _LEAST_GAIN = 1e-6  # of a value's time on its links: equal ways are direct ones
 
@@ -37,53 +34,71 @@ class _Way:
 
 def routed(instance: Instance, stage_of: Integers) -> tuple[dict[int, Hops], Loads]:
     """The hops of each net that is not sent directly, by its number, and what all of it costs each stage."""
-    routes: dict[int, Hops] = {}
-    loads = evaluate(instance, stage_of)
-    if instance.num_stages < 3 or not instance.per_destination:
-        return routes, loads
+    straight = evaluate(instance, stage_of)
+    if instance.num_stages < 3 or not instance.per_destination or links_are_alike(instance):
+        return {}, straight
+    cheap: tuple[dict[int, Hops], Loads] = {}, straight
     for way in sorted(_cheaper_ways(instance, stage_of), key=lambda way: (-way.saved_s, way.net)):
-        tried = evaluate(instance, stage_of, routes | {way.net: way.hops})
-        if tried.bottleneck_s <= loads.bottleneck_s and (tried.fits or not loads.fits):
-            routes[way.net], loads = way.hops, tried
+        tried = evaluate(instance, stage_of, cheap[0] | {way.net: way.hops})
+        if tried.bottleneck_s <= cheap[1].bottleneck_s and (tried.fits or not cheap[1].fits):
+            cheap = {**cheap[0], way.net: way.hops}, tried
+    first, second = _relieved(instance, stage_of, *cheap), _relieved(instance, stage_of, {}, straight)
+    is_better = second[1].bottleneck_s < first[1].bottleneck_s * (1 - _LEAST_GAIN)
+    return second if is_better else first
+
+
+def _relieved(
+    instance: Instance, stage_of: Integers, routes: dict[int, Hops], loads: Loads
+) -> tuple[dict[int, Hops], Loads]:
+    """One value after another sent otherwise, as long as that makes the slowest stage faster."""
+    while (relief := _relief(instance, stage_of, routes, loads)) is not None:
+        routes, loads = relief
     return routes, loads
 
 
-def search_with_routes(
-    choices: Choices, *, solver: str, max_gap: float, deadline: Deadline, **more: Any
-) -> Found | None:
-    """What `search` finds, or what is faster once values are handed on; as much time again is for that."""
-    started_s = time.perf_counter()
-    direct = search(choices, solver=solver, max_gap=max_gap, deadline=deadline, **more)
-    if direct is None or _links_are_alike(choices[direct.choice]):
-        return direct
-    left_s = min(deadline.left_s, time.perf_counter() - started_s)
-    cheapest = Choices(len(choices), lambda choice: _each_pays_once(choices[choice]))
-    direct_s = routed(choices[direct.choice], direct.stage_of)[1].bottleneck_s
-    other = search(
-        cheapest, solver=solver, max_gap=max_gap, deadline=Deadline(left_s), faster_than_s=direct_s
-    )
-    if other is None:
-        return direct
-    loads = routed(choices[other.choice], other.stage_of)[1]
-    if not loads.fits or loads.bottleneck_s >= direct_s:
-        return direct
-    # Its own bound is of the milder prices; the one that is told is for values sent directly.
-    bound_s = min(direct.bound_s, loads.bottleneck_s)
-    return replace(other, bottleneck_s=loads.bottleneck_s, bound_s=bound_s)
+def _relief(
+    instance: Instance, stage_of: Integers, routes: Mapping[int, Hops], loads: Loads
+) -> tuple[dict[int, Hops], Loads] | None:
+    """The routes with the one value sent otherwise that makes the slowest stage faster by most."""
+    slowest = int(loads.load_s.argmax())
+    found: tuple[dict[int, Hops], Loads] | None = None
+    for net in range(len(instance.nets)):
+        taken = hops_of(instance, stage_of, routes, net)
+        if not any(slowest in hop for hop in taken):
+            continue
+        for hops in _other_ways(instance, stage_of, net, slowest):
+            changed = {**routes, net: hops}
+            tried = evaluate(instance, stage_of, changed)
+            best_s = loads.bottleneck_s * (1 - _LEAST_GAIN) if found is None else found[1].bottleneck_s
+            if hops != taken and tried.bottleneck_s < best_s and (tried.fits or not loads.fits):
+                found = changed, tried
+    return found
 
 
-def _links_are_alike(instance: Instance) -> bool:
+def _other_ways(instance: Instance, stage_of: Integers, net: int, shunned: int) -> list[Hops]:
+    """Straight, the cheapest way, and the one that has least to do with a stage."""
+    straight = _direct(instance, stage_of, net)
+    if straight[-1][1] - straight[0][0] < 2:
+        return []
+    costs, targets = instance.cost_s[net], [target for _, target in straight]
+    dear = costs.copy()
+    dear[shunned, :] += costs.sum()
+    dear[:, shunned] += costs.sum()
+    ways = (straight, _handed_on(costs, straight[0][0], targets), _handed_on(dear, straight[0][0], targets))
+    return list(dict.fromkeys(ways))
+
+
+def loads_of(instance: Instance, stage_of: Integers) -> Loads:
+    """What an assignment costs each stage, with the routes that it is given where it may have some."""
+    return routed(instance, stage_of)[1] if instance.hands_on else evaluate(instance, stage_of)
+
+
+def links_are_alike(instance: Instance) -> bool:
     """Then whoever sends a value, it takes the same time, and there is nothing to hand on."""
     if instance.num_stages < 3 or not len(instance.nets):
         return True
     apart = ~np.eye(instance.num_stages, dtype=bool)
     return bool(np.ptp(instance.cost_s[:, apart], axis=1).max() == 0)
-
-
-def _each_pays_once(instance: Instance) -> Instance:
-    apart = np.where(np.eye(instance.num_stages, dtype=bool), np.inf, instance.cost_s)
-    cheapest = np.broadcast_to(apart.min(axis=2, keepdims=True), instance.cost_s.shape)
-    return replace(instance, cost_s=np.ascontiguousarray(cheapest), per_destination=False)
 
 
 def hops_of(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops], net: int) -> Hops:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -22,13 +21,15 @@ from pd2bw_fx.errors import SolverError
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.plan import Progress
 
+from .choices import FEW_CHOICES, Choices, Deadline, Found, floor_s
 from .downsets import DownSets, Kind, OutOfTime
-from .instance import Instance, Integers, evaluate, respects_edges
+from .instance import Instance, Integers, respects_edges
 from .intervals import best_cut, rough_cut
 from .least import LeastLoads, kinds_of
 from .orders import Shuffler, topological_orders
 from .program import FeasibilityProgram
 from .relaxation import is_refuted
+from .route import loads_of
 from .windows import Reach, windows_for
 
 # Solvers keep their rows to a millionth: twice that is no fault of theirs, and no gap is asked for that could
@@ -38,8 +39,7 @@ _FINEST_GAP = 3e-6
 _COARSE_GAP = 0.01
 _FINE_GAP = 0.002
 _SMALL = 2000  # nodes times stages: what is proven finely at once
-_CACHED_INSTANCES = 64
-_FEW_CHOICES = 12
+_MOST_EXCLUDED = 50  # assignments that a program allows and that are not as it has them
 _FIRST_SHARE = 0.2  # of the time, for programs before anything else is tried
 _FIRST_SHARE_OF_WORKLOADS = 0.02  # whose down-sets may be enumerated instead
 _ORDERS_SHARE = 0.1  # of what is left then
@@ -54,47 +54,6 @@ _ENUMERATION_SHARE = 0.2
 Enumeration: TypeAlias = Callable[[float, "Deadline"], tuple[Status, int, Integers | None]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """The best assignment, on which of the instances, and a bound that no assignment on any of them beats."""
-
-    choice: int
-    stage_of: Integers
-    bottleneck_s: float
-    bound_s: float
-
-
-class Deadline:
-    """Counts down from when it is made."""
-
-    def __init__(self, time_limit_s: float) -> None:
-        self._end = time.perf_counter() + time_limit_s
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self._end - time.perf_counter())
-
-
-class Choices:
-    """One problem under several device orders; each instance is made when it is first asked for."""
-
-    def __init__(self, count: int, make: Callable[[int], Instance]) -> None:
-        self._count = count
-        self._make = make
-        self._made: dict[int, Instance] = {}
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, choice: int) -> Instance:
-        instance = self._made.get(choice)
-        if instance is None:
-            instance = self._make(choice)
-            if len(self._made) < _CACHED_INSTANCES:
-                self._made[choice] = instance
-        return instance
-
-
 def search(
     choices: Choices,
     *,
@@ -104,7 +63,6 @@ def search(
     report: Callable[[Progress], None] | None = None,
     enumeration: Enumeration | None = None,
     kinds: Sequence[Kind] = (),
-    faster_than_s: float = np.inf,
 ) -> Found | None:
     """The fastest assignment over all choices, proven to `max_gap` unless the time runs out.
 
@@ -112,9 +70,36 @@ def search(
     `kinds` are all devices that there are, for the bound from single nodes; one choice has its own stages.
     `enumeration` is asked where neither programs, in a first share of the time, nor other orders settle it.
 
-    None where it is proven that no assignment of any choice fits in memory, or none was found that is
-    `faster_than_s`. Raises SolverError where the time ran out before the first assignment was found.
+    None where it is proven that no assignment of any choice fits in memory. Raises SolverError where the time
+    ran out before the first assignment was found.
     """
+    found, bound_s = search_faster(
+        choices,
+        np.inf,
+        solver=solver,
+        max_gap=max_gap,
+        deadline=deadline,
+        report=report,
+        enumeration=enumeration,
+        kinds=kinds,
+    )
+    if found is None and bound_s < np.inf:
+        raise SolverError("the time limit passed before any plan was found; raise time_limit_s")
+    return found
+
+
+def search_faster(
+    choices: Choices,
+    faster_than_s: float,
+    *,
+    solver: str,
+    max_gap: float,
+    deadline: Deadline,
+    report: Callable[[Progress], None] | None = None,
+    enumeration: Enumeration | None = None,
+    kinds: Sequence[Kind] = (),
+) -> tuple[Found | None, float]:
+    """As `search`, for one that is faster than something that is known; and the bound on all there are."""
     first = Deadline(deadline.left_s * (_FIRST_SHARE if enumeration is None else _FIRST_SHARE_OF_WORKLOADS))
     state = _State(choices, solver=solver, deadline=first, report=report, kinds=kinds)
     state.bottleneck_s = faster_than_s
@@ -137,10 +122,8 @@ def search(
         if state.stage_of is None and not np.isfinite(faster_than_s):
             raise
     if state.stage_of is None:
-        if not np.isfinite(faster_than_s) and state.bound_s() < np.inf:
-            raise SolverError("the time limit passed before any plan was found; raise time_limit_s")
-        return None
-    return Found(state.choice, state.stage_of, state.bottleneck_s, state.bound_s())
+        return None, state.bound_s()
+    return Found(state.choice, state.stage_of, state.bottleneck_s, state.bound_s()), state.bound_s()
 
 
 class _State:
@@ -170,14 +153,16 @@ class _State:
         self.stage_of: Integers | None = None
         self.seen_s = np.full(len(choices), np.inf)
         self.refuted_s = np.full(len(choices), -np.inf)
-        self.floor_s = min(_lower_bound_s(choices[choice]) for choice in range(len(choices)))
+        self.floor_s = choices.floor_s()
         self.is_enumerated = False
         self.down_sets: DownSets | None = None
 
     def bound_s(self) -> float:
         """No assignment of any choice is faster."""
-        bound_s = max(float(self.refuted_s.min()), self.floor_s)
-        return min(bound_s, float(self.bottleneck_s))
+        refuted_s = float(self.refuted_s.min())
+        if not self.choices.are_all and (refuted_s < np.inf or self.bottleneck_s < np.inf):
+            refuted_s = 0.0  # other orders may have what these have not
+        return min(max(refuted_s, self.floor_s), float(self.bottleneck_s))
 
     def tell(self) -> None:
         if self.report is not None and self.stage_of is not None:
@@ -191,18 +176,18 @@ class _State:
         """The best cut of a few topological orders, on as many choices as a third of the time allows."""
         enough_s = self.deadline.left_s * 2 / 3
         for choice in range(len(self.choices)):
-            instance = self.choices[choice]
             if choice > 0 and self.deadline.left_s < enough_s:
-                continue
+                break
+            instance = self.choices[choice]
             # Of many device orders few are worth a close look: a rough one tells which.
             for order in (*_pinned_order(instance, self.reach), *self.orders):
-                stage_of = (rough_cut if len(self.choices) > _FEW_CHOICES else best_cut)(instance, order)
+                stage_of = (rough_cut if len(self.choices) > FEW_CHOICES else best_cut)(instance, order)
                 if stage_of is not None and respects_edges(instance, stage_of):
                     self._offer(choice, stage_of)
-                if self.seen_s[choice] <= _lower_bound_s(instance) * (1 + _TOLERANCE):
+                if self.seen_s[choice] <= floor_s(instance.work_s, instance.num_stages) * (1 + _TOLERANCE):
                     break
-        if len(self.choices) > _FEW_CHOICES:
-            self._look_closely(self.most_promising_first()[:_FEW_CHOICES])
+        if len(self.choices) > FEW_CHOICES:
+            self._look_closely(self.most_promising_first()[:FEW_CHOICES])
 
     def _look_closely(self, choices: list[int]) -> None:
         for choice in choices:
@@ -213,7 +198,7 @@ class _State:
                     self._offer(choice, stage_of)
 
     def _offer(self, choice: int, stage_of: Integers, *, or_as_good: bool = False) -> None:
-        loads = evaluate(self.choices[choice], stage_of)
+        loads = loads_of(self.choices[choice], stage_of)
         if not loads.fits:
             return
         self.seen_s[choice] = min(self.seen_s[choice], loads.bottleneck_s)
@@ -226,7 +211,11 @@ class _State:
     def ask_programs(self, finest: float) -> None:
         is_small = self.choices[0].num_nodes * self.choices[0].num_stages <= _SMALL
         for gap in (finest,) if is_small or finest >= _COARSE_GAP else (_COARSE_GAP, finest):
-            for choice in self.most_promising_first():
+            for tried, choice in enumerate(self.most_promising_first()):
+                # Of some of the orders nothing is proven: the best of them is all that there is to find.
+                is_enough = tried >= FEW_CHOICES and not self.choices.are_all and self.stage_of is not None
+                if self.deadline.left_s == 0 or is_enough:
+                    break
                 self.refute_or_improve(choice, gap)
 
     def refute_or_improve(self, choice: int, gap: float) -> None:
@@ -235,7 +224,7 @@ class _State:
             target_s = float(self.bottleneck_s) * (1.0 - gap)
             if self.refuted_s[choice] >= target_s or self.bound_s() >= target_s:
                 return
-            status, stage_of = self._ask(self.choices[choice], target_s)
+            status, stage_of = self._ask(choice, target_s)
             if status is Status.INFEASIBLE:
                 self.refuted_s[choice] = target_s
                 self.tell()
@@ -327,14 +316,15 @@ class _State:
         except OutOfTime:
             return False
 
-    def _ask(self, instance: Instance, target_s: float) -> tuple[Status, Integers | None]:
+    def _ask(self, choice: int, target_s: float) -> tuple[Status, Integers | None]:
+        instance = self.choices[choice]
         if self.deadline.left_s == 0:
             return Status.UNKNOWN, None
         windows = windows_for(instance, target_s, self.reach)
         if windows is None or self._is_refuted_by_enumeration(instance, target_s):
             return Status.INFEASIBLE, None
         program = FeasibilityProgram(instance, target_s, windows)
-        while True:
+        for _ in range(_MOST_EXCLUDED):
             status, stage_of = program.solve(
                 solver=self.solver,
                 time_limit_s=self.deadline.left_s,
@@ -343,30 +333,20 @@ class _State:
             )
             if stage_of is None:
                 return status, None
-            loads = evaluate(instance, stage_of)
-            if loads.bottleneck_s > target_s * (1 + _TOLERANCE) or not respects_edges(instance, stage_of):
+            loads = loads_of(instance, stage_of)
+            is_slower = loads.bottleneck_s > target_s * (1 + _TOLERANCE)
+            if (is_slower and not instance.hands_on) or not respects_edges(instance, stage_of):
                 raise SolverError(
                     f"{self.solver} returned an assignment that breaks the program it solved "
                     f"({loads.bottleneck_s:g} s against {target_s:g} s); try another solver"
                 )
-            if loads.fits:
+            if loads.fits and not is_slower:
                 return status, stage_of
-            # Too large by less than the solver's tolerance, a few bytes in a gigabyte: not this one, then.
+            # Too large by less than the solver's tolerance, a few bytes in a gigabyte, or slower with the
+            # routes that it is given: not this one, then.
+            self._offer(choice, stage_of)
             program.exclude(stage_of)
-
-
-def _lower_bound_s(instance: Instance) -> float:
-    """All nodes where they are fastest: their work spread evenly, and what no way of spreading them avoids.
-
-    Of any j k + 1 nodes one of k stages has j + 1, which are no faster than the j + 1 fastest of them; the
-    slowest nodes give the best such bound.
-    """
-    k = instance.num_stages
-    slowest_first = np.sort(instance.work_s.min(axis=0))[::-1]
-    upto = np.concatenate(([0.0], slowest_first.cumsum()))
-    j = np.arange(-(-len(slowest_first) // k))
-    together = upto[j * k + 1] - upto[j * k - j]
-    return float(max(together.max(initial=0.0), upto[-1] / k))
+        return Status.UNKNOWN, None
 
 
 def _pinned_order(instance: Instance, reach: Reach) -> list[Sequence[int]]:

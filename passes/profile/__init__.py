@@ -141,7 +141,9 @@ def _from_parameters(graph: OperatorGraph, device: Device) -> Costs:
             graph.parameters[name].spec.num_bytes for name in operator.parameters if name in graph.parameters
         )
         forward_s = 1e-6 + num_bytes / device.memory_bytes_per_s
-        costs[operator.name] = OperatorCost(forward_s=forward_s, backward_s=2 * forward_s)
+        costs[operator.name] = OperatorCost(
+            forward_s, 2 * forward_s, forward_work=(0.0, num_bytes), backward_work=(0.0, 2 * num_bytes)
+        )
     return Costs(
         costs,
         device.kind,

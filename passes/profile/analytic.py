@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from pd2bw_fx.cluster import Device
+from pd2bw_fx.costs import OperatorCost, Work
 
 from .tape import differentiable, leaves
 from .walk import Call
@@ -79,7 +81,7 @@ class Estimator:
         self._device = device
         self._mode = None if on_values else FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = ExitStack()
-        self._seconds: dict[Hashable, tuple[float, float]] = {}
+        self._work: dict[Hashable, tuple[Work, Work | None]] = {}
         self._is_done = False
 
     def __enter__(self) -> Estimator:
@@ -109,11 +111,18 @@ class Estimator:
     def end_pass(self) -> None:
         self._is_done = True
 
-    def seconds(self, key: Hashable) -> tuple[float, float]:
-        return self._seconds[key]
+    def timed(self, key: Hashable, cost: OperatorCost) -> OperatorCost:
+        forward, backward = self._work[key]
+        return replace(
+            cost,
+            forward_s=self._roofline_s(forward),
+            backward_s=0.0 if backward is None else self._roofline_s(backward),
+            forward_work=forward,
+            backward_work=backward,
+        )
 
     def run(self, key: Hashable, call: Call) -> Any:
-        if key in self._seconds:
+        if key in self._work:
             return call.run()
         with _FlopCounter() as counter:
             result = call.run()
@@ -128,16 +137,12 @@ class Estimator:
         moved_bytes = _num_bytes((*made, *call.operands))
         # Looking up rows leaves the rest of the table unread; the table's gradient is written in full.
         read_bytes = moved_bytes if "embedding" in call.target else moved_bytes + parameter_bytes
-        forward_s = self._roofline_s(forward_flops, read_bytes)
-        backward_flops = counter.flops - forward_flops
-        backward_s = (
-            self._roofline_s(backward_flops, 2 * moved_bytes + 2 * parameter_bytes) if wanted else 0.0
-        )
-        self._seconds[key] = forward_s, backward_s
+        backward = counter.flops - forward_flops, 2 * moved_bytes + 2 * parameter_bytes
+        self._work[key] = (forward_flops, read_bytes), backward if wanted else None
         return result
 
-    def _roofline_s(self, flops: float, num_bytes: float) -> float:
-        return LAUNCH_S + max(flops / self._device.flops_per_s, num_bytes / self._device.memory_bytes_per_s)
+    def _roofline_s(self, work: Work) -> float:
+        return LAUNCH_S + self._device.roof_s(*work)
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

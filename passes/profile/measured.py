@@ -13,13 +13,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.attributes import attributes_kept
+from pd2bw_fx.costs import OperatorCost
 from pd2bw_fx.errors import models_own_backward
 from pd2bw_fx.graph import OperatorGraph
 
@@ -136,7 +137,11 @@ class Stopwatch:
             self._totals_s.append(sum(sum(_lower(own)) for own in self._seconds.values()))
         self._passes += 1
 
-    def seconds(self, key: Hashable) -> Seconds:
+    def timed(self, key: Hashable, cost: OperatorCost) -> OperatorCost:
+        forward_s, backward_s = self._lowest_s(key)
+        return replace(cost, forward_s=forward_s, backward_s=backward_s)
+
+    def _lowest_s(self, key: Hashable) -> Seconds:
         known = self._known(key)
         if known is not None:
             return known

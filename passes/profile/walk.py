@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -60,8 +60,8 @@ class Meter(Protocol):
     def end_pass(self) -> None:
         """All calls have been run."""
 
-    def seconds(self, key: Hashable) -> tuple[float, float]:
-        """Forward and backward."""
+    def timed(self, key: Hashable, cost: OperatorCost) -> OperatorCost:
+        """With the times of its forward and backward."""
 
 
 class Walk(ProgramInterpreter):
@@ -101,16 +101,12 @@ class Walk(ProgramInterpreter):
         while self._meter.wants_more():
             run_once()
             self._meter.end_pass()
-        return {name: self._timed(name, cost) for name, cost in self._costs.items()}
+        return {name: self._meter.timed(self._keys[name], cost) for name, cost in self._costs.items()}
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
         """Of every operator, in program order; known when `run` has counted bytes."""
         return tuple(self._keys.values())
-
-    def _timed(self, name: str, cost: OperatorCost) -> OperatorCost:
-        forward_s, backward_s = self._meter.seconds(self._keys[name])
-        return replace(cost, forward_s=forward_s, backward_s=backward_s)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "get_attr":

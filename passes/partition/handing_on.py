@@ -1,0 +1,36 @@
+"""The search over plans that send values straight, and then over those whose stages hand them on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from pd2bw_fx.plan import Progress
+
+from .choices import Choices, Deadline, Found
+from .route import links_are_alike, routed
+from .search import search, search_faster
+
+_ROUTES_TIME_S = 2.0  # at least, if the limit leaves it
+
+
+def search_with_routes(
+    choices: Choices,
+    *,
+    solver: str,
+    max_gap: float,
+    deadline: Deadline,
+    report: Callable[[Progress], None] | None = None,
+) -> Found | None:
+    """What `search` finds, or what is faster with its routes. The bound is of assignments with theirs."""
+    started_s = time.perf_counter()
+    direct = search(choices, solver=solver, max_gap=max_gap, deadline=deadline, report=report)
+    if direct is None or links_are_alike(choices[direct.choice]):
+        return direct
+    direct_s = routed(choices[direct.choice], direct.stage_of)[1].bottleneck_s
+    left = Deadline(min(deadline.left_s, max(time.perf_counter() - started_s, _ROUTES_TIME_S)))
+    handing_on = choices.changed(lambda instance: replace(instance, hands_on=True))
+    other, bound_s = search_faster(handing_on, direct_s, solver=solver, max_gap=max_gap, deadline=left)
+    found = replace(direct, bottleneck_s=direct_s) if other is None else other
+    return replace(found, bound_s=min(bound_s, found.bottleneck_s))
