@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pd2bw_fx.actions import Shape
-from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError
 from pd2bw_fx.plan import Plan
@@ -90,10 +90,11 @@ def arrange(
         **options,
     }
     if method == "interleaved":
-        plan = _in_turn(problem, cluster, counting.num_ranks(shape), shape.chunks, settings)
+        turn = in_turn(problem, cluster, counting.num_ranks(shape), shape.chunks)
+        order = range(shape.num_stages)
+        plan = turn.of_plan(partition(turn.problem, turn.cluster, order=order, **settings))
     elif method == "chimera":
-        devices = tuple(replace(d, memory_bytes=d.memory_bytes // 2) for d in cluster.devices)
-        plan = partition(problem, replace(cluster, devices=devices), **settings)
+        plan = partition(problem, half_of_each(cluster), **settings)
     else:
         plan = partition(problem, cluster, **settings)
     return plan, shape_of(
@@ -153,21 +154,45 @@ def share_out(
     return plan, shape_of(plan, method, microbatches_per_update=plan.microbatches_per_update)
 
 
-def _in_turn(
-    problem: Problem, cluster: Cluster, num_ranks: int, chunks: int, settings: Mapping[str, Any]
-) -> Plan:
-    """Each device stands in the planner's cluster `chunks` times, with its share of the memory."""
-    if num_ranks > len(cluster):
+def half_of_each(cluster: Cluster) -> Cluster:
+    """Of the devices' memory: chimera has two stages on each."""
+    devices = tuple(replace(device, memory_bytes=device.memory_bytes // 2) for device in cluster.devices)
+    return replace(cluster, devices=devices)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The problem on a cluster in which each of `devices` stands several times, one place after another."""
+
+    problem: Problem
+    cluster: Cluster
+    devices: tuple[Device, ...]
+
+    def of_plan(self, plan: Plan) -> Plan:
+        """A plan for the places, on the devices."""
+        stages = []
+        for stage in plan.stages:
+            device = stage.device % len(self.devices)
+            stages.append(replace(stage, device=device, device_name=self.devices[device].name))
+        return replace(plan, stages=tuple(stages))
+
+
+def in_turn(problem: Problem, cluster: Cluster, num_devices: int, chunks: int) -> Turn:
+    """Each of the first `num_devices` stands there `chunks` times, with its share of the memory.
+
+    Raises InputError where the cluster has fewer.
+    """
+    if num_devices > len(cluster):
         raise InputError(
-            f"{num_ranks * chunks} stages, {chunks} on each device, need {num_ranks} devices, and the "
+            f"{num_devices * chunks} stages, {chunks} on each device, need {num_devices} devices, and the "
             f"cluster has {len(cluster)}; try num_stages={len(cluster) * chunks}"
         )
-    real = [place % num_ranks for place in range(num_ranks * chunks)]
+    real = [place % num_devices for place in range(num_devices * chunks)]
     copies = Cluster(
         devices=tuple(
             replace(
                 cluster.devices[device],
-                name=f"{cluster.devices[device].name}, place {place // num_ranks}",
+                name=f"{cluster.devices[device].name}, place {place // num_devices}",
                 memory_bytes=cluster.devices[device].memory_bytes // chunks,
             )
             for place, device in enumerate(real)
@@ -181,12 +206,7 @@ def _in_turn(
         replace(block, forward_s=_at(block.forward_s, real), backward_s=_at(block.backward_s, real))
         for block in problem.blocks
     )
-    plan = partition(replace(problem, blocks=blocks), copies, order=range(len(real)), **settings)
-    stages = tuple(
-        replace(stage, device=real[stage.device], device_name=cluster.devices[real[stage.device]].name)
-        for stage in plan.stages
-    )
-    return replace(plan, stages=stages)
+    return Turn(replace(problem, blocks=blocks), copies, cluster.devices[:num_devices])
 
 
 def _at(values: Sequence[float], places: Sequence[int]) -> tuple[float, ...]:

@@ -40,7 +40,7 @@ def split(
     cluster: Cluster | int | str | Path | None = None,
     num_stages: int | Literal["auto"] | None = None,
     microbatches_per_update: int | None = None,
-    method: str = "2bw",
+    method: str | None = None,
     chunks: int | None = None,
     replicas: int | Sequence[int] | Literal["auto"] | None = None,
     memory_model: MemoryModel | None = None,
@@ -77,18 +77,20 @@ def split(
 
     `cluster` is a count of equal local devices, a Cluster or the path of a TOML file; left out, what this
     machine has. `constraints` pin operators and modules, keep them whole, or cap a device's memory. `plan` is
-    one that is there already, edited perhaps (`Plan.loads`): it is checked and priced, not solved. The
+    one that is there already, edited perhaps (`Plan.loads`): it is checked and priced, not solved, and what
+    is said beside it may not be otherwise than it has it. The
     solver proves the plan to within `max_gap` or stops after `time_limit_s`; `progress` hears how it stands,
     and Ctrl-C takes the best plan so far.
 
     There is a stage for every device unless `num_stages` says otherwise: a number, or "auto" for the fastest
     one, which leaves devices out that only slow the pipeline down.
 
-    `method` is a name in `passes.schedule.METHODS`; `chunks` are the stages on each device of "interleaved"
-    (two unless said), which has `num_stages` in all. `replicas` are the devices that run each stage, taking
-    its microbatches in turn: as many for all, a number for each, or "auto" for the fastest (pipedream), on
-    devices and links that are alike. The memory of the method's weight versions and of its
-    activations in flight is planned for, with Adam's state, unless `memory_model` says otherwise.
+    `method` is a name in `passes.schedule.METHODS`, "2bw" (or the plan's) unless said; `chunks` are the
+    stages on each device of "interleaved" (two unless said), which has `num_stages` in all. `replicas` are
+    the devices that run each stage, taking its microbatches in turn: as many for all, a number for each, or
+    "auto" for the fastest (pipedream), on devices and links that are alike. The memory of the method's weight
+    versions and of its activations in flight is planned for, with Adam's state, unless `memory_model` says
+    otherwise.
 
     `costs` are measured on this machine where there is something to run, or estimated ("analytic") from each
     operator's arithmetic and bytes, or those of another pipeline of this model. Measured times are kept in

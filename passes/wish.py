@@ -24,7 +24,7 @@ from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 
 from .arrange import arrange, share_out, wished_shape
-from .partition import check_plan
+from .checked import checked
 from .schedule import shape_of
 from .solver import check_solver
 
@@ -37,7 +37,7 @@ class Wish:
     """
 
     cluster: Cluster
-    method: str
+    method: str | None
     num_stages: int | Literal["auto"] | None
     microbatches_per_update: int | None
     chunks: int | None
@@ -64,6 +64,7 @@ class Wish:
             require_kind("constraints", self.constraints, Constraints, "pd2bw_fx.Constraints")
         if self.plan is not None:
             require_kind("plan", self.plan, Plan, "a Plan, of Plan.loads(text) for one in a file,")
+            self._require_no_other(self.plan)
         require_search(self.max_gap, self.time_limit_s)
         check_solver(self.solver)
         if self.progress is not None:
@@ -72,6 +73,31 @@ class Wish:
             raise InputError(f'num_stages="auto" with replicas={self.replicas!r}; leave one of them out')
         if self.plan is None and self.replicas is None and self.num_stages != "auto":
             self._shape(self.num_stages)
+
+    def _require_no_other(self, plan: Plan) -> None:
+        """Beside a plan, what it says itself may be said again and not otherwise."""
+        copies = [stage.replicas for stage in plan.stages]
+        wished = (self.replicas,) * plan.num_stages if isinstance(self.replicas, int) else self.replicas
+        chunks = plan.num_stages // len({stage.device for stage in plan.stages})
+        again = all(stage.recompute for stage in plan.stages)
+        said = {
+            "method": (self.method, plan.method),
+            "num_stages": (self.num_stages, plan.num_stages),
+            "microbatches_per_update": (self.microbatches_per_update, plan.microbatches_per_update),
+            "chunks": (self.chunks, chunks),
+            "replicas": (None if wished in (None, "auto") else list(wished), copies),
+            "recompute": (self.recompute or None, self.recompute if self.recompute == "auto" else again),
+        }
+        for name, (asked, planned) in said.items():
+            if asked is not None and asked != planned:
+                raise InputError(
+                    f"{name}={asked!r} beside a plan that has {planned!r}; leave {name} out, edit the plan, "
+                    "or leave the plan out to have another made"
+                )
+
+    @property
+    def _method(self) -> str:
+        return "2bw" if self.method is None else self.method
 
     @property
     def setting(self) -> dict[str, Any]:
@@ -85,7 +111,7 @@ class Wish:
     def granted(self, problem: Problem) -> tuple[Plan, Shape]:
         """The fastest plan, or the one that is given with what it costs, and its schedule's shape."""
         if self.plan is not None:
-            plan = check_plan(
+            plan = checked(
                 self.plan,
                 problem,
                 self.cluster,
@@ -100,7 +126,7 @@ class Wish:
         return share_out(
             problem,
             self.cluster,
-            self.method,
+            self._method,
             self.replicas,
             num_stages=self.num_stages,
             microbatches_per_update=self.microbatches_per_update,
@@ -131,7 +157,7 @@ class Wish:
     def _arranged(self, problem: Problem, num_stages: int | None, time_limit_s: float) -> tuple[Plan, Shape]:
         options = self._options(time_limit_s)
         shape = self._shape(num_stages)
-        return arrange(problem, self.cluster, self.method, shape, options=options, **self.setting)
+        return arrange(problem, self.cluster, self._method, shape, options=options, **self.setting)
 
     def _options(self, time_limit_s: float) -> dict[str, Any]:
         return {
@@ -143,7 +169,7 @@ class Wish:
 
     def _shape(self, num_stages: int | None) -> Shape:
         return wished_shape(
-            self.method,
+            self._method,
             self.cluster,
             num_stages=num_stages,
             microbatches_per_update=self.microbatches_per_update,

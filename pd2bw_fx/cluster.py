@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -94,8 +95,8 @@ class Cluster:
         speed: float = 1.0,
     ) -> Self:
         """Equal devices on equal links. Without `memory_bytes`, an equal share of this machine's memory."""
-        if num_devices < 1:
-            raise ClusterError(f"a cluster of {num_devices} devices was asked for; it needs at least one")
+        if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
+            raise ClusterError(f"a cluster of {num_devices!r} devices was asked for; it needs at least one")
         share = machine_memory_bytes() // num_devices if memory_bytes is None else parse_bytes(memory_bytes)
         devices = tuple(
             Device(f"{kind}:{index}", memory_bytes=share, kind=kind, speed=speed)
@@ -355,9 +356,9 @@ def _check_devices(devices: Sequence[Device]) -> None:
     for device in devices:
         for key in ("memory_bytes", "speed", "flops_per_s", "memory_bytes_per_s"):
             value = getattr(device, key)
-            if not 0 < value < float("inf"):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ClusterError(
-                    f"device {device.name!r}: {key} is {value}; it must be positive and finite"
+                    f"device {device.name!r}: {key} is {value!r}; it must be a number, positive and finite"
                 )
 
 
@@ -371,10 +372,12 @@ def _check_matrix(
         if len(row) != size:
             raise ClusterError(f"{key}[{a}] has {len(row)} entries for {size} devices")
         for b, value in enumerate(row):
-            good = 0 <= value < float("inf") and (zero_allowed or value > 0)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            good = number and 0 <= value < math.inf and (zero_allowed or value > 0)
             if a != b and not good:
                 bound = "zero or more" if zero_allowed else "more than zero"
                 raise ClusterError(
-                    f"{key}[{a}][{b}] ({devices[a].name} -> {devices[b].name}) is {value:g}; "
+                    f"{key}[{a}][{b}] ({devices[a].name} -> {devices[b].name}) is "
+                    f"{format(value, 'g') if number else repr(value)}; "
                     f"it must be {bound} and finite"
                 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
+
+from pd2bw_fx.arguments import require_kind
+from pd2bw_fx.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,5 +30,35 @@ class Constraints:
     whole: tuple[str, ...] = ()
     memory_bytes: Mapping[str | int, int | str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in _MAPPINGS:
+            require_kind(name, getattr(self, name), Mapping, "a mapping of names")
+        for name in ("together", "whole"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                raise InputError(f"{name} is {value!r}; a tuple was expected, such as ({value!r},)")
+        for device, limit in self.memory_bytes.items():
+            if isinstance(limit, bool) or not isinstance(limit, int | float | str):
+                raise InputError(
+                    f"memory_bytes[{device!r}] is {limit!r}; a number of bytes or a text such as '12 GiB' "
+                    "was expected"
+                )
+
     def __bool__(self) -> bool:
         return any((self.stage_of, self.device_of, self.together, self.whole, self.memory_bytes))
+
+    def to_json(self) -> dict[str, Any]:
+        """With pairs for mappings: JSON would make texts of numbers."""
+        return {name: [list(pair) for pair in getattr(self, name).items()] for name in _MAPPINGS} | {
+            "together": [list(names) for names in self.together],
+            "whole": list(self.whole),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        together = tuple(tuple(names) for names in data["together"])
+        mappings = {name: dict(data[name]) for name in _MAPPINGS}
+        return cls(together=together, whole=tuple(data["whole"]), **mappings)
+
+
+_MAPPINGS = ("stage_of", "device_of", "memory_bytes")

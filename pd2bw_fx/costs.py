@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self, TypeAlias
 
+from pd2bw_fx.arguments import require_whole_number
+
 Work: TypeAlias = tuple[float, float]  # arithmetic operations, and bytes of memory traffic
 
 GRADIENT_BUCKET_BYTES = 25 * 2**20  # of gradients that copies add up at a time; DistributedDataParallel's
@@ -135,6 +137,12 @@ class MemoryModel:
     weight_versions: int | None = None
     gradient_copies: int = 1
     optimizer_copies: int = 2
+
+    def __post_init__(self) -> None:
+        if self.weight_versions is not None:
+            require_whole_number("weight_versions", self.weight_versions)
+        require_whole_number("gradient_copies", self.gradient_copies, least=0)
+        require_whole_number("optimizer_copies", self.optimizer_copies, least=0)
 
     @property
     def step_copies(self) -> int:

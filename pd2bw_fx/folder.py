@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ from torch import Tensor
 from pd2bw_fx.actions import Schedule
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.costs import Costs
+from pd2bw_fx.constraints import Constraints
+from pd2bw_fx.costs import Costs, MemoryModel
 from pd2bw_fx.errors import Pd2bwError, PlanMismatchError
 from pd2bw_fx.files import read_manifest, whole_folder, write_manifest
 from pd2bw_fx.graph import OperatorGraph
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
 KIND = "pd2bw_fx pipeline"
-SCHEMA = 2
+SCHEMA = 3
 
 
 def save_pipeline(pipeline: Pipeline, folder: str | Path) -> None:
@@ -101,6 +103,16 @@ def read_pipeline(folder: str | Path, *, edited: bool = False) -> dict[str, Any]
         "batch_layout": _read(folder / "batch.json", lambda data: data and BatchLayout.from_json(data)),
         "example": _read_tensors(example) if example.is_file() else None,
         "trace_report": _read(trace, TraceReport.from_json) if trace.is_file() else None,
+        "setting": _read(folder / "setting.json", _setting),
+    }
+
+
+def _setting(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What the plan was asked for with; where nothing was said, nothing."""
+    made = {"memory_model": lambda model: MemoryModel(**model), "constraints": Constraints.from_json}
+    return {
+        name: made[name](value) if value is not None and name in made else value
+        for name, value in data.items()
     }
 
 
@@ -117,7 +129,14 @@ def _parts(pipeline: Pipeline) -> dict[str, Any]:
         "schedule": pipeline.schedule.to_json(),
         "stages": [program.to_json() for program in pipeline.programs],
         "batch": None if layout is None else layout.to_json(),
+        "setting": {name: _plain(value) for name, value in pipeline.setting.items()},
     }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Constraints):
+        return value.to_json()
+    return asdict(value) if isinstance(value, MemoryModel) else value
 
 
 def _read(path: Path, made: Callable[[Any], Any]) -> Any:

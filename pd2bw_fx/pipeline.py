@@ -19,6 +19,7 @@ from pd2bw_fx.explanation import Explanation
 from pd2bw_fx.folder import read_pipeline, save_pipeline
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.metrics import Metrics
+from pd2bw_fx.passes.checked import checked
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.export_onnx import Form, Original, export_onnx
 from pd2bw_fx.passes.partition import explain
@@ -80,7 +81,7 @@ class Pipeline:
         self.example = None if example is None else dict(example)
         self.trace_report = trace_report
         self.reference = reference
-        self._setting = dict(setting or {})
+        self.setting = dict(setting or {})
         self._tensors = dict(tensors)
         self._stages: tuple[Stage, ...] | None = None
 
@@ -124,8 +125,7 @@ class Pipeline:
         """Why the plan is as it is: each cut and the next best one, what binds, what would help most.
 
         Every alternative is solved again on the same costs. Options are those of `passes.partition.explain`
-        (`time_limit_s`, `max_gap`, ..); a pipeline that was loaded needs the `memory_model`, `recompute` and
-        `constraints` it was split with, where they were not the defaults.
+        (`time_limit_s`, `max_gap`, ..).
         """
         if self.plan.method in ("interleaved", "chimera"):
             raise InputError(
@@ -135,8 +135,20 @@ class Pipeline:
         problem = coarsen(self.graph, self.costs, self.cluster)
         method = self.plan.method
         kept = keeping(method, self.shape()) if self.plan.replicas is None else keeping_copies(method)
-        setting = {"kept": kept, **self._setting, **options}
+        setting = {"kept": kept, **self.setting, **options}
         return explain(self.plan, problem, self.cluster, **setting)
+
+    def check_plan(self, plan: Plan) -> Plan:
+        """What another plan for this model would cost on this cluster, with the memory and constraints that
+        the pipeline was split with: a plan that was edited by hand, say.
+
+        Raises PlanMismatchError, InfeasibleError and InputError for what cannot be, as `split(plan=..)` does.
+        """
+        problem = coarsen(self.graph, self.costs, self.cluster)
+        setting = {
+            name: self.setting[name] for name in ("memory_model", "constraints") if name in self.setting
+        }
+        return checked(plan, problem, self.cluster, **setting)
 
     def verify(
         self,
@@ -287,7 +299,7 @@ class Pipeline:
         the plan's sizes, times the weight versions and microbatches that the timeline has at one time.
         """
         plan = whole(self.plan) if timeline.method == "ddp" else self.plan
-        model = self._setting.get("memory_model", MemoryModel())
+        model = self.setting.get("memory_model", MemoryModel())
         return peak_memory_bytes(timeline, plan, model)
 
     def shape(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pd2bw_fx
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.errors import InfeasibleError, PlanMismatchError
+from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.errors import InfeasibleError, InputError, PlanMismatchError
+from pd2bw_fx.models import build
 from pd2bw_fx.passes.partition import check_plan, partition
+from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
@@ -88,6 +93,75 @@ def test_recomputation_switched_on_by_hand_is_paid_for(plan: Plan) -> None:
     checked = check_plan(dataclasses.replace(plan, stages=stages), PROBLEM, CLUSTER)
     assert checked.stages[0].load_s == pytest.approx(plan.stages[0].load_s + 2.0)
     assert checked.stages[0].memory.activation_bytes == 2000
+
+
+def test_recomputation_switched_off_by_hand_has_no_proof() -> None:
+    again = partition(PROBLEM, CLUSTER, recompute=True)
+    without = Plan.from_json(json.loads(again.dumps().replace('"recompute": true', '"recompute": false')))
+
+    assert check_plan(again, PROBLEM, CLUSTER).proof == again.proof
+    assert check_plan(without, PROBLEM, CLUSTER).bound_s == 0.0
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "inference"])
+def test_every_method_s_own_plan_is_priced_as_it_was(method: str) -> None:
+    model = build("mlp")
+    pipe = pd2bw_fx.split(model, cluster=2, method=method, costs="analytic", check=False)
+
+    again = pipe.check_plan(Plan.loads(pipe.plan.dumps()))
+
+    assert dataclasses.replace(again, costs_origin=pipe.plan.costs_origin) == pipe.plan
+    assert again.proof == pipe.plan.proof
+
+
+def test_what_a_method_keeps_is_not_the_file_s_to_say() -> None:
+    pipe = pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False)
+    data = json.loads(pipe.plan.dumps())
+    for entry in data["stages"]:
+        entry |= {"microbatches_in_flight": 1, "weight_versions": 1}
+
+    assert [s.memory for s in pipe.check_plan(Plan.from_json(data)).stages] == [
+        s.memory for s in pipe.plan.stages
+    ]
+    with pytest.raises(InputError, match="microbatches"):
+        pipe.check_plan(Plan.from_json(data | {"microbatches_per_update": 1}))
+
+
+SAID_OTHERWISE: list[dict[str, Any]] = [
+    {"method": "1f1b"},
+    {"num_stages": 3},
+    {"microbatches_per_update": 8},
+    {"chunks": 2},
+    {"replicas": (2, 1)},
+    {"recompute": True},
+]
+
+
+@pytest.mark.parametrize("said", SAID_OTHERWISE)
+def test_what_is_said_beside_a_plan_is_not_otherwise(said: dict[str, Any]) -> None:
+    model = build("mlp")
+    plan = pd2bw_fx.split(model, cluster=2, costs="analytic", check=False).plan
+    same = {"method": "2bw", "num_stages": 2, "microbatches_per_update": 4, "replicas": 1}
+
+    assert pd2bw_fx.split(model, cluster=2, costs="analytic", check=False, plan=plan, **same).plan == plan
+    with pytest.raises(InputError, match=f"{next(iter(said))}=.* beside a plan that has"):
+        pd2bw_fx.split(model, cluster=3, plan=plan, **said)
+
+
+def test_a_saved_pipeline_checks_plans_with_what_it_was_asked_for(tmp_path: Path) -> None:
+    model = build("mlp")
+    wishes = Constraints(memory_bytes={1: "1 GiB"}, device_of={"head": 1}, whole=("layers.*",))
+    sgd = MemoryModel(optimizer_copies=0)
+    pipe = pd2bw_fx.split(
+        model, cluster=2, costs="analytic", check=False, constraints=wishes, memory_model=sgd
+    )
+    pipe.save(tmp_path / "saved")
+
+    loaded = pd2bw_fx.load(tmp_path / "saved")
+
+    assert loaded.setting == pipe.setting
+    assert loaded.check_plan(loaded.plan).proof == pipe.plan.proof
+    assert loaded.check_plan(loaded.plan).stages == pipe.plan.stages
 
 
 def test_stage_that_no_longer_fits_is_named_with_its_bytes(plan: Plan) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -36,18 +37,30 @@ def check_plan(
 ) -> Plan:
     """The plan with the times, memory and transfers that its assignment really has.
 
-    What counts is which operators a stage lists, its device, and whether it recomputes; everything else is
-    computed anew. The bound stays where it was proven for the same costs, cluster, memory and constraints;
-    for others nothing is proven (`bound_s` is 0).
+    What counts is which operators a stage lists, its device, whether it recomputes, and what its method keeps
+    there (`passes.checked` knows that of every method); everything else is computed anew. The bound stays
+    where it was proven for the same costs, cluster, memory, constraints and wish to recompute; for others
+    nothing is proven (`bound_s` is 0).
 
     Raises PlanMismatchError for operators that are missing, unknown, listed twice or torn from what they
     belong to, for values that would run to an earlier stage, for devices that cannot be and for what the
     constraints forbid; InfeasibleError naming the stage that does not fit in memory.
     """
     check_problem(problem, cluster)
-    known = proven_for(
-        plan, problem, cluster, memory_model=memory_model, overlap=overlap, constraints=constraints
-    )
+    hashes = [
+        proven_for(
+            plan,
+            problem,
+            cluster,
+            memory_model=memory_model,
+            overlap=overlap,
+            constraints=constraints,
+            recompute=recompute,
+            order=order,
+        )
+        for recompute in _may_have_asked(plan)
+        for order in (None, tuple(stage.device for stage in plan.stages))
+    ]
     if plan.fingerprint != problem.fingerprint:
         raise PlanMismatchError(
             f"the plan was made for graph {plan.fingerprint!r}, and this is {problem.fingerprint!r}; "
@@ -61,10 +74,17 @@ def check_plan(
     _check_pins(plan, constrained.pins, stage_of)
     nodes = np.array([stage_of[problem.blocks[at].name] for at in topological_order(problem)], dtype=np.int64)
     priced = _priced(plan, problem, cluster, nodes, memory_model=memory_model, overlap=overlap)
-    is_proven = known == plan.bound_for and priced.bottleneck_s >= plan.bound_s * (1 - _ROUNDING)
-    return replace(
-        priced, bound_s=min(plan.bound_s, priced.bottleneck_s) if is_proven else 0.0, bound_for=known
-    )
+    if plan.bound_for not in hashes or priced.bottleneck_s < plan.bound_s * (1 - _ROUNDING):
+        return replace(priced, bound_s=0.0, bound_for=hashes[0])
+    return replace(priced, bound_s=min(plan.bound_s, priced.bottleneck_s), bound_for=plan.bound_for)
+
+
+def _may_have_asked(plan: Plan) -> Iterator[bool | Literal["auto"]]:
+    """Which wishes to recompute such a plan grants."""
+    yield "auto"
+    again = {stage.recompute for stage in plan.stages}
+    if len(again) == 1:
+        yield from again
 
 
 def _check_stages(plan: Plan, problem: Problem, cluster: Cluster) -> None:

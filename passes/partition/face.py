@@ -66,7 +66,7 @@ def partition(
     check_problem(problem, cluster)
     k = len(cluster) if num_stages is None else num_stages
     m = 2 * k if microbatches_per_update is None else microbatches_per_update
-    _check_arguments(problem, cluster, k, m, method, kept, max_gap, time_limit_s, recompute)
+    _check_arguments(problem, cluster, k, m, method, kept, order, max_gap, time_limit_s, recompute)
     check_solver(solver)
     deadline = Deadline(time_limit_s)
     constrained = constrain(problem, cluster, constraints or Constraints(), num_stages=k)
@@ -100,7 +100,14 @@ def partition(
         planning_s=time.perf_counter() - started_s,
     )
     key = proven_for(
-        plan, problem, cluster, memory_model=memory_model, overlap=overlap, constraints=constraints
+        plan,
+        problem,
+        cluster,
+        memory_model=memory_model,
+        overlap=overlap,
+        constraints=constraints,
+        recompute=recompute,
+        order=asked.order,
     )
     return replace(plan, bound_for=key)
 
@@ -112,6 +119,7 @@ def _check_arguments(
     microbatches_per_update: int,
     method: str,
     kept: Keeping | None,
+    order: Sequence[int] | None,
     max_gap: float,
     time_limit_s: float,
     recompute: object,
@@ -130,10 +138,13 @@ def _check_arguments(
         )
     if kept is None and method not in METHODS:
         raise InputError(f"method {method!r} is unknown; known are {', '.join(METHODS)}")
-    if kept is None and method == "2bw" and microbatches_per_update < num_stages:
+    if kept is None:
+        kept_by(method, num_stages, microbatches_per_update)
+    if order is not None and (
+        len(order) != num_stages or len({*order}) < len(order) or not {*order} <= {*range(len(cluster))}
+    ):
         raise InputError(
-            f"microbatches_per_update={microbatches_per_update} with {num_stages} stages; two weight "
-            f"versions are enough only from microbatches_per_update={num_stages} on"
+            f"order is {tuple(order)}; expected {num_stages} different devices of 0 to {len(cluster) - 1}"
         )
     require_search(max_gap, time_limit_s)
     require_choice("recompute", recompute, True, False, "auto")

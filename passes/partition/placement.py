@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from pd2bw_fx.arguments import require_search
 from pd2bw_fx.errors import InfeasibleError, InputError
-from pd2bw_fx.passes.solver import Status
+from pd2bw_fx.passes.solver import Status, check_solver
 from pd2bw_fx.plan import Progress
 from pd2bw_fx.workload import Workload
 
@@ -78,6 +79,8 @@ def plan_workload(
     accelerators, SolverError where time ran out before the first placement.
     """
     started_s = time.perf_counter()
+    require_search(max_gap, time_limit_s)
+    check_solver(solver)
     num_cpus = 0 if accelerators_only else workload.num_cpus
     if workload.num_accelerators + num_cpus == 0:
         raise InputError("the workload has no accelerators; plan it with its CPUs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
@@ -25,10 +26,15 @@ def proven_for(
     memory_model: MemoryModel,
     overlap: bool,
     constraints: Constraints | None,
+    recompute: bool | Literal["auto"],
+    order: tuple[int, ...] | None,
 ) -> str:
-    """A hash of everything that a plan's bound depends on but who is where: another one proves nothing."""
+    """A hash of everything that a plan's bound depends on but who is where: another one proves nothing.
+
+    `recompute` and `order` are what was asked for.
+    """
     kept = [stage.kept for stage in plan.stages]
-    asked = (plan.method, plan.microbatches_per_update, plan.replicas, kept, overlap)
+    asked = (plan.method, plan.microbatches_per_update, plan.replicas, kept, overlap, recompute, order)
     text = repr((problem, cluster, memory_model, constraints or Constraints(), asked))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

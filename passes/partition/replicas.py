@@ -115,7 +115,14 @@ def partition_replicated(
         )
     took_s = time.perf_counter() - started_s
     key = proven_for(
-        best, problem, cluster, memory_model=memory_model, overlap=False, constraints=constraints
+        best,
+        problem,
+        cluster,
+        memory_model=memory_model,
+        overlap=False,
+        constraints=constraints,
+        recompute=recompute,
+        order=None,
     )
     return replace(best, bound_s=0.0 if ran_out else float(bound_s), planning_s=took_s, bound_for=key)
 
@@ -143,6 +150,8 @@ def _tried(
     n, m = len(cluster), microbatches_per_update
     if replicas is not None:
         share = tuple(replicas)
+        if num_stages is not None and len(share) not in num_stages:
+            raise InputError(f"replicas is {share}, and num_stages={num_stages!r}; leave one of them out")
         if not share or min(share) < 1 or sum(share) > n:
             raise InputError(
                 f"replicas is {share}; expected numbers of one or more that add up to at most {n}"

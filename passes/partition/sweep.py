@@ -8,10 +8,11 @@ slowest link, 2 (w - 1) / w times their bytes, which costs each microbatch an m-
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pd2bw_fx.arguments import require_kind, require_search, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.problem import Block, Problem
@@ -56,12 +57,19 @@ def sweep(
     needs a cluster whose devices and links are alike.
 
     Settings that cannot beat the best by a bound on their work are skipped, and so are those that do not fit.
-    Raises InputError for arguments that leave nothing to try, InfeasibleError where nothing fits.
+    Raises InputError for arguments that leave nothing to try, InfeasibleError where nothing fits, SolverError
+    where time ran out before the first plan.
     """
-    if batch_size < 1 or not problems:
-        raise InputError(
-            f"batch_size is {batch_size} with {len(problems)} microbatch sizes; at least one each"
-        )
+    require_whole_number("batch_size", batch_size)
+    require_search(0.0, time_limit_s)
+    for name, counts in (("num_stages", num_stages or ()), ("num_replicas", num_replicas)):
+        require_kind(name, counts, Iterable, "a sequence of numbers")
+        for count in counts:
+            require_whole_number(f"each of {name}", count)
+    for size in problems:
+        require_whole_number("each microbatch size", size)
+    if not problems:
+        raise InputError("problems has no microbatch size; at least one was expected")
     if any(count > 1 for count in num_replicas) and not cluster.is_uniform:
         raise InputError("copies of a pipeline need devices and links that are alike; use num_replicas=(1,)")
     stages = range(1, len(cluster) + 1) if num_stages is None else num_stages
@@ -74,26 +82,33 @@ def sweep(
         )
     end = time.perf_counter() + time_limit_s
     found: list[Setting] = []
+    late: list[_Candidate] = []
     for candidate in sorted(candidates, key=lambda each: each.floor_s):
         best_s = min((setting.update_s for setting in found), default=float("inf"))
         left_s = end - time.perf_counter()
         if candidate.floor_s >= best_s:
             skipped.append((candidate.name, "cannot be faster"))
         elif left_s <= 0:
+            late.append(candidate)
             skipped.append((candidate.name, "no time left"))
         else:
             try:
                 found.append(_planned(candidate, cluster, method, left_s, options))
-            except (InfeasibleError, SolverError) as error:
+            except InfeasibleError as error:
                 skipped.append((candidate.name, str(error)))
+            except SolverError as error:
+                late.append(candidate)
+                skipped.append((candidate.name, str(error)))
+    if not found and late:
+        raise SolverError(
+            f"the time limit passed before any of {len(candidates)} settings had a plan; raise time_limit_s"
+        )
     if not found:
-        raise InfeasibleError(f"no setting fits; {candidates[0].name}: {skipped[0][1]}")
-    late = {name for name, reason in skipped if reason == "no time left"}
-    floors = [candidate.floor_s for candidate in candidates if candidate.name in late]
+        raise InfeasibleError(f"no setting fits; {skipped[0][0]}: {skipped[0][1]}")
     return Sweep(
         settings=tuple(sorted(found, key=lambda setting: setting.update_s)),
         skipped=tuple(skipped),
-        bound_s=min([setting.bound_s for setting in found] + floors),
+        bound_s=min([setting.bound_s for setting in found] + [candidate.floor_s for candidate in late]),
     )
 
 

@@ -27,8 +27,7 @@ from pd2bw_fx.commands.progress import ProgressLine, in_workload_units
 from pd2bw_fx.errors import InputError, UsageError
 from pd2bw_fx.metrics import FILE, Metrics
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
-from pd2bw_fx.passes.coarsen import coarsen
-from pd2bw_fx.passes.partition import check_plan, plan_workload
+from pd2bw_fx.passes.partition import plan_workload
 from pd2bw_fx.pipeline import load
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.report.page import page_html
@@ -213,8 +212,7 @@ def _check(options: argparse.Namespace) -> int:
     except OSError as error:
         raise InputError(f"{options.plan} cannot be read: {error}") from error
     edited = Plan.loads(text)
-    problem = coarsen(pipe.graph, pipe.costs, pipe.cluster)
-    priced = check_plan(edited, problem, pipe.cluster)
+    priced = pipe.check_plan(edited)
     if options.json:
         print(json.dumps(priced.to_json()))
         return 0

@@ -1,0 +1,76 @@
+"""A plan that is given instead of asked for: what its method makes of it, and what it then costs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pd2bw_fx.actions import Shape
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
+from pd2bw_fx.costs import Kept, MemoryModel
+from pd2bw_fx.errors import PlanMismatchError
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.problem import Problem
+
+from .arrange import half_of_each, in_turn
+from .partition import check_plan
+from .schedule import keeping, keeping_copies, shape_of
+
+_AS_PLANNED = ("bapipe", "inference")  # what they keep goes by more than their name
+
+
+def checked(
+    plan: Plan,
+    problem: Problem,
+    cluster: Cluster,
+    *,
+    memory_model: MemoryModel = MemoryModel(),  # noqa: B008 - frozen
+    constraints: Constraints | None = None,
+) -> Plan:
+    """As `check_plan`, where stages hold what the plan's method keeps there, on the places it has for them.
+
+    Raises what `check_plan` raises, and InputError for a method that is unknown or cannot have such a plan.
+    """
+    shape = shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)
+    if plan.method not in _AS_PLANNED:
+        plan = _with(plan, _kept(plan, shape, cluster))
+    price = functools.partial(check_plan, memory_model=memory_model, constraints=constraints)
+    if plan.method == "chimera":
+        return price(plan, problem, half_of_each(cluster))
+    if plan.method != "interleaved":
+        return price(plan, problem, cluster)
+    num_devices = plan.num_stages // shape.chunks
+    for stage in plan.stages:
+        if stage.device != stage.stage % num_devices:
+            raise PlanMismatchError(
+                f"stage {stage.stage} is on device {stage.device}; interleaved has it on device "
+                f"{stage.stage % num_devices}, for stages go round the {num_devices} devices"
+            )
+    turn = in_turn(problem, cluster, num_devices, shape.chunks)
+    spread = replace(plan, stages=tuple(replace(stage, device=stage.stage) for stage in plan.stages))
+    return turn.of_plan(price(spread, turn.problem, turn.cluster))
+
+
+def _kept(plan: Plan, shape: Shape, cluster: Cluster) -> Sequence[Kept]:
+    if plan.replicas is not None:
+        return keeping_copies(plan.method)(plan.replicas, plan.microbatches_per_update)
+    if plan.method == "ddp":
+        shape = replace(shape, replicas=(len(cluster),))
+    return keeping(plan.method, shape)(plan.num_stages)
+
+
+def _with(plan: Plan, kept: Sequence[Kept]) -> Plan:
+    stages = (
+        replace(
+            stage,
+            weight_versions=own.weight_versions,
+            microbatches_in_flight=own.in_flight,
+            gradients_wait=own.gradients_wait,
+            updates_each=own.updates_each,
+            correction_copies=own.correction_copies,
+        )
+        for stage, own in zip(plan.stages, kept, strict=True)
+    )
+    return replace(plan, stages=tuple(stages))
