@@ -22,6 +22,7 @@ from pd2bw_fx.traced import Traced, TraceReport
 from .normalise import normalise
 from .profile import default_cache_folder, profile
 from .trace import find_example_inputs, trace
+from .trace.diagnose import blaming_the_model
 from .verify import Forward
 
 
@@ -71,12 +72,19 @@ def profiled(model: nn.Module | ExportedProgram, inputs: Inputs, pricing: Pricin
     args, kwargs = _example_inputs(model, inputs.args, inputs.kwargs)
     if inputs.loss_fn is not None and inputs.targets is None and args is not None:
         raise InputError("loss_fn was given without example_targets; pass the targets of the example inputs")
+    if inputs.loss_fn is None and inputs.targets is not None:
+        raise InputError(
+            "example_targets were given without loss_fn; pass the loss that compares the output with them, "
+            "or leave them out"
+        )
     traced = trace(model, args, kwargs, loss_fn=inputs.loss_fn, targets=inputs.targets, tracer=inputs.tracer)
     graph = normalise(traced)
     example = traced.examples or None
+    with blaming_the_model(graph.model_name, traced.call, example):
+        costs = _priced(graph, example, traced.call, pricing)
     return Profiled(
         graph=graph,
-        costs=_priced(graph, example, traced.call, pricing),
+        costs=costs,
         tensors=tensors(graph),
         batch_layout=None if args is None else _layout(traced, args, kwargs, inputs.targets, graph),
         example=example,

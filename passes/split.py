@@ -23,6 +23,7 @@ from .codegen import generate
 from .profiled import Inputs, Pricing, profiled, profiled_before
 from .schedule import schedule_of
 from .split_onnx import takes_onnx_too
+from .trace.diagnose import blaming_the_model
 from .verify import another_example, evaluation_differs
 from .wish import Wish
 
@@ -143,7 +144,8 @@ def split(
         setting=wish.setting,
     )
     if check and known.example is not None:
-        pipeline.verify()
+        with blaming_the_model(known.graph.model_name, known.reference, known.example):
+            pipeline.verify()
         if isinstance(model, ExportedProgram):
             _tell_of_the_one_mode(pipeline)
         elif not isinstance(model, Pipeline):

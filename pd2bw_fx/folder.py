@@ -154,7 +154,13 @@ def _read(path: Path, made: Callable[[Any], Any]) -> Any:
 
 def _programs(folder: Path, entries: Any) -> Iterator[StageProgram]:
     for stage, entry in enumerate(entries):
-        yield StageProgram.from_json(entry, _read_text(folder / f"stage_{stage}.py"))
+        path = folder / f"stage_{stage}.py"
+        source = _read_text(path)
+        try:
+            compile(source, str(path), "exec")
+        except SyntaxError as error:
+            raise PlanMismatchError(f"{path}, line {error.lineno}: {error.msg}: {error.text or ''}") from None
+        yield StageProgram.from_json(entry, source)
 
 
 def _read_json(path: Path) -> Any:

@@ -191,11 +191,18 @@ class Pipeline:
             self.plan,
             self.programs,
             self._tensors,
-            {name: (example or self.example)[name] for name in self.graph.inputs},
+            self._named_inputs(self.example if example is None else example),
             model=original,
             forward=reference,
             tolerance=tolerance,
         )
+
+    def _named_inputs(self, example: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        inputs = self.graph.inputs
+        if not inputs.keys() <= example.keys():
+            found = ", ".join(example) or "nothing"
+            raise InputError(f"example has {found}; the model's inputs were expected: {', '.join(inputs)}")
+        return {name: example[name] for name in inputs}
 
     def _plain_arguments(self, model: nn.Module) -> Mapping[str, Tensor]:
         """The example inputs as keyword arguments of the model's forward."""

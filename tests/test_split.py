@@ -368,6 +368,64 @@ def test_an_option_that_cannot_be_is_refused_before_the_model_runs(
         pd2bw_fx.split(Unused(2, 2), (torch.zeros(4, 2),), cluster=2, **options)
 
 
+class Writing(nn.Module):
+    """Changes the tensor that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return self.second(torch.relu(self.first(x))).mean()
+
+
+@pytest.mark.parametrize("costs", ["analytic", "measured"])
+def test_the_example_inputs_stay_as_they_are(costs: Any) -> None:
+    x = torch.zeros(2, 4)
+
+    pipe = pd2bw_fx.split(Writing(), (x,), cluster=2, costs=costs, profile_cache=False)
+
+    assert pipe.verify().exact
+    assert x.count_nonzero() == 0
+    assert pipe.example["x"].count_nonzero() == 0
+
+
+BY_MISTAKE: dict[str, dict[str, Any]] = {
+    "loss_fn is the class CrossEntropyLoss; give one of it": {
+        "loss_fn": nn.CrossEntropyLoss,
+        "example_targets": torch.tensor([0, 1]),
+    },
+    "loss_fn is 'mse'; a function": {"loss_fn": "mse", "example_targets": torch.tensor([0, 1])},
+    "example_targets were given without loss_fn": {"example_targets": torch.tensor([0, 1])},
+    r"Sequential itself raises on the example inputs \(input int64 \(2, 4\)\)": {
+        "example_args": (torch.ones(2, 4, dtype=torch.long),)
+    },
+}
+
+
+@pytest.mark.parametrize("costs", ["analytic", "measured"])
+@pytest.mark.parametrize("said", BY_MISTAKE)
+def test_inputs_and_losses_that_cannot_be_are_named(said: str, costs: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    given = {"example_args": (torch.randn(2, 4),), **BY_MISTAKE[said]}
+
+    with pytest.raises(pd2bw_fx.InputError, match=said):
+        pd2bw_fx.split(model, cluster=2, costs=costs, profile_cache=False, **given)
+
+
+def test_an_edited_stage_that_is_no_python_is_named_with_its_line(tmp_path: Path) -> None:
+    pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False).save(tmp_path / "saved")
+    stage = tmp_path / "saved" / "stage_1.py"
+    lines = stage.read_text().splitlines()
+    line = next(at for at, text in enumerate(lines) if "return" in text)
+    lines[line] = lines[line].replace("return", "retrun")
+    stage.write_text("\n".join(lines))
+
+    with pytest.raises(pd2bw_fx.PlanMismatchError, match=rf"stage_1\.py, line {line + 1}: invalid syntax"):
+        pd2bw_fx.load(tmp_path / "saved", edited=True)
+
+
 def test_the_fastest_number_of_stages_leaves_out_what_only_slows_it_down() -> None:
     torch.manual_seed(0)
     near, far = 1e12, 1e3

@@ -293,6 +293,10 @@ def _hook_message(whose: str) -> str:
 
 
 def _check_loss_fn(loss_fn: Callable[..., Any] | None) -> None:
+    if isinstance(loss_fn, type):
+        raise InputError(f"loss_fn is the class {loss_fn.__name__}; give one of it: {loss_fn.__name__}()")
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(f"loss_fn is {loss_fn!r}; a function of output and targets was expected")
     if not isinstance(loss_fn, nn.Module):
         return
     trainable = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]

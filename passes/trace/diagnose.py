@@ -7,12 +7,13 @@ import linecache
 import logging
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pd2bw_fx.attributes import attributes_kept
@@ -77,17 +78,44 @@ def require_eager_run(program: Program) -> None:
     except Pd2bwError:
         raise
     except Exception as error:
-        shapes = ", ".join(
-            f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            for name, tensor in zip(program.flat.names, program.flat.tensors, strict=True)
-        )
-        place = source_line(error)
-        raise InputError(
-            f"{type(program.model).__name__} itself raises on the example inputs ({shapes}): "
-            + one_line(error)
-            + (f" (at {place})" if place else "")
-            + "; expected inputs that model(*args, **kwargs) accepts"
-        ) from error
+        given = dict(zip(program.flat.names, program.flat.tensors, strict=True))
+        raise _own_words(type(program.model).__name__, given, error) from error
+
+
+@contextmanager
+def blaming_the_model(
+    name: str, forward: Callable[[Mapping[str, Tensor]], Any] | None, example: Mapping[str, Tensor] | None
+) -> Iterator[None]:
+    """What runs the traced program in here may raise only where the model itself does not: else InputError.
+
+    torch.export lets through what shapes allow, such as integers where weights are floats.
+    """
+    try:
+        yield
+    except Pd2bwError:
+        raise
+    except Exception:
+        if forward is None or example is None:
+            raise
+        try:
+            forward(example)
+        except Exception as own:
+            raise _own_words(name, example, own) from own
+        raise
+
+
+def _own_words(name: str, example: Mapping[str, Tensor], error: Exception) -> InputError:
+    shapes = ", ".join(
+        f"{given} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        for given, tensor in example.items()
+    )
+    place = source_line(error)
+    return InputError(
+        f"{name} itself raises on the example inputs ({shapes}): "
+        + one_line(error)
+        + (f" (at {place})" if place else "")
+        + "; expected inputs that model(*args, **kwargs) accepts"
+    )
 
 
 def conditions_of(program: Program) -> Conditions:

@@ -120,8 +120,8 @@ def flatten_arguments(
 ) -> FlatArguments:
     """The call's tensors in the order of the forward's signature, then the targets' ones.
 
-    A tensor nested in an argument is named by the path to it: `batch_pixels`, `state_0`. Tensors that share
-    memory are separated, for a tracer would take the two inputs for one.
+    A tensor nested in an argument is named by the path to it: `batch_pixels`, `state_0`. Tensors are copied:
+    a model may write into its inputs, and a tracer would take two that share memory for one.
     """
     if not isinstance(args, (tuple, list)):
         raise InputError(
@@ -140,15 +140,12 @@ def flatten_arguments(
     paths = [*_named_arguments(bound), *_paths("targets", targets)]
     names: list[str] = []
     tensors: list[torch.Tensor] = []
-    seen: set[int] = set()
     for position, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         if not isinstance(leaf, torch.Tensor):
             continue
         leaves[position] = _Slot(len(tensors))
         names.append(unique(path, names))
-        storage = leaf.untyped_storage()._cdata
-        tensors.append(leaf.detach().clone() if storage in seen else leaf.detach())
-        seen.add(storage)
+        tensors.append(leaf.detach().clone())
     return FlatArguments(tuple(names), tuple(tensors), tuple(leaves), spec)
 
 

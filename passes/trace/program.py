@@ -58,8 +58,8 @@ class Program(nn.Module):
         return results
 
     def call(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model run as it is: results by output name."""
-        results = self._run([tensors[name] for name in self.flat.names])
+        """The model run as it is, on copies of the tensors, which it may write: results by output name."""
+        results = self._run([tensors[name].clone() for name in self.flat.names])
         return dict(zip(self.record.output_names, results, strict=True))
 
     def _run(self, tensors: Any) -> tuple[Any, ...]:

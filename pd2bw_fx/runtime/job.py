@@ -127,10 +127,12 @@ def work_for(
     `replicas` is one number for all stages, or one for each. Raises InputError for a method that does not
     train, and for numbers that do not go with the method.
     """
-    rules = method_of(method or pipeline.plan.method)
-    if not rules.trains:
-        trained = [name for name, known in METHODS.items() if known.trains]
-        raise InputError(f"method {rules.name!r} does not train; expected one of {', '.join(trained)}")
+    name = pipeline.plan.method if method is None else method
+    if name not in METHODS or not METHODS[name].trains:
+        trained = ", ".join(known for known, rules in METHODS.items() if rules.trains)
+        what = "does not train" if name in METHODS else "is unknown"
+        raise InputError(f"method {name!r} {what}; expected one of {trained}")
+    rules = method_of(name)
     if isinstance(replicas, int) and replicas < 1:
         raise InputError(f"replicas={replicas}; at least one process for each stage was expected")
     shape = pipeline.shape(
