@@ -12,7 +12,8 @@ from .choices import Choices, Deadline, Found
 from .route import links_are_alike, routed
 from .search import search, search_faster
 
-_ROUTES_TIME_S = 2.0  # at least, if the limit leaves it
+_FIRST_SHARE = 0.7  # of the time, where there is a second search
+_ROUTES_TIME_S = 2.0  # that this one has at least, if the limit leaves it
 
 
 def search_with_routes(
@@ -25,7 +26,10 @@ def search_with_routes(
 ) -> Found | None:
     """What `search` finds, or what is faster with its routes. The bound is of assignments with theirs."""
     started_s = time.perf_counter()
-    direct = search(choices, solver=solver, max_gap=max_gap, deadline=deadline, report=report)
+    first = deadline
+    if not links_are_alike(choices[0]):
+        first = Deadline(deadline.left_s * _FIRST_SHARE)
+    direct = search(choices, solver=solver, max_gap=max_gap, deadline=first, report=report)
     if direct is None or links_are_alike(choices[direct.choice]):
         return direct
     direct_s = routed(choices[direct.choice], direct.stage_of)[1].bottleneck_s
