@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
 _NOBODY = Watch(None, 0, 1, silence_s=0.0)
-_UPDATES_COMPARED = 2  # in how many updates ranks tell each other what batch they were given
+_UPDATES_COMPARED = 2  # at the beginning, in which ranks tell each other what batch they were given
 
 
 class Engine:
@@ -68,6 +68,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._empty_before = self._num_refused = 0
+        self._to_compare = _UPDATES_COMPARED
         self._is_broken = self._is_closed = False
         self._world: World | None = None
         corrections = corrections_of(job.method) if options.corrections is None else options.corrections
@@ -211,8 +212,9 @@ class Engine:
             # What this rank reads may be in flight when the caller fills its tensors anew.
             flat |= {name: flat[name].clone() for name in self.job.inputs()}
             pieces = layout.cut(flat, self.job.microbatches_per_update)
-            if self.updates < _UPDATES_COMPARED:
+            if self._to_compare:
                 compare_batches(flat, self._control)
+                self._to_compare -= 1
         return self.step_microbatches([Microbatch.of(piece) for piece in pieces])
 
     def step_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
@@ -310,6 +312,7 @@ class Engine:
                 restore_random_state(checkpoint.random(self.rank), self.device)
             self._draw_by(header.seed)
             self.updates = self._empty_before = header.updates
+            self._to_compare = _UPDATES_COMPARED  # where each rank goes on in its data is seen now
             return header.updates
 
     def tensors(self) -> dict[str, Tensor]:
