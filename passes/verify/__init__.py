@@ -85,6 +85,8 @@ def verify(
     Raises VerificationError naming the first tensor that differs by more.
     """
     in_order = draws_in_program_order(graph, plan)
+    # Copies lie alike in memory, by which products round: what is read from a file may lie otherwise.
+    example = {name: tensor.clone() for name, tensor in example.items()}
 
     def run(tensors: Mapping[str, Tensor]) -> Run:
         return run_model(graph, tensors, example, model, forward, random=in_order)
