@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from safetensors.torch import load_file
 import pd2bw_fx
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.checkpoint import Checkpoint, _publish
-from tests.torchrun import PROGRAMS, torchrun
+from tests.torchrun import PROGRAMS, at_once, free_port, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -104,27 +102,13 @@ def test_a_checkpoint_of_three_stages_resumes_on_one(pipelines: Path, tmp_path: 
 
 
 def test_two_nodes_meet_and_train_as_one_does(pipelines: Path, whole: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", address]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     arguments = [pipelines / "2", tmp_path, tmp_path / "saved", 3]
     program = [str(PROGRAMS / "resumes.py"), *map(str, arguments)]
-    path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
-    nodes = [
-        subprocess.Popen(
-            [*command, "--local-addr", f"127.0.0.{node + 1}", *program],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in range(2)
-    ]
 
-    for node in nodes:
-        _, error = node.communicate(timeout=200)
-        assert node.returncode == 0, error
+    for node in at_once([[*command, "--local-addr", f"127.0.0.{k}", *program] for k in (1, 2)]):
+        assert node.returncode == 0, node.stdout
     assert losses(tmp_path) == losses(whole)[:3]
 
 

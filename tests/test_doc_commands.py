@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ import pytest
 import pd2bw_fx
 from pd2bw_fx.cli import main
 from pd2bw_fx.models import build
+from tests.torchrun import at_once, free_port
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ("pd2bw-fx", "python", "torchrun", "srun", "make", "pip", "export [A-Z_]+=.*")
@@ -60,7 +59,7 @@ SMALLER = {
 # Benchmarks, and two machines that meet by other words, or for less, than those of docs/MULTI_NODE.md.
 SLOW = re.compile(r"benchmarks/|srun |--rdzv-backend|--nnodes 2.*pd2bw_fx probe")
 # A program's own, or a rank's; what torchrun logs of its agents' exit barrier has the log's prefix.
-TRACEBACK = re.compile(rb"(?m)^(\[rank\d+\]: ?)?Traceback")
+TRACEBACK = re.compile(r"(?m)^(\[rank\d+\]: ?)?Traceback")
 ELSEWHERE = {
     "make demo": "tests/test_cli.py goes the demo's way",
     "make test": "it runs this test",
@@ -90,7 +89,7 @@ def smaller(command: str) -> str:
     return command
 
 
-def at_once(commands: Sequence[str]) -> list[tuple[str, ...]]:
+def together(commands: Sequence[str]) -> list[tuple[str, ...]]:
     """The commands in their order; together, those that a document shows for each of two machines."""
     steps: list[tuple[str, ...]] = []
     waiting: tuple[str, ...] = ()
@@ -110,7 +109,7 @@ def told() -> list[tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]]:
     seen = set[tuple[str, ...]]()
     for document in ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]:
         commands = dict.fromkeys(smaller(c) for c in commands_of(document) if is_run_here(c))
-        new = [step for step in at_once(list(commands)) if step not in seen]
+        new = [step for step in together(list(commands)) if step not in seen]
         slow = [step for step in new if SLOW.search(step[-1])]
         found.append((document, slow, [step for step in new if step not in slow]))
         seen |= set(new)
@@ -167,30 +166,18 @@ def prepare(folder: Path, *, with_onnx: bool) -> None:
 
 def run(commands: Sequence[str], folder: Path) -> list[tuple[int, str]]:
     """At once, each on a machine of its own, as far as a process is one: exit code and output of each."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = str(server.getsockname()[1])
-    started = []
-    for number, command in enumerate(commands):
+    port = str(free_port())
+    lines = []
+    for command in commands:
         words = shlex.split(command.replace("29500", port))
         if words[0] == "srun":
             words = words[words.index("bash") :]
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "SLURM_NODEID": str(number),
-        }
-        started.append(
-            subprocess.Popen(
-                program(words), cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-        )
+        lines.append(program(words))
+    installed = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     ended = []
-    for command, process in zip(commands, started, strict=True):
-        said, _ = process.communicate(timeout=240)
-        assert TRACEBACK.search(said) is None, f"{command}\n{said.decode()}"
-        ended.append((process.returncode, said.decode()))
+    for process in at_once(lines, folder, PATH=installed):
+        assert TRACEBACK.search(process.stdout) is None, f"{process.args}\n{process.stdout}"
+        ended.append((process.returncode, process.stdout))
     return ended
 
 

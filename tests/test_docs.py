@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from pd2bw_fx import cli
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models import build, gpt
 from pd2bw_fx.pipeline import Pipeline
-from tests.torchrun import torchrun
+from tests.torchrun import at_once, free_port, torchrun
 
 ROOT = Path(__file__).parents[1]
 
@@ -139,15 +138,10 @@ def test_the_tutorial_goes_from_a_hugging_face_model_to_two_machines_and_back(
 
 def run_at_once(lines: list[list[str]], folder: Path) -> None:
     """Each machine of the page is a process here."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = str(server.getsockname()[1])
-    path = os.pathsep.join([str(ROOT), str(folder)])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    port = str(free_port())
     machines = []
     for words in lines:
         words = [{"HOST": "localhost", "29500": port}.get(word, word) for word in words[1:]]
-        command = [sys.executable, "-m", "torch.distributed.run", *words]
-        machines.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE))
-    for machine in machines:
-        _, error = machine.communicate(timeout=120)
-        assert machine.returncode == 0, error.decode()
+        machines.append([sys.executable, "-m", "torch.distributed.run", *words])
+    for machine in at_once(machines, folder, PYTHONPATH=os.pathsep.join([str(ROOT), str(folder)])):
+        assert machine.returncode == 0, machine.stdout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from pd2bw_fx.errors import WorkerError
 from pd2bw_fx.runtime.meeting import _Arrival
-from tests.torchrun import PROGRAMS
+from tests.torchrun import PROGRAMS, environment, free_port
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -96,18 +94,6 @@ def ranks(count: int, stopped: int, how: str) -> Iterator[list[subprocess.Popen[
         for process in processes:
             process.kill()
             process.communicate()
-
-
-def environment(**more: str) -> dict[str, str]:
-    path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 def is_stopped(pid: int) -> bool:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT_S = 240
+PORTS = range(20_000, 32_000)  # below those that connections take, so that none is lost before it is used
 # What the programs import before their first engine trains: some five seconds for each rank.
 IMPORTED = ["torch.distributed.run", "torch._dynamo", "pulp", "pd2bw_fx.pipeline", "pd2bw_fx.runtime.engine"]
 
@@ -26,10 +31,8 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
     command += [*options, str(PROGRAMS / program), *map(str, arguments)]
-    path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S
+        command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S
     )
 
 
@@ -49,6 +52,64 @@ def torchrun_of_forks(
             process.join()
             raise subprocess.TimeoutExpired(words, TIMEOUT_S)
         return subprocess.CompletedProcess(words, process.exitcode, *(file.read_text() for file in files))
+
+
+def at_once(
+    commands: Sequence[Sequence[str]], folder: Path | None = None, **more: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Each on a machine of its own, as far as a process is one: output and errors are one text.
+
+    A torchrun that does not end is ended with the others, and what each has said is told.
+    """
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
+        processes = [
+            subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment(GLOO_SOCKET_IFNAME="lo", SLURM_NODEID=str(number), **more),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for number, (command, output) in enumerate(zip(commands, outputs, strict=True))
+        ]
+        late = _late(processes)
+        ended = []
+        for process, output in zip(processes, outputs, strict=True):
+            output.seek(0)
+            ended.append(subprocess.CompletedProcess(process.args, process.returncode, output.read()))
+    assert not late, "\n".join(f"{process.args}\n{process.stdout}" for process in ended)
+    return ended
+
+
+def _late(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+    end = time.monotonic() + TIMEOUT_S
+    try:
+        for process in processes:
+            process.wait(end - time.monotonic())
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.terminate()  # torchrun ends its ranks
+            process.wait()
+        return True
+    return False
+
+
+def free_port() -> int:
+    while True:
+        with socket.socket() as server:
+            port = secrets.choice(PORTS)
+            try:
+                server.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a program that finds this package."""
+    path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
 
 
 def _forks() -> ForkServerContext:
