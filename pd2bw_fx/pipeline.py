@@ -36,7 +36,7 @@ from pd2bw_fx.report.picture import Picture
 from pd2bw_fx.report.table import plan_table
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.local import TrainResult, train_local
-from pd2bw_fx.stage import Stage, StageProgram, build_module
+from pd2bw_fx.stage import Stage, StageProgram, build_module, run_in_turn
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.traced import TraceReport
 
@@ -93,6 +93,18 @@ class Pipeline:
                 Stage(program, build_module(program, self._tensors)) for program in self.programs
             )
         return self._stages
+
+    def run(self, batch: Any) -> dict[str, Tensor]:
+        """What the model returns for a batch, by output name: the stages one after another in this process.
+
+        `batch` is as `Engine.step` takes it, whole. Gradients flow back through all `stages[i].module`, which
+        are copies of the weights. Raises InputError for a batch that the model was not traced for.
+        """
+        if self.batch_layout is None:
+            raise InputError("to run the stages on a batch, split the model with example_args")
+        (inputs,) = self.batch_layout.cut(self.batch_layout.flatten(batch), 1)
+        outputs = run_in_turn(self.stages, inputs)
+        return {output.name: outputs[output.name] for output in self.graph.outputs}
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Every parameter, buffer and constant, once each, by its name in the graph."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from pd2bw_fx.graph import TensorSpec
 from pd2bw_fx.module import build_module, held_buffers, held_parameters
@@ -109,3 +109,17 @@ class Stage:
     @property
     def source(self) -> str:
         return self.program.source
+
+
+def run_in_turn(stages: Sequence[Stage], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each stage on what the ones before it gave, in one process: what the model returns, by output name."""
+    values = dict(inputs)
+    outputs: dict[str, Tensor] = {}
+    for stage in stages:
+        returned = stage.module(*(values[port.value] for port in stage.program.inputs))
+        results = (returned,) if isinstance(returned, Tensor) else returned
+        for port, result in zip(stage.program.outputs, results, strict=True):
+            values[port.value] = result
+            if port.model_output is not None:
+                outputs[port.model_output] = result
+    return outputs

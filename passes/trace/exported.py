@@ -14,12 +14,14 @@ from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fix
 from torch.utils._sympy.numbers import IntInfinity
 
 from pd2bw_fx.ctc import ctc_loss_kept
-from pd2bw_fx.errors import TraceError
+from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.size_range import SizeRange
 
 from .compiling import is_compiling_says, is_raised_by_the_model
 from .custom import custom_functions_kept
+from .differentiating import differentiation_named
 from .inputs import FlatArguments
+from .mapped import write_out_vmap
 from .program import Program
 from .watch import Change, Watch
 
@@ -80,6 +82,8 @@ def _exported_with(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
     with is_compiling_says(not program.as_uncompiled) as asked:
         try:
             return _exported_by_torch(program, tensors, shapes)
+        except Pd2bwError:
+            raise
         except Exception as error:
             if program.as_uncompiled or not asked or not is_raised_by_the_model(error):
                 raise
@@ -88,10 +92,12 @@ def _exported_with(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
 
 
 def _exported_by_torch(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
-    with warnings.catch_warnings(), custom_functions_kept(), ctc_loss_kept():
+    with warnings.catch_warnings(), custom_functions_kept(), ctc_loss_kept(), differentiation_named():
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")
-        return torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
+        exported = torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
+    write_out_vmap(exported.graph_module)
+    return exported
 
 
 def _bounded(message: str, shapes: Any) -> Any:

@@ -11,16 +11,22 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, TraceError
 from pd2bw_fx.traced import Traced, TraceReport
 
 from .exported import batch_sizes
 from .inputs import unique
+from .mapped import has_transforms
 from .program import loss_place, named_outputs
 
 
 def accept_exported(program: ExportedProgram) -> Traced:
     """Its own example inputs serve as examples; its first dynamic dimension 0 is the batch."""
+    if has_transforms(program.graph_module):
+        raise TraceError(
+            "the ExportedProgram maps or differentiates by torch.func (torch.vmap, torch.func.grad), which "
+            "cannot be cut into stages; pass the model itself: of it, what torch.vmap maps is written out"
+        )
     signature = program.graph_signature
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     entries = [entry for entry in signature.input_specs if entry.kind is InputKind.USER_INPUT]

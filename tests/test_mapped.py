@@ -1,0 +1,186 @@
+"""torch.vmap in a forward is written out as operators on whole batches; derivatives in it are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jvp
+
+import pd2bw_fx
+from pd2bw_fx.errors import TraceError
+
+Middle = Callable[["Mapping", Tensor], Tensor]
+
+
+class Mapping(nn.Module):
+    """Two layers with `middle` between them, which maps what it likes."""
+
+    def __init__(self, middle: Middle) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.inner = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+        self.norm = nn.GroupNorm(2, 4)
+        self.last = nn.Linear(8, 8)
+        self.middle = middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self, self.first(x).tanh()))
+
+
+def rows(model: Mapping, h: Tensor) -> Tensor:
+    return torch.vmap(model.inner)(h)
+
+
+def columns(model: Mapping, h: Tensor) -> Tensor:
+    """The layer is the same function of a matrix as of a row, and yet the map of it is another one."""
+    squares = torch.einsum("bi,bj->bij", h, h)
+    return torch.vmap(lambda square: model.inner(square.t()).t())(squares).sum(1)
+
+
+def softmax_of_a_row(model: Mapping, h: Tensor) -> Tensor:
+    return torch.vmap(nn.Softmax(0))(h)
+
+
+def groups(model: Mapping, h: Tensor) -> Tensor:
+    return torch.vmap(model.norm)(h.view(-1, 2, 4, 1)).reshape(-1, 8)
+
+
+def ensemble(model: Mapping, h: Tensor) -> Tensor:
+    weights = torch.stack([model.first.weight, model.last.weight])
+    biases = torch.stack([model.first.bias, model.last.bias])
+
+    def member(weight: Tensor, bias: Tensor) -> Tensor:
+        result: Tensor = functional_call(model.first, {"weight": weight, "bias": bias}, (h,))
+        return result
+
+    return torch.vmap(member)(weights, biases).mean(0)
+
+
+def pairs(model: Mapping, h: Tensor) -> Tensor:
+    """A map in a map, as masks of attention are made."""
+    position = torch.arange(8)
+    allowed = torch.vmap(torch.vmap(lambda i, j: j <= i, (None, 0)), (0, None))(position, position)
+    return h @ (allowed * 1.0)
+
+
+def half_without_gradient(model: Mapping, h: Tensor) -> Tensor:
+    def of_row(row: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = model.inner(row).sigmoid()
+        return gate * model.inner(row)
+
+    return torch.vmap(of_row)(h)
+
+
+def without_gradient(model: Mapping, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = torch.vmap(model.inner)(h)
+    return h * gate
+
+
+def in_half_precision(model: Mapping, h: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return torch.vmap(model.inner)(h).float()
+
+
+def written_in_place(model: Mapping, h: Tensor) -> Tensor:
+    def of_row(row: Tensor) -> Tensor:
+        row = row * 2
+        row.add_(1)
+        row[0] = 3.0
+        return row
+
+    return torch.vmap(of_row)(h)
+
+
+def dropped(model: Mapping, h: Tensor) -> Tensor:
+    return torch.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(h)
+
+
+def several_results(model: Mapping, h: Tensor) -> Tensor:
+    scaled, sums = torch.vmap(lambda row: (model.inner(row), {"sum": row.sum()}))(h)
+    return scaled * sums["sum"][:, None]
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        rows,
+        columns,
+        softmax_of_a_row,
+        groups,
+        ensemble,
+        pairs,
+        half_without_gradient,
+        without_gradient,
+        in_half_precision,
+        written_in_place,
+        dropped,
+        several_results,
+    ],
+)
+def test_a_mapped_function_is_the_model_s(middle: Middle) -> None:
+    torch.manual_seed(0)
+    pipe = pd2bw_fx.split(Mapping(middle), torch.randn(4, 8), cluster=2, costs="analytic")
+
+    assert pipe.verify().worst.relative <= 1e-6
+    assert not any("vmap" in stage.source or "batch_dim" in stage.source for stage in pipe.stages)
+
+
+def test_a_map_over_the_batch_leaves_its_size_open() -> None:
+    torch.manual_seed(0)
+    model = Mapping(rows)
+    pipe = pd2bw_fx.split(model, torch.randn(4, 8), cluster=2, costs="analytic")
+
+    x = torch.randn(7, 8)
+    torch.testing.assert_close(pipe.run(x)["output"], model(x))
+
+
+def test_a_map_that_fixes_the_batch_is_traced_at_that_size() -> None:
+    pipe = pd2bw_fx.split(Mapping(groups), torch.randn(4, 8), cluster=2, costs="analytic")
+
+    assert pipe.graph.batch_symbol is None
+    assert "traced at batch size 4 alone" in str(pipe.trace_report)
+
+
+class Differentiating(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 1)
+        self.how = how
+
+    def field(self, x: Tensor) -> Tensor:
+        field: Tensor = self.last(self.hidden(x).tanh()).sum()
+        return field
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "autograd":
+            x = x.requires_grad_()
+            return torch.autograd.grad(self.field(x), x, create_graph=True)[0]  # its derivative
+        if self.how == "grad":
+            return torch.vmap(grad(self.field))(x)
+        if self.how == "hessian":
+            return torch.vmap(hessian(self.field))(x)
+        forward: Tensor = jvp(self.hidden, (x,), (x,))[1]
+        return forward
+
+
+@pytest.mark.parametrize("how", ["autograd", "grad", "hessian", "jvp"])
+def test_a_derivative_in_the_forward_is_refused_with_its_line(how: str) -> None:
+    line = "create_graph=True" if how == "autograd" else rf"{how}\("
+    with pytest.raises(TraceError, match=rf"differentiates in its forward \(.*{line}.*write the derivative"):
+        pd2bw_fx.split(Differentiating(how), torch.randn(4, 8), cluster=2, costs="analytic")
+
+    pd2bw_fx.split(Mapping(rows), torch.randn(4, 8), cluster=2, costs="analytic")  # torch is as it was
+
+
+def test_an_exported_program_that_maps_is_refused() -> None:
+    exported = torch.export.export(Mapping(rows), (torch.randn(4, 8),), strict=False)
+
+    with pytest.raises(TraceError, match=r"torch\.vmap[\s\S]*pass the model itself"):
+        pd2bw_fx.split(exported, cluster=2, costs="analytic")

@@ -1,0 +1,67 @@
+"""`pipe.run`: all stages in this process, on a batch as a step of training takes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.models.gpt import GPT, GPTConfig
+
+
+class Paired(nn.Module):
+    """Nested inputs, several results, and a value that skips a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, *, pair: tuple[Tensor, dict[str, Tensor]]) -> dict[str, Any]:
+        first = self.first(x + pair[0])
+        second = self.second(first * pair[1]["scale"])
+        return {"last": self.third(second) + first, "best": second.argmax(-1)}
+
+
+def arguments(batch_size: int) -> dict[str, Any]:
+    x, y, scale = torch.randn(3, batch_size, 8)
+    return {"x": x, "pair": (y, {"scale": scale})}
+
+
+def test_the_stages_return_what_the_model_returns_and_pass_gradients() -> None:
+    torch.manual_seed(0)
+    model = Paired()
+    pipe = pd2bw_fx.split(model, example_kwargs=arguments(4), cluster=3, costs="analytic")
+    batch = arguments(6)
+
+    expected, found = model(**batch), pipe.run(batch)
+
+    assert list(found) == ["last", "best"]
+    torch.testing.assert_close(found, expected)
+    expected["last"].square().sum().backward()
+    found["last"].square().sum().backward()
+    gradients = {name: p.grad for stage in pipe.stages for name, p in stage.module.named_parameters()}
+    torch.testing.assert_close(gradients, {name: p.grad for name, p in model.named_parameters()})
+
+
+def test_a_saved_pipeline_runs_without_the_model(tmp_path: Any) -> None:
+    model = GPT.from_config(GPTConfig(num_layers=2, width=32, dropout=0.0))
+    pipe = pd2bw_fx.split(model, model.example_inputs(2), cluster=2, costs="analytic")
+    pipe.save(tmp_path / "gpt")
+
+    batch = model.example_inputs(5)
+    torch.testing.assert_close(pd2bw_fx.load(tmp_path / "gpt").run(batch)["loss"], model(*batch))
+
+
+def test_batches_that_are_not_the_models_are_refused() -> None:
+    pipe = pd2bw_fx.split(Paired(), example_kwargs=arguments(4), cluster=2, costs="analytic")
+
+    with pytest.raises(InputError, match="the batch has no 'pair'"):
+        pipe.run(torch.randn(4, 8))
+
+    traced = pd2bw_fx.split(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), cluster=2, costs="analytic")
+    with pytest.raises(InputError, match="with example_args"):
+        traced.run(torch.randn(4, 8))
