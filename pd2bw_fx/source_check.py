@@ -45,7 +45,7 @@ _MODULES: dict[str, types.ModuleType] = {"torch": torch, "nn": nn, "F": F}
 # Their public functions are allowed, as those of F are.
 _OF_FUNCTIONS = {"torch.fft", "torch.linalg", "torch.special", "nn.init"}
 _OF_TORCH = frozenset({
-    "torch._assert_async", "torch.autocast", "torch.cond", "torch.device", "torch.enable_grad", "torch.finfo",
+    "torch._assert_async", "torch.autocast", "torch.device", "torch.enable_grad", "torch.finfo",
     "torch.get_autocast_dtype", "torch.get_default_device", "torch.get_default_dtype", "torch.iinfo",
     "torch.inf", "torch.is_autocast_enabled", "torch.is_grad_enabled", "torch.is_tensor", "torch.nan",
     "torch.no_grad", "torch.pi", "torch.set_grad_enabled", "torch.Size", "torch.sym_float", "torch.sym_int",

@@ -36,6 +36,12 @@ def _unpooled(x: Tensor, hidden: Tensor) -> Tensor:
     return F.max_unpool2d(largest, places, 2)
 
 
+def _partly_doubled(x: Tensor, hidden: Tensor) -> Tensor:
+    parts = hidden.clone()
+    parts[:, torch.tensor([0, 2])] *= 2
+    return parts
+
+
 @pytest.mark.parametrize(
     ("function", "line"),
     [
@@ -79,6 +85,11 @@ def _unpooled(x: Tensor, hidden: Tensor) -> Tensor:
         (lambda x, h: F.hardtanh(h, -1, 0.5), "F.hardtanh({}, max_val=0.5)"),
         (lambda x, h: F.logsigmoid(h), "F.logsigmoid({})"),
         (lambda x, h: h + torch.empty_like(h).uniform_(-0.1, 0.1), ".uniform_(-0.1, to=0.1)"),
+        (_partly_doubled, " = torch.ops.aten.index_put.default("),
+        (
+            lambda x, h: F.batch_norm(h, None, None, training=True).sin(),
+            "F.batch_norm({}, None, None, None, None, True, 0.1, 1e-05)",
+        ),
         (lambda x, h: h * x.new_empty(6).exponential_(2.0), "x.new_empty((6,)).exponential_(lambd=2.0)"),
     ],
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""torch.vmap in a forward is written out as operators on whole batches; derivatives in it are refused."""
+"""torch.vmap in a forward is written out as operators on whole batches; derivatives and what else runs
+parts of the model by itself are refused.
+"""
 
 from __future__ import annotations
 
@@ -184,3 +186,29 @@ def test_an_exported_program_that_maps_is_refused() -> None:
 
     with pytest.raises(TraceError, match=r"torch\.vmap[\s\S]*pass the model itself"):
         pd2bw_fx.split(exported, cluster=2, costs="analytic")
+
+
+def _either(model: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = torch.cond(x.sum() > 0, lambda h: model(h) * 2, lambda h: model(h) - 1, (x,))
+    return result
+
+
+def _repeated(model: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = torch.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h * 2), (torch.tensor(0), x))[
+        1
+    ]
+    return model(result)
+
+
+@pytest.mark.parametrize(("run", "what"), [(_either, "cond"), (_repeated, "while_loop")])
+def test_an_operator_that_runs_parts_of_the_model_is_refused_with_its_line(
+    run: Callable[..., Tensor], what: str
+) -> None:
+    class Running(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = run(super().forward, x)
+            return result
+
+    model = Running(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(TraceError, match=rf"torch\.{what} \(test_mapped\.py:\d+: result.*torch\.where"):
+        pd2bw_fx.split(model, torch.randn(4, 8), cluster=2, costs="analytic")

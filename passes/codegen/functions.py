@@ -45,6 +45,8 @@ def _batch_norm(values: Mapping[str, Any], scene: Scene) -> Source:
     statistics = [scene.text(values.get(name)) for name in ("running_mean", "running_var")]
     affine = [scene.text(values.get(name)) for name in ("weight", "bias")]
     training = "self.training" if values["training"] is True else "False"
+    if values.get("running_mean") is None:  # the batch's own statistics, in evaluation too
+        training = "True"
     rates = [literal(values["momentum"]), literal(values["eps"])]
     texts = [scene.text(values["input"]), *statistics, *affine, training, *rates]
     return Source(f"F.batch_norm({', '.join(texts)})")

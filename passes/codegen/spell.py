@@ -113,6 +113,12 @@ def _same(value: Any, default: Any) -> bool:
 
 def _public(target: torch._ops.OpOverload, name: str, values: Mapping[str, Any], scene: Scene) -> Source:
     """A method of the tensor, a function of torch, or one of torch.nn.functional, whichever there is."""
+    if any(
+        isinstance(value, list | tuple) and any(item is None for item in value) for value in values.values()
+    ):
+        return _by_dispatcher(
+            target, values, scene
+        )  # `x[:, i] = y`: in public words only indices stand there
     takes_self = target._schema.arguments[:1] != [] and target._schema.arguments[0].name == "self"
     takes_self = takes_self and "self" in values
     rest = _by_schema(target, {k: v for k, v in values.items() if k != "self"}, scene)

@@ -73,7 +73,7 @@ _NO_CONDITIONS = (
 )
 
 _ADVICE = (
-    "take what depends on tensor values out of Python control flow (torch.where, torch.cond), or pass "
+    "take what depends on tensor values out of Python control flow (torch.where), or pass "
     "tracer='export-as-example' if it always goes the same way, compute the loss outside with loss_fn, or "
     "pass a program that you exported yourself"
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pd2bw_fx.attributes import attributes_kept
@@ -25,6 +25,7 @@ from .program import MODEL_PREFIX, Program
 _PACKAGE = Path(__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent
 _MAX_LENGTH = 300
+_FRAME = re.compile(r'File "([^"]*)", line (\d+), in [^\n]*\n([^\n]*)')
 
 
 def one_line(error: BaseException) -> str:
@@ -49,6 +50,16 @@ def source_line(error: BaseException) -> str | None:
         return None
     text = linecache.getline(own.filename, own.lineno or 0).strip()
     return f"{Path(own.filename).name}:{own.lineno}" + (f": {text}" if text else "")
+
+
+def line_of(node: fx.Node) -> str:
+    """The innermost line of the model author's code that a traced node comes from, with its text."""
+    own = "a line that torch has not kept"
+    for file, number, text in _FRAME.findall(node.meta.get("stack_trace") or ""):
+        path = Path(file).resolve()
+        if path.suffix == ".py" and _TORCH not in path.parents and _PACKAGE not in path.parents:
+            own = f"{path.name}:{number}: {text.strip()}"
+    return own
 
 
 @contextmanager

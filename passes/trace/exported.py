@@ -19,6 +19,7 @@ from pd2bw_fx.size_range import SizeRange
 
 from .compiling import is_compiling_says, is_raised_by_the_model
 from .custom import custom_functions_kept
+from .diagnose import line_of
 from .differentiating import differentiation_named
 from .inputs import FlatArguments
 from .mapped import write_out_vmap
@@ -26,6 +27,14 @@ from .program import Program
 from .watch import Change, Watch
 
 _SMALLEST = 2  # torch takes sizes of 0 and 1 for constants
+_RUNNING_PARTS = {
+    "cond": "torch.cond",
+    "while_loop": "torch.while_loop",
+    "map_impl": "torch's map",
+    "scan": "torch's scan",
+    "associative_scan": "torch's associative_scan",
+    "flex_attention": "flex_attention",
+}
 _OF_TORCH = {"pd2bw_fx", "aten", "prims", "prim", "higher_order", "_quantized", "quantized"}
 
 
@@ -40,12 +49,27 @@ def export(program: Program, batch_size: int | None, *, with_lengths: bool = Fal
         raise ValueError("no input is a batch of sequences: whole numbers of shape (batch, length)")
     exported = _exported(program, batch_size, lengths)
     _require_open(exported, program, lengths)
+    _require_single_operators(exported)
     watch = program.watch
     if watch.custom_functions:
         raise TraceError(_custom_function_message(watch.custom_functions[0]))
     if watch.changes or watch.drew_python_random:
         _require_the_same_again(program, exported, batch_size, lengths)
     return exported
+
+
+def _require_single_operators(exported: ExportedProgram) -> None:
+    """Raises TraceError for an operator that runs parts of the model, which no stage can be cut through."""
+    for module in exported.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            name = getattr(node.target, "__name__", "")
+            if isinstance(node.target, torch._ops.HigherOrderOperator) and name in _RUNNING_PARTS:
+                raise TraceError(
+                    f"the model calls {_RUNNING_PARTS[name]} ({line_of(node)}), which runs parts of the "
+                    "model by itself, and no stage could be cut there; expected operators alone: choose "
+                    "between values with torch.where, write loops in Python or with torch.vmap, and use "
+                    "scaled_dot_product_attention"
+                )
 
 
 def foreign_operators(exported: ExportedProgram) -> list[str]:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from pd2bw_fx.errors import TraceError
 
+from .diagnose import line_of
 from .differentiating import differentiation_message
 
 _OF_TRANSFORMS = "torch._functorch.predispatch"
@@ -66,7 +67,7 @@ def _write_out_each(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
             continue
         if name and name not in _OF_VMAP:
-            raise TraceError(differentiation_message(_line(node)))
+            raise TraceError(differentiation_message(line_of(node)))
         depth += (name == _OPENS) - (name == _CLOSES)
         if depth or name == _CLOSES:
             region.append(node)
@@ -78,11 +79,6 @@ def _write_out_each(module: fx.GraphModule) -> None:
 def _transform(node: fx.Node) -> str:
     is_one = getattr(node.target, "__module__", None) == _OF_TRANSFORMS
     return str(getattr(node.target, "__name__", "")) if is_one else ""
-
-
-def _line(node: fx.Node) -> str:
-    """The innermost line of the stack trace, without its file."""
-    return str(node.meta.get("stack_trace") or "").strip().rpartition("\n")[2].strip()
 
 
 def _write_out(module: fx.GraphModule, region: Sequence[fx.Node]) -> None:
