@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pd2bw_fx
+from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import TensorSpec
-from pd2bw_fx.passes.export_onnx import export_onnx, graph
+from pd2bw_fx.passes.export_onnx import export_onnx, spelling
 from pd2bw_fx.passes.export_onnx.check import compare_arrays
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.stage import Port, StageProgram
@@ -73,7 +74,7 @@ def test_the_cross_entropy_that_is_exported_is_torchs(shape: tuple[int, ...], re
         for targets in (told, torch.where(told == 2, -100, told), logits.flip(classes).softmax(classes)):
             for smoothing in (0.0, 0.1):
                 given = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
-                found = graph._cross_entropy(logits, targets, **given)
+                found = spelling._cross_entropy(logits, targets, **given)
                 assert torch.allclose(
                     found, functional.cross_entropy(logits, targets, **given), rtol=1e-12, equal_nan=True
                 )
@@ -103,6 +104,79 @@ def test_convolutions_over_three_dimensions_without_a_bias_are_exported(tmp_path
     manifest = pipeline(model, torch.randn(2, 2, 5, 5, 5)).export_onnx(tmp_path / "onnx")
 
     assert max(manifest["largest_differences_from_model"].values()) < 1e-5
+
+
+class Filling(nn.ModuleDict):
+    """Layers under names that Python keeps for itself; diagonals and masked parts are written in place."""
+
+    def __init__(self) -> None:
+        super().__init__({"class": nn.Linear(6, 6), "in": nn.Linear(6, 6)})
+        self.register_buffer("hidden", torch.arange(6) % 3 == 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self["class"](x)
+        likeness = y.t() @ y
+        likeness.fill_diagonal_(-1.0)
+        likeness.diagonal(2).mul_(3.0)
+        y = (y @ likeness).clone()
+        y[:, self.hidden] = 0.5
+        last: Tensor = self["in"](y)
+        return last
+
+
+def test_diagonals_masked_parts_and_layers_called_by_keywords_are_exported(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+
+    manifest = pipeline(Filling(), torch.randn(4, 6)).export_onnx(tmp_path / "onnx")
+
+    assert manifest["largest_differences_from_model"]["output"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset", "dims"),
+    [((4, 4), 0, (0, 1)), ((3, 5), 1, (0, 1)), ((5, 3), -2, (0, 1)), ((2, 4, 3, 5), -1, (-1, 0))],
+)
+def test_the_diagonal_that_is_exported_is_torchs(
+    shape: tuple[int, ...], offset: int, dims: tuple[int, int]
+) -> None:
+    x = torch.randn(shape)
+    diagonal = torch.randn_like(x.diagonal(offset, *dims))
+
+    with spelling.TranslatableSpelling():
+        found = x.diagonal_scatter(diagonal, offset, *dims)
+
+    assert torch.equal(found, torch.diagonal_scatter(x, diagonal, offset, *dims))
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_the_masked_part_that_is_exported_is_torchs(before: int) -> None:
+    x = torch.randn(2, 3, 4)
+    mask = torch.rand(x.shape[before : before + 2][:2]) > 0.5
+    indices = [*(None,) * before, mask]
+
+    with spelling.TranslatableSpelling():
+        found = torch.ops.aten.index_put.default(x, indices, torch.tensor([2.0]))
+
+    assert torch.equal(found, torch.ops.aten.index_put.default(x, indices, torch.tensor([2.0])))
+
+
+class Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(self.first(x))
+        return self.last(torch.fft.irfft(spectrum * 2, n=8))
+
+
+def test_complex_numbers_that_cross_are_named(tmp_path: Path) -> None:
+    apart = Constraints(stage_of={"first": 0, "fft_rfft": 0, "mul": 1, "last": 1})
+    pipe = pd2bw_fx.split(Turning(), torch.randn(4, 8), cluster=2, costs="analytic", constraints=apart)
+
+    with pytest.raises(ExportError, match="complex64, a type that ONNX runtimes do not have"):
+        pipe.export_onnx(tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
 
 
 class Heads(nn.Module):

@@ -68,6 +68,7 @@ def export_onnx(
     computes something else in onnxruntime than in torch.
     """
     _check_request(original, form, opset)
+    _require_real(programs)
     specs = {name: port.spec for name, port in model_inputs(programs).items()}
     if original is not None and original.model is not None:
         specs = dict(original.graph.inputs)  # the model takes those too that no stage reads
@@ -138,6 +139,16 @@ def _check_request(original: Original | None, form: str, opset: int) -> None:
         raise ExportError(f"opset {opset} cannot be written; give one from {OLDEST_OPSET} to {NEWEST_OPSET}")
     for needed in ("onnx", "onnxscript", "onnxruntime"):
         require(needed)
+
+
+def _require_real(programs: Sequence[StageProgram]) -> None:
+    for port in (port for program in programs for port in (*program.inputs, *program.outputs)):
+        if port.spec.dtype.is_complex:
+            raise ExportError(
+                f"{port.value!r}, which goes into or out of a stage, is {dtype_name(port.spec.dtype)}, a "
+                "type that ONNX runtimes do not have; keep its writer and its readers on one stage "
+                "(constraints), or let torch.view_as_real cross"
+            )
 
 
 def _truths(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import keyword
 import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, fx, nn
 
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
@@ -21,6 +21,7 @@ from pd2bw_fx.onnx_session import first_line, require
 from pd2bw_fx.stage import Port, StageProgram
 
 from .origin import describe_nodes
+from .spelling import TranslatableSpelling
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -47,7 +48,7 @@ def stage_model(
     """
     shapes = tuple(_dynamic_axes(program.stage, port) for port in program.inputs)
     try:
-        with _quiet(), _TranslatableSpelling():
+        with _quiet(), TranslatableSpelling(), patch.object(fx.graph, "_format_target", _read_attribute):
             exported = torch.onnx.export(
                 module,
                 tuple(tensor.contiguous() for tensor in inputs),  # strides would be symbols, too
@@ -185,132 +186,12 @@ def _unused(name: str, taken: set[str]) -> str:
     return f"{name}_{number}"
 
 
-class _TranslatableSpelling(TorchFunctionMode):
-    """While the exporter records a stage: the same computation in a form that it can translate.
-
-    It knows attention of four dimensions only, and lays its result out in memory otherwise than the kernel
-    does, so that a `view` of it may not be possible any more. Batch normalisation it translates as in
-    evaluation, whatever it is told. Where a convolution over three dimensions has no bias, it makes one of
-    zeros in a shape that no runtime takes. Of cross entropy it leaves label smoothing out, and knows classes
-    as targets only, no probabilities.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func in _ATTENTION:
-            query, key, value, *others = args
-            if others:
-                named["attn_mask"], others = others[0], others[1:]
-            named |= dict(zip(("dropout_p", "is_causal"), others, strict=False))
-            return _attention(func, query, key, value, **named)
-        if func is functional.batch_norm and _named(_BATCH_NORM, args, named).get("training"):
-            return _normalised_by_batch(**_named(_BATCH_NORM, args, named))
-        if func is functional.cross_entropy:
-            named = _named(_CROSS_ENTROPY, args, named)
-            if named.get("label_smoothing") or named["target"].is_floating_point():
-                return _cross_entropy(**named)
-            return func(**named)
-        if func in _CONV3D and _named(_CONVOLUTION, args, named).get("bias") is None:
-            named = _named(_CONVOLUTION, args, named)
-            named["bias"] = named["weight"].new_zeros(named["weight"].shape[0])
-            return func(**named)
-        if func in _VIEW and not any(isinstance(argument, torch.dtype) for argument in args):
-            return Tensor.reshape(*args, **named)
-        return func(*args, **named)
-
-
-_ATTENTION = {
-    functional.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-}
-_CONV3D = {functional.conv3d, torch.ops.aten.conv3d, torch.ops.aten.conv3d.default}
-_VIEW = {Tensor.view, torch.ops.aten.view, torch.ops.aten.view.default}
-
-
-_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_CROSS_ENTROPY = (
-    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
-)  # fmt: skip
-_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-
-
-def _named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(zip(names, args, strict=False)) | dict(kwargs)
-
-
-def _cross_entropy(
-    input: Tensor,  # noqa: A002 - as torch calls it
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    **_: Any,
-) -> Tensor:
-    """A share `label_smoothing` of every target goes to all classes alike; targets are classes, or shares of
-    each (arXiv 1512.00567, section 7)."""
-    classes = 1 if input.dim() > 1 else 0
-    logs, count = input.log_softmax(classes), input.shape[classes]
-    rest = label_smoothing / count
-    weighed = logs if weight is None else logs * weight.reshape(-1, *(1,) * (input.dim() - classes - 1))
-    if target.is_floating_point():
-        losses = -(weighed * (target * (1 - label_smoothing) + rest)).sum(classes)
-        number = max(1, input.numel() // count)
-        return losses if reduction == "none" else losses.sum() / (number if reduction == "mean" else 1)
-    told = target != ignore_index
-    known = torch.where(told, target, 0)
-    own = weighed.gather(classes, known.unsqueeze(classes)).squeeze(classes)
-    losses = torch.where(told, -(1 - label_smoothing) * own - rest * weighed.sum(classes), 0.0)
-    if reduction == "none":
-        return losses
-    counted = told.to(losses.dtype) if weight is None else torch.where(told, weight[known], 0.0)
-    return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
-
-
-def _normalised_by_batch(
-    input: Tensor,  # noqa: A002 - as torch calls it
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    **_: Any,
-) -> Tensor:
-    """input: (batch, channels, ...), normalised over all but the channels by its own mean and variance."""
-    others = [axis for axis in range(input.dim()) if axis != 1]
-    channels = [1, -1] + [1] * (input.dim() - 2)
-    variance, mean = torch.var_mean(input, dim=others, correction=0, keepdim=True)
-    result = (input - mean) * torch.rsqrt(variance + eps)
-    if weight is not None:
-        result = result * weight.view(channels)
-    return result if bias is None else result + bias.view(channels)
-
-
-def _attention(
-    func: Any, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, **options: Any
-) -> Tensor:
-    """query: (..., time, width) of any number of leading dimensions."""
-    if query.dim() > 4:
-        leading = query.shape[:-3]
-        query, key, value = (tensor.flatten(0, -4) for tensor in (query, key, value))
-        if attn_mask is not None and attn_mask.dim() > 3:
-            attn_mask = attn_mask.expand(*leading, *attn_mask.shape[-3:]).flatten(0, -4)
-        mixed: Tensor = func(query, key, value, attn_mask=attn_mask, **options)
-        return mixed.reshape(*leading, *mixed.shape[1:])
-    added = 4 - query.dim()
-    if added > 0:
-        query, key, value = (_with_heads(tensor, added) for tensor in (query, key, value))
-        if attn_mask is not None and attn_mask.dim() > 2:
-            attn_mask = _with_heads(attn_mask, added)
-    mixed = func(query, key, value, attn_mask=attn_mask, **options).contiguous()
-    return mixed[0, 0] if added == 2 else mixed.squeeze(1) if added == 1 else mixed
-
-
-def _with_heads(tensor: Tensor, added: int) -> Tensor:
-    """(batch, time, width) -> (batch, 1, time, width); (time, width) -> (1, 1, time, width)"""
-    return tensor.unsqueeze(1) if added == 1 else tensor[None, None]
+def _read_attribute(base: str, target: str) -> str:
+    """As torch.fx writes it in the code that it runs; of `heads.class` it would write what is no Python."""
+    for name in target.split("."):
+        is_plain = name.isidentifier() and not keyword.iskeyword(name)
+        base = f"{base}.{name}" if is_plain else f"getattr({base}, {name!r})"
+    return base
 
 
 @contextlib.contextmanager

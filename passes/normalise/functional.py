@@ -43,6 +43,11 @@ _SAME_ELEMENTS = {
     "detach_",
 }
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "_unsafe_view", "squeeze", "unsqueeze", "view_as"}
+_SCATTERS = {
+    "select": _ATEN.select_scatter.default,
+    "slice": _ATEN.slice_scatter.default,
+    "diagonal": _ATEN.diagonal_scatter.default,
+}
 _PARTS = {"unbind", "split", "split_with_sizes", "chunk"}
 _ASSIGNMENTS = {"copy_", "fill_", "zero_"}
 
@@ -89,10 +94,13 @@ def _has_functional_form(node: fx.Node, facts: Facts) -> bool:
         return False
     if node.meta.get("no_grad") and facts.requires_grad(target.name):
         return False  # autograd does not see this write, and would see its functional form
-    if functional_overload(node) is None and operator_name(node) not in _ASSIGNMENTS:
-        return False
     before = facts.values[target.name]
     if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
+        return False
+    if operator_name(node) == "fill_diagonal_":
+        if before.dim() != 2 or len(node.args) > 2 or node.kwargs or before.is_complex():
+            return False
+    elif functional_overload(node) is None and operator_name(node) not in _ASSIGNMENTS:
         return False
     if value.shape != before.shape or not _same_device(node, before, facts):
         return False
@@ -157,7 +165,9 @@ def _is_invertible(view: fx.Node, base: fx.Node, facts: Facts) -> bool:
         return operator_name(parts) in _PARTS and _part_bounds(view, facts) is not None
     if operator_name(view) in _SAME_ELEMENTS | _RESHAPES and _is_all_of(view, base, facts):
         return True
-    return operator_name(view) in {"select", "slice", "transpose", "permute", "t"}
+    if operator_name(view) == "diagonal":
+        return not view.kwargs and not facts.values[base.name].is_complex()
+    return operator_name(view) in _SCATTERS.keys() | {"transpose", "permute", "t"}
 
 
 def _is_what_it_wrote(node: fx.Node, written: tuple[fx.Node, ...], facts: Facts) -> bool:
@@ -280,6 +290,10 @@ class _Rewriter:
             return self._emit(_ATEN.zeros_like.default, (args[0],), node)
         if name == "fill_" and not isinstance(node.args[1], fx.Node):
             return self._emit(_ATEN.full_like.default, (args[0], args[1]), node)
+        if name == "fill_diagonal_":
+            diagonal = self._emit(_ATEN.diagonal.default, (args[0],), node)
+            filled = self._emit(_ATEN.full_like.default, (diagonal, args[1]), node)
+            return self._emit(_ATEN.diagonal_scatter.default, (args[0], filled), node)
         if name in _ASSIGNMENTS:
             assert isinstance(node.args[1], fx.Node)
             return self._assigned(node, node.args[1], args, before)
@@ -339,8 +353,7 @@ class _Rewriter:
             return self._emit(_ATEN.permute.default, (value, inverse), writer)
         if name in {"transpose", "t"}:
             return self._emit(view.target, (value, *rest), writer)
-        scatter = _ATEN.select_scatter.default if name == "select" else _ATEN.slice_scatter.default
-        return self._scattered(scatter, before, value, tuple(rest), writer)
+        return self._scattered(_SCATTERS[name], before, value, tuple(rest), writer)
 
     def _scattered(
         self, scatter: Any, before: fx.Node, value: fx.Node, where: tuple[Any, ...], writer: fx.Node
