@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from torch import nn
 
+from pd2bw_fx.commands.options import add_planning, planning, planning_words
 from pd2bw_fx.commands.progress import ProgressLine
 from pd2bw_fx.errors import InputError, UsageError
 from pd2bw_fx.models import MODELS, build
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
-from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline, load
 
@@ -43,6 +43,8 @@ def model_command(
     is_optional: bool = False,
     takes_folder: bool = True,
     takes_onnx: bool = False,
+    splits: bool = True,
+    runs: bool = False,
 ) -> argparse.ArgumentParser:
     parser = command(commands, name, purpose, example)
     parser.add_argument(
@@ -57,6 +59,8 @@ def model_command(
     parser.add_argument(
         "--no-profile-cache", action="store_true", help="time every operator anew, and keep no times on disk"
     )
+    if splits:
+        add_planning(parser, runs=runs)
     return parser
 
 
@@ -71,17 +75,8 @@ def is_onnx(options: argparse.Namespace) -> bool:
 
 
 def named_onnx(options: argparse.Namespace) -> OnnxPipeline:
-    """The ONNX file that MODEL names, split for --cluster."""
-    return split(str(options.model), cluster=named_cluster(options))
-
-
-def add_method(parser: argparse.ArgumentParser) -> None:
-    """--method, and what a model is split for with it."""
-    trained = [name for name, method in METHODS.items() if method.trains]
-    parser.add_argument(
-        "--method", metavar="METHOD", help=f"{', '.join(trained)} (default: the plan's, else 2bw)"
-    )
-    parser.add_argument("--chunks", type=int, help="interleaved: stages on each device (default 2)")
+    """The ONNX file that MODEL names, split as the options say."""
+    return split(str(options.model), cluster=named_cluster(options), **planning(options))
 
 
 def slack_named(text: str) -> float | Literal["auto"]:
@@ -102,18 +97,18 @@ def named_pipeline(options: argparse.Namespace) -> Pipeline:
             "report take one"
         )
     if saved_folder(options) is not None:
-        if options.cluster is not None:
-            raise UsageError("a saved folder has its plan already; leave out --cluster, or split it again")
+        if given := planning_words(options):
+            raise UsageError(
+                f"a saved folder has its plan already; leave out {given[0]}, or split the model again with it"
+            )
         return load(options.model)
     line = ProgressLine()
-    method = getattr(options, "method", None)
-    planned = {} if method is None else {"method": method, "chunks": getattr(options, "chunks", None)}
     pipe = split(
         model_named(options.model),
         cluster=named_cluster(options),
         profile_cache=not options.no_profile_cache,
         progress=line,
-        **planned,
+        **planning(options),
     )
     line.close()
     return pipe

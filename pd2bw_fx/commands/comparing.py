@@ -36,6 +36,7 @@ def add(commands: Any) -> None:
         "every training method on one model and one cluster",
         "pd2bw-fx compare gpt --cluster cluster.toml --simulate -o compare.svg",
         takes_folder=False,
+        splits=False,
     )
     parser.add_argument(
         "--methods",

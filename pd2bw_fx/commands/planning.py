@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from pd2bw_fx.commands.common import (
-    add_method,
     check_writable,
     command,
     is_onnx,
@@ -23,6 +22,7 @@ from pd2bw_fx.commands.common import (
     saved_folder,
     slack_named,
 )
+from pd2bw_fx.commands.options import planning, search_options
 from pd2bw_fx.commands.progress import ProgressLine, in_workload_units
 from pd2bw_fx.errors import InputError, UsageError
 from pd2bw_fx.metrics import FILE, Metrics
@@ -117,9 +117,8 @@ def _add_looking(commands: Any) -> None:
         "simulate",
         "what a schedule would take on the plan's times",
         "pd2bw-fx simulate gpt --cluster 4 --method 1f1b -o timeline.svg",
+        runs=True,
     )
-    add_method(simulate)
-    simulate.add_argument("--microbatches", type=int, help="microbatches an update (default: the plan's)")
     simulate.add_argument("--updates", type=int, default=8, help="updates to simulate (default 8)")
     simulate.add_argument("--jitter", type=float, default=0.0, help="relative spread of compute times")
     simulate.add_argument(
@@ -159,13 +158,19 @@ def _plan(options: argparse.Namespace) -> int:
     if (options.model is None) == (options.workload is None):
         raise UsageError("plan takes a MODEL or --workload FILE; give one of them")
     if options.workload is not None:
-        if options.cluster is not None or options.explain:
+        of_search = search_options(options)
+        others = planning(options).keys() - of_search.keys()
+        if options.cluster is not None or options.explain or others:
             raise UsageError(
-                "--workload has its own devices and no operators to explain; leave the others out"
+                "--workload has its own devices and costs and no operators to explain; of the options, "
+                "--solver, --max-gap and --time-limit are for it"
             )
         line = ProgressLine(text=in_workload_units)
         placement = plan_workload(
-            read_workload(options.workload), accelerators_only=options.accelerators_only, progress=line
+            read_workload(options.workload),
+            accelerators_only=options.accelerators_only,
+            progress=line,
+            **of_search,
         )
         line.close()
         print(json.dumps(placement.to_json()) if options.json else placement)

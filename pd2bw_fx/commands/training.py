@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 
 from pd2bw_fx.commands.common import (
-    add_method,
     called,
     check_writable,
     command,
@@ -58,6 +57,7 @@ def add(commands: Any) -> None:
         "train",
         "train with one process a stage, started here or by torchrun",
         "pd2bw-fx train gpt --cluster 2 --updates 300 --lr 3e-4 --checkpoint gpt_run",
+        runs=True,
     )
     train.add_argument(
         "--data", help="module:callable that gives an iterable of batches (default: real text)"
@@ -68,8 +68,6 @@ def add(commands: Any) -> None:
     train.add_argument(
         "--seed", type=int, default=0, help="of fresh weights, dropout and the text's order (default 0)"
     )
-    add_method(train)
-    train.add_argument("--microbatches", type=int, help="microbatches an update (default: the plan's)")
     train.add_argument("--replicas", type=int, help="processes for each stage (default 1)")
     train.add_argument("--precision", choices=("bf16", "fp16"), help="compute under autocast")
     train.add_argument(

@@ -1,0 +1,122 @@
+"""How a model is to be split, as the command line says it: the arguments of `split`."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pd2bw_fx.constraints import Constraints
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.passes.schedule import METHODS
+
+# Options -> arguments of `split`. Those of a run are of a saved pipeline too, for simulate and train.
+_OF_A_RUN = {"method": "method", "chunks": "chunks", "microbatches": "microbatches_per_update"}
+_OF_A_PLAN = {
+    "num_stages": "num_stages",
+    "replicas": "replicas",
+    "recompute": "recompute",
+    "constraints": "constraints",
+    "costs": "costs",
+    "tracer": "tracer",
+    "solver": "solver",
+    "max_gap": "max_gap",
+    "time_limit": "time_limit_s",
+}
+_RECOMPUTE: dict[str, bool | Literal["auto"]] = {"never": False, "always": True, "auto": "auto"}
+
+
+def add_planning(parser: argparse.ArgumentParser, *, runs: bool) -> None:
+    """What `split` takes. `runs`: the command itself runs a method, of a saved pipeline too."""
+    parser.set_defaults(runs=runs)
+    group = parser.add_argument_group("how to split", "as the arguments of pd2bw_fx.split are called")
+    methods = ", ".join(name for name, method in METHODS.items() if method.trains)
+    default = "the plan's, else 2bw" if runs else "2bw"
+    group.add_argument("--method", metavar="METHOD", help=f"{methods} (default: {default})")
+    group.add_argument("--chunks", type=int, help="interleaved: stages on each device (default 2)")
+    default = "the plan's" if runs else "as many as the method needs"
+    group.add_argument("--microbatches", type=int, help=f"microbatches an update (default: {default})")
+    group.add_argument(
+        "--num-stages", type=_number_or_auto, metavar="NUMBER|auto", help="default: one for every device"
+    )
+    if not runs:
+        group.add_argument(
+            "--replicas",
+            type=_numbers_or_auto,
+            metavar="NUMBER|N,N,..|auto",
+            help="devices for each stage (default 1)",
+        )
+    group.add_argument(
+        "--recompute", choices=_RECOMPUTE, help="activations, of stages where it pays for auto (never)"
+    )
+    group.add_argument(
+        "--constraints", type=Path, metavar="FILE", help="TOML with the fields of pd2bw_fx.Constraints"
+    )
+    group.add_argument("--costs", choices=("measured", "analytic"), help="of operators (default: measured)")
+    group.add_argument("--tracer", help="a front end's name (default: the first that carries the model)")
+    group.add_argument("--solver", help="highs, cbc, or another that PuLP knows (default: highs)")
+    group.add_argument("--max-gap", type=float, help="to the bound on all plans (default 1e-4)")
+    group.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the search (default 60)")
+
+
+def planning(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `split` that were given."""
+    names = _OF_A_RUN | _of_a_plan(options)
+    given = {names[name]: value for name in names if (value := getattr(options, name, None)) is not None}
+    if "recompute" in given:
+        given["recompute"] = _RECOMPUTE[given["recompute"]]
+    if "constraints" in given:
+        given["constraints"] = _constraints(given["constraints"])
+    return given
+
+
+def search_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Those of `planning` that are of the search alone."""
+    return {k: v for k, v in planning(options).items() if k in ("solver", "max_gap", "time_limit_s")}
+
+
+def planning_words(options: argparse.Namespace) -> list[str]:
+    """The options that were given and are of no use to a pipeline that has its plan already."""
+    names = ["cluster", *_of_a_plan(options), *({} if options.runs else _OF_A_RUN)]
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name, None) is not None]
+
+
+def _of_a_plan(options: argparse.Namespace) -> dict[str, str]:
+    """A command that runs a method has --replicas, if any, for the run."""
+    return {k: v for k, v in _OF_A_PLAN.items() if not (options.runs and k == "replicas")}
+
+
+def _number_or_auto(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from None
+
+
+def _numbers_or_auto(text: str) -> int | list[int] | Literal["auto"]:
+    numbers = text.split(",")
+    if len(numbers) == 1:
+        return _number_or_auto(text)
+    try:
+        return [int(number) for number in numbers]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, such as 2,1,1") from None
+
+
+def _constraints(path: Path) -> Constraints:
+    """Raises InputError for a file that cannot be read or says something else."""
+    try:
+        said = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"constraints {path} cannot be read: {error}") from error
+    known = Constraints.__dataclass_fields__
+    strange = sorted(said.keys() - known.keys())
+    if strange:
+        raise InputError(f"constraints {path} has {strange[0]!r}; expected {', '.join(known)}")
+    for name in ("together", "whole"):
+        if isinstance(said.get(name), list):
+            said[name] = tuple(tuple(part) if isinstance(part, list) else part for part in said[name])
+    return Constraints(**said)

@@ -1,0 +1,112 @@
+"""On the command line a model is split with the options that `split` has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pd2bw_fx
+from pd2bw_fx.cli import main
+from pd2bw_fx.models import build
+
+SPLIT = ["--cluster", "2", "--costs", "analytic"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", "gpt", *words, "--costs", "analytic", "--json"]) == 0
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["--cluster", "2", "--method", "1f1b", "--microbatches", "6"], {}),
+        (["--cluster", "2", "--method", "interleaved", "--chunks", "3"], {"chunks": 3}),
+        (["--cluster", "4", "--num-stages", "2"], {"num_stages": 2}),
+        (["--cluster", "3", "--num-stages", "auto"], {"num_stages": "auto"}),
+        (["--cluster", "4", "--replicas", "2"], {"replicas": 2}),
+        (["--cluster", "3", "--method", "pipedream", "--replicas", "2,1"], {"replicas": [2, 1]}),
+        (["--cluster", "2", "--recompute", "always"], {"recompute": True}),
+        (["--cluster", "2", "--recompute", "auto"], {"recompute": "auto"}),
+        (["--cluster", "2", "--solver", "cbc", "--max-gap", "0.1", "--time-limit", "5"], {"max_gap": 0.1}),
+    ],
+)
+def test_the_plan_is_the_one_of_split(
+    words: list[str], options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    options = options | {
+        argument: convert(given[word])
+        for word, argument, convert in (
+            ("--method", "method", str),
+            ("--microbatches", "microbatches_per_update", int),
+            ("--solver", "solver", str),
+        )
+        if word in given
+    }
+
+    found = planned(capsys, *words)
+
+    cluster = int(given["--cluster"])
+    plan = pd2bw_fx.split(build("gpt"), cluster=cluster, costs="analytic", check=False, **options).plan
+    assert found["stages"] == json.loads(plan.dumps())["stages"]
+    assert found["method"] == plan.method
+    assert found["microbatches_per_update"] == plan.microbatches_per_update
+
+
+def test_constraints_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "constraints.toml"
+    file.write_text(
+        'stage_of = { "blocks.2" = 0 }\ntogether = [["blocks.2", "blocks.3"]]\nwhole = ["head"]\n'
+        'memory_bytes = { "cpu:1" = "1 GiB" }\n'
+    )
+
+    stages = planned(capsys, "--cluster", "2", "--constraints", str(file))["stages"]
+
+    graph = pd2bw_fx.split(build("gpt"), cluster=2, costs="analytic", check=False).graph
+    third = {name for name, operator in graph.operators.items() if "blocks.3" in operator.module_path}
+    assert third <= set(stages[0]["operators"])
+
+    for text, said in (
+        ("stages = 3", "has 'stages'; expected stage_of, device_of"),
+        ("stage_of = ", "cannot be read"),
+        ('whole = "head"', "a tuple was expected"),
+    ):
+        file.write_text(text)
+        assert main(["plan", "gpt", *SPLIT, "--constraints", str(file)]) == 1
+        assert said in capsys.readouterr().err
+
+
+def test_a_saved_pipeline_has_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "mlp")
+    assert main(["split", "mlp", *SPLIT, "--method", "gpipe", "-o", folder]) == 0
+    assert main(["plan", folder]) == 0
+    assert "method gpipe" in capsys.readouterr().out
+
+    for words in (["plan", folder, "--method", "1f1b"], ["simulate", folder, "--num-stages", "1"]):
+        assert main(words) == 2
+        assert f"leave out {words[2]}" in capsys.readouterr().err
+    assert main(["simulate", folder, "--method", "1f1b", "--microbatches", "6"]) == 0
+    assert "1f1b, 6 microbatches an update" in capsys.readouterr().out
+
+
+def test_a_workload_takes_the_options_of_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--workload", str(tmp_path / "w.json"), "--method", "1f1b"]) == 2
+    assert "--solver, --max-gap and --time-limit are for it" in capsys.readouterr().err
+    assert main(["plan", "--workload", str(tmp_path / "w.json"), "--max-gap", "0.01"]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--num-stages", "some"], ["--replicas", "2,some"], ["--recompute", "x"]])
+def test_what_no_option_can_be_is_wrong_use(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "gpt", *words])
+
+    assert ended.value.code == 2
+    assert f"argument {words[0]}: " in capsys.readouterr().err
