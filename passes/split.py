@@ -21,7 +21,7 @@ from pd2bw_fx.plan import Plan, Progress
 from .coarsen import coarsen
 from .codegen import generate
 from .profiled import Inputs, Pricing, profiled, profiled_before
-from .schedule import schedule_of
+from .schedule import check_schedule, registered_method, schedule_of
 from .split_onnx import takes_onnx_too
 from .trace.diagnose import blaming_the_model
 from .verify import another_example, evaluation_differs
@@ -129,12 +129,15 @@ def split(
         known = profiled(model, inputs, pricing)
     plan, shape = wish.granted(coarsen(known.graph, known.costs, chosen))
     plan = replace(plan, costs_origin=known.costs.origin)
+    schedule = schedule_of(plan.method, shape, updates=range(_UPDATES_SHOWN), drain=True)
+    if registered_method(plan.method) is not None:
+        check_schedule(schedule)  # those of ours are held to their rules by tests
     pipeline = Pipeline(
         graph=known.graph,
         costs=known.costs,
         cluster=chosen,
         plan=plan,
-        schedule=schedule_of(plan.method, shape, updates=range(_UPDATES_SHOWN), drain=True),
+        schedule=schedule,
         programs=generate(known.graph, plan),
         tensors=known.tensors,
         batch_layout=known.batch_layout,

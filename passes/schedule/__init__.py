@@ -2,6 +2,7 @@
 
 A training method is one object in `METHODS` (its face is `Method`): which rank runs what, in which order and
 on which weight version. The engine executes its lists, the simulator times them, the report draws them.
+`register_method` adds one of a user's own.
 
     method        file            updates
     2bw           streamed.py     two versions, one update late everywhere
@@ -20,7 +21,7 @@ from .build import SYNCHRONOUS, build_schedule, schedule_of
 from .check import check_schedule
 from .flushed import warm_up_forwards
 from .method import Method, StageMethod
-from .methods import METHODS, method_of
+from .methods import METHODS, method_of, register_method, registered_method
 from .of_plan import UPDATES_OF_ONE, keeping, keeping_copies, shape_of
 from .zb_auto import Found, Times, find_orders
 
@@ -38,6 +39,8 @@ __all__ = [
     "keeping",
     "keeping_copies",
     "method_of",
+    "register_method",
+    "registered_method",
     "schedule_of",
     "shape_of",
     "warm_up_forwards",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pd2bw_fx.arguments import require_kind
 from pd2bw_fx.errors import InputError
 
 from .chimera import Chimera
@@ -31,6 +32,30 @@ METHODS: dict[str, Method] = {
         Inference(),
     )
 }
+
+
+_OURS = frozenset(METHODS)
+
+
+def register_method(method: Method) -> None:
+    """Makes a method known by its name: to `split`, `simulate` and the engine.
+
+    Local workers get it from this process, ranks of torchrun from the script that they all run. A method of
+    one's own with the same name is replaced.
+
+    Raises InputError for what is no method, and for the name of one of ours.
+    """
+    require_kind("method", method, Method, "an object of a subclass of Method or StageMethod")
+    name = getattr(method, "name", None)
+    if not isinstance(name, str) or name in _OURS:
+        taken = f"is one of ours ({', '.join(METHODS)})" if name in _OURS else "is no text"
+        raise InputError(f"the method's name {name!r} {taken}; give it one of its own")
+    METHODS[name] = method
+
+
+def registered_method(name: str) -> Method | None:
+    """The method of this name that a user has registered; None if it is one of ours."""
+    return None if name in _OURS else method_of(name)
 
 
 def method_of(name: str) -> Method:

@@ -12,12 +12,15 @@ from pd2bw_fx.actions import Shape
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec
-from pd2bw_fx.passes.schedule import METHODS, Method, method_of
+from pd2bw_fx.passes.schedule import METHODS, Method, check_schedule, method_of, schedule_of
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
+
+
+_UPDATES_CHECKED = 3  # the pipeline fills, runs as it always does, and drains
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,7 @@ def work_for(
     """What a pipeline, and what a user wants otherwise than it was planned, come to.
 
     `replicas` is one number for all stages, or one for each. Raises InputError for a method that does not
-    train, and for numbers that do not go with the method.
+    train, and for numbers that do not go with the method; ScheduleError for a schedule that cannot be run.
     """
     name = pipeline.plan.method if method is None else method
     if name not in METHODS or not METHODS[name].trains:
@@ -142,7 +145,15 @@ def work_for(
         replicas=None if replicas == 1 else replicas,
         vertical_sync=vertical_sync,
     )
+    _require_runnable(rules, shape)
     return Work(rules.name, shape)
+
+
+def _require_runnable(rules: Method, shape: Shape) -> None:
+    """Raises ScheduleError with the first action that cannot be; else ranks would wait for each other."""
+    schedule = schedule_of(rules.name, shape, updates=range(_UPDATES_CHECKED), drain=True)
+    held = [rules.in_flight(shape, stage) for stage in range(shape.num_stages)]
+    check_schedule(schedule, in_flight=held)
 
 
 def _require_steady_parameters(graph: OperatorGraph, work: Work) -> None:

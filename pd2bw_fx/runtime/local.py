@@ -29,6 +29,7 @@ from torch import Tensor
 from pd2bw_fx.arguments import require_function, require_kind, require_whole_number
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Metrics
+from pd2bw_fx.passes.schedule import registered_method
 from pd2bw_fx.runtime.foreign import foreign_operators
 from pd2bw_fx.runtime.job import Job, jobs, work_for
 from pd2bw_fx.runtime.messages import (
@@ -121,6 +122,7 @@ def train_local(
                 seed=drawn,
                 num_threads=threads,
                 foreign=foreign_operators(program.source for program in job.programs),
+                method=registered_method(method),
             )
             for job in prepared
         ]

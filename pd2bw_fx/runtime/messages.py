@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pd2bw_fx.metrics import Record
+from pd2bw_fx.passes.schedule import Method
 from pd2bw_fx.runtime.foreign import ForeignOperators
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.options import EngineOptions
@@ -29,6 +30,7 @@ class Start:
     seed: int
     num_threads: int
     foreign: ForeignOperators
+    method: Method | None  # one of the user's own
 
 
 @dataclass(frozen=True, slots=True)

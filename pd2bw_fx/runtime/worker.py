@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pd2bw_fx.errors import Pd2bwError, WorkerError
+from pd2bw_fx.passes.schedule import register_method
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finished, Start, receive
 from pd2bw_fx.runtime.stage_runner import Microbatch
@@ -86,6 +87,8 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
     torch.set_num_threads(start.num_threads)
     torch.manual_seed(start.seed + job.rank)
     start.foreign.register()
+    if start.method is not None:
+        register_method(start.method)
     on_gpu = job.device_name.startswith("cuda")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
