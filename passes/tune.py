@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
+from pd2bw_fx.containers import look_into_dataclasses
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.problem import Problem
@@ -105,6 +106,7 @@ def _inputs(
 
 
 def _batch_size(inputs: Any) -> int:
+    look_into_dataclasses(inputs)
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pd2bw_fx.containers import look_into_dataclasses
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import dtype_from_name, dtype_name
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange
@@ -275,6 +276,7 @@ def _tensors(argument: str, value: Any) -> list[tuple[str, tuple[str | int, ...]
 
 def _leaves(value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Tensors, None and whatever else is no container, with the way to each."""
+    look_into_dataclasses(value)
     leaves, _ = pytree.tree_flatten_with_path(value)
     for path, leaf in leaves:
         yield tuple(_step(key) for key in path), leaf

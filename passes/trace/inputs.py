@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from pd2bw_fx.containers import hidden_tensor, look_into_dataclasses
 from pd2bw_fx.errors import InputError
 
 
@@ -136,17 +137,29 @@ def flatten_arguments(
             f"{type(model).__name__}.forward{signature} cannot take these example inputs: {error}"
         ) from error
     call = (bound.args, _in_order(bound.kwargs, signature), targets)
+    look_into_dataclasses(call)
     leaves, spec = pytree.tree_flatten(call)
     paths = [*_named_arguments(bound), *_paths("targets", targets)]
     names: list[str] = []
     tensors: list[torch.Tensor] = []
     for position, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         if not isinstance(leaf, torch.Tensor):
+            _require_plain(path, leaf)
             continue
         leaves[position] = _Slot(len(tensors))
         names.append(unique(path, names))
         tensors.append(leaf.detach().clone())
     return FlatArguments(tuple(names), tuple(tensors), tuple(leaves), spec)
+
+
+def _require_plain(path: str, leaf: Any) -> None:
+    place = hidden_tensor(leaf)
+    if place is not None:
+        raise InputError(
+            f"input {path} is a {type(leaf).__name__} with a tensor in it ({path}{place}), which the trace "
+            "would keep as a constant; expected tensors in tuples, lists, dicts or dataclasses, or in a "
+            "class that torch.utils._pytree.register_pytree_node was told of"
+        )
 
 
 def arguments_without_examples(model: nn.Module, *, has_targets: bool) -> FlatArguments:

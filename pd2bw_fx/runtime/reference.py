@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
+from pd2bw_fx.containers import look_into_dataclasses
 from pd2bw_fx.errors import InputError
 
 
@@ -86,6 +87,7 @@ def train_reference(
 
 def _cut(batch: Any, num_parts: int) -> list[Any]:
     """Equal parts along dimension 0 of every tensor in the batch; what else is in it goes to every part."""
+    look_into_dataclasses(batch)
     leaves, shape = pytree.tree_flatten(batch)
     pieces = [
         leaf.chunk(num_parts) if isinstance(leaf, Tensor) and leaf.dim() else (leaf,) * num_parts
