@@ -158,10 +158,10 @@ class BatchLayout:
             each, right = size // num_microbatches, self.microbatch_sizes
             if each not in right:
                 nearest = num_microbatches * (right.least if each < right.least else right.most or each)
+                cut = f", {each} in each of {num_microbatches} microbatches" if num_microbatches > 1 else ""
                 raise InputError(
-                    f"{name!r} has {size} samples, {each} in each of {num_microbatches} microbatches; the "
-                    f"model was traced for {right}: pass {nearest} samples, or split it with other example "
-                    "inputs"
+                    f"{name!r} has {size} samples{cut}; the model was traced for {right}: pass {nearest} "
+                    "samples, or split it with other example inputs"
                 )
             break
         pieces: list[dict[str, Tensor]] = [{} for _ in range(num_microbatches)]

@@ -62,6 +62,11 @@ def test_batches_that_are_not_the_models_are_refused() -> None:
     with pytest.raises(InputError, match="the batch has no 'pair'"):
         pipe.run(torch.randn(4, 8))
 
+    whole = nn.Sequential(nn.Flatten(0), nn.Linear(32, 8))
+    fixed = pd2bw_fx.split(whole, torch.randn(4, 8), cluster=1, costs="analytic")
+    with pytest.raises(InputError, match="'input' has 6 samples; the model was traced for 4 only: pass 4"):
+        fixed.run(torch.randn(6, 8))
+
     traced = pd2bw_fx.split(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), cluster=2, costs="analytic")
     with pytest.raises(InputError, match="with example_args"):
         traced.run(torch.randn(4, 8))
