@@ -158,3 +158,26 @@ def test_a_range_says_what_it_is() -> None:
     assert [[size for size in range(1, 8) if size in found] for found in ranges] == [
         [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5], [6, 7], [2, 3, 4, 5], [3],
     ]  # fmt: skip
+
+
+class Counting(nn.Module):
+    """Contrasts each sample with the others, and counts them with len."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).view(len(x), -1)
+        likeness = self.second(hidden) @ hidden.t()
+        return nn.functional.cross_entropy(likeness, torch.arange(len(hidden))) * len(x) / len((1, 2))
+
+
+def test_a_batch_that_is_counted_with_len_stays_open() -> None:
+    model = Counting()
+    pipe = split(model, 4)
+
+    assert pipe.graph.batch_symbol == "batch"
+    for count in (1, 3, 7):
+        torch.testing.assert_close(pipe.run(rows(count))["loss"], model(rows(count)))
+    assert "len" not in globals()

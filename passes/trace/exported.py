@@ -18,6 +18,7 @@ from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.size_range import SizeRange
 
 from .compiling import is_compiling_says, is_raised_by_the_model
+from .counting import open_len
 from .custom import custom_functions_kept
 from .diagnose import line_of
 from .differentiating import differentiation_named
@@ -116,7 +117,13 @@ def _exported_with(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
 
 
 def _exported_by_torch(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
-    with warnings.catch_warnings(), custom_functions_kept(), ctc_loss_kept(), differentiation_named():
+    with (
+        warnings.catch_warnings(),
+        custom_functions_kept(),
+        ctc_loss_kept(),
+        differentiation_named(),
+        open_len(program.model, program.loss_fn),
+    ):
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")
         exported = torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
