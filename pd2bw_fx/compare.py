@@ -22,9 +22,13 @@ from pd2bw_fx.runtime.nursery import kept_nursery
 from pd2bw_fx.runtime.optimizing import ParameterOptions
 from pd2bw_fx.timeline import Timeline
 
-TRAINING_METHODS = tuple(name for name, method in METHODS.items() if method.trains)
 _UPDATES_SIMULATED = 8
 _OF_TRACING = ("example_args", "example_kwargs", "loss_fn", "example_targets", "tracer")
+
+
+def training_methods() -> tuple[str, ...]:
+    """All that are registered now."""
+    return tuple(name for name, method in METHODS.items() if method.trains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ def compare(
     model: nn.Module,
     cluster: Cluster,
     *,
-    methods: Sequence[str] = TRAINING_METHODS,
+    methods: Sequence[str] | None = None,
     microbatches_per_update: int | None = None,
     training: Training | None = None,
     on_run: Callable[[str], None] | None = None,
@@ -115,6 +119,7 @@ def compare(
 ) -> Iterator[Figures | LeftOut]:
     """One method after another, each planned for itself with the same microbatches an update.
 
+    `methods`: all that train, one's own that are registered among them, unless said otherwise.
     `microbatches_per_update`: twice the devices unless said otherwise. With `training` each is also trained
     with local processes, from the model's weights; what is known after the last round is given then.
     `on_run(method)` is called after each method's turn in each round. `options` are those of `split`.
@@ -125,7 +130,7 @@ def compare(
     known: nn.Module | Pipeline = model
     contenders: list[_Contender] = []
     with kept_nursery():
-        for name in methods:
+        for name in training_methods() if methods is None else methods:
             try:
                 pipe = split(known, cluster=cluster, method=name, microbatches_per_update=m, **options)
                 timeline = pipe.simulate(num_updates=_UPDATES_SIMULATED, slack="auto")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.runtime.nursery import kept_nursery
 
 
@@ -21,6 +22,15 @@ def _one_nursery() -> Iterator[None]:
     """For all training runs of this process: torch is imported for their workers once."""
     with kept_nursery():
         yield
+
+
+@pytest.fixture
+def methods_kept() -> Iterator[None]:
+    """What a test registers is not known to the next one."""
+    before = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ import pd2bw_fx
 from pd2bw_fx.actions import Kind, Shape
 from pd2bw_fx.errors import InputError, ScheduleError
 from pd2bw_fx.models.mlp import MLP, MLPConfig
-from pd2bw_fx.passes.schedule import METHODS, StageMethod, method_of, register_method
+from pd2bw_fx.passes.schedule import StageMethod, method_of, register_method
 from pd2bw_fx.passes.schedule.flushed import GPipe
 from pd2bw_fx.runtime.reference import train_reference
 
@@ -48,11 +48,7 @@ class Crossed(InWaves):
             yield kind, turn ^ 3 if swapped else turn
 
 
-@pytest.fixture(autouse=True)
-def _own_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("waves", "crossed"):
-        monkeypatch.setitem(METHODS, name, METHODS["gpipe"])
-        monkeypatch.delitem(METHODS, name)
+pytestmark = pytest.mark.usefixtures("methods_kept")
 
 
 def test_it_is_planned_simulated_and_trained() -> None:

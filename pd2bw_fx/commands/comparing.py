@@ -16,7 +16,7 @@ from rich.table import Table
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.commands.common import check_writable, loaded, model_command, named_cluster, named_model
-from pd2bw_fx.compare import TRAINING_METHODS, Figures, LeftOut, Training, compare
+from pd2bw_fx.compare import Figures, LeftOut, Training, compare, training_methods
 from pd2bw_fx.errors import InputError, UsageError
 from pd2bw_fx.report.compared import compared_svg
 from pd2bw_fx.report.picture import write_picture
@@ -38,13 +38,14 @@ def add(commands: Any) -> None:
         takes_folder=False,
         splits=False,
     )
+    methods = training_methods()
     parser.add_argument(
         "--methods",
         nargs="+",
-        choices=TRAINING_METHODS,
-        default=TRAINING_METHODS,
+        choices=methods,
+        default=methods,
         metavar="METHOD",
-        help=f"only these (default: all of {', '.join(TRAINING_METHODS)})",
+        help=f"only these (default: all of {', '.join(methods)})",
     )
     parser.add_argument("--simulate", action="store_true", help="do not train, only simulate")
     parser.add_argument("--updates", type=int, default=20, help="updates to train (default 20)")
