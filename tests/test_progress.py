@@ -46,13 +46,12 @@ def test_interrupted_plan_is_the_best_so_far_with_its_gap(tmp_path: Path) -> Non
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        line = process.stderr.readline()
+        line = next(said for said in process.stderr if "objective" in said)  # a library may warn before it
         process.send_signal(signal.SIGINT)
         said, error = process.communicate()
 
     assert process.returncode == 0, error
     placement = json.loads(said)
-    assert "objective" in line
     assert "gap" in line
     assert 0 < placement["gap"] < 1
     assert len(placement["assignment"]) == 400
