@@ -142,6 +142,7 @@ class OperatorGraph:
     unused_inputs: tuple[str, ...] = ()
     fx: fx.GraphModule | None = field(default=None, compare=False, repr=False)
     root: nn.Module | None = field(default=None, compare=False, repr=False)
+    changing: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)  # see `Traced`
 
     def digraph(self) -> nx.DiGraph[str]:
         """Nodes are operator names (attribute `operator`), edges go from producer to consumer."""
@@ -168,7 +169,7 @@ class OperatorGraph:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def without_live_parts(self) -> OperatorGraph:
-        return replace(self, fx=None, root=None)
+        return replace(self, fx=None, root=None, changing=())
 
     def to_json(self) -> dict[str, Any]:
         return {

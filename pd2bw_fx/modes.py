@@ -7,6 +7,13 @@ import inspect
 import torch
 from torch import nn
 
+LAYERS_WITH_MODES = (
+    nn.modules.batchnorm._NormBase,
+    nn.modules.dropout._DropoutNd,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+)
+
 
 def passes_through_in_evaluation(module: nn.Module) -> bool:
     """Whether a module that is in training mode, and holds nothing, gives its input back in evaluation.

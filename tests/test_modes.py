@@ -126,3 +126,50 @@ def test_a_model_in_evaluation_mode_is_taken_as_it_is() -> None:
 
     x = torch.randn(5, 8)
     assert torch.equal(run(pipe, x, training=True), model(x))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.dropout(self.norm(self.linear(x)))
+        return hidden
+
+
+class Freezing(nn.Module):
+    """Puts its encoder in evaluation mode by itself, and sets a rate, in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.norm = Encoder(), nn.BatchNorm1d(8)
+        self.dropout, self.last = nn.Dropout(0.1), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.encoder.eval()
+        self.dropout.p = 0.7
+        with torch.no_grad():
+            hidden = self.encoder(x)
+        last: Tensor = self.last(self.dropout(self.norm(hidden)))
+        return last
+
+
+def test_a_mode_and_a_rate_that_the_forward_sets_are_the_stages() -> None:
+    torch.manual_seed(0)
+    model = Freezing()
+    pipe = pd2bw_fx.split(model, torch.randn(4, 8), cluster=2, costs="analytic")
+
+    assert pipe.verify(model).exact
+    assert model.encoder.training
+    assert model.dropout.p == 0.1
+    text = "".join(stage.source for stage in pipe.stages)
+    assert "self.encoder.linear = nn.Linear(8, 8)" in text or "self.linear = nn.Linear(8, 8)" in text
+    assert "self.norm = nn.BatchNorm1d(8)" in text
+    assert "F.dropout(input_, 0.7, training=self.training)" in text
+    notes = [note for note in pipe.trace_report.notes if "forward" in note]  # type: ignore[union-attr]
+    assert notes == [
+        "the forward puts encoder in evaluation mode, and so do the stages",
+        "attribute dropout.p (0.1 before the forward, 0.7 after): the stages have it as it is after the "
+        "forward",
+    ]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pd2bw_fx.graph import dtype_name
+from pd2bw_fx.modes import LAYERS_WITH_MODES
 
 from .literals import are_numbered, is_plain_name
 from .template import NO_DEFAULT, Call, Fixed, Leaf, Part, Template
@@ -31,14 +32,6 @@ _LAYERS: tuple[type[nn.Module], ...] = (
 _RECURRENT = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
 
 
-_WITH_MODES = (
-    nn.modules.batchnorm._NormBase,
-    nn.modules.dropout._DropoutNd,
-    nn.RNNBase,
-    nn.MultiheadAttention,
-)
-
-
 def is_layer(module: nn.Module, *, training: bool) -> bool:
     """Exactly a layer of torch.nn as its constructor makes it, in the mode that the model is in.
 
@@ -49,7 +42,7 @@ def is_layer(module: nn.Module, *, training: bool) -> bool:
     return (
         type(module) in _LAYERS
         and module.training == training
-        and (training or not isinstance(module, _WITH_MODES))
+        and (training or not isinstance(module, LAYERS_WITH_MODES))
         and "forward" not in vars(module)
         and not any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks))
         and not hasattr(module, "parametrizations")

@@ -225,6 +225,8 @@ class StageTree:
             return False
         if not is_layer(module, training=self.model.training):
             return False
+        if any(module is changing for changing in self.graph.changing):
+            return False  # what it was called with is no more
         if any(isinstance(item, Scope) for item in scope.items):
             return False
         whole = self._whole_calls[scope.key]

@@ -74,6 +74,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
         unused_inputs=tuple(node.name for node in placeholders if not node.users),
         fx=module,
         root=traced.model,
+        changing=traced.changing,
     )
 
 

@@ -54,6 +54,7 @@ from .inputs import (
 )
 from .program import MODEL_PREFIX, Program
 from .symbolic import trace_symbolically
+from .watch import Change
 
 __all__ = ["find_example_inputs", "trace"]
 
@@ -237,6 +238,7 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
         batch_sizes=sizes,
         lengths=flat.lengths(batch_size) if name == "export-sequence" and batch_size is not None else {},
         loss_module=program.loss_fn if isinstance(program.loss_fn, nn.Module) else None,
+        changing=tuple(change.module for change in program.watch.changes if change.is_of_a_layer),
         examples=examples,
         call=program.call if examples else None,
     )
@@ -343,13 +345,30 @@ def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> lis
                     f"input {name} of shape {tuple(tensor.shape)} does not have the batch size {batch_size} "
                     "in dimension 0: every microbatch gets all of it"
                 )
-    notes += [f"{change} is not read by what was traced" for change in program.watch.changes]
+    notes += _said_of(program.watch.changes)
     notes += [
         f"the forward assigns a tensor to {name}, which the stages do not; register it as a buffer if a "
         "later call reads it"
         for name in program.watch.assigned_tensors
     ]
     return notes
+
+
+def _said_of(changes: Sequence[Change]) -> list[str]:
+    """Of modules within one another that change their mode the outermost alone is named."""
+    turned = [f"{change.path}." for change in changes if change.attribute == "training" and change.path]
+    said = []
+    for change in changes:
+        if change.attribute == "training":
+            if not change.path.startswith(tuple(turned)):
+                mode = "training" if change.after else "evaluation"
+                name = change.path or "the model"
+                said.append(f"the forward puts {name} in {mode} mode, and so do the stages")
+        elif change.is_of_a_layer:
+            said.append(f"{change}: the stages have it as it is after the forward")
+        else:
+            said.append(f"{change} is not read by what was traced")
+    return said
 
 
 def _cannot_be_traced(

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pd2bw_fx.modes import LAYERS_WITH_MODES
+
 # What torch.library makes of a registered operator, and we of a custom function: the trace keeps them whole.
 _KEPT_WHOLE = ("torch._library.autograd", "pd2bw_fx.custom_function", "pd2bw_fx.ctc")
 _PLAIN = (bool, int, float, str, type(None))
@@ -31,6 +33,13 @@ class Change:
     attribute: str
     before: Any
     after: Any
+
+    @property
+    def is_of_a_layer(self) -> bool:
+        """Whether a layer of torch's computes something else for it."""
+        if self.attribute == "training":
+            return isinstance(self.module, LAYERS_WITH_MODES)
+        return type(self.module).__module__.startswith("torch.nn")
 
     def __str__(self) -> str:
         name = f"{self.path}.{self.attribute}" if self.path else self.attribute
