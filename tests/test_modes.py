@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
+from pd2bw_fx.errors import TraceError
 from pd2bw_fx.modes import passes_through_in_evaluation
 from tests.torchrun import torchrun_of_forks
 
@@ -161,6 +163,8 @@ def test_a_mode_and_a_rate_that_the_forward_sets_are_the_stages() -> None:
     pipe = pd2bw_fx.split(model, torch.randn(4, 8), cluster=2, costs="analytic")
 
     assert pipe.verify(model).exact
+    with pytest.raises(TraceError, match=r"keeps the layer .*norm whole, which is in another mode.*'export'"):
+        pd2bw_fx.split(model, torch.randn(4, 8), cluster=2, costs="analytic", tracer="fx")
     assert model.encoder.training
     assert model.dropout.p == 0.1
     text = "".join(stage.source for stage in pipe.stages)

@@ -23,7 +23,10 @@ def spell(node: fx.Node, scene: Scene) -> Source:
     if node.op == "call_method":
         return _method(str(node.target), node.args, node.kwargs, scene)
     if node.op == "call_module":
-        raise AssertionError("a module call is spelled where its module is")
+        raise TraceError(
+            f"torch.fx keeps the layer {node.target} whole, which is in another mode than the model, or has "
+            "hooks, a parametrisation or attributes that the forward sets; trace with tracer='export'"
+        )
     custom = custom_function(node.target)
     if custom is not None:
         return Source(f"{custom.name}.apply({arguments(node.args, {}, scene)})")
