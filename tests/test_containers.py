@@ -82,6 +82,13 @@ class Store:
         self.parts = {"x": [x]}
 
 
+def test_arrays_that_would_be_constants_are_refused() -> None:
+    sample, extra = arguments(4)
+
+    with pytest.raises(InputError, match=r"input extra is a ndarray, .*expected a tensor: torch\.as_tensor"):
+        pd2bw_fx.split(Reading(), (sample, extra.numpy()), cluster=2, costs="analytic")
+
+
 @pytest.mark.parametrize(
     ("sample", "place"),
     [

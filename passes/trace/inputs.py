@@ -153,6 +153,11 @@ def flatten_arguments(
 
 
 def _require_plain(path: str, leaf: Any) -> None:
+    if hasattr(leaf, "__array__") and getattr(leaf, "shape", None):
+        raise InputError(
+            f"input {path} is a {type(leaf).__name__}, which the trace would keep as a constant; expected a "
+            "tensor: torch.as_tensor(..) of it"
+        )
     place = hidden_tensor(leaf)
     if place is not None:
         raise InputError(
