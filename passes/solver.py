@@ -156,6 +156,14 @@ def _engine(solver: str, time_limit_s: float | None) -> Any:
     return engine
 
 
+class _SilentHighs(highspy.Highs):  # type: ignore[misc]
+    """HiGHS 1.16 prints its banner when it is made; where plans go to stdout as JSON, none may stand there."""
+
+    def enableCallbacks(self) -> None:
+        self.setOptionValue("output_flag", False)  # before the first call that would answer with the banner
+        super().enableCallbacks()
+
+
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
     """HiGHS with the whole program passed at once: row by row costs more than solving most of ours."""
 
@@ -191,6 +199,15 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
                 signal.signal(signal.SIGINT, before)
         if is_stopped:
             raise KeyboardInterrupt
+
+    def createAndConfigureSolver(self, lp: Any) -> None:
+        """As PuLP does it, but silent from the beginning."""
+        lp.solverModel = _SilentHighs()
+        options = {"output_flag": False, "threads": self.threads, **self.optionsDict}
+        if self.timeLimit is not None:
+            options["time_limit"] = float(self.timeLimit)
+        for name, value in options.items():
+            lp.solverModel.setOptionValue(name, value)
 
     def buildSolverModel(self, lp: Any) -> None:
         variables = lp.variables()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 
 import pytest
 
 from pd2bw_fx.errors import SolverError
 from pd2bw_fx.passes.solver import IntegerProgram, Status, check_solver
+from tests.torchrun import environment
 
 
 def knapsack(capacity: float) -> tuple[IntegerProgram, list[tuple[int, int]]]:
@@ -81,6 +84,16 @@ def test_no_time_at_all_is_unknown() -> None:
 def test_same_program_gives_the_same_answer() -> None:
     first, second = (knapsack(12.0)[0].solve().values for _ in range(2))
     assert dict(first) == dict(second)
+
+
+def test_solving_prints_nothing() -> None:
+    """In a process of its own: HiGHS tells who it is once in each."""
+    program = "from tests.test_solver import knapsack; print(knapsack(12.0)[0].solve().status.name)"
+    solved = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True
+    )
+
+    assert (solved.stdout, solved.stderr) == ("OPTIMAL\n", "")
 
 
 def test_unknown_solver_is_named_with_what_to_try() -> None:
