@@ -157,7 +157,7 @@ def _engine(solver: str, time_limit_s: float | None) -> Any:
 
 
 class _SilentHighs(highspy.Highs):  # type: ignore[misc]
-    """HiGHS 1.16 prints its banner when it is made; where plans go to stdout as JSON, none may stand there."""
+    """HiGHS 1.16 prints its banner when it is made, where a plan may go to stdout as JSON."""
 
     def enableCallbacks(self) -> None:
         self.setOptionValue("output_flag", False)  # before the first call that would answer with the banner
