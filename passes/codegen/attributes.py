@@ -26,14 +26,21 @@ class Attributes:
     """The attribute tree of one class, filled in path by path, then written.
 
     What is a container in the model and has members of no plain names is a container in the stage; with
-    `is_sequence` it is an nn.Sequential, whose forward is its own.
+    `is_sequence` it is an nn.Sequential, whose forward is its own. `class_at` has the attributes of the
+    modules that have a class themselves: what is inside of one is built, and spelled, by its own.
     """
 
     def __init__(
-        self, path: str, module_at: Callable[[str], nn.Module | None], *, is_sequence: bool = False
+        self,
+        path: str,
+        module_at: Callable[[str], nn.Module | None],
+        class_at: Callable[[str], Attributes | None],
+        *,
+        is_sequence: bool = False,
     ) -> None:
         self.path = path
         self.module_at = module_at
+        self.class_at = class_at
         self.is_sequence = is_sequence
         self.root = Attribute()
 
@@ -205,10 +212,11 @@ class Attributes:
             return owner
         text, node, walked = owner, self.root, ""
         inside_container = False
-        for part in relative.split("."):
+        parts = relative.split(".")
+        for count, part in enumerate(parts, start=1):
             indexed = self._is_indexed(walked, node) if walked else self._has_items
             indexed = indexed and node.template is None
-            if indexed and self._is_list(walked, node):
+            if (indexed and self._is_list(walked, node)) or self._is_numbered_sequence(walked, node):
                 text = f"{text}[{part}]"
             elif indexed or (inside_container and node.template is None and self._is_keyed(walked, node)):
                 text = f"{text}[{quoted(part)}]"
@@ -219,16 +227,31 @@ class Attributes:
             if node.template is not None:
                 inside_container = False
             walked = _join(walked, part)
+            inner = self.class_at(_join(self.path, walked))
+            if inner is not None:
+                return inner.refer(".".join(parts[count:]), text)
         return text
+
+    def _is_numbered_sequence(self, relative: str, node: Attribute) -> bool:
+        """Whether a module that is built by an expression is an nn.Sequential of members by number."""
+        if node.template is None:
+            return False
+        module = self.module_at(_join(self.path, relative))
+        return type(module) is nn.Sequential and are_numbered(dict(module.named_children()))
 
     def container(self, relative: str) -> tuple[str, bool, Sequence[str]] | None:
         """For a member of a list or dict: the container's path, whether it is a list, and all its keys."""
-        holder, _, _ = relative.rpartition(".")
-        node = self.root
+        holder, _, last = relative.rpartition(".")
+        node, walked = self.root, ""
         for part in holder.split(".") if holder else []:
             if part not in node.children:
                 return None
-            node = node.children[part]
+            node, walked = node.children[part], _join(walked, part)
+            inner = self.class_at(_join(self.path, walked))
+            if inner is not None:
+                rest = holder[len(walked) + 1 :]
+                found = inner.container(_join(rest, last))
+                return None if found is None else (_join(walked, found[0]), *found[1:])
         is_container = self._is_indexed(holder, node) if holder else self._is_container
         if node.template is not None or not is_container:
             return None

@@ -31,12 +31,34 @@ class StageWriter:
         self.ties: dict[str, str] = {}
         self._by_path: dict[str, list[Scope]] = defaultdict(list)
         self._drafts: dict[str, Draft] = {}  # by path, what is inside first
+        self._attributes: dict[str, Attributes] = {}  # of classes, by path
         self._methods: dict[int, str] = {}  # scope -> the method's name in its class
         self._function_names: dict[int, str] = {}
         self._idle: set[str] = set()  # layers that nobody calls
         for scope in walk(tree.root):
             if scope.function is None and not tree.is_chain(scope):
                 self._by_path[scope.path].append(scope)
+        self._from_outside = self._called_from_outside()
+
+    def _called_from_outside(self) -> dict[str, list[Scope]]:
+        """For each class the calls of what it holds that are not its own: `self.encoder.norm(x)`."""
+        calls: dict[str, list[Scope]] = defaultdict(list)
+        for scopes in self._by_path.values():
+            for scope in scopes:
+                for item in scope.items:
+                    if isinstance(item, Scope) and item.function is None:
+                        holder = self._holder(item.path)
+                        if holder != scope.path:
+                            calls[holder].append(item)
+        return calls
+
+    def _holder(self, path: str) -> str:
+        """The innermost class that a module stands in."""
+        parts = path.split(".")
+        above = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+        return next(
+            (p for p in above if p in self._by_path and not self.tree.is_layer(self._by_path[p][0])), ""
+        )
 
     def write(self) -> Method:
         """All classes, the root's last; returns the root's forward."""
@@ -48,14 +70,17 @@ class StageWriter:
         """Drafts the class of the module at a path; returns its methods."""
         scopes = self._by_path[path]
         is_sequence = self.tree.are_sequences(scopes)
-        attributes = Attributes(path, self._module_at, is_sequence=is_sequence)
+        attributes = Attributes(path, self._module_at, self._attributes.get, is_sequence=is_sequence)
+        self._attributes[path] = attributes
         for scope in () if is_sequence else scopes:
             self._write_inner(scope, attributes)
+        for item in self._from_outside[path]:
+            attributes.add(_relative(item.path, path), self._constructor(item))
         for name, member in self._members(scopes[0]).items() if is_sequence else ():
             attributes.add(name, member)
         self._write_idle_layers(path, attributes)
         for name in sorted(self.tree.owned[path]):
-            relative = name[len(path) + 1 :] if path else name
+            relative = _relative(name, path)
             if not attributes.holds(relative):
                 attributes.add(relative, *self._tensor(name))
         methods: list[tuple[str, Method, str]] = []
@@ -86,11 +111,10 @@ class StageWriter:
         for item in scope.items:
             if not isinstance(item, Scope):
                 continue
-            relative = item.path[len(scope.path) + 1 :] if scope.path else item.path
             if item.function is not None:
                 self._write_function(item)
-            else:
-                attributes.add(relative, self._constructor(item))
+            elif self._holder(item.path) == scope.path:
+                attributes.add(_relative(item.path, scope.path), self._constructor(item))
 
     def _write_idle_layers(self, path: str, attributes: Attributes) -> None:
         """Layers that nobody calls, where all of their tensors are held here, as what they are."""
@@ -102,7 +126,7 @@ class StageWriter:
             tensors = {n for n, _ in module.named_parameters(remove_duplicate=False)}
             tensors |= {n for n, _ in module.named_buffers(remove_duplicate=False)}
             if {f"{holder}.{name}" for name in tensors} <= owned:
-                attributes.add(holder[len(path) + 1 :] if path else holder, constructor(module))
+                attributes.add(_relative(holder, path), constructor(module))
                 self._idle.add(holder)
 
     def _constructor(self, scope: Scope) -> Template:
@@ -124,7 +148,7 @@ class StageWriter:
 
     def _write_function(self, scope: Scope) -> None:
         method = write_method(self.tree, scope, self._call_text)
-        attributes = Attributes(scope.path, self._module_at)
+        attributes = Attributes(scope.path, self._module_at, self._attributes.get)
         body = tuple(written(list(method.body), attributes, 4))
         base, count = f"make_{scope.function}", 1
         while True:
@@ -142,7 +166,7 @@ class StageWriter:
         joined = ", ".join(arguments)
         if item.function is not None:
             return f"{self._function_names[id(item)]}({joined})"
-        relative = item.path[len(caller.path) + 1 :] if caller.path else item.path
+        relative = _relative(item.path, caller.path)
         method = self._methods.get(id(item), "forward")
         return f"{reference(relative)}{'' if method == 'forward' else '.' + method}({joined})"
 
@@ -181,28 +205,13 @@ class StageWriter:
                 continue
             self.ties[name] = canonical
             if canonical in held:
-                endings.append(f"{self._refer(name, attributes)} = {self._refer(canonical, attributes)}")
+                endings.append(f"{attributes.refer(name)} = {attributes.refer(canonical)}")
         for name, canonical in held.items():
             spec = self._spec(name)
             in_layer = any(name.startswith(path + ".") for path in layers)
             if not spec.trainable and canonical in self.tree.graph.parameters and in_layer:
                 endings.append(f"self.get_parameter({quoted(name)}).requires_grad_(False)")
         return endings
-
-    def _refer(self, name: str, attributes: Attributes) -> str:
-        """A parameter of this stage from its root, through the classes in between."""
-        text, walked, current = "self", "", attributes
-        for inner in self._class_chain(name):
-            relative = inner[len(walked) + 1 :] if walked else inner
-            text = current.refer(relative, text)
-            walked = inner
-            current = self._drafts[inner].attributes
-        relative = name[len(walked) + 1 :] if walked else name
-        return current.refer(relative, text)
-
-    def _class_chain(self, name: str) -> list[str]:
-        classes = {path for path in self._drafts if path}
-        return sorted((p for p in classes if name.startswith(p + ".")), key=len)
 
     def held_names(self) -> dict[str, str]:
         """Every parameter and buffer of the stage by its local name, with its name in the graph."""
@@ -215,6 +224,11 @@ class StageWriter:
         for names in self.tree.owned.values():
             held |= {name: self._spec(name).name for name in sorted(names)}
         return held
+
+
+def _relative(name: str, path: str) -> str:
+    """A name of the whole model as the module at `path` knows it."""
+    return name[len(path) + 1 :] if path else name
 
 
 def _annotated(method: Method) -> list[str]:

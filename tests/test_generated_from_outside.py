@@ -1,0 +1,106 @@
+"""Modules that another than their holder calls: `self.encoder(x)`, and then `self.encoder.norm(x)`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pd2bw_fx import split
+
+
+class Encoder(nn.Module):
+    """Holds more than its forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.scale = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.encoder(x))
+
+
+class Holder(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Listed(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[0](x)
+
+
+class Model(nn.Module):
+    """Classifies what `part` and then `inside` make of the input."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.inside(self.part(x))), y)
+
+    def inside(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class OfAClass(Model):
+    def inside(self, x: Tensor) -> Tensor:
+        x = self.part.norm(x)
+        for block in self.part.blocks:
+            x = block(x).relu()
+        return x * self.part.scale
+
+
+class OfAClassInAClass(Model):
+    def inside(self, x: Tensor) -> Tensor:
+        x = self.part.encoder.norm(self.part.encoder(x))
+        return self.part.encoder.blocks[1](x) * self.part.encoder.scale
+
+
+class OfASequence(Model):
+    def inside(self, x: Tensor) -> Tensor:
+        return self.part[0].encoder.norm(self.part[2].encoder(x))
+
+
+class OfAList(Model):
+    def inside(self, x: Tensor) -> Tensor:
+        x = self.part[2].encoder(x)
+        for block in self.part:
+            x = block.encoder.norm(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "called"),
+    [
+        pytest.param(lambda: OfAClass(Encoder()), "self.part.norm(", id="a layer of a class"),
+        pytest.param(lambda: OfAClassInAClass(Block()), "self.part.encoder.norm(", id="a class in a class"),
+        pytest.param(
+            lambda: OfAClassInAClass(Holder()), "self.part.encoder(", id="one that nobody else calls"
+        ),
+        pytest.param(
+            lambda: OfASequence(nn.Sequential(Block(), nn.ReLU(), Block())), "norm", id="of a sequence"
+        ),
+        pytest.param(lambda: OfAList(Listed(Block() for _ in range(3))), "].encoder.norm(", id="of a list"),
+    ],
+)
+def test_what_a_class_holds_and_others_call(model, called):
+    torch.manual_seed(0)
+    pipe = split(model(), (torch.randn(4, 8), torch.randint(0, 4, (4,))), cluster=2, check="full")
+    assert any(called in stage.source for stage in pipe.stages)
