@@ -100,6 +100,7 @@ class Attributes:
     def _templates(self, path: str, node: Attribute) -> Iterator[tuple[str, Template]]:
         if node.template is not None:
             yield path, node.template
+            return
         for name in sorted(node.children, key=lambda name: self._position(_join(path, name))):
             yield from self._templates(_join(path, name), node.children[name])
 
@@ -211,31 +212,31 @@ class Attributes:
         if not relative:
             return owner
         text, node, walked = owner, self.root, ""
-        inside_container = False
+        is_element = False  # of a container
+        is_inside = False  # of what one expression builds, with all that it has in the model
         parts = relative.split(".")
         for count, part in enumerate(parts, start=1):
             indexed = self._is_indexed(walked, node) if walked else self._has_items
-            indexed = indexed and node.template is None
-            if (indexed and self._is_list(walked, node)) or self._is_numbered_sequence(walked, node):
+            is_inside = is_inside or node.template is not None
+            is_element = not is_inside and (indexed or (is_element and self._is_keyed(walked, node)))
+            if (
+                self._is_numbered_sequence(walked)
+                if is_inside
+                else is_element and self._is_list(walked, node)
+            ):
                 text = f"{text}[{part}]"
-            elif indexed or (inside_container and node.template is None and self._is_keyed(walked, node)):
+            elif is_element:
                 text = f"{text}[{quoted(part)}]"
             else:
                 text = _attribute(text, part, node.children.get(part, Attribute()).kind)
-            inside_container = inside_container or indexed
             node = node.children.get(part, Attribute(Fixed("")))
-            if node.template is not None:
-                inside_container = False
             walked = _join(walked, part)
             inner = self.class_at(_join(self.path, walked))
             if inner is not None:
                 return inner.refer(".".join(parts[count:]), text)
         return text
 
-    def _is_numbered_sequence(self, relative: str, node: Attribute) -> bool:
-        """Whether a module that is built by an expression is an nn.Sequential of members by number."""
-        if node.template is None:
-            return False
+    def _is_numbered_sequence(self, relative: str) -> bool:
         module = self.module_at(_join(self.path, relative))
         return type(module) is nn.Sequential and are_numbered(dict(module.named_children()))
 
@@ -252,8 +253,10 @@ class Attributes:
                 rest = holder[len(walked) + 1 :]
                 found = inner.container(_join(rest, last))
                 return None if found is None else (_join(walked, found[0]), *found[1:])
+            if node.template is not None:
+                return None  # a sequence that one expression builds
         is_container = self._is_indexed(holder, node) if holder else self._is_container
-        if node.template is not None or not is_container:
+        if not is_container:
             return None
         keys = sorted(node.children, key=lambda key: (int(key) if key.isdigit() else -1, key))
         return holder, self._is_list(holder, node), keys

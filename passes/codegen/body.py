@@ -208,7 +208,7 @@ class Folding:
         for index in reversed(range(self.end)):
             results = self.results[index]
             # What links the members of a chain has lines of its own, so that equal ones roll up.
-            if len(results) != 1 or results[0] in self.body.tree.links:
+            if len(results) != 1 or self.body.tree.is_link(self.body.scope, results[0]):
                 continue
             if self._may_fold(index, self.items[index], results[0]):
                 self.folded.add(results[0])

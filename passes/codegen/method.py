@@ -121,7 +121,7 @@ class _Draft:
     def _name(self, index: int, item: fx.Node | Scope, result: fx.Node) -> str:
         if isinstance(item, Scope) and item.function is not None:
             return self._free(item.function, index)
-        if result in self.body.tree.links:
+        if self.body.tree.is_link(self.body.scope, result):
             return self._free("hidden", index)
         wanted = self.body.author_name(item, result) or self._inner_name(item, result)
         if wanted is None and self.body.gives == [result]:

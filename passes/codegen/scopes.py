@@ -20,6 +20,7 @@ from .literals import identifier
 
 # A preamble shorter than this reads better where it is than as a function of its own.
 _LONG_PREAMBLE = 6
+_SEQUENTIAL = f"{nn.Sequential.__module__}.{nn.Sequential.__qualname__}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +106,26 @@ def line_at(node: fx.Node, depth: int) -> Line | None:
 
     The tracer keeps one frame for each module's forward, innermost last.
     """
-    frames = frames_of(node)
-    has_root = any(not path for path, _ in (node.meta.get("nn_module_stack") or {}).values())
-    num_calls = len(module_calls(node)) + has_root
-    index = len(frames) - num_calls + depth
-    if not has_root or not 0 <= index < len(frames):
+    calls = node.meta.get("nn_module_stack") or {}
+    if not any(not path for path, _ in calls.values()):
         return None
-    return frames[index]
+    frames = _frames_of_calls(frames_of(node), [str(kind) for _, kind in calls.values()])
+    return frames[depth] if depth < len(frames) else None
+
+
+def _frames_of_calls(frames: Sequence[Line], kinds: Sequence[str]) -> list[Line | None]:
+    """The frame of each call, both outermost first; the innermost frame is the innermost call's.
+
+    An nn.Sequential that is made in a forward (`self.layers[:3](x)`) has a frame, and is no call.
+    """
+    found: list[Line | None] = []
+    left, surplus = list(frames), len(frames) - len(kinds)
+    for kind in reversed(kinds):
+        while surplus > 0 and left[-1].is_in_container and kind != _SEQUENTIAL:
+            left.pop()
+            surplus -= 1
+        found.append(left.pop() if left else None)
+    return found[::-1]
 
 
 def frames_of(node: fx.Node) -> list[Line]:

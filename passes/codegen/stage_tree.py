@@ -41,9 +41,10 @@ class StageTree:
         self._whole_calls = _whole_calls(graph)
         self._readers = _readers(graph, stage)
         self._rehome(self.root)
+        self._unlike_calls = _unlike_calls(self.root)
         self.chains: set[int] = set()  # calls of an nn.Sequential that is printed as one
         self.sequences: set[int] = set()  # and of a class of its kind
-        self.links: set[fx.Node] = set()  # what the members of a taken-apart nn.Sequential hand on
+        self._links: dict[int, set[fx.Node]] = defaultdict(set)  # by the call that they are in
         self.layers: set[int] = set()
         self._take_apart(self.root)
         self.layers = self._layers()
@@ -64,6 +65,10 @@ class StageTree:
     def are_sequences(self, calls: Sequence[Scope]) -> bool:
         """Whether a module holds nothing itself, and all its calls are its members', one after another."""
         return not self.owned[calls[0].path] and all(id(scope) in self.sequences for scope in calls)
+
+    def is_link(self, scope: Scope, node: fx.Node) -> bool:
+        """Whether a value of a call is what a member of a taken-apart nn.Sequential hands on to the next."""
+        return node in self._links[id(scope)]
 
     def _layers(self) -> set[int]:
         """The calls of modules that all of their calls can be a layer's."""
@@ -189,14 +194,17 @@ class StageTree:
                     if self._is_chain(item):
                         (self.sequences if is_own else self.chains).add(id(item))
                     elif not is_own:
-                        self.links |= {n for inner in item.items for n in _given_by(self, inner)}
+                        self._links[id(scope)] |= {n for i in item.items for n in _given_by(self, i)}
                         items += item.items
                         continue
             items.append(item)
         scope.items = items
 
     def _is_chain(self, scope: Scope) -> bool:
-        """Each member is called once, on what the one before it gave; only identities may be missing."""
+        """Each member is called once, on what the one before it gave; only identities may be missing.
+
+        A chain calls what its members do first: of one that does different things, another calls the rest.
+        """
         module = self.modules[scope.path]
         if not is_sequential(module):
             return False
@@ -211,6 +219,8 @@ class StageTree:
         for item in scope.items:
             assert isinstance(item, Scope)
             if self.reads(item) != handed or len(handed) != 1 or self.symbols(item):
+                return False
+            if item.path in self._unlike_calls:
                 return False
             handed = self.gives(item)
         return len(handed) == 1
@@ -284,6 +294,23 @@ def _whole_calls(graph: OperatorGraph) -> dict[str, set[str]]:
             for key, _, _ in module_calls(node):
                 calls[key].add(node.name)
     return calls
+
+
+def _unlike_calls(root: Scope) -> set[str]:
+    """The modules whose calls here are not all of the same operators: one of them is cut, or goes another way."""
+    calls: dict[str, list[Scope]] = defaultdict(list)
+    for scope in walk(root):
+        if scope.function is None:
+            calls[scope.path].append(scope)
+    return {
+        path for path, scopes in calls.items() if len(scopes) > 1 and len({_operators(s) for s in scopes}) > 1
+    }
+
+
+def _operators(scope: Scope) -> tuple[str, ...]:
+    """What a call computes, but for the values that it computes on."""
+    nodes = [node for node in scope.nodes if node.op != "get_attr"]
+    return tuple(f"{n.target}{fx.map_arg((n.args, dict(n.kwargs)), lambda _: None)}" for n in nodes)
 
 
 def _names_device(node: fx.Node) -> bool:

@@ -19,6 +19,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 
 from pd2bw_fx.traced import Traced
 
+from .paths import own_calls, own_name
+
 # The forward that the tracer was given is ours, around the model's.
 _WRAPPER_FRAME = re.compile(r'\s*File "[^"]*[/\\]trace[/\\]program\.py", line \d+, in forward\n[^\n]*\n?')
 
@@ -110,13 +112,6 @@ def _state_of(traced: Traced) -> dict[str, Any]:
                 name, num_constants = f"constant_{num_constants}", num_constants + 1
         state[entry.arg.name] = _State(name, value, nodes[entry.arg.name].meta)
     return state
-
-
-def own_name(target: str, traced: Traced) -> str:
-    """The name in the user's model; what belongs to the loss_fn is told apart from a model's "loss_fn"."""
-    if target.startswith(traced.prefix):
-        return target.removeprefix(traced.prefix)
-    return f"_{target}" if hasattr(traced.model, target.partition(".")[0]) else target
 
 
 def _attribute(model: nn.Module, name: str) -> Any:
@@ -214,22 +209,5 @@ class _Copier:
         meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
         if "stack_trace" in meta:
             meta["stack_trace"] = _WRAPPER_FRAME.sub("", meta["stack_trace"] or "", count=1)
-        stack = node.meta.get("nn_module_stack", {})
-        meta["nn_module_stack"] = _modules(stack, self.traced)
+        meta["nn_module_stack"] = own_calls(node.meta.get("nn_module_stack", {}), self.traced)
         return meta
-
-
-def _modules(stack: Mapping[str, tuple[str, Any]], traced: Traced) -> dict[str, tuple[str, str]]:
-    """Path in the user's model and class name of each module on the stack, outermost first.
-
-    Repeated calls of one module have keys of their own ("block@1") and the same path.
-    """
-    modules: dict[str, tuple[str, str]] = {}
-    for key, (path, kind) in stack.items():
-        is_wrapper = bool(traced.prefix) and not path
-        if is_wrapper or key.startswith("_empty_nn_module_stack"):
-            continue
-        once = re.sub(r"@\d+(?=\.|$)", "", path)
-        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
-        modules[key] = (own_name(f"{once}.", traced).removesuffix("."), name)
-    return modules
