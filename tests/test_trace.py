@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError, TraceError
@@ -265,19 +264,6 @@ def test_an_autocast_around_the_call_is_not_the_models_own() -> None:
     assert any("autocast" in note for note in traced.report.notes)
     dtypes = {spec.dtype for operator in graph.operators.values() for spec in operator.outputs}
     assert dtypes == {torch.float32}
-
-
-def test_checkpointing_whose_backward_cannot_be_traced_is_refused() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.linear, self.linear(x), use_reentrant=True).sum()
-
-    with pytest.raises(TraceError, match="pass use_reentrant=False"):
-        trace(Model(), (torch.randn(3, 2),))
 
 
 def test_python_random_numbers_that_change_the_program_are_refused() -> None:

@@ -267,10 +267,21 @@ def laid_out(text: str, indent: int, comment: str = "") -> Iterator[str]:
         remark = f"  # {comment}" if comment else ""
         yield pad + text + (remark if len(pad + text + remark) <= WIDTH else "")
         return
+    clause = _clause_of_comprehension(text)
+    if clause is not None:
+        yield from laid_out(text[:clause], indent)
+        yield pad + text[clause + 1 :]
+        return
     end = "," if text.endswith(",") else ""
     opening = _last_opening(text.removesuffix(","))
     if opening is None:
-        yield pad + text
+        target, equals, value = text.partition(" = ")
+        if equals and not end:
+            yield f"{pad}{target} = ("
+            yield f"{pad}    {value}"
+            yield f"{pad})"
+        else:
+            yield pad + text
         return
     bare = text.removesuffix(",")
     head, inside, tail = bare[: opening + 1], bare[opening + 1 : -1], bare[-1] + end
@@ -316,6 +327,12 @@ def _last_opening(text: str) -> int | None:
         if depth == 0:
             return position
     return None
+
+
+def _clause_of_comprehension(text: str) -> int | None:
+    """Where ` for i in range(4)` begins, at the end of what is in no bracket itself."""
+    found = re.search(r" for \w+ in range\([\d, ]+\)$", text)
+    return None if found is None or len(_top_level(text)) > 1 else found.start()
 
 
 def _top_level(inside: str) -> list[str]:

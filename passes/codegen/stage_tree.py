@@ -297,7 +297,7 @@ def _whole_calls(graph: OperatorGraph) -> dict[str, set[str]]:
 
 
 def _unlike_calls(root: Scope) -> set[str]:
-    """The modules whose calls here are not all of the same operators: one of them is cut, or goes another way."""
+    """Modules whose calls here are not all of the same operators: one is cut, or goes another way."""
     calls: dict[str, list[Scope]] = defaultdict(list)
     for scope in walk(root):
         if scope.function is None:

@@ -253,7 +253,7 @@ def docstring(text: ClassText) -> list[str]:
         line = f'    """{part}{from_to}{origin}."""'
     if len(line) <= WIDTH:
         return [line]
-    wrapped = textwrap.wrap(
-        line.strip().strip('"'), WIDTH - 7, break_long_words=False, break_on_hyphens=False
-    )
+    words = line.strip().strip('"')
+    width = min(WIDTH - 7, len(words) - 1)  # ruff has the quotes of a single line beside it
+    wrapped = textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False)
     return [f'    """{wrapped[0]}', *(f"    {rest}" for rest in wrapped[1:]), '    """']

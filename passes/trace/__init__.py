@@ -315,6 +315,11 @@ def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> lis
         f"buffer {name} gets another shape in the forward; the stages make it again in every call"
         for name in program.record.resized
     ]
+    if program.record.has_checkpoints:
+        notes.append(
+            "the model's own activation checkpoints (torch.utils.checkpoint) are not in the stages; "
+            'split(recompute=True) or recompute="auto" computes a stage\'s activations again'
+        )
     if surrounding_autocast():
         notes.append(
             "traced without the autocast around this call; enter torch.autocast in the model's forward to "

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from pd2bw_fx.errors import InputError
 
+from .checkpointing import checkpointing_left_out
 from .conditions import Conditions
 from .inputs import FlatArguments, unique
 from .watch import Watch
@@ -28,6 +29,7 @@ class Record:
     loss_place: int | None = None  # among the leaves of a tuple
     left_out: tuple[str, ...] = ()
     resized: tuple[str, ...] = ()  # buffers that the forward made anew in another shape
+    has_checkpoints: bool = False  # activations that the model would compute again in its backward
 
 
 class Program(nn.Module):
@@ -65,10 +67,11 @@ class Program(nn.Module):
     def _run(self, tensors: Any) -> tuple[Any, ...]:
         args, kwargs, targets = self.flat.rebuild(tensors)
         before = dict(self.model.named_buffers())
-        output = self.model(*args, **kwargs)
-        self._write_back(before)
+        with checkpointing_left_out(self._found_a_checkpoint):
+            output = self.model(*args, **kwargs)
+            self._write_back(before)
+            loss = None if self.loss_fn is None else self.loss_fn(output, targets)
         if self.loss_fn is not None:
-            loss = self.loss_fn(output, targets)
             _check_loss(loss)
             named = [("loss", loss), *named_outputs(output, has_loss=False)]
         else:
@@ -88,6 +91,9 @@ class Program(nn.Module):
         self.record.output_names = tuple(names)
         self.record.loss = "loss" if names and names[0] == "loss" else None
         return tuple(value for _, value in kept)
+
+    def _found_a_checkpoint(self) -> None:
+        self.record.has_checkpoints = True
 
     def _write_back(self, before: Mapping[str, torch.Tensor]) -> None:
         after = dict(self.model.named_buffers())

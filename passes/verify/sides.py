@@ -43,12 +43,8 @@ def run_model(
     *,
     random: bool,
 ) -> Run:
-    """The model itself. Its buffers are as the forward leaves them: what torch.utils.checkpoint computes again
-    in the backward moves running statistics a second time, which no stage does.
-    """
     with weights_of(model, graph, tensors) as live, randomness(on=random):
         outputs = forward(example)
-        buffers = {name: live[name].detach().clone() for name in graph.buffers if name in live}
         parameters = {name: live[name] for name, spec in graph.parameters.items() if spec.trainable}
         total = _trained_on(graph, outputs)
         gradients: Sequence[Tensor | None] = [None] * len(parameters)
@@ -58,7 +54,7 @@ def run_model(
         return Run(
             outputs={name: value.detach().clone() for name, value in outputs.items()},
             gradients=dict(zip(parameters, gradients, strict=True)),
-            buffers=buffers,
+            buffers={name: live[name].detach().clone() for name in graph.buffers if name in live},
         )
 
 
