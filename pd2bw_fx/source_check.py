@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import math
 import types
 from collections.abc import Iterator
 from typing import TypeGuard
@@ -22,6 +23,7 @@ from pd2bw_fx.errors import PlanMismatchError
 
 _IMPORTS = {
     "from collections import OrderedDict",
+    "import math",
     "import torch",
     "import torch.nn.functional as F",
     "from torch import nn",
@@ -39,9 +41,9 @@ _NODES: tuple[type[ast.AST], ...] = (
 _BUILTINS = frozenset({
     "super", "range", "zip", "enumerate", "len", "next", "str", "int", "float", "bool", "complex", "tuple",
     "list", "dict", "slice", "isinstance", "print", "sum", "min", "max", "abs", "getattr", "type", "None",
-    "True", "False", "staticmethod",
+    "True", "False", "round", "staticmethod",
 })  # fmt: skip
-_MODULES: dict[str, types.ModuleType] = {"torch": torch, "nn": nn, "F": F}
+_MODULES: dict[str, types.ModuleType] = {"math": math, "torch": torch, "nn": nn, "F": F}
 # Their public functions are allowed, as those of F are.
 _OF_FUNCTIONS = {"torch.fft", "torch.linalg", "torch.special", "nn.init"}
 _OF_TORCH = frozenset({

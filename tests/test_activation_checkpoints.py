@@ -53,6 +53,7 @@ class InSegments(Model):
         return F.cross_entropy(self.last(x), y)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize(
     "model",
     [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import types
+from math import sqrt
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from torch.export import Dim
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.passes.trace.numbers_of_sizes import _only_called
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 
 
@@ -161,7 +165,7 @@ def test_a_range_says_what_it_is() -> None:
 
 
 class Counting(nn.Module):
-    """Contrasts each sample with the others, and counts them with len."""
+    """Contrasts each sample with the others, and makes plain numbers of how many there are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,15 +173,41 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).view(len(x), -1)
-        likeness = self.second(hidden) @ hidden.t()
-        return nn.functional.cross_entropy(likeness, torch.arange(len(hidden))) * len(x) / len((1, 2))
+        likeness = self.second(hidden) @ hidden.t() / math.sqrt(x.shape[0]) * sqrt(int(x.size(0)))
+        loss = nn.functional.cross_entropy(likeness, torch.arange(len(hidden))) * len(x) / len((1, 2))
+        assert isinstance(x.shape[1], int)
+        assert isinstance(loss, Tensor)
+        return loss / float(x.shape[0]) + x.shape[0] ** -0.5 + math.ceil(x.shape[0] / 3) + round(len(x) * 0.4)
 
 
-def test_a_batch_that_is_counted_with_len_stays_open() -> None:
+def test_a_batch_that_is_counted_in_python_stays_open() -> None:
     model = Counting()
     pipe = split(model, 4)
 
     assert pipe.graph.batch_symbol == "batch"
     for count in (1, 3, 7):
         torch.testing.assert_close(pipe.run(rows(count))["loss"], model(rows(count)))
-    assert "len" not in globals()
+    assert not {"len", "int", "float"} & globals().keys()
+    assert sqrt is math.sqrt
+    assert math.sqrt(4) == int("2") == float("2")
+
+
+@pytest.mark.parametrize(
+    ("code", "called"),
+    [
+        (
+            "def f(x: int) -> float:\n    y: int\n    return float(x) if isinstance(x, (int, str)) else 0",
+            {"float"},
+        ),
+        ("torch.zeros(int(n), dtype=float)", {"int"}),
+        ("float(n); list(map(float, n))", set()),
+        ("type(n) is int and int(n)", set()),
+    ],
+)
+def test_what_a_file_has_for_calls_alone(code: str, called: set[str], tmp_path: Path) -> None:
+    """Elsewhere `float` must be the built-in itself."""
+    (tmp_path / "file.py").write_text(code)
+    file = types.ModuleType("file")
+    file.__file__ = str(tmp_path / "file.py")
+
+    assert _only_called(file) == called

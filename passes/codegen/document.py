@@ -112,7 +112,9 @@ def _holds(
 
 def _imports(body: str) -> str:
     lines = ["import torch"] if "torch." in body else []
-    lines = ["from collections import OrderedDict", "", *lines] if "OrderedDict(" in body else lines
+    standard = ["import math"] if "math." in body else []
+    standard += ["from collections import OrderedDict"] if "OrderedDict(" in body else []
+    lines = [*standard, "", *lines] if standard else lines
     lines += ["import torch.nn.functional as F"] if "F." in body else []
     names = ["Tensor"] if "Tensor" in body else []
     names += ["nn"] if "nn." in body else []

@@ -12,7 +12,7 @@ from torch import fx
 from .literals import in_tuple, literal
 
 # Binding strength, as in Python's grammar; larger binds looser.
-ATOM, POWER, UNARY, TIMES, PLUS, AND, XOR, OR, COMPARE = range(9)
+ATOM, POWER, UNARY, TIMES, PLUS, SHIFT, AND, XOR, OR, COMPARE = range(10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ INFIX: dict[str, tuple[str, int]] = {
     "__and__": ("&", AND), "__or__": ("|", OR), "__xor__": ("^", XOR), "truediv": ("/", TIMES),
     "bitwise_and": ("&", AND), "bitwise_or": ("|", OR), "bitwise_xor": ("^", XOR), "remainder": ("%", TIMES),
     "eq": ("==", COMPARE), "ne": ("!=", COMPARE), "lt": ("<", COMPARE), "le": ("<=", COMPARE),
-    "gt": (">", COMPARE), "ge": (">=", COMPARE),
+    "gt": (">", COMPARE), "ge": (">=", COMPARE), "lshift": ("<<", SHIFT), "rshift": (">>", SHIFT),
 }  # fmt: skip
 
 

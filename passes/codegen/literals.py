@@ -25,6 +25,7 @@ _RESERVED = frozenset(
         "F",
         "Tensor",
         "OrderedDict",
+        "math",
     }
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,9 +14,18 @@ from torch import fx
 from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.errors import TraceError
 
-from .expression import INFIX, UNARY, Scene, Source, arguments, infix, subscript
+from .expression import INFIX, POWER, UNARY, Scene, Source, arguments, infix, subscript
 from .literals import is_plain_name
 from .words import SPECIAL
+
+# Of sizes and of what is computed from them. Those of torch can be traced again, Python's own are as good.
+_OF_NUMBERS: Mapping[Any, str] = {
+    torch.sym_sqrt: "torch.sym_sqrt",
+    math.floor: "math.floor",
+    math.ceil: "math.ceil",
+    math.trunc: "math.trunc",
+    round: "round",
+}
 
 
 def spell(node: fx.Node, scene: Scene) -> Source:
@@ -55,14 +65,16 @@ def _function(node: fx.Node, scene: Scene) -> Source:
         return Source(f"{scene.receiver(node.args[0])}.{attribute}")
     if name in INFIX and getattr(operator, name, None) is target:
         return infix(name, node.args[0], node.args[1], scene)
+    if target is operator.pow:
+        return Source(" ** ".join(scene.receiver(operand) for operand in node.args), POWER)
     if target is operator.neg:
         return Source(f"-{scene.source(node.args[0]).within(UNARY)}", UNARY)
+    if target in _OF_NUMBERS:
+        given = [value for value in node.args if value is not None]  # round(number, None)
+        return Source(f"{_OF_NUMBERS[target]}({arguments(given, {}, scene)})")
     for prefix, module in (("torch", torch), ("F", F)):
         if getattr(module, name, None) is target:
             return Source(f"{prefix}.{name}({arguments(node.args, node.kwargs, scene)})")
-    symbolic = {"sym_max": "max", "sym_min": "min", "sym_int": "int", "sym_not": "not "}
-    if name in symbolic:
-        return Source(f"{symbolic[name]}({arguments(node.args, {}, scene)})")
     raise TraceError(
         f"the traced program calls {getattr(target, '__module__', '?')}.{name}, which torch has no word for; "
         "call a torch function in its place, or trace with tracer='export'"

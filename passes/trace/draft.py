@@ -23,7 +23,7 @@ from .diagnose import state_kept
 from .exported import open_sizes
 from .program import Program
 
-_TORCH = Path(torch.__file__).resolve().parent
+_TORCH, _TRACER = (Path(file).resolve().parent for file in (torch.__file__, __file__))
 _MOST = 3
 
 
@@ -87,11 +87,14 @@ def _said(report: Any) -> Iterator[str]:
 
 
 def _line(stack: list[Mapping[str, Any]], files: Mapping[int, str]) -> tuple[str, str] | None:
-    """The innermost line of the stack outside torch: its place, and its text."""
+    """The innermost line of the model's on the stack: its place, and its text."""
     for frame in reversed(stack):
         name = files.get(frame["filename"])
-        if name is None or _TORCH in Path(name).resolve().parents:
+        folders = set() if name is None else {*Path(name).resolve().parents}
+        if name is None or _TORCH in folders:
             continue
+        if _TRACER in folders:
+            return None
         text = linecache.getline(name, frame["line"]).strip() or str(frame.get("loc", ""))
         return f"{Path(name).name}:{frame['line']}", text
     return None

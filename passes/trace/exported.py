@@ -18,12 +18,12 @@ from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.size_range import SizeRange
 
 from .compiling import is_compiling_says, is_raised_by_the_model
-from .counting import open_len
 from .custom import custom_functions_kept
 from .diagnose import line_of
 from .differentiating import differentiation_named
 from .inputs import FlatArguments
 from .mapped import write_out_vmap
+from .numbers_of_sizes import sizes_stay_open
 from .program import Program
 from .watch import Change, Watch
 
@@ -122,7 +122,7 @@ def _exported_by_torch(program: Program, tensors: tuple[torch.Tensor, ...], shap
         custom_functions_kept(),
         ctc_loss_kept(),
         differentiation_named(),
-        open_len(program.model, program.loss_fn),
+        sizes_stay_open(program.model, program.loss_fn),
     ):
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")

@@ -1,0 +1,127 @@
+"""`len(x)`, `int(x.shape[0])`, `math.sqrt(x.shape[0])`: Python makes plain numbers of them, and a trace would
+be for the example's size alone."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def sizes_stay_open(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[None]:
+    """While torch traces, these give sizes of sizes in the files that define the model and its loss.
+
+    What else is called `len` (`int`, `float`) there stays, other files see the built-in, and a file that has
+    `int` or `float` for something else than calls keeps it. `math.sqrt` is another one wherever it is.
+    """
+    names = {type(module).__module__ for module in model.modules()}
+    names |= {getattr(loss_fn, "__module__", None) or "", type(loss_fn).__module__}
+    files = [sys.modules[name] for name in names if name in sys.modules and not _is_of_torch(name)]
+    changed: list[tuple[dict[str, Any], str, Any]] = []  # with what stood there, or _NOTHING
+    try:
+        for file in files:
+            for name, value in _replacements(file).items():
+                changed.append((vars(file), name, vars(file).get(name, _NOTHING)))
+                vars(file)[name] = value
+        changed.append((vars(math), "sqrt", math.sqrt))
+        vars(math)["sqrt"] = _sqrt
+        yield
+    finally:
+        for found, name, before in reversed(changed):
+            if before is _NOTHING:
+                del found[name]
+            else:
+                found[name] = before
+
+
+_NOTHING = object()
+_plain_sqrt = math.sqrt
+
+
+def _replacements(file: ModuleType) -> Mapping[str, Any]:
+    """What names stand for in a file; `from math import sqrt` may have given one a name of its own."""
+    own = vars(file)
+    found: dict[str, Any] = {name: _sqrt for name, value in own.items() if value is _plain_sqrt}
+    if "len" not in own:
+        found["len"] = _len
+    found |= {name: _NUMBERS[name] for name in _only_called(file) if name not in own}
+    return found
+
+
+def _len(counted: Any) -> Any:
+    return counted.shape[0] if isinstance(counted, torch.Tensor) and counted.dim() else len(counted)
+
+
+def _sqrt(number: Any) -> Any:
+    if isinstance(number, torch.SymInt | torch.SymFloat):
+        return number**0.5  # torch.sym_sqrt has no translation to ONNX
+    return _plain_sqrt(number)
+
+
+class _Number(type):
+    """A class that is called in place of a built-in one, and has its instances."""
+
+    plain: type
+    of_a_size: Callable[[Any], Any]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], torch.SymInt | torch.SymFloat):
+            return cls.of_a_size(args[0])
+        return cls.plain(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.plain)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.plain)
+
+
+class _Int(metaclass=_Number):
+    plain = int
+    of_a_size = staticmethod(torch.sym_int)
+
+
+class _Float(metaclass=_Number):
+    plain = float
+    of_a_size = staticmethod(torch.sym_float)
+
+
+_NUMBERS: Mapping[str, type] = {"int": _Int, "float": _Float}
+
+
+@functools.cache
+def _only_called(file: ModuleType) -> frozenset[str]:
+    """Of `int` and `float` those that a file calls, and names besides in annotations and isinstance alone."""
+    try:
+        tree = ast.parse(inspect.getsource(file))
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()
+    called: set[str] = set()
+    harmless: set[int] = set()  # names, by id
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in _NUMBERS]
+    for node in ast.walk(tree):
+        parts: list[ast.AST | None] = []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called |= {node.func.id} & _NUMBERS.keys()
+            parts = [node.func, *(node.args[1:] if node.func.id == "isinstance" else ())]
+        elif isinstance(node, ast.arg | ast.AnnAssign):
+            parts = [node.annotation]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            parts = [node.returns]
+        harmless |= {id(inner) for part in parts if part is not None for inner in ast.walk(part)}
+    return frozenset(called - {name.id for name in names if id(name) not in harmless})
+
+
+def _is_of_torch(name: str) -> bool:
+    return name.partition(".")[0] in ("torch", builtins.__name__, "pd2bw_fx")
