@@ -177,6 +177,7 @@ class Counting(nn.Module):
         loss = nn.functional.cross_entropy(likeness, torch.arange(len(hidden))) * len(x) / len((1, 2))
         assert isinstance(x.shape[1], int)
         assert isinstance(loss, Tensor)
+        loss = loss + 0 * torch.randn(x.shape, generator=None).mean()
         return loss / float(x.shape[0]) + x.shape[0] ** -0.5 + math.ceil(x.shape[0] / 3) + round(len(x) * 0.4)
 
 

@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,8 @@ def sizes_stay_open(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Ite
     """While torch traces, these give sizes of sizes in the files that define the model and its loss.
 
     What else is called `len` (`int`, `float`) there stays, other files see the built-in, and a file that has
-    `int` or `float` for something else than calls keeps it. `math.sqrt` is another one wherever it is.
+    `int` or `float` for something else than calls keeps it. `math.sqrt` is another one everywhere, and so are
+    `torch.randn` and its kin, which take no size beside `generator=None`.
     """
     names = {type(module).__module__ for module in model.modules()}
     names |= {getattr(loss_fn, "__module__", None) or "", type(loss_fn).__module__}
@@ -34,8 +35,9 @@ def sizes_stay_open(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Ite
             for name, value in _replacements(file).items():
                 changed.append((vars(file), name, vars(file).get(name, _NOTHING)))
                 vars(file)[name] = value
-        changed.append((vars(math), "sqrt", math.sqrt))
-        vars(math)["sqrt"] = _sqrt
+        for module, name, value in _EVERYWHERE:
+            changed.append((vars(module), name, vars(module)[name]))
+            vars(module)[name] = value
         yield
     finally:
         for found, name, before in reversed(changed):
@@ -67,6 +69,22 @@ def _sqrt(number: Any) -> Any:
     if isinstance(number, torch.SymInt | torch.SymFloat):
         return number**0.5  # torch.sym_sqrt has no translation to ONNX
     return _plain_sqrt(number)
+
+
+def _without_no_generator(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("generator", ...) is None:
+            del kwargs["generator"]
+        return function(*args, **kwargs)
+
+    return drawn
+
+
+_EVERYWHERE: Sequence[tuple[ModuleType, str, Callable[..., Any]]] = (
+    (math, "sqrt", _sqrt),
+    *((torch, name, _without_no_generator(getattr(torch, name))) for name in ("rand", "randn", "randint")),
+)
 
 
 class _Number(type):
