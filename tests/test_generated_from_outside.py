@@ -86,6 +86,26 @@ class OfAList(Model):
         return x
 
 
+class Listing(nn.Module):
+    """A list of parameters under two names, of which torch reaches the members by their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.scales = nn.ParameterList([nn.Parameter(torch.rand(8)) for _ in range(2)])
+        self.again = self.inner
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head((x * self.again.scales[0]).tanh() + self.inner.scales[1]), y)
+
+
+def test_parameters_of_a_list_that_has_two_names() -> None:
+    torch.manual_seed(0)
+    pipe = split(Listing(), (torch.randn(4, 8), torch.randint(0, 4, (4,))), cluster=2, check="full")
+    assert any(".register_parameter(" in stage.source for stage in pipe.stages)
+
+
 @pytest.mark.parametrize(
     ("model", "called"),
     [

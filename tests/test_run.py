@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +72,36 @@ def test_batches_that_are_not_the_models_are_refused() -> None:
     traced = pd2bw_fx.split(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), cluster=2, costs="analytic")
     with pytest.raises(InputError, match="with example_args"):
         traced.run(torch.randn(4, 8))
+
+
+class Repeating(nn.Module):
+    """Returns its last hidden state as Hugging Face's models do with output_hidden_states: twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        first = self.first(x).tanh()
+        second = self.second(first)
+        copy = torch.empty_like(first)
+        copy.copy_(first)
+        last = self.last(second)
+        loss = nn.functional.mse_loss(last, y)
+        states = (x, first, second, last)
+        return {"loss": loss, "states": states, "copy": copy, "last": last, "total": loss, "input": x}
+
+
+def test_what_a_model_returns_under_several_names_has_all_of_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = Repeating(), (torch.randn(4, 8), torch.randn(4, 8))
+    pipe = pd2bw_fx.split(model, batch, cluster=3, costs="analytic", check="full")
+
+    found, wanted = pipe.run(batch), model(*batch)
+
+    wanted |= {f"states_{place}": state for place, state in enumerate(wanted.pop("states"))}
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, msg=name)
+    assert any(re.search(r"return (\w+, )*(\w+), \2\b", stage.source) for stage in pipe.stages)
+    pipe.export_onnx(tmp_path)  # its own check runs them all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx, nn
 
 from .cut import is_size, tensors_read
@@ -101,6 +102,8 @@ class Body:
 
     def is_ordered(self, item: fx.Node | Scope) -> bool:
         """Whether it matters when it is computed: for its gradient, its random numbers, what it writes."""
+        if is_second_name(item):
+            return False
         nodes = _nodes(item)
         found = (self.tree.graph.operators[node.name] for node in nodes)
         return any(
@@ -249,7 +252,7 @@ class Folding:
             return False
         reader = users[0]
         if reader == self.end:
-            return len(self.body.gives) == 1 and index == self.end - 1
+            return is_second_name(item) or (len(self.body.gives) == 1 and index == self.end - 1)
         if isinstance(item, Scope) and item.function is not None:
             return False
         if self._is_place(item) and not self._is_place(self.items[reader]):
@@ -258,3 +261,8 @@ class Folding:
 
     def _is_place(self, item: fx.Node | Scope) -> bool:
         return not isinstance(item, Scope) and item.op == "call_function" and place_in_mask(item) is not None
+
+
+def is_second_name(item: fx.Node | Scope) -> bool:
+    """Whether it hands on what the model returns under another name already."""
+    return not isinstance(item, Scope) and item.target is torch.ops.aten.alias.default

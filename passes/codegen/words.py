@@ -153,6 +153,7 @@ _MAKERS = {
 
 SPECIAL: dict[str, Special] = FUNCTIONS | {
     "_assert_async": _assertion,
+    "alias": lambda values, scene: scene.source(values["self"]),
     "block_diag": _each_by_itself("block_diag"),
     "broadcast_tensors": _each_by_itself("broadcast_tensors"),
     "cartesian_prod": _each_by_itself("cartesian_prod"),

@@ -205,13 +205,21 @@ class StageWriter:
                 continue
             self.ties[name] = canonical
             if canonical in held:
-                endings.append(f"{attributes.refer(name)} = {attributes.refer(canonical)}")
+                endings.append(self._tie(name, attributes.refer(canonical), attributes))
         for name, canonical in held.items():
             spec = self._spec(name)
             in_layer = any(name.startswith(path + ".") for path in layers)
             if not spec.trainable and canonical in self.tree.graph.parameters and in_layer:
                 endings.append(f"self.get_parameter({quoted(name)}).requires_grad_(False)")
         return endings
+
+    def _tie(self, name: str, value: str, attributes: Attributes) -> str:
+        target = attributes.refer(name)
+        if not target.endswith(")"):
+            return f"{target} = {value}"
+        holder, _, last = name.rpartition(".")  # what is reached by a call only
+        kind = "parameter" if self._spec(name).name in self.tree.graph.parameters else "buffer"
+        return f"{attributes.refer(holder)}.register_{kind}({quoted(last)}, {value})"
 
     def held_names(self) -> dict[str, str]:
         """Every parameter and buffer of the stage by its local name, with its name in the graph."""

@@ -21,6 +21,7 @@ from .clean import (
     remove_guards,
     remove_identities,
     remove_true_terms,
+    separate_repeated_outputs,
 )
 from .describe import Describer, parameter_specs
 from .facts import Facts, observe
@@ -49,6 +50,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     remove_identities(draft, facts)
     remove_true_terms(draft, facts)
     remove_dead_code(draft, facts)
+    separate_repeated_outputs(draft, facts)
     module = _module(draft, traced)
     placeholders = draft.graph.find_nodes(op="placeholder")
     parameters, buffers = parameter_specs(traced, draft)

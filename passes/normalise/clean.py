@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import getitem
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -38,6 +40,24 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
         if node.op == "call_function" and _is_identity(node, facts, written):
             node.replace_all_uses_with(node.args[0])
             draft.graph.erase_node(node)
+
+
+def separate_repeated_outputs(draft: Draft, facts: Facts) -> None:
+    """What the model returns twice is one operator's value, and then that of one that hands it on."""
+    output = draft.graph.output_node()
+    results: list[Any] = list(cast("Sequence[Any]", output.args[0]))
+    for place, value in enumerate(results):
+        if isinstance(value, fx.Node) and value in results[:place]:
+            with draft.graph.inserting_before(output):
+                again = draft.graph.call_function(torch.ops.aten.alias.default, (value,))
+            again.meta["val"] = value.meta.get("val")
+            facts.values[again.name] = facts.values.get(value.name)
+            facts.storages[again.name] = facts.storages.get(value.name, frozenset())
+            facts.aliases[again.name] = (value,)
+            if facts.requires_grad(value.name):
+                facts.assumed_gradients.add(again.name)
+            results[place] = again
+    output.args = (tuple(results),)
 
 
 def _is_identity(node: fx.Node, facts: Facts, written: set[int]) -> bool:
