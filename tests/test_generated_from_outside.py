@@ -124,3 +124,23 @@ def test_what_a_class_holds_and_others_call(model, called):
     torch.manual_seed(0)
     pipe = split(model(), (torch.randn(4, 8), torch.randint(0, 4, (4,))), cluster=2, check="full")
     assert any(called in stage.source for stage in pipe.stages)
+
+
+class InParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        half: Tensor = self.layers[:2](x)
+        return half + self.layers[2:](half)
+
+
+@pytest.mark.parametrize("example", [None, (torch.randn(4, 8),)], ids=["torch.fx", "torch.export"])
+def test_parts_of_a_sequence(example: tuple[Tensor] | None) -> None:
+    model, x = InParts(), torch.randn(4, 8)
+    pipe = split(model, example, cluster=2, costs="analytic")
+
+    first, second = (stage.module for stage in pipe.stages)
+    given = first(x)
+    torch.testing.assert_close(second(*given) if isinstance(given, tuple) else second(given), model(x))

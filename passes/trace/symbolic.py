@@ -44,6 +44,13 @@ class _Tracer(fx.Tracer):
         is_layer = super().is_leaf_module(m, module_qualified_name) and not isinstance(m, fx.GraphModule)
         return is_layer and m is not self.root.model
 
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if isinstance(m, nn.Sequential) and all(m is not module for module in self.root.modules()):
+            return forward(*args, **kwargs)  # a part of one, `layers[1:3]`, is no module of the model's
+        return super().call_module(m, forward, args, kwargs)
+
 
 def trace_symbolically(program: Program) -> fx.GraphModule:
     tracer = _Tracer(program.flat.names)
