@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from .cut import is_size, tensors_read
+from .limits import is_asked_for_a_limit
 from .naming import is_final, operator_name, place_in_mask
 from .scopes import Line, Scope, assigned_names, line_at
 from .stage_tree import StageTree, occurrences
@@ -255,9 +256,12 @@ class Folding:
             return is_second_name(item) or (len(self.body.gives) == 1 and index == self.end - 1)
         if isinstance(item, Scope) and item.function is not None:
             return False
-        if self._is_place(item) and not self._is_place(self.items[reader]):
+        reading = self.items[reader]
+        if not isinstance(reading, Scope) and is_asked_for_a_limit(result, reading):
+            return False
+        if self._is_place(item) and not self._is_place(reading):
             return False  # the rows and columns of a mask are worth a name
-        return self.body.region(item) == self.body.region(self.items[reader])
+        return self.body.region(item) == self.body.region(reading)
 
     def _is_place(self, item: fx.Node | Scope) -> bool:
         return not isinstance(item, Scope) and item.op == "call_function" and place_in_mask(item) is not None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .limits import Limit
 from .literals import in_tuple, literal
 
 # Binding strength, as in Python's grammar; larger binds looser.
@@ -45,6 +46,8 @@ class Scene:
             return f"slice({self.text(value.start)}, {self.text(value.stop)}, {self.text(value.step)})"
         if isinstance(value, torch.device):
             return self.device()
+        if isinstance(value, Limit):
+            return f"torch.finfo({self.receiver(value.operand)}.dtype).{value.name}"
         return literal(value)
 
     def source(self, value: Any) -> Source:

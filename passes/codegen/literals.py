@@ -14,6 +14,8 @@ import torch
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.source_check import WAYS_OUT
 
+from .limits import limit_of_a_type
+
 _RESERVED = frozenset(
     {
         *dir(builtins),
@@ -41,8 +43,7 @@ def literal(value: Any) -> str:
     if kind is int:
         return int.__repr__(value)
     if kind is float:
-        text = float.__repr__(value).replace("e+", "e")
-        return text if math.isfinite(value) else f'float("{text}")'
+        return limit_of_a_type(value) or _number(value)
     if kind is complex:
         return f"complex({literal(value.real)}, {literal(value.imag)})"
     if kind is str:
@@ -61,6 +62,17 @@ def literal(value: Any) -> str:
         f"the model uses a constant of type {kind.__module__}.{kind.__qualname__} that cannot be written as "
         "source; make it a tensor, a number, a string or a tuple of these"
     )
+
+
+def _number(value: float) -> str:
+    """As Python prints it, but -1e9 for -1000000000.0."""
+    text = float.__repr__(value).replace("e+", "e")
+    if not math.isfinite(value):
+        return f'float("{text}")'
+    whole = text.removesuffix(".0")
+    digits = whole.rstrip("0")
+    zeros = len(whole) - len(digits)
+    return f"{digits}e{zeros}" if zeros >= 6 and len(digits) <= 3 else text
 
 
 def quoted(text: str) -> str:

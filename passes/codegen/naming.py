@@ -28,6 +28,7 @@ _RESULT_NAMES = {
     "getitem": "element", "softmax": "shares", "bmm": "product", "pow": "power", "flatten": "flat",
     "abs": "magnitude", "cumsum": "running_total", "expand_as": "expanded", "new_zeros": "zeros",
     "new_ones": "ones", "slice_scatter": "filled", "select_scatter": "filled", "full_like": "filled",
+    "index_put": "filled", "index_fill": "filled", "fill": "filled", "linalg_vector_norm": "norm",
 }  # fmt: skip
 
 

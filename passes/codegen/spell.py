@@ -15,6 +15,7 @@ from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.errors import TraceError
 
 from .expression import INFIX, POWER, UNARY, Scene, Source, arguments, infix, subscript
+from .limits import with_limits
 from .literals import is_plain_name
 from .words import SPECIAL
 
@@ -89,7 +90,7 @@ def _index(index: Any, scene: Scene) -> str:
 def _overload(node: fx.Node, scene: Scene) -> Source:
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
-    values = _bound(target, node.args, node.kwargs)
+    values = with_limits(node, _bound(target, node.args, node.kwargs))
     name = target._schema.name.partition("::")[2]
     if target.namespace in ("aten", "pd2bw_fx"):  # ours stand for words of torch's
         special = SPECIAL.get(f"{name}.{target._overloadname}", SPECIAL.get(name))

@@ -13,6 +13,7 @@ from pd2bw_fx.program import ProgramModule, tensors, training_context
 from pd2bw_fx.traced import Traced
 
 from .assume import assume
+from .casts import working_casts
 from .clean import (
     remove_broadcasts,
     remove_dead_code,
@@ -28,6 +29,7 @@ from .facts import Facts, observe
 from .functional import make_functional, reshape_as_views
 from .lift import Draft, canonical_names, lift
 from .memory import find_memory_groups
+from .numbers import write_numbers
 from .state import copy_written_buffers
 
 __all__ = ["normalise", "tensors"]
@@ -45,8 +47,11 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     remove_detached_constants(draft)
     remove_broadcasts(draft)
     remove_empty_parts(draft)
+    write_numbers(draft, traced.model)
     reshape_as_views(draft)
     draft, facts = _observed(draft, traced)
+    if traced.examples:
+        facts.working_casts = working_casts(_module(draft, traced), facts, traced.examples)
     remove_identities(draft, facts)
     remove_true_terms(draft, facts)
     remove_dead_code(draft, facts)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from .casts import CASTS
 from .facts import Facts
 from .lift import Draft
 from .nodes import asserts_assumption, is_random, operator_name
@@ -34,7 +35,10 @@ def remove_guards(draft: Draft) -> None:
 
 
 def remove_identities(draft: Draft, facts: Facts) -> None:
-    """Aliases, casts to the type that the tensor has, reshapes to its shape: the same values and gradient."""
+    """Aliases, casts to the type that the tensor has, reshapes to its shape: the same values and gradient.
+
+    Casts that have something to do under autocast stay.
+    """
     written = _written_storages(facts)
     for node in list(draft.graph.nodes):
         if node.op == "call_function" and _is_identity(node, facts, written):
@@ -76,8 +80,9 @@ def _is_identity(node: fx.Node, facts: Facts, written: set[int]) -> bool:
     before, after = operand.meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
-    if name in {"to", "type_as"} and not node.kwargs.get("copy") and node.kwargs.get("memory_format") is None:
-        return (before.dtype, before.device, before.layout) == (after.dtype, after.device, after.layout)
+    if name in CASTS and not node.kwargs.get("copy") and node.kwargs.get("memory_format") is None:
+        is_same = (before.dtype, before.device, before.layout) == (after.dtype, after.device, after.layout)
+        return is_same and node.name not in facts.working_casts
     if before.dtype != after.dtype or _sizes(before) != _sizes(after):
         return False
     if name == "add":

@@ -24,7 +24,7 @@ from .nodes import writes
 @dataclass(slots=True)
 class Facts:
     """By node name: its fake value (with requires_grad and strides), the memory that it stands on, the nodes
-    among its operands that share it, and those that it writes."""
+    among its operands that share it, and those that it writes. `working_casts`: see casts.py."""
 
     mode: FakeTensorMode
     values: dict[str, Any] = field(default_factory=dict)
@@ -32,6 +32,7 @@ class Facts:
     aliases: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)
     written: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)
     assumed_gradients: set[str] = field(default_factory=set)  # where there is no value to ask
+    working_casts: frozenset[str] = frozenset()
 
     def is_view(self, name: str) -> bool:
         return bool(self.aliases.get(name))
@@ -48,13 +49,8 @@ def fake_mode() -> FakeTensorMode:
 
 def observe(module: ProgramModule, example: Mapping[str, torch.Tensor]) -> Facts:
     """Runs the program at the example's sizes; `example` holds a tensor for each placeholder."""
-    mode = fake_mode()
-    facts = Facts(mode)
-    observer = _Observer(module, mode, facts)
-    with mode, torch.enable_grad():
-        observer.run(
-            *(_fake(mode, example[str(node.target)]) for node in module.graph.find_nodes(op="placeholder"))
-        )
+    facts = Facts(fake_mode())
+    _Observer(module, facts).run_on(example)
     return facts
 
 
@@ -64,15 +60,28 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     return fake.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else fake
 
 
-class _Observer(ProgramInterpreter):
-    def __init__(self, module: ProgramModule, mode: FakeTensorMode, facts: Facts) -> None:
-        super().__init__(module, garbage_collect_values=False)
+class FakeRun(ProgramInterpreter):
+    """Runs the program on parameters, buffers and constants that hold no data."""
+
+    def __init__(self, module: ProgramModule, mode: FakeTensorMode, *, keep_values: bool = False) -> None:
+        super().__init__(module, garbage_collect_values=not keep_values)
         self.mode = mode
-        self.facts = facts
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
         return _fake(self.mode, value) if isinstance(value, torch.Tensor) else value
+
+    def run_on(self, example: Mapping[str, torch.Tensor]) -> None:
+        """`example` holds a tensor for each placeholder."""
+        placeholders = self.graph.find_nodes(op="placeholder")
+        with self.mode, torch.enable_grad():
+            self.run(*(_fake(self.mode, example[str(node.target)]) for node in placeholders))
+
+
+class _Observer(FakeRun):
+    def __init__(self, module: ProgramModule, facts: Facts) -> None:
+        super().__init__(module, facts.mode, keep_values=True)
+        self.facts = facts
 
     def run_node(self, n: fx.Node) -> Any:
         versions = {node: _versions(self.env[node]) for node in n.all_input_nodes}

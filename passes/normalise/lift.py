@@ -103,18 +103,19 @@ def _state_of(traced: Traced) -> dict[str, Any]:
         name = own_name(target, traced)
         if target.startswith(traced.prefix) and name in canonical:
             name = canonical[name]
-            value = _attribute(traced.model, name)
+            value = attribute(traced.model, name)
         elif target in program.state_dict:
             value = program.state_dict[target]
         else:
             value = program.constants[target]
-            if _attribute(traced.model, name) is not value:
+            if attribute(traced.model, name) is not value:
                 name, num_constants = f"constant_{num_constants}", num_constants + 1
         state[entry.arg.name] = _State(name, value, nodes[entry.arg.name].meta)
     return state
 
 
-def _attribute(model: nn.Module, name: str) -> Any:
+def attribute(model: nn.Module, name: str) -> Any:
+    """What the model has under a dotted name; None where there is nothing."""
     value: Any = model
     for step in name.split("."):
         value = getattr(value, step, None)
@@ -181,12 +182,12 @@ class _Copier:
         return self.read[state.name]
 
     def _attribute(self, module: nn.Module, node: fx.Node) -> Any:
-        value = _attribute(module, str(node.target))
+        value = attribute(module, str(node.target))
         if not isinstance(value, torch.Tensor):
             return _Constant(value)
         name = self._own_name(str(node.target))
         name = canonical_names(self.traced.model).get(name, name)
-        if _attribute(self.traced.model, name) is not value:
+        if attribute(self.traced.model, name) is not value:
             taken = [given for given in self.draft.values if given.startswith("constant_")]
             name = f"constant_{len(taken)}"
         return _State(name, value, node.meta)
