@@ -11,7 +11,7 @@ import torch
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-from pd2bw_fx.runtime.loss import Loss
+from pd2bw_fx.runtime.loss import Loss, Means
 from tests.torchrun import torchrun, torchrun_of_forks
 
 
@@ -46,7 +46,10 @@ def test_an_engine_evaluates_on_its_newest_weights_and_goes_on_training(
 
 
 def test_a_loss_behaves_as_the_number_that_it_is() -> None:
-    loss, other = (Loss(0, torch.tensor([value, torch.inf])) for value in (0.75, 0.5))
+    def read(value: float) -> Loss:
+        return Loss(0, [Means(("loss",), torch.tensor([value, torch.inf]), None, is_known_here=True)])
+
+    loss, other = read(0.75), read(0.5)
 
     assert (loss + 1, 1 - loss, loss * other, sum([loss, other]), -loss) == (1.75, 0.25, 0.375, 1.25, -0.75)
     assert loss > other

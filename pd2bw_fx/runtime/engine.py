@@ -11,8 +11,7 @@ engine.flush()
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -23,21 +22,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pd2bw_fx.actions import Action
-from pd2bw_fx.errors import InputError, WorkerError
+from pd2bw_fx.errors import InputError
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.passes.schedule import method_of
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
-from pd2bw_fx.runtime.failure import is_refused_by_all, shared_fate, translated
+from pd2bw_fx.runtime.failure import shared_fate, translated
+from pd2bw_fx.runtime.fate import Fate
 from pd2bw_fx.runtime.job import Job, merged_tensors
-from pd2bw_fx.runtime.loss import Loss, LossPost
+from pd2bw_fx.runtime.loss import Loss, Means
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.rank_runner import evaluation_actions
 from pd2bw_fx.runtime.reports import LossLog
+from pd2bw_fx.runtime.results import Results, evaluation_pieces, joined
 from pd2bw_fx.runtime.setup import Groups, make_recorder, make_runner, make_weights
 from pd2bw_fx.runtime.stage_runner import Microbatch
-from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.world import (
     World,
     agreed_seed,
@@ -50,7 +50,6 @@ from pd2bw_fx.runtime.world import (
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
-_NOBODY = Watch(None, 0, 1, silence_s=0.0)
 _UPDATES_COMPARED = 2  # at the beginning, in which ranks tell each other what batch they were given
 
 
@@ -67,19 +66,15 @@ class Engine:
         self.device = local_device(job.device_name, options.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._empty_before = self._num_refused = 0
+        self._empty_before = 0
         self._to_compare = _UPDATES_COMPARED
-        self._is_broken = self._is_closed = False
-        self._world: World | None = None
         corrections = corrections_of(job.method) if options.corrections is None else options.corrections
         self._synchronous_updates = max(
             (c.synchronous_updates for c in corrections if isinstance(c, PipeMare)), default=0
         )
         self._groups = groups = Groups(job.num_ranks, options.timeout_s)
         self._control = groups.control
-        self._post = LossPost(
-            job.ranks_of(job.loss_stage), job.rank, job.num_ranks, group=self._control, device=self.device
-        )
+        self._fate = Fate(job, self._control)
         self._weights = weights = make_weights(
             job,
             self.device,
@@ -89,6 +84,7 @@ class Engine:
             corrections=corrections,
         )
         self.job = job = replace(job, tensors={})  # the weights are the store's now
+        self._results = Results(job, group=self._control, device=self.device)
         weights.optimize_with(
             options.optimizer,
             options.lr_scheduler,
@@ -109,7 +105,7 @@ class Engine:
             self.device,
             groups=groups,
             precision=options.precision,
-            on_loss=self._post.collect,
+            on_output=self._results.collect,
             recorder=self._recorder,
         )
         self._draw_by(agreed_seed(options.seed, self._control))
@@ -137,8 +133,8 @@ class Engine:
           parameter's group, such as `{"weight_decay": 0.0}`, by its name in the model.
         - `max_gradient_norm` clips the norm of the whole model's gradient of an update.
         - `precision`: "bf16" or "fp16" computes under autocast with weights in their own type; "fp16" with a
-          loss scale, as torch.amp.GradScaler has it. A cast of the model's own that changed nothing when it
-          was traced, such as `.float()` in float32, is no part of the stages.
+          loss scale, as torch.amp.GradScaler has it. A cast of the model's own that does nothing without
+          autocast, such as `.float()` in float32, is in the stages where it does something under it.
         - `method` and `microbatches_per_update` (of the whole update, over all replicas): the plan's.
         - `slack` (2bw, 1f1b) lengthens the warm-up to (d - 1 - s)(1 + slack) forwards: more microbatches in
           flight, so that no stage waits for a gradient that is late. "auto" takes up to 1 for 2bw, as two
@@ -179,7 +175,7 @@ class Engine:
         except BaseException:
             world.leave()
             raise
-        engine._world = world
+        engine._fate.world = world
         world.watch.tell_of(engine.job.name_of, engine._doing)
         return engine
 
@@ -207,7 +203,7 @@ class Engine:
         engine is as before. WorkerError with the reason of a rank that failed.
         """
         layout = self.job.layout
-        with self._reading_a_batch(f"in update {self.updates}"):
+        with self._fate.reading_a_batch(f"in update {self.updates}", self.updates):
             flat = layout.flatten(batch)
             # What this rank reads may be in flight when the caller fills its tensors anew.
             flat |= {name: flat[name].clone() for name in self.job.inputs()}
@@ -220,7 +216,7 @@ class Engine:
     def step_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
         """One update on microbatches that are cut already and have at least this stage's inputs."""
         update = self.updates
-        with self._shared_fate(f"in update {update}"):
+        with self._fate.shared(f"in update {update}"):
             actions = self._actions(update, update + 1, drain=False)
             self._add(microbatches)
             self.updates += 1
@@ -233,20 +229,42 @@ class Engine:
         Flushes first. A batch that cannot be cut into `microbatches_per_update` parts goes through whole.
         Raises InputError where the model does something else in evaluation than what was traced.
         """
-        self._require_evaluation()
-        self.flush()
-        layout, count = self.job.layout, self.job.microbatches_per_update
-        with self._reading_a_batch("in an evaluation"):
-            flat = layout.flatten(batch)
-            is_fixed = layout.microbatch_sizes.is_one_size
-            whole = not is_fixed and _batch_size(flat, layout) % count
-            pieces = layout.cut(flat, 1 if whole else count)
-        return self.eval_microbatches([Microbatch.of(piece) for piece in pieces])
+        return self.eval_microbatches(self._pieces(batch, ()))
 
     def eval_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
+        loss, _ = self._evaluated(microbatches)
+        return loss
+
+    def outputs(self, batch: Any, *names: str) -> dict[str, Tensor]:
+        """What the model returns for a batch, by name, on the CPU of every rank; `names`: these alone.
+
+        In evaluation, as `eval` does it. What the microbatches give is put together along the dimension of
+        the batch, numbers are their mean; a batch whose results are neither goes through whole.
+        """
+        unknown = [name for name in names if name not in self.job.outputs]
+        if unknown:
+            known = ", ".join(map(repr, self.job.outputs))
+            raise InputError(f"the model returns no {unknown[0]!r}; its outputs are {known}")
+        wanted = names or tuple(self.job.outputs)
+        microbatches = self._pieces(batch, wanted)
+        self._results.keep(wanted)
+        _, numbers = self._evaluated(microbatches)
+        with self._fate.shared("collecting what the model returns"):
+            everyone = collected(self._results.take(), self._control)
+        return joined(self.job, everyone, numbers, wanted)
+
+    def _pieces(self, batch: Any, wanted: Sequence[str]) -> list[Microbatch]:
         self._require_evaluation()
         self.flush()
-        with self._shared_fate("in an evaluation"):
+        with self._fate.reading_a_batch("in an evaluation", self.updates):
+            pieces = evaluation_pieces(self.job, self.job.layout.flatten(batch), wanted)
+        return [Microbatch.of(piece) for piece in pieces]
+
+    def _evaluated(self, microbatches: Sequence[Microbatch]) -> tuple[Loss, range]:
+        """Their loss, which has arrived, and their numbers."""
+        self._require_evaluation()
+        self.flush()
+        with self._fate.shared("in an evaluation"):
             self._weights.train(on=False)
             numbers = self._add(microbatches)
             self._runner.run(evaluation_actions(self.job, numbers, self.updates), training=False)
@@ -254,11 +272,11 @@ class Engine:
             self._weights.train(on=True)
             loss = self._tell_loss(self.updates, training=False)
             loss.wait()
-            return loss
+            return loss, numbers
 
     def flush(self) -> None:
         """Bring the microbatches in flight home and apply the last update. Training may go on afterwards."""
-        with self._shared_fate("at the end of the pipeline"):
+        with self._fate.shared("at the end of the pipeline"):
             if self._empty_before < self.updates:
                 self._runner.run(self._actions(self.updates, self.updates, drain=True))
                 self._empty_before = self.updates
@@ -272,7 +290,7 @@ class Engine:
         Flushes first. All ranks must call it.
         """
         self.flush()
-        with self._shared_fate("collecting the weights"):
+        with self._fate.shared("collecting the weights"):
             everyone = collected(self._weights.tensors(), self._control)
         return merged_tensors(self.job, [everyone])
 
@@ -284,7 +302,7 @@ class Engine:
         no plain numbers and texts.
         """
         self.flush()
-        with self._shared_fate("writing a checkpoint"), translated(None):
+        with self._fate.shared("writing a checkpoint"), translated(None):
             job = self.job
             shape = job.shape
             header = Header(self.updates, job.method, shape.num_stages, job.num_ranks, self._seed)
@@ -303,7 +321,7 @@ class Engine:
         and shape, or a file of it is missing.
         """
         self.flush()
-        with self._shared_fate("reading a checkpoint"):
+        with self._fate.shared("reading a checkpoint"):
             checkpoint = Checkpoint(folder, rank=self.rank)
             header = checkpoint.header
             checkpoint.require_model(self.job.parameters, self.job.buffers)
@@ -325,18 +343,15 @@ class Engine:
 
         All ranks call it. `pd2bw_fx.metrics.timeline_of` makes a picture of them.
         """
-        with self._shared_fate("collecting the records"), translated(None):
+        with self._fate.shared("collecting the records"), translated(None):
             gathered: list[Any] = [None] * self.job.num_ranks
             dist.all_gather_object(gathered, list(self._recorder or ()), group=self._control)
         return tuple(Record(*record) for records in gathered for record in records)
 
     def close(self) -> None:
         """Give up the engine's process groups; the last one open, the world that engines have joined."""
-        self._is_closed = True
-        if self._world is not None:
-            self._world.leave()
-            self._world = None
-        if not self._is_broken and dist.is_initialized():
+        self._fate.close()
+        if not self._fate.is_broken and dist.is_initialized():
             self._groups.close()
 
     def __enter__(self) -> Self:
@@ -347,7 +362,7 @@ class Engine:
     ) -> None:
         """Flush, unless the block failed or has closed the engine, and close."""
         try:
-            if error is None and not self._is_closed:
+            if error is None and not self._fate.is_closed:
                 self.flush()
         finally:
             self.close()
@@ -378,8 +393,7 @@ class Engine:
     def _add(self, microbatches: Sequence[Microbatch]) -> range:
         """Give each stage its microbatches of this update; their numbers."""
         numbers = range(self.updates * len(microbatches), (self.updates + 1) * len(microbatches))
-        loss_ranks = [self.job.rank_of(self.job.loss_stage, number) for number in numbers]
-        self._post.expect(len(microbatches), here=loss_ranks.count(self.rank))
+        self._results.expect(numbers)
         for number, microbatch in zip(numbers, microbatches, strict=True):
             own = [stage for stage in self.stages if self.job.rank_of(stage, number) == self.rank]
             if not own:
@@ -395,50 +409,17 @@ class Engine:
         return Microbatch(moved, microbatch.size)
 
     def _tell_loss(self, update: int, *, training: bool) -> Loss:
-        mean, arrived = self._post.mean(update)
+        means = [self._waited_for(arriving) for arriving in self._results.means(update)]
+        self._log.add(Loss(update, means, is_of_training=training))
+        return Loss(update, [arriving.as_read() for arriving in means], is_of_training=training)
 
+    def _waited_for(self, means: Means) -> Means:
         def wait() -> None:
-            with self._shared_fate("waiting for the loss"):
-                arrived()
+            with self._fate.shared("waiting for the loss"):
+                means.wait()
 
-        loss = Loss(update, mean, wait, is_of_training=training)
-        self._log.add(loss)
-        return Loss(update, mean) if self._post.is_known_here else loss
-
-    @contextmanager
-    def _shared_fate(self, doing: str) -> Iterator[None]:
-        if self._is_closed:
-            raise InputError("this engine was closed; make a new one")
-        if self._is_broken:
-            raise WorkerError("this engine failed before and its pipeline is torn; make a new one")
-        try:
-            watch = _NOBODY if self._world is None else self._world.watch
-            with watch, shared_fate(self.rank, self.job.described(), doing, watch.lost):
-                yield
-        except BaseException:
-            self._is_broken = True
-            raise
-
-    @contextmanager
-    def _reading_a_batch(self, doing: str) -> Iterator[None]:
-        """What every rank refuses was begun by none: the engine is as before, and goes on."""
-        refused: InputError | None = None
-        with self._shared_fate(doing):
-            try:
-                yield
-            except InputError as error:
-                self._num_refused += 1
-                what = f"{self._control.group_name}/{self._num_refused}/{self.updates}"
-                if not is_refused_by_all(what, self.job.num_ranks):
-                    raise
-                refused = error
-        if refused is not None:
-            raise refused
+        return Means(means.names, means.values, wait, is_known_here=means.is_known_here)
 
     def _doing(self) -> str:
         action = self._runner.current
         return f"in update {self.updates}" + ("" if action is None else f", at {action}")
-
-
-def _batch_size(inputs: Mapping[str, Tensor], layout: Any) -> int:
-    return next((inputs[known.name].shape[0] for known in layout.inputs if known.batched), 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pd2bw_fx.actions import Shape
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.graph import OperatorGraph, ParameterSpec
+from pd2bw_fx.graph import OperatorGraph, ParameterSpec, TensorSpec
 from pd2bw_fx.passes.schedule import METHODS, Method, check_schedule, method_of, schedule_of
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
@@ -47,7 +47,8 @@ class Job:
     rank in the process group that does the part of the schedule's rank r: those of one rank a stage follow
     the cluster's order of devices, and the plan says which device has which stage. `parameters` and `buffers`
     describe the whole model's tensors, `holders` names the ranks of each parameter that several ranks hold,
-    `loss_stage` is the one that computes the output called `loss`.
+    `loss_stage` is the one that computes the output called `loss`; `outputs` are what the model returns, by
+    name in its order, and `numbers` those beside the loss that are one number, by the stage that has them.
     """
 
     rank: int
@@ -60,6 +61,8 @@ class Job:
     device_name: str
     recomputed: frozenset[int]  # stages whose forward is run again before the backward
     loss_stage: int
+    outputs: Mapping[str, TensorSpec]
+    numbers: Mapping[int, tuple[str, ...]]
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[ParameterSpec, ...]
     holders: Mapping[str, tuple[int, ...]]
@@ -201,6 +204,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
     _require_steady_parameters(graph, work)
     loss_stages = [p.stage for p in programs if any(port.model_output == graph.loss for port in p.outputs)]
     assert loss_stages, f"no stage returns the output {graph.loss!r}"
+    returned = {port.model_output: port for p in programs for port in p.outputs}
     held, report = pipeline.tensors(), pipeline.trace_report
     ranks = _ranks(pipeline.plan, work)
     stages_of = [work.rules.stages_of(work.shape, place) for place in range(len(ranks))]
@@ -219,6 +223,8 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
                 device_name=_device_name(pipeline, work, place),
                 recomputed=frozenset(p.stage for p in own if pipeline.plan.stages[p.stage].recompute),
                 loss_stage=loss_stages[-1],
+                outputs={output.name: returned[output.name].spec for output in graph.outputs},
+                numbers=_numbers(programs, graph.loss),
                 parameters=tuple(graph.parameters.values()),
                 buffers=tuple(graph.buffers.values()),
                 holders=_holders(programs, stages_of, ranks),
@@ -226,6 +232,16 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
             )
         )
     return tuple(sorted(made, key=lambda job: job.rank))
+
+
+def _numbers(programs: tuple[StageProgram, ...], loss: str) -> dict[int, tuple[str, ...]]:
+    found: dict[int, list[str]] = {}
+    for program in programs:
+        for port in program.outputs:
+            is_number = port.spec.shape == () and port.spec.dtype.is_floating_point
+            if port.model_output not in (None, loss) and is_number:
+                found.setdefault(program.stage, []).append(str(port.model_output))
+    return {stage: tuple(names) for stage, names in found.items()}
 
 
 def _ranks(plan: Plan, work: Work) -> tuple[int, ...]:

@@ -60,12 +60,14 @@ _REASONS_S = 3.0  # after a first failure, how long to wait for a better reason
 class TrainResult:
     """The mean loss of every update, and the weights after the last, by name in the operator graph.
 
+    `numbers` are what else the model returns that is one number, by name: its mean in every update.
     `metrics` is what a report shows: `result.metrics.save(folder)`.
     """
 
     losses: tuple[float, ...]
     tensors: Mapping[str, Tensor] = field(repr=False)
     metrics: Metrics = field(repr=False)
+    numbers: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 def train_local(
@@ -160,6 +162,7 @@ class _Workers:
     ) -> None:
         self.jobs: list[Job] = [start.job for start in starts]
         self.losses: list[float] = []
+        self.numbers: dict[str, list[float]] = {}
         self._update_s: list[float] = []
         self._told_s = time.monotonic()
         self._on_update = on_update
@@ -219,7 +222,8 @@ class _Workers:
             tuple(self._update_s),
             records=self._finished[0].records,
         )
-        return TrainResult(losses, tensors, metrics)
+        numbers = {name: tuple(means) for name, means in self.numbers.items()}
+        return TrainResult(losses, tensors, metrics, numbers)
 
     def end(self) -> None:
         """No process outlives the run, whatever happened."""
@@ -290,6 +294,8 @@ class _Workers:
         self._done[rank] += 1
         if message.loss is not None:
             self.losses.append(message.loss)
+            for name, mean in message.numbers.items():
+                self.numbers.setdefault(name, []).append(mean)
             before_s, self._told_s = self._told_s, time.monotonic()
             self._update_s.append(self._told_s - before_s)
             if self._on_update is not None:

@@ -1,4 +1,4 @@
-"""The loss of one update: known on one rank, on its way to the others."""
+"""The loss of one update, and other numbers of it: known on one rank, on their way to the others."""
 
 from __future__ import annotations
 
@@ -25,6 +25,34 @@ def _of_float(name: str) -> Callable[..., Any]:
     return method
 
 
+class Means:
+    """Of one update: where the means of what a stage returns arrive, and behind them the first microbatch
+    whose loss is no finite number (infinity: none).
+
+    `wait` stands still until they are there and have left this rank, which has them from the beginning where
+    it `is_known_here`.
+    """
+
+    __slots__ = ("_wait", "is_known_here", "names", "values")
+
+    def __init__(
+        self, names: tuple[str, ...], values: Tensor, wait: Callable[[], None] | None, *, is_known_here: bool
+    ) -> None:
+        self.names = names
+        self.values = values
+        self.is_known_here = is_known_here
+        self._wait = wait
+
+    def wait(self) -> None:
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+
+    def as_read(self) -> Means:
+        """For whoever reads them here: nothing is waited for that is here."""
+        return Means(self.names, self.values, None, is_known_here=True) if self.is_known_here else self
+
+
 class Loss:
     """Behaves as the float that it is; reading it waits until the last stage has it.
 
@@ -33,34 +61,36 @@ class Loss:
     and no rank waits.
     """
 
-    __slots__ = ("_arrived", "_wait", "is_of_training", "update")
+    __slots__ = ("_means", "is_of_training", "update")
 
-    def __init__(
-        self,
-        update: int,
-        arrived: Tensor,
-        wait: Callable[[], None] | None = None,
-        *,
-        is_of_training: bool = True,
-    ) -> None:
+    def __init__(self, update: int, means: Sequence[Means], *, is_of_training: bool = True) -> None:
+        """`means` are those of each stage that returns numbers; the first begin with the loss."""
         self.update = update
         self.is_of_training = is_of_training
-        self._arrived = arrived
-        self._wait = wait
+        self._means = means
 
     def wait(self) -> None:
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
+        for means in self._means:
+            means.wait()
 
     def item(self) -> float:
+        self._means[0].wait()
+        return float(self._means[0].values[0])
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The other numbers that the model returns, by name: means over the batch, as the loss is."""
         self.wait()
-        return float(self._arrived[0])
+        arrived: dict[str, float] = {}
+        for means in self._means:
+            arrived |= zip(means.names, means.values[:-1].tolist(), strict=True)
+        del arrived[self._means[0].names[0]]
+        return arrived
 
     def broken_microbatch(self) -> int | None:
         """The first whose loss is no finite number."""
-        self.wait()
-        first = float(self._arrived[1])
+        self._means[0].wait()
+        first = float(self._means[0].values[-1])
         return int(first) if math.isfinite(first) else None
 
     def __float__(self) -> float:
@@ -93,9 +123,9 @@ class Loss:
     __hash__ = _of_float("__hash__")
 
 
-class LossPost:
-    """Brings the mean loss of each update from the ranks that compute it (`sources`) to all others, and which
-    microbatch's is the first that is no finite number (infinity: none's).
+class NumberPost:
+    """Brings the means of numbers that a stage computes for each microbatch, the loss among them, from its
+    ranks (`sources`) to all others; and which is the first microbatch whose first number is not finite.
 
     A rank sends its part right after its last forward of the update, before anything that may wait for
     another rank: a rank that stands still until it has the loss holds nobody up.
@@ -103,20 +133,25 @@ class LossPost:
 
     def __init__(
         self,
+        names: Sequence[str],
         sources: Sequence[int],
         rank: int,
         num_ranks: int,
         *,
+        tag: tuple[int, int] = (0, 1),
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
+        """`tag` is this post's number, and how many there are between the same ranks."""
+        self.names = tuple(names)
         self._sources = sources
         self._rank = rank
         self._others = [other for other in range(num_ranks) if other != rank]
+        self._tag = tag
         self._group = group
         self._device = device
         self._num_microbatches = (1, 0)
-        self._collected: list[tuple[int, Tensor]] = []
+        self._collected: dict[int, dict[str, Tensor]] = {}
         self._parts: dict[int, tuple[Tensor, list[dist.Work | None]]] = {}
 
     @property
@@ -125,19 +160,18 @@ class LossPost:
         return list(self._sources) == [self._rank]
 
     def expect(self, num_microbatches: int, *, here: int) -> None:
-        """How many microbatches the coming update has, and of how many this rank computes the loss."""
+        """How many microbatches the coming update has, and how many of them are this rank's."""
         self._num_microbatches = num_microbatches, here
 
-    def collect(self, microbatch: int, loss: Tensor) -> None:
-        """The loss of one of this rank's microbatches; with the update's last, their sum goes out."""
+    def collect(self, microbatch: int, name: str, number: Tensor) -> None:
+        """A number of one of this rank's microbatches; with the update's last, their sums go out."""
         everywhere, here = self._num_microbatches
-        self._collected.append((microbatch, loss))
-        if len(self._collected) == here:
+        self._collected.setdefault(microbatch, {})[name] = number
+        whole = [numbers for numbers in self._collected.values() if len(numbers) == len(self.names)]
+        if len(whole) == here:
             self._send(microbatch // everywhere)
 
-    def mean(self, update: int) -> tuple[Tensor, Callable[[], None]]:
-        """A place for the update's mean loss and the first microbatch without one, and how to wait until they
-        are there and have left this rank."""
+    def means(self, update: int) -> Means:
         num_microbatches, _ = self._num_microbatches
         works: list[tuple[int, dist.Work | None]] = []
         parts: list[Tensor] = []
@@ -148,17 +182,17 @@ class LossPost:
                 part, sent = self._parts.pop(update)
                 works += [(source, work) for work in sent]
             else:
-                part = torch.empty(2, dtype=torch.float64, device=self._device)
+                part = torch.empty(len(self.names) + 1, dtype=torch.float64, device=self._device)
                 with translated(source):
-                    work = dist.irecv(part, source, group=self._group, tag=update % _TAGS)
+                    work = dist.irecv(part, source, group=self._group, tag=self._tag_of(update))
                 works.append((source, work))
             parts.append(part)
-        arrived = torch.empty(2, dtype=torch.float64, device=self._device)
+        arrived = torch.empty(len(self.names) + 1, dtype=torch.float64, device=self._device)
 
         def fill() -> None:
-            sums, broken = torch.stack(parts, dim=1)
-            arrived[0] = sums.sum() / num_microbatches
-            arrived[1] = broken.min()
+            of_ranks = torch.stack(parts)
+            arrived[:-1] = of_ranks[:, :-1].sum(0) / num_microbatches
+            arrived[-1] = of_ranks[:, -1].min()
 
         def wait() -> None:
             for source, work in works:
@@ -169,17 +203,23 @@ class LossPost:
 
         if self.is_known_here:
             fill()
-        return arrived, wait
+        return Means(self.names, arrived, wait, is_known_here=self.is_known_here)
 
     def _send(self, update: int) -> None:
-        part = torch.tensor([0.0, math.inf], dtype=torch.float64)
+        part = torch.tensor([0.0] * len(self.names) + [math.inf], dtype=torch.float64)
         if self._collected:
-            numbers = torch.tensor([number for number, _ in self._collected], dtype=torch.float64)
-            losses = torch.stack([loss.double() for _, loss in self._collected])
-            broken = numbers.to(losses.device).where(~losses.isfinite(), math.inf)
-            part = torch.stack([losses.sum(), broken.min()])
+            microbatches = torch.tensor(list(self._collected), dtype=torch.float64)
+            rows = [[own[name].double() for name in self.names] for own in self._collected.values()]
+            numbers = torch.stack([torch.stack(row) for row in rows])
+            broken = microbatches.to(numbers.device).where(~numbers[:, 0].isfinite(), math.inf)
+            part = torch.cat([numbers.sum(0), broken.min()[None]])
         part = part.to(self._device)
-        self._collected = []
+        self._collected = {}
+        tag = self._tag_of(update)
         with translated(None):
-            works = [dist.isend(part, other, group=self._group, tag=update % _TAGS) for other in self._others]
+            works = [dist.isend(part, other, group=self._group, tag=tag) for other in self._others]
         self._parts[update] = part, works
+
+    def _tag_of(self, update: int) -> int:
+        number, count = self._tag
+        return update % (_TAGS // count) * count + number

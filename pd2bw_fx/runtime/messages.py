@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -53,9 +53,10 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step has been made. `loss` on the rank of the loss."""
+    """A step has been made. The rank of the loss says what it is, and the other numbers that are returned."""
 
-    loss: float | None
+    loss: float | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pd2bw_fx.errors import WorkerError
@@ -23,13 +23,15 @@ _UNDER_WAY = 4
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
     """`loss` is the mean over the update's microbatches, `seconds` the time since the call of the update
-    before, or of the evaluation after it."""
+    before, or of the evaluation after it. `numbers` are what the model returns beside its loss that is one
+    number, the terms of the loss for example: means as well, by name."""
 
     update: int
     loss: float
     seconds: float
     microbatches_per_s: float
     learning_rates: tuple[float, ...]  # of the optimizer's groups, in this update
+    numbers: Mapping[str, float]
 
 
 class LossLog:
@@ -80,4 +82,4 @@ class LossLog:
             return
         rate = self._microbatches_per_update / seconds
         rates = self._learning_rates(loss.update)
-        self._on_report(UpdateReport(loss.update, loss.item(), seconds, rate, rates))
+        self._on_report(UpdateReport(loss.update, loss.item(), seconds, rate, rates, loss.numbers))

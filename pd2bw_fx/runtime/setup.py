@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.corrections import Correction, Corrector
@@ -19,7 +18,7 @@ from pd2bw_fx.runtime.options import Precision
 from pd2bw_fx.runtime.rank_runner import RankRunner
 from pd2bw_fx.runtime.recorder import Recorder, offset_to_first_rank
 from pd2bw_fx.runtime.shared_memory import ranks_in_reach
-from pd2bw_fx.runtime.stage_runner import StageRunner
+from pd2bw_fx.runtime.stage_runner import OnOutput, StageRunner
 from pd2bw_fx.runtime.ties import join_ties
 from pd2bw_fx.runtime.update import Clipping, LossScale
 from pd2bw_fx.runtime.weights import WeightStore
@@ -132,7 +131,7 @@ def make_runner(
     *,
     groups: Groups,
     precision: Precision | None,
-    on_loss: Callable[[int, Tensor], None],
+    on_output: OnOutput,
     recorder: Recorder | None = None,
 ) -> RankRunner:
     with translated(None):
@@ -149,7 +148,7 @@ def make_runner(
                 weights,
                 device=device,
                 precision=None if precision is None else _DTYPES[precision],
-                on_loss=on_loss,
+                on_output=on_output,
             )
             for program in job.programs
         },

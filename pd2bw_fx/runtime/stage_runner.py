@@ -26,6 +26,9 @@ from pd2bw_fx.runtime.split_backward import WeightHalf, input_half
 from pd2bw_fx.runtime.weights import WeightStore
 from pd2bw_fx.stage import StageProgram
 
+OnOutput = Callable[[int, str, Tensor], None]
+"""Is told what the model returns for a microbatch: by its number, the output's name and value."""
+
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
@@ -76,7 +79,7 @@ class StageRunner:
         *,
         device: torch.device,
         precision: torch.dtype | None,
-        on_loss: Callable[[int, Tensor], None],
+        on_output: OnOutput,
     ) -> None:
         self.program = program
         self.links = links
@@ -90,7 +93,7 @@ class StageRunner:
         self._share = 1.0 / job.microbatches_per_update
         self._loss_gradient: tuple[float, Tensor] | None = None
         self._precision = precision
-        self._on_loss = on_loss
+        self._on_output = on_output
         self._in_flight: dict[int, _InFlight] = {}
         self._written = WrittenBuffers()
 
@@ -138,8 +141,8 @@ class StageRunner:
             self._written.keep(kept.buffers)
         kept.outputs = {port.value: produced[port.value] for port in self.program.outputs if port.targets}
         for port in self.program.outputs:
-            if port.model_output == self._loss:
-                self._on_loss(action.microbatch, produced[port.value].detach())
+            if port.model_output is not None:
+                self._on_output(action.microbatch, port.model_output, produced[port.value])
         if self.training and not again:
             self._keep_roots(kept, produced, action.version)
         if not self.training and not kept.outputs:

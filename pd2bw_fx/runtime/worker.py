@@ -105,7 +105,7 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
             break
         pieces = layout.cut(message.inputs, job.microbatches_per_update)
         loss = engine.step_microbatches([Microbatch(piece, message.size) for piece in pieces])
-        parent.tell(Done(float(loss) if tells else None))
+        parent.tell(Done(float(loss), loss.numbers) if tells else Done())
     tensors = {name: tensor.cpu() for name, tensor in engine.tensors().items()}
     records = engine.records() if start.options.record else ()
     parent.tell(Finished(tensors, records if job.rank == 0 else ()))

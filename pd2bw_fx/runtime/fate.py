@@ -1,0 +1,73 @@
+"""The calls of one engine: all ranks make them, and what ends one ends all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from pd2bw_fx.errors import InputError, WorkerError
+from pd2bw_fx.runtime.failure import is_refused_by_all, shared_fate
+from pd2bw_fx.runtime.job import Job
+from pd2bw_fx.runtime.watch import Watch
+from pd2bw_fx.runtime.world import World
+
+_NOBODY = Watch(None, 0, 1, silence_s=0.0)
+
+
+class Fate:
+    """What has become of an engine, and whether it can still be called.
+
+    `world` is what a torchrun engine has joined; None where others care for the ranks.
+    """
+
+    def __init__(self, job: Job, control: dist.ProcessGroup) -> None:
+        self.world: World | None = None
+        self.is_closed = False
+        self.is_broken = False
+        self._rank, self._num_ranks = job.rank, job.num_ranks
+        self._described = job.described()
+        self._control = control
+        self._num_refused = 0
+
+    @contextmanager
+    def shared(self, doing: str) -> Iterator[None]:
+        """A call on all ranks.
+
+        Raises InputError for an engine that was closed, WorkerError for one that failed before, and with the
+        reason of a rank that fails in here.
+        """
+        if self.is_closed:
+            raise InputError("this engine was closed; make a new one")
+        if self.is_broken:
+            raise WorkerError("this engine failed before and its pipeline is torn; make a new one")
+        try:
+            watch = _NOBODY if self.world is None else self.world.watch
+            with watch, shared_fate(self._rank, self._described, doing, watch.lost):
+                yield
+        except BaseException:
+            self.is_broken = True
+            raise
+
+    @contextmanager
+    def reading_a_batch(self, doing: str, update: int) -> Iterator[None]:
+        """What every rank refuses was begun by none: the engine is as before, and goes on."""
+        refused: InputError | None = None
+        with self.shared(doing):
+            try:
+                yield
+            except InputError as error:
+                self._num_refused += 1
+                what = f"{self._control.group_name}/{self._num_refused}/{update}"
+                if not is_refused_by_all(what, self._num_ranks):
+                    raise
+                refused = error
+        if refused is not None:
+            raise refused
+
+    def close(self) -> None:
+        self.is_closed = True
+        if self.world is not None:
+            self.world.leave()
+            self.world = None

@@ -1,0 +1,115 @@
+"""What the model returns, on its way from the ranks that compute it to all others.
+
+In training its numbers alone: the loss, and what else is one number. In an evaluation whatever is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pd2bw_fx.batch import BatchLayout
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.graph import TensorSpec
+from pd2bw_fx.runtime.job import Job
+from pd2bw_fx.runtime.loss import Means, NumberPost
+
+
+class Results:
+    """Is told by this rank's stages what they return for each microbatch."""
+
+    def __init__(self, job: Job, *, group: dist.ProcessGroup, device: torch.device) -> None:
+        named = {job.loss_stage: (job.loss,)}
+        for stage, names in job.numbers.items():
+            named[stage] = (*named.get(stage, ()), *names)
+        self._job = job
+        self._posts = {
+            stage: NumberPost(
+                names,
+                job.ranks_of(stage),
+                job.rank,
+                job.num_ranks,
+                tag=(number, len(named)),
+                group=group,
+                device=device,
+            )
+            for number, (stage, names) in enumerate(named.items())
+        }
+        self._post_of = {name: post for post in self._posts.values() for name in post.names}
+        self._wanted: Collection[str] = ()
+        self._kept: dict[str, Tensor] = {}
+
+    def expect(self, numbers: range) -> None:
+        """The microbatches that are to come."""
+        for stage, post in self._posts.items():
+            ranks = [self._job.rank_of(stage, number) for number in numbers]
+            post.expect(len(numbers), here=ranks.count(self._job.rank))
+
+    def collect(self, microbatch: int, name: str, value: Tensor) -> None:
+        if name in self._post_of:
+            self._post_of[name].collect(microbatch, name, value.detach())
+        if name in self._wanted:
+            self._kept[_key(microbatch, name)] = value.detach()
+
+    def keep(self, names: Collection[str]) -> None:
+        """From now on, until they are taken."""
+        self._wanted = names
+
+    def take(self) -> dict[str, Tensor]:
+        """What this rank has of them."""
+        kept, self._kept, self._wanted = self._kept, {}, ()
+        return {key: value.contiguous() for key, value in kept.items()}
+
+    def means(self, update: int) -> tuple[Means, ...]:
+        """Those of each stage, the loss the first of all."""
+        return tuple(post.means(update) for post in self._posts.values())
+
+
+def evaluation_pieces(job: Job, flat: Mapping[str, Tensor], wanted: Sequence[str]) -> list[dict[str, Tensor]]:
+    """The batch in as many microbatches as an update has; whole where it cannot be cut into them, or what the
+    model returns for them could not be put together.
+
+    Raises InputError for a batch that is neither possible for.
+    """
+    layout, count = job.layout, job.microbatches_per_update
+    apart = next((name for name in wanted if not _can_be_joined(job.outputs[name], layout)), None)
+    size = next((flat[known.name].shape[0] for known in layout.inputs if known.batched), 1)
+    if not layout.microbatch_sizes.is_one_size:
+        return layout.cut(flat, 1 if apart is not None or size % count else count)
+    if apart is not None and count > 1:
+        raise InputError(
+            f"the output {apart!r} has no dimension of the batch, so that those of {count} microbatches "
+            f"cannot be put together, and the model was traced for {layout.microbatch_sizes} samples; name "
+            "the outputs that are wanted: engine.outputs(batch, 'logits')"
+        )
+    return layout.cut(flat, count)
+
+
+def joined(job: Job, parts: Mapping[str, Tensor], numbers: range, wanted: Sequence[str]) -> dict[str, Tensor]:
+    """The outputs of microbatches as those of the batch: one after another, numbers as their mean."""
+    found: dict[str, Tensor] = {}
+    for name in wanted:
+        pieces = [parts[_key(number, name)] for number in numbers]
+        if len(pieces) == 1:
+            found[name] = pieces[0]
+        elif job.outputs[name].shape == ():
+            found[name] = torch.stack(pieces).mean(0)
+        else:
+            found[name] = torch.cat(pieces)
+    return found
+
+
+def _can_be_joined(spec: TensorSpec, layout: BatchLayout) -> bool:
+    if spec.shape == ():
+        return spec.dtype.is_floating_point
+    if not spec.shape:
+        return False
+    one = layout.microbatch_sizes
+    return spec.shape[0] == "batch" or (one.is_one_size and spec.shape[0] == one.least)
+
+
+def _key(microbatch: int, name: str) -> str:
+    return f"{microbatch} {name}"

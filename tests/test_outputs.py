@@ -1,0 +1,100 @@
+"""What a model returns beside its loss: numbers in training, everything in evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.runtime.job import Job, jobs, work_for
+from pd2bw_fx.runtime.results import evaluation_pieces, joined
+from tests.programs.returns_more import Autoencoder, sgd
+from tests.torchrun import torchrun_of_forks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_rank_has_what_the_model_returns(num_ranks: int, tmp_path: Path) -> None:
+    finished = torchrun_of_forks(num_ranks, "returns_more.py", tmp_path / "found.json")
+
+    assert finished.returncode == 0, finished.stderr
+    found = [json.loads((tmp_path / f"found.json.{rank}").read_text()) for rank in range(num_ranks)]
+    assert found[1:] == found[:-1]
+    result = found[0]
+    assert result["reported"][:4] == result["numbers"]
+    for losses, numbers in zip(result["losses"], result["numbers"], strict=False):
+        assert losses == pytest.approx(numbers["error"] + 0.1 * numbers["size"])
+    assert result["some"] == ["error", "found"]
+    assert result["everything"] == ["loss", "size", "error", "found", "code", "spread"]
+    assert result["same"]
+    assert result["same_of_seven"]
+    assert result["same_spread"]
+    assert "no 'fuond'; its outputs are 'loss', 'size'" in result["unknown"]
+
+
+@pytest.fixture
+def batches() -> list[Tensor]:
+    torch.manual_seed(0)
+    return list(torch.randn(3, 16, 8))
+
+
+def test_a_local_run_has_the_numbers_of_every_update(batches: list[Tensor]) -> None:
+    model = Autoencoder()
+    pipe = pd2bw_fx.split(model, (batches[0],), cluster=2, num_stages=2, costs="analytic")
+    expected = model(batches[0])
+    result = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
+
+    assert result.numbers.keys() == {"size", "error"}
+    assert len(result.numbers["error"]) == len(result.losses) == 3
+    for name, means in result.numbers.items():
+        assert means[0] == pytest.approx(expected[name].item())
+
+
+def test_a_model_that_returns_a_loss_alone_has_no_numbers(batches: list[Tensor]) -> None:
+    pipe = pd2bw_fx.split(
+        nn.Linear(8, 8), (batches[0],), loss_fn=nn.functional.mse_loss, example_targets=batches[0], cluster=1
+    )
+    result = pipe.train_local([(batch, batch) for batch in batches], optimizer=sgd, method="1f1b")
+    assert result.numbers == {}
+
+
+class OfOneSize(nn.Module):
+    """Traced for one size of batch alone, which it asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        found = self.last(torch.cat([hidden[:2] * 2, hidden[2:]]) if len(x.tolist()) == 4 else hidden)
+        return {"loss": found.square().mean(), "found": found, "spread": found.std(0)}
+
+
+def _job(model: nn.Module, batch: Tensor) -> Job:
+    pipe = pd2bw_fx.split(model, (batch,), cluster=2, num_stages=2, costs="analytic", check=False)
+    return jobs(pipe, work_for(pipe, microbatches_per_update=4))[0]
+
+
+def test_outputs_of_a_model_of_one_size(batches: list[Tensor]) -> None:
+    job = _job(OfOneSize(), batches[0][:4])
+    flat = job.layout.flatten((batches[0],))
+    pieces = evaluation_pieces(job, flat, ("found", "loss"))
+    assert [piece["x"].shape[0] for piece in pieces] == [4] * 4
+    with pytest.raises(pd2bw_fx.InputError, match="output 'spread' has no dimension of the batch"):
+        evaluation_pieces(job, flat, tuple(job.outputs))
+
+
+def test_outputs_are_put_together(batches: list[Tensor]) -> None:
+    job = _job(Autoencoder(), batches[0])
+    flat = job.layout.flatten((batches[0],))
+    assert len(evaluation_pieces(job, flat, ("found", "error"))) == 4
+    assert len(evaluation_pieces(job, flat, ("found", "spread"))) == 1
+    parts = {f"{number} found": batches[0][4 * number : 4 * number + 4] for number in range(4)}
+    parts |= {f"{number} error": torch.tensor(float(number)) for number in range(4)}
+    found = joined(job, parts, range(4), ("error", "found"))
+    assert torch.equal(found["found"], batches[0])
+    assert found["error"] == 1.5
