@@ -154,8 +154,16 @@ def split(
         elif not isinstance(model, Pipeline):
             _tell_of_evaluation(pipeline)
     if check == "full" and known.example is not None:
-        pipeline.verify(example=another_example(known.graph, known.example))
+        other = another_example(known.graph, known.example)
+        with blaming_the_model(known.graph.model_name, known.reference, other, **_OF_A_FULL_CHECK):
+            pipeline.verify(example=other)
     return pipeline
+
+
+_OF_A_FULL_CHECK = {
+    "inputs": "other values of the inputs and another batch size, which check='full' makes up",
+    "advice": "if it need not take all values, check='fast' compares on the example inputs alone",
+}
 
 
 def _tell_of_the_one_mode(pipeline: Pipeline) -> None:

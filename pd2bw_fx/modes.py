@@ -12,6 +12,7 @@ LAYERS_WITH_MODES = (
     nn.modules.dropout._DropoutNd,
     nn.RNNBase,
     nn.MultiheadAttention,
+    nn.RReLU,
 )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from .cut import is_size, tensors_read
+from .layers import RECURRENT_LAYERS
 from .limits import is_asked_for_a_limit
 from .naming import is_final, operator_name, place_in_mask
 from .scopes import Line, Scope, assigned_names, line_at
@@ -112,10 +113,19 @@ class Body:
         )
 
     def is_recurrent(self, item: fx.Node | Scope) -> bool:
-        """A whole LSTM or GRU, which gives a tuple."""
+        """A whole LSTM, GRU or RNN, which gives a tuple."""
         if not isinstance(item, Scope) or not self.tree.is_layer(item):
             return False
-        return isinstance(self.tree.modules[item.path], nn.LSTM | nn.GRU)
+        return isinstance(self.tree.modules[item.path], RECURRENT_LAYERS)
+
+    def recurrent_name(self, item: Scope, result: fx.Node) -> str:
+        """Of a recurrent layer's output and last states: the author's, else what they are."""
+        place = int(str(result.args[1]))
+        line = self.line(item)
+        names = assigned_names(line.code) if line is not None else ()
+        has_pair = isinstance(self.tree.modules[item.path], nn.LSTM)  # output, (hidden, cell)
+        name = names[place] if len(names) == 2 and place < (1 if has_pair else 2) else "_"
+        return name if name != "_" else ("output", "hidden", "cell")[place]
 
     def author_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
         """What the author's statement calls its result, if this is it."""
@@ -142,8 +152,11 @@ class Body:
     def _elements_taken(self) -> dict[fx.Node, dict[int, fx.Node]]:
         found: dict[fx.Node, dict[int, fx.Node]] = {}
         for item in self.items:
-            if not isinstance(item, Scope) and _takes_element(item) and isinstance(item.args[0], fx.Node):
-                found.setdefault(item.args[0], {})[int(str(item.args[1]))] = item
+            if isinstance(item, Scope) or not _takes_element(item):
+                continue
+            source, place = item.args
+            if isinstance(source, fx.Node) and not _is_tensor(source):
+                found.setdefault(source, {})[int(str(place))] = item
         return found
 
 

@@ -74,6 +74,8 @@ INFIX: dict[str, tuple[str, int]] = {
     "bitwise_and": ("&", AND), "bitwise_or": ("|", OR), "bitwise_xor": ("^", XOR), "remainder": ("%", TIMES),
     "eq": ("==", COMPARE), "ne": ("!=", COMPARE), "lt": ("<", COMPARE), "le": ("<=", COMPARE),
     "gt": (">", COMPARE), "ge": (">=", COMPARE), "lshift": ("<<", SHIFT), "rshift": (">>", SHIFT),
+    "__lshift__": ("<<", SHIFT), "__rshift__": (">>", SHIFT),
+    "bitwise_left_shift": ("<<", SHIFT), "bitwise_right_shift": (">>", SHIFT),
 }  # fmt: skip
 
 

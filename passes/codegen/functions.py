@@ -31,6 +31,17 @@ def _dropout(values: Mapping[str, Any], scene: Scene) -> Source:
     return Source(f"F.dropout({tensor}, {rate}, training={training})")
 
 
+def _instance_norm(values: Mapping[str, Any], scene: Scene) -> Source:
+    statistics = given(values, "running_mean", "running_var")
+    kwargs = {name: scene.text(v) for name, v in (statistics | given(values, "weight", "bias")).items()}
+    if statistics.get("running_mean") is not None:
+        kwargs["use_input_stats"] = "self.training" if values["use_input_stats"] is True else "False"
+        kwargs["momentum"] = literal(values["momentum"])
+    kwargs = {name: text for name, text in kwargs.items() if text != "None"}
+    texts = [scene.text(values["input"]), *(f"{name}={text}" for name, text in kwargs.items())]
+    return Source(f"F.instance_norm({', '.join(texts)}, eps={literal(values['eps'])})")
+
+
 def _attention(values: Mapping[str, Any], scene: Scene) -> Source:
     kwargs = {name: scene.text(v) for name, v in given(values, "attn_mask").items()}
     if values.get("dropout_p", 0.0):
@@ -191,6 +202,7 @@ FUNCTIONS: dict[str, Special] = {
     "dropout": _dropout,
     "scaled_dot_product_attention": _attention,
     "batch_norm": _batch_norm,
+    "instance_norm": _instance_norm,
     "cross_entropy_loss": _loss("cross_entropy"),
     "mse_loss": _loss("mse_loss"),
     "multi_margin_loss": _loss("multi_margin_loss"),

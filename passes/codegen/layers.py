@@ -15,19 +15,36 @@ from pd2bw_fx.modes import LAYERS_WITH_MODES
 from .literals import are_numbered, is_plain_name
 from .template import NO_DEFAULT, Call, Fixed, Leaf, Part, Template
 
-# Layers whose forward takes one tensor and gives one (LSTM and GRU: a tuple). Anything else is printed as
+# Layers whose forward takes one tensor and gives one (recurrent ones: a tuple). Anything else is printed as
 # the operators that it was traced to.
 _LAYERS: tuple[type[nn.Module], ...] = (
-    nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
+    nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm,
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.LeakyReLU,
     nn.Softplus, nn.Softmax, nn.LogSoftmax, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid,
-    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
-    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.Flatten,
-    nn.LSTM, nn.GRU, nn.Identity,
+    nn.PReLU, nn.CELU, nn.GLU, nn.Softmin, nn.Softmax2d, nn.Softsign, nn.Softshrink, nn.Hardshrink,
+    nn.Tanhshrink, nn.Threshold, nn.RReLU,
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.LPPool1d,
+    nn.LPPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
+    nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d,
+    nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d,
+    nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d,
+    nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d,
+    nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, nn.PixelShuffle, nn.PixelUnshuffle,
+    nn.ChannelShuffle, nn.Flatten, nn.Unflatten, nn.Fold, nn.Unfold,
+    nn.LSTM, nn.GRU, nn.RNN, nn.EmbeddingBag, nn.Identity,
 )  # fmt: skip
+# Of two, in the order of their operator.
+LAYERS_OF_TWO: tuple[type[nn.Module], ...] = (
+    nn.CrossEntropyLoss, nn.NLLLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss,
+    nn.BCEWithLogitsLoss, nn.KLDivLoss,
+)  # fmt: skip
+RECURRENT_LAYERS = (nn.LSTM, nn.GRU, nn.RNN)
+_SIZES_TO_KEEP = {"normalized_shape", "unflattened_size"}  # (8, 8) is not 8 there
 
 _RECURRENT = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
 
@@ -40,19 +57,21 @@ def is_layer(module: nn.Module, *, training: bool) -> bool:
     A subclass, a hook, a parametrisation or a forward of the instance's own would compute something else.
     """
     return (
-        type(module) in _LAYERS
+        type(module) in _LAYERS + LAYERS_OF_TWO
         and module.training == training
         and (training or not isinstance(module, LAYERS_WITH_MODES))
         and "forward" not in vars(module)
+        and not getattr(module, "return_indices", False)
         and not any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks))
         and not hasattr(module, "parametrizations")
         and not hasattr(module, "weight_g")
+        and not (type(module) in LAYERS_OF_TWO and next(module.buffers(), None) is not None)
     )
 
 
 def constructor(module: nn.Module) -> Call:
     """`nn.Linear(768, 3072, bias=False)`: arguments that have their default are left out."""
-    pairs = _recurrent(module) if isinstance(module, nn.LSTM | nn.GRU) else _by_signature(module)
+    pairs = _recurrent(module) if isinstance(module, RECURRENT_LAYERS) else _by_signature(module)
     parts = [Part(Leaf(argument, value), argument, default) for argument, value, default in pairs]
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     if dtype != torch.float32:
@@ -86,14 +105,21 @@ def _by_signature(module: nn.Module) -> list[tuple[str, Any, Any]]:
             continue  # an argument's former name
         value = getattr(module, argument)
         if argument == "bias" and not isinstance(value, bool):
+            if not getattr(module, "affine", True) or not getattr(module, "elementwise_affine", True):
+                continue  # it goes with the weight
             value = value is not None
-        found.append((argument, _unpacked(value), parameter.default))
+        keeps = argument in _SIZES_TO_KEEP and len(value) > 1
+        found.append((argument, tuple(value) if keeps else _unpacked(value), parameter.default))
     return found
 
 
 def _recurrent(module: nn.RNNBase) -> list[tuple[str, Any, Any]]:
     defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False}
-    pairs = [(n, getattr(module, n), defaults.get(n, NO_DEFAULT)) for n in _RECURRENT]
+    pairs: list[tuple[str, Any, Any]] = [
+        (name, getattr(module, name), defaults.get(name, NO_DEFAULT)) for name in _RECURRENT
+    ]
+    if isinstance(module, nn.RNN):
+        pairs.append(("nonlinearity", module.nonlinearity, "tanh"))
     if module.proj_size:
         pairs.append(("proj_size", module.proj_size, 0))
     return pairs

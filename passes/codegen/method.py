@@ -123,6 +123,8 @@ class _Draft:
             return self._free(item.function, index)
         if self.body.tree.is_link(self.body.scope, result):
             return self._free("hidden", index)
+        if isinstance(item, Scope) and self.body.is_recurrent(item):
+            return self._free(self.body.recurrent_name(item, result), index)
         wanted = self.body.author_name(item, result) or self._inner_name(item, result)
         if wanted is None and self.body.gives == [result]:
             wanted = self.body.scope.function  # what a helper function makes
@@ -193,11 +195,11 @@ class _Draft:
         return ", ".join(names)
 
     def _recurrent_target(self, item: Scope, results: Sequence[fx.Node], names: list[str]) -> list[str]:
-        """An LSTM gives (output, (hidden, cell)), a GRU (output, hidden)."""
+        """An LSTM gives (output, (hidden, cell)), the others (output, hidden)."""
         if not self.body.is_recurrent(item):
             return names
         place = {int(str(r.args[1])): name for r, name in zip(results, names, strict=True)}
-        if isinstance(self.body.tree.modules[item.path], nn.GRU):
+        if not isinstance(self.body.tree.modules[item.path], nn.LSTM):
             return [place.get(0, "_"), place.get(1, "_")]
         state = f"({place.get(1, '_')}, {place.get(2, '_')})" if {1, 2} & place.keys() else "_"
         return [place.get(0, "_"), state]
@@ -224,7 +226,8 @@ class _Draft:
 
     def _source(self, item: fx.Node | Scope) -> Source:
         if isinstance(item, Scope):
-            texts = [self._expression(node).text for node in self.body.tree.reads(item)]
+            given = self.body.tree.call_arguments(item)
+            texts = [Scene(self._expression, self._device).text(argument) for argument in given]
             texts += [self._size(symbol).text for symbol in self.body.tree.symbols(item)]
             return Source(self.call_text(self.body.scope, item, texts))
         return spell(item, Scene(self._expression, self._device))

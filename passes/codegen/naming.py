@@ -18,7 +18,8 @@ from .stage_tree import StageTree
 _RESULT_NAMES = {
     "add": "total", "sub": "difference", "mul": "product", "div": "ratio", "matmul": "product",
     "addmm": "projected", "linear": "projected", "layer_norm": "normed", "batch_norm": "normed",
-    "dropout": "dropped", "view": "viewed", "reshape": "viewed", "transpose": "turned", "permute": "turned",
+    "dropout": "dropped", "alpha_dropout": "dropped", "feature_dropout": "dropped",
+    "view": "viewed", "reshape": "viewed", "transpose": "turned", "permute": "turned",
     "embedding": "embedded", "scaled_dot_product_attention": "attended", "cross_entropy_loss": "loss",
     "to": "cast", "mean": "mean", "cat": "joined", "unsqueeze": "widened", "expand": "expanded",
     "slice": "part", "select": "part", "index": "picked", "split": "parts", "chunk": "parts",

@@ -161,6 +161,8 @@ def _by_dispatcher(target: torch._ops.OpOverload, values: Mapping[str, Any], sce
     return Source(f"{path}({_by_schema(target, values, scene)})")
 
 
+# Of dropout and recurrent layers: what the model was in when it was traced.
+_MODES = {"train", "training"}
 # Their `dim` may be one dimension or several.
 _OVER_ONE_OR_MORE = {
     f"aten::{name}"
@@ -189,7 +191,7 @@ def _by_schema(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: 
             value = tuple(value) if str(argument.type) in ("List[int]", "Optional[List[int]]") else value
         if argument.name == "dim" and isinstance(value, list | tuple) and len(value) == 1:
             value = value[0] if target._schema.name in _OVER_ONE_OR_MORE else value
-        text = scene.text(value)
+        text = "self.training" if argument.name in _MODES and value is True else scene.text(value)
         named = isinstance(value, bool) or (argument.name == "dim" and texts)
         positional = positional and not (argument.kwarg_only or named)
         by_name = not positional

@@ -16,7 +16,7 @@ from pd2bw_fx.graph import OperatorGraph, ParameterSpec
 from pd2bw_fx.modes import passes_through_in_evaluation
 
 from .cut import Cut, is_size, size_symbol, spec_of, tensors_read
-from .layers import is_layer, is_sequential
+from .layers import LAYERS_OF_TWO, RECURRENT_LAYERS, is_layer, is_sequential
 from .scopes import Scope, lift, module_calls
 
 # Stands among the sizes that a call is given: the device on which it makes tensors out of nothing.
@@ -241,13 +241,39 @@ class StageTree:
             return False
         whole = self._whole_calls[scope.key]
         own = {n.name for n in scope.nodes if not self.graph.operators[n.name].is_replicable}
-        return (
-            whole == own and len(self.reads(scope)) == 1 and self._gives_what_the_layer_gives(scope, module)
-        )
+        return whole == own and self._takes_what_the_layer_takes(scope, module)
+
+    def _takes_what_the_layer_takes(self, scope: Scope, module: nn.Module) -> bool:
+        if not self._gives_what_the_layer_gives(scope, module):
+            return False
+        reads = self.reads(scope)
+        if isinstance(module, LAYERS_OF_TWO):
+            (given,) = self.gives(scope)
+            return len(reads) == 2 and list(given.args[:2]) == reads
+        return len(reads) == 1 or self._given_to_an_operator_of_several(scope) == reads
+
+    def _given_to_an_operator_of_several(self, scope: Scope) -> list[Any]:
+        """A recurrent layer's sequence and first states, a bag of embeddings' words and offsets."""
+        made = next((node.args[0] for node in self.gives(scope) if node.args), None)
+        if not isinstance(made, fx.Node):
+            return []
+        if made.target is torch.ops.aten.embedding_bag.padding_idx:
+            return list(made.args[1:3])
+        if getattr(made.target, "_overloadname", "") != "input":
+            return []
+        sequence, states = made.args[:2]
+        return [sequence, *(states if isinstance(states, list | tuple) else [states])]
+
+    def call_arguments(self, call: Scope) -> list[fx.Node | tuple[fx.Node, ...]]:
+        """The tensors that it is given, in order; both first states of an LSTM as one argument."""
+        reads = self.reads(call)
+        if self.is_layer(call) and isinstance(self.modules[call.path], nn.LSTM) and len(reads) == 3:
+            return [reads[0], (reads[1], reads[2])]
+        return list(reads)
 
     def _gives_what_the_layer_gives(self, scope: Scope, module: nn.Module) -> bool:
         given = self.gives(scope)
-        if isinstance(module, nn.LSTM | nn.GRU):
+        if isinstance(module, RECURRENT_LAYERS):
             return all(len(node.args) == 2 and isinstance(node.args[1], int) for node in given)
         return len(given) == 1
 

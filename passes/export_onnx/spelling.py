@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from .translatable import TRANSLATABLE
+
 
 class TranslatableSpelling(TorchFunctionMode):
     """While the exporter records a stage: the same computation in a form that it can translate.
@@ -48,6 +50,8 @@ class TranslatableSpelling(TorchFunctionMode):
             return filled
         if func in _VIEW and not any(isinstance(argument, torch.dtype) for argument in args):
             return Tensor.reshape(*args, **named)
+        if func in TRANSLATABLE and (result := TRANSLATABLE[func](*args, **named)) is not NotImplemented:
+            return result
         return func(*args, **named)
 
 

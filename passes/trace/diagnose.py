@@ -93,9 +93,18 @@ def require_eager_run(program: Program) -> None:
         raise _own_words(type(program.model).__name__, given, error) from error
 
 
+_EXAMPLE = "the example inputs"
+_ACCEPTED = "expected inputs that model(*args, **kwargs) accepts"
+
+
 @contextmanager
 def blaming_the_model(
-    name: str, forward: Callable[[Mapping[str, Tensor]], Any] | None, example: Mapping[str, Tensor] | None
+    name: str,
+    forward: Callable[[Mapping[str, Tensor]], Any] | None,
+    example: Mapping[str, Tensor] | None,
+    *,
+    inputs: str = _EXAMPLE,
+    advice: str = _ACCEPTED,
 ) -> Iterator[None]:
     """What runs the traced program in here may raise only where the model itself does not: else InputError.
 
@@ -111,22 +120,24 @@ def blaming_the_model(
         try:
             forward(example)
         except Exception as own:
-            raise _own_words(name, example, own) from own
+            raise _own_words(name, example, own, inputs, advice) from own
         raise
 
 
-def _own_words(name: str, example: Mapping[str, Tensor], error: Exception) -> InputError:
+def _own_words(
+    name: str,
+    example: Mapping[str, Tensor],
+    error: Exception,
+    inputs: str = _EXAMPLE,
+    advice: str = _ACCEPTED,
+) -> InputError:
     shapes = ", ".join(
         f"{given} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
         for given, tensor in example.items()
     )
     place = source_line(error)
-    return InputError(
-        f"{name} itself raises on the example inputs ({shapes}): "
-        + one_line(error)
-        + (f" (at {place})" if place else "")
-        + "; expected inputs that model(*args, **kwargs) accepts"
-    )
+    at = f" (at {place})" if place else ""
+    return InputError(f"{name} itself raises on {inputs} ({shapes}): {one_line(error)}{at}; {advice}")
 
 
 def conditions_of(program: Program) -> Conditions:

@@ -1,0 +1,166 @@
+"""Operators that ONNX does not have, computed by those that it has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Any:
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), ord=p, dim=-1)
+
+
+def _hypot(self: Tensor, other: Tensor) -> Tensor:
+    return (self * self + other * other).sqrt()
+
+
+def _isin(
+    elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False
+) -> Tensor:
+    found = (elements.unsqueeze(-1) == test_elements.flatten()).any(-1)
+    return ~found if invert else found
+
+
+def _searchsorted(
+    sorted_sequence: Tensor,
+    self: Tensor,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Tensor:
+    """How many of the sequence are smaller: its rows' own values, or any, where it has one row."""
+    if sorter is not None:
+        sorted_sequence = sorted_sequence.gather(-1, sorter)
+    rows = sorted_sequence if sorted_sequence.dim() == 1 else sorted_sequence.unsqueeze(-2)
+    values = self.unsqueeze(-1)
+    before = rows <= values if right or side == "right" else rows < values
+    return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
+
+
+def _kthvalue(self: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    values, places = self.topk(k, dim=dim, largest=False)
+    return _last(values, dim, keepdim), _last(places, dim, keepdim)
+
+
+def _median(self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """The lower one of two in the middle."""
+    if dim is None:
+        return _median(self.flatten(), 0)[0]
+    return _kthvalue(self, (self.shape[dim] + 1) // 2, dim, keepdim)
+
+
+def _last(tensor: Tensor, dim: int, keepdim: bool) -> Tensor:
+    last = tensor.select(dim, -1)
+    return last.unsqueeze(dim) if keepdim else last
+
+
+def _cumprod(self: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    return _scanned(self if dtype is None else self.to(dtype), dim, torch.mul, 1)
+
+
+def _cummax(self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    values = _scanned(self, dim, torch.maximum, _lowest(self.dtype))
+    return values, _where_they_are(self, values, dim)
+
+
+def _cummin(self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    values = -_scanned(-self, dim, torch.maximum, _lowest(self.dtype))
+    return values, _where_they_are(self, values, dim)
+
+
+def _where_they_are(self: Tensor, values: Tensor, dim: int) -> Tensor:
+    """The place of the last one so far that is the value."""
+    shape = [1] * self.dim()
+    shape[dim] = -1
+    places = torch.arange(self.shape[dim], device=self.device).reshape(shape)
+    return _scanned(torch.where(self == values, places, 0), dim, torch.maximum, 0)
+
+
+def _lowest(dtype: torch.dtype) -> float | int:
+    return torch.finfo(dtype).min if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _scanned(
+    tensor: Tensor, dim: int, function: Callable[[Tensor, Tensor], Tensor], neutral: float
+) -> Tensor:
+    """What the function makes of all elements up to each, in log2(n) steps over the whole dimension."""
+    size, step = tensor.shape[dim], 1
+    while step < size:
+        filling = torch.full_like(tensor.narrow(dim, 0, step), neutral)
+        tensor = function(tensor, torch.cat([filling, tensor.narrow(dim, 0, size - step)], dim))
+        step *= 2
+    return tensor
+
+
+def _masked_select(self: Tensor, mask: Tensor) -> Any:
+    values, chosen = torch.broadcast_tensors(self, mask)  # type: ignore[no-untyped-call]
+    return values[chosen]
+
+
+def _embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[Tensor, None, None, None]:
+    """indices: (words), of which each bag has those from its offset to the next one's: the sum (mode 0), the
+    mean (1) or the largest (2) of their rows."""
+    ends = offsets[:-1] if include_last_offset else offsets
+    bags = (ends <= torch.arange(indices.shape[0], device=ends.device).unsqueeze(1)).sum(1) - 1
+    is_in = bags == torch.arange(ends.shape[0], device=ends.device).unsqueeze(1)  # (bags, words)
+    if padding_idx is not None:
+        is_in = is_in & (indices != padding_idx)
+    rows = functional.embedding(indices, weight)
+    if mode == 2:
+        largest = rows.masked_fill(~is_in.unsqueeze(2), -math.inf).amax(1)
+        return largest.where(is_in.any(1, keepdim=True), 0.0), None, None, None
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(1)
+    total = is_in.to(rows.dtype) @ rows
+    count = is_in.sum(1, keepdim=True).clamp(min=1)
+    return total if mode == 0 else total / count, None, None, None
+
+
+def _rrelu(
+    input: Tensor,  # noqa: A002 - as torch calls it
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
+    return NotImplemented if training else functional.leaky_relu(input, (lower + upper) / 2)
+
+
+_BY_NAME: Mapping[str, Callable[..., Any]] = {
+    "cdist": _cdist,
+    "cummax": _cummax,
+    "cummin": _cummin,
+    "cumprod": _cumprod,
+    "hypot": _hypot,
+    "isin": _isin,
+    "kthvalue": _kthvalue,
+    "masked_select": _masked_select,
+    "median": _median,
+    "rrelu": _rrelu,
+    "searchsorted": _searchsorted,
+}
+
+TRANSLATABLE: Mapping[Any, Callable[..., Any]] = {
+    getattr(holder, name): function
+    for name, function in _BY_NAME.items()
+    for holder in (functional, torch, Tensor)
+    if hasattr(holder, name)
+} | {torch.embedding_bag: _embedding_bag}
+"""By the function, under each of its public names. One returns NotImplemented where it leaves it as it is."""

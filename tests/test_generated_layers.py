@@ -1,0 +1,215 @@
+"""Layers of torch.nn are printed as what they are, with the arguments that they were built with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pd2bw_fx import InputError, split
+
+
+def _source(
+    model: nn.Module, batch: tuple[Tensor, ...], tmp_path: Path | None = None, *, check: str = "full"
+) -> str:
+    pipe = split(model, batch, cluster=2, num_stages=1, costs="analytic", check=check)
+    assert pipe.trace_report is not None
+    assert not pipe.trace_report.evaluation
+    if tmp_path is not None:
+        pipe.export_onnx(tmp_path / "onnx")
+    return pipe.stages[0].source
+
+
+class Images(nn.Module):
+    """A layer between two convolutions, whose mean is the loss."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Conv2d(4, 4, 1), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.first(x)).square().mean()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nn.InstanceNorm2d(4, affine=True)",
+        "nn.InstanceNorm2d(4, track_running_stats=True)",
+        "nn.BatchNorm2d(4, affine=False)",
+        "nn.LayerNorm((8, 8))",
+        "nn.LayerNorm((4, 8, 8), elementwise_affine=False)",
+        "nn.LayerNorm(8, bias=False)",
+        "nn.LocalResponseNorm(2, 0.001)",
+        "nn.PReLU(4)",
+        "nn.CELU(2.0)",
+        "nn.GLU(1)",
+        "nn.Softmin(1)",
+        "nn.Threshold(0.1, 0.0)",
+        "nn.RReLU(0.2, 0.4)",
+        "nn.AlphaDropout(0.1)",
+        "nn.LPPool2d(2, 2)",
+        "nn.AdaptiveMaxPool2d((2, None))",
+        "nn.ZeroPad2d((1, 2, 3, 4))",
+        "nn.ConstantPad2d(1, 3.5)",
+        "nn.ReflectionPad2d(2)",
+        "nn.CircularPad2d(1)",
+        'nn.Upsample(scale_factor=2.0, mode="bilinear", align_corners=True)',
+        "nn.Upsample((4, 6))",
+        "nn.PixelShuffle(2)",
+        "nn.PixelUnshuffle(2)",
+        "nn.ChannelShuffle(2)",
+        "nn.Unflatten(1, (2, 2))",
+        "nn.Unfold(2, padding=1)",
+    ],
+)
+def test_layers_of_one_tensor(text: str) -> None:
+    torch.manual_seed(0)
+    layer = eval(text, {"nn": nn})
+    source = _source(Images(layer), (torch.randn(3, 4, 8, 8),))
+    assert f"        self.layer = {text}\n" in source
+    assert "self.layer(self.first(x))" in source
+
+
+def test_a_layer_that_gives_its_indices_too_is_its_operators() -> None:
+    class Pooled(Images):
+        def forward(self, x: Tensor) -> Tensor:
+            values, _ = self.layer(self.first(x))
+            return values.square().mean()
+
+    source = _source(Pooled(nn.MaxPool2d(2, return_indices=True)), (torch.randn(3, 4, 8, 8),))
+    assert "F.max_pool2d_with_indices(" in source
+
+
+@pytest.mark.parametrize(
+    "text", ["nn.CrossEntropyLoss(label_smoothing=0.1)", 'nn.HuberLoss("sum")', "nn.MSELoss()"]
+)
+def test_losses(text: str) -> None:
+    class Compared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.loss = nn.Linear(8, 8), eval(text, {"nn": nn})
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.loss(self.linear(x), y)
+
+    torch.manual_seed(0)
+    source = _source(Compared(), (torch.randn(4, 8), torch.rand(4, 8)))
+    assert f"self.loss = {text}\n" in source
+    assert "return self.loss(self.linear(x), y)" in source
+
+
+def test_a_loss_with_weights_or_of_one_tensor_is_its_operator() -> None:
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+            self.loss, self.other = nn.CrossEntropyLoss(weight=torch.rand(4)), nn.MSELoss()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            scores = self.linear(x)
+            return self.loss(scores, y) + self.other(scores, scores)
+
+    torch.manual_seed(0)
+    source = _source(Weighed(), (torch.randn(4, 8), torch.randint(0, 4, (4,))))
+    assert "nn.CrossEntropyLoss" not in source
+    assert "nn.MSELoss" not in source
+
+
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_bags_of_embeddings(tmp_path: Path, has_offsets: bool) -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag, self.head = nn.EmbeddingBag(10, 8, mode="sum"), nn.Linear(8, 4)
+
+        def forward(self, words: Tensor, offsets: Tensor | None = None) -> Tensor:
+            return self.head(self.bag(words, offsets)).square().mean()
+
+    torch.manual_seed(0)
+    words = torch.randint(0, 10, (12,) if has_offsets else (4, 3))
+    offsets = (torch.tensor([0, 2, 2, 7]),) if has_offsets else ()
+    if has_offsets:
+        with pytest.raises(
+            InputError, match=r"(?s)check='full' makes up.*offsets\[0\] has to be 0.*check='fast'"
+        ):
+            _source(Bags(), (words, *offsets))
+    check = "fast" if has_offsets else "full"
+    source = _source(Bags(), (words, *offsets), tmp_path, check=check)
+    assert 'self.bag = nn.EmbeddingBag(10, 8, mode="sum")' in source
+    assert f"self.bag(words{', offsets' * has_offsets})" in source
+
+
+class Translator(nn.Module):
+    """Each recurrent layer begins where another one has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.encoder = nn.LSTM(8, 8, 2, dropout=0.1, batch_first=True)
+        self.decoder = nn.LSTM(8, 8, 2, batch_first=True)
+        self.both = nn.GRU(8, 8, batch_first=True, bidirectional=True)
+        self.plain = nn.RNN(16, 8, nonlinearity="relu", batch_first=True)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        _, state = self.encoder(self.embedding(x))
+        decoded, (hidden, _) = self.decoder(self.embedding(y), state)
+        decoded, last = self.both(decoded, hidden)
+        decoded, _ = self.plain(decoded, last[:1])
+        return F.cross_entropy(self.head(decoded).flatten(0, 1), y.flatten())
+
+
+def test_recurrent_layers_with_first_states(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batch = torch.randint(0, 20, (4, 6)), torch.randint(0, 20, (4, 5))
+    source = _source(Translator(), batch, tmp_path)
+    for line in (
+        'self.plain = nn.RNN(16, 8, batch_first=True, nonlinearity="relu")',
+        "_, (hidden, cell) = self.encoder(self.embedding(x))",
+        "decoded, (hidden, _) = self.decoder(self.embedding(y), (hidden, cell))",
+        "decoded, last = self.both(decoded, hidden)",
+        "decoded, _ = self.plain(decoded, last[:1])",
+    ):
+        assert line in source
+
+
+def test_what_drops_by_itself_stops_in_evaluation() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.recurrent = nn.Linear(8, 8), nn.LSTM(8, 8, 2, dropout=0.2)
+            self.register_buffer("mean", torch.zeros(6))
+            self.register_buffer("variance", torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.alpha_dropout(self.linear(x), 0.1, self.training)
+            x = F.feature_alpha_dropout(F.dropout1d(x, 0.2, self.training), 0.1, self.training)
+            x = F.rrelu(x, training=self.training)
+            x = F.instance_norm(x, self.mean, self.variance, use_input_stats=self.training)
+            first = x.new_zeros(2, x.shape[1], 8)
+            x, _ = self.recurrent(x, (first, first))
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    source = _source(Dropping(), (torch.randn(4, 6, 8),))
+    assert source.count("training=self.training") == 1
+    assert source.count("train=self.training") == 4
+    assert "use_input_stats=self.training" in source
+
+
+def test_shifts_of_whole_numbers(tmp_path: Path) -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.linear(x) * ((y << 2) >> 1)).square().mean()
+
+    torch.manual_seed(0)
+    source = _source(Shifted(), (torch.randn(4, 8), torch.randint(0, 9, (4, 8))), tmp_path)
+    assert "(y << 2 >> 1)" in source

@@ -1,0 +1,87 @@
+"""Operators that ONNX has no word for go there in others; a file is run beside its stage as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pd2bw_fx import split
+from pd2bw_fx.passes.export_onnx.translatable import TRANSLATABLE
+
+ROWS = torch.linspace(-1, 1, 5)
+
+
+class Between(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(h).mean() + self.function(h)
+
+
+def _bags(words: Tensor, **options: object) -> Tensor:
+    table = torch.linspace(-1, 1, 12).reshape(4, 3)
+    return F.embedding_bag(words, table, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: torch.cdist(h, h * 2 + 1),
+        lambda h: torch.cdist(h, h + 1, p=1.0),
+        lambda h: torch.cdist(h, h + 1, p=float("inf")),
+        lambda h: torch.kthvalue(h, 3, dim=-1).values,
+        lambda h: h.kthvalue(2, 1, True).indices.float() * h,
+        lambda h: h.median(),
+        lambda h: h.median(-1).values,
+        lambda h: h.median(1, keepdim=True).indices.float() * h,
+        lambda h: torch.searchsorted(ROWS, h.detach()).float() * h,
+        lambda h: torch.searchsorted(h.detach().sort(-1).values, h.detach(), right=True).float() * h,
+        lambda h: torch.isin(h.detach().round(), torch.tensor([0.0, 1.0])).float() * h,
+        lambda h: h.cumprod(-1),
+        lambda h: h.detach().round().long().cumprod(1).float() * h,
+        lambda h: h.cummax(-1).values,
+        lambda h: h.detach().round().cummax(1).indices.float() * h,
+        lambda h: h.cummin(1).values,
+        lambda h: torch.hypot(h, h + 1),
+        lambda h: h.masked_select(h > 0),
+        lambda h: torch.masked_select(h, h[0] > 0),
+        lambda h: F.rrelu(h),
+        lambda h: _bags((h[:, 0] > 0).long()) * h.mean(),
+        lambda h: _bags((h[:, 0] > 0).long(), mode="sum", per_sample_weights=h[:, 0]),
+        lambda h: _bags((h[0, 0] > 0).long(), offsets=torch.tensor([0, 2, 2, 7]), mode="max") * h.mean(),
+        lambda h: _bags((h[0, 0] > 0).long(), offsets=torch.tensor([0, 3, 8]), include_last_offset=True),
+        lambda h: _bags((h[:, 0] > 0).long(), padding_idx=1) * h.mean(),
+    ],
+)
+def test_the_file_computes_the_same(function: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Between(lambda h: function(h).sum()).eval()
+    pipe = split(model, (torch.randn(4, 6, 8),), cluster=2, num_stages=1, costs="analytic", check=False)
+    pipe.export_onnx(tmp_path / "onnx")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_they_compute_what_torch_does(seed: int) -> None:
+    torch.manual_seed(seed)
+    x, y = torch.randn(3, 5, 7), torch.randn(3, 4, 7)
+    for function, args in (
+        (torch.cdist, (x, y)),
+        (torch.kthvalue, (x, 2, 1)),
+        (torch.median, (x, 1, True)),
+        (torch.cumprod, (x, -1)),
+        (torch.cummax, (x.round(), 1)),
+        (torch.cummin, (x.round(), 2)),
+        (torch.searchsorted, (x.sort().values, x)),
+        (torch.masked_select, (x, y[:, :1] > 0)),
+    ):
+        expected, found = function(*args), TRANSLATABLE[function](*args)
+        torch.testing.assert_close(tuple(found), tuple(expected))
