@@ -36,6 +36,12 @@ _REFUTING = {
 }
 Terms = Iterable[tuple[Variable, float]]
 
+# PuLP's interfaces to solvers that are not there keep the error of their import, and that keeps the frames of
+# all who import this for the first time: a caller's model among them.
+for _interface in vars(pulp.apis).values():
+    if isinstance(_error := getattr(_interface, "err", None), BaseException):
+        _error.__traceback__ = None
+
 
 class Status(Enum):
     """What a solver has shown about a program."""

@@ -186,7 +186,8 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """fp16's, for the newest weights; 1 without."""
-        return self._weights.loss_scale(self._weights.newest)
+        with self._fate.shared("reading the loss scale"):
+            return self._weights.loss_scale(self._weights.newest)
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -350,9 +351,17 @@ class Engine:
 
     def close(self) -> None:
         """Give up the engine's process groups; the last one open, the world that engines have joined."""
+        if self._fate.is_closed:
+            return
         self._fate.close()
-        if not self._fate.is_broken and dist.is_initialized():
+        if self._fate.is_broken:
+            return
+        if dist.is_initialized():
             self._groups.close()
+        if self._empty_before == self.updates:
+            # gloo's threads are joined with the last reference to their group. One that lets go of a tensor
+            # while the interpreter ends aborts the process.
+            del self._groups, self._control, self._runner, self._results, self._weights, self._log
 
     def __enter__(self) -> Self:
         return self

@@ -28,7 +28,7 @@ class Fate:
         self.is_broken = False
         self._rank, self._num_ranks = job.rank, job.num_ranks
         self._described = job.described()
-        self._control = control
+        self._name = control.group_name
         self._num_refused = 0
 
     @contextmanager
@@ -59,7 +59,7 @@ class Fate:
                 yield
             except InputError as error:
                 self._num_refused += 1
-                what = f"{self._control.group_name}/{self._num_refused}/{update}"
+                what = f"{self._name}/{self._num_refused}/{update}"
                 if not is_refused_by_all(what, self._num_ranks):
                     raise
                 refused = error

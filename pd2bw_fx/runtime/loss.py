@@ -173,10 +173,11 @@ class NumberPost:
 
     def means(self, update: int) -> Means:
         num_microbatches, _ = self._num_microbatches
+        own = self._rank  # a loss may be kept for longer than the post with its process group
         works: list[tuple[int, dist.Work | None]] = []
         parts: list[Tensor] = []
         for source in self._sources:
-            if source == self._rank:
+            if source == own:
                 if update not in self._parts:
                     self._send(update)  # an evaluation had nothing for this replica
                 part, sent = self._parts.pop(update)
@@ -197,7 +198,7 @@ class NumberPost:
         def wait() -> None:
             for source, work in works:
                 assert work is not None
-                with translated(None if source == self._rank else source):
+                with translated(None if source == own else source):
                     work.wait()
             fill()
 

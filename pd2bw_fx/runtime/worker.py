@@ -109,6 +109,7 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
     tensors = {name: tensor.cpu() for name, tensor in engine.tensors().items()}
     records = engine.records() if start.options.record else ()
     parent.tell(Finished(tensors, records if job.rank == 0 else ()))
+    engine.close()
     dist.destroy_process_group()
 
 

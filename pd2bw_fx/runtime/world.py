@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported later, its defaults would keep the world of that time
 from torch import Tensor
 
 from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError

@@ -24,6 +24,12 @@ from pd2bw_fx.models.text import byte_batches
 from pd2bw_fx.runtime import checkpoint
 
 
+def gloo_threads() -> list[str]:
+    """The names of this process's threads that belong to process groups."""
+    names = [(thread / "comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]
+
+
 def main() -> None:
     saved, folder, checkpoints = (Path(argument) for argument in sys.argv[1:4])
     num_updates = int(sys.argv[4])
@@ -53,6 +59,8 @@ def main() -> None:
         known = {update: float(loss) for update, loss in losses.items()}
         (folder / "losses.json").write_text(json.dumps({"first": first, "losses": list(known.values())}))
     engine.close()
+    # One that lets go of a tensor while the interpreter ends would abort this rank.
+    assert not gloo_threads(), "threads of process groups are there while the engine and its losses are kept"
 
 
 if __name__ == "__main__":
