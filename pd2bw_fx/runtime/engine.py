@@ -11,6 +11,8 @@ engine.flush()
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +179,7 @@ class Engine:
             raise
         engine._fate.world = world
         world.watch.tell_of(engine.job.name_of, engine._doing)
+        atexit.register(_close_at_exit, weakref.ref(engine))
         return engine
 
     @property
@@ -358,7 +361,7 @@ class Engine:
             return
         if dist.is_initialized():
             self._groups.close()
-        if self._empty_before == self.updates:
+        if self._is_empty:
             # gloo's threads are joined with the last reference to their group. One that lets go of a tensor
             # while the interpreter ends aborts the process.
             del self._groups, self._control, self._runner, self._results, self._weights, self._log
@@ -375,6 +378,10 @@ class Engine:
                 self.flush()
         finally:
             self.close()
+
+    @property
+    def _is_empty(self) -> bool:
+        return self._empty_before == self.updates
 
     def _require_evaluation(self) -> None:
         if self.job.evaluation:
@@ -432,3 +439,10 @@ class Engine:
     def _doing(self) -> str:
         action = self._runner.current
         return f"in update {self.updates}" + ("" if action is None else f", at {action}")
+
+
+def _close_at_exit(known: weakref.ref[Engine]) -> None:
+    """One that nobody has closed, unless it is in the middle of an update that others may never finish."""
+    engine = known()
+    if engine is not None and engine._is_empty:
+        engine.close()
