@@ -176,8 +176,8 @@ def main() -> None:
         weights = engine.state_dict()
         alive: list[Any] = [None] * num_ranks
         torch.distributed.all_gather_object(alive, measured(engine, batches))
-        engine.close()
         job, held = engine.job, weakref.ref(engine._weights)
+        engine.close()
         del engine
         gc.collect()  # `measured` is in a circle with the engine
         if pipe is not None:
