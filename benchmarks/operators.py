@@ -12,6 +12,7 @@ else, or does not run.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 import warnings
@@ -72,6 +73,7 @@ class Outcome:
     def reason(self) -> str:
         """Of the first sample that is not right."""
         text = (self.differing or self.stopped)[0].replace("|", "/")
+        text = re.sub(r" in \d+\.\d s\b", "", text)  # another in every run
         text = text if len(text) < 200 else text[:200] + " ..."
         return f"WRONG: {text}" if self.differing else text
 
