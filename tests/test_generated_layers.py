@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pd2bw_fx import InputError, split
+from pd2bw_fx import Constraints, InputError, split
 
 
 def _source(
@@ -173,6 +173,46 @@ def test_recurrent_layers_with_first_states(tmp_path: Path) -> None:
         "decoded, (hidden, _) = self.decoder(self.embedding(y), (hidden, cell))",
         "decoded, last = self.both(decoded, hidden)",
         "decoded, _ = self.plain(decoded, last[:1])",
+    ):
+        assert line in source
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_what_crosses_from_a_recurrent_layer_is_called_as_its_author_did(layer: type[nn.RNNBase]) -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.reader, self.head = nn.Linear(8, 8), layer(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            heard, _ = self.reader(self.first(x))
+            return self.head(heard).square().mean()
+
+    apart = Constraints(stage_of={"reader": 0, "head": 1})
+    pipe = split(Reader(), (torch.randn(4, 6, 8),), cluster=2, costs="analytic", constraints=apart)
+    first, second = (stage.source for stage in pipe.stages)
+    assert "heard, _ = self.reader(self.first(x))" in first
+    assert "heard: float32 (4, 6, 8), to stage 1" in first
+    assert "def forward(self, heard: Tensor) -> Tensor:" in second
+
+
+def test_elements_of_a_result_are_called_as_torch_names_them() -> None:
+    class Highest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            highest = x.max(-1, keepdim=True)[0]
+            spread = x.aminmax()
+            return (highest + x.topk(8, -1)[1] + spread.max - spread.min).square().mean()
+
+    source = _source(Highest(), (torch.randn(4, 6, 8),))
+    for line in (
+        "highest, _ = x.max(-1, keepdim=True)",
+        "_, indices = x.topk(8)",
+        "min_, max_ = x.aminmax()",
     ):
         assert line in source
 

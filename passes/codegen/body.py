@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from .cut import is_size, tensors_read
 from .layers import RECURRENT_LAYERS
@@ -117,15 +117,6 @@ class Body:
         if not isinstance(item, Scope) or not self.tree.is_layer(item):
             return False
         return isinstance(self.tree.modules[item.path], RECURRENT_LAYERS)
-
-    def recurrent_name(self, item: Scope, result: fx.Node) -> str:
-        """Of a recurrent layer's output and last states: the author's, else what they are."""
-        place = int(str(result.args[1]))
-        line = self.line(item)
-        names = assigned_names(line.code) if line is not None else ()
-        has_pair = isinstance(self.tree.modules[item.path], nn.LSTM)  # output, (hidden, cell)
-        name = names[place] if len(names) == 2 and place < (1 if has_pair else 2) else "_"
-        return name if name != "_" else ("output", "hidden", "cell")[place]
 
     def author_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
         """What the author's statement calls its result, if this is it."""

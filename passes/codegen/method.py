@@ -12,7 +12,7 @@ from .body import NO_REGION, Body, Folding, Region
 from .cut import is_size, size_symbol
 from .expression import Scene, Source
 from .literals import identifier, plain
-from .naming import argument_name, hands_on, name_within, result_name
+from .naming import argument_name, element_name, hands_on, name_within, result_name, state_name
 from .scopes import Scope, assigned_names
 from .spell import spell
 from .stage_tree import DEVICE, StageTree, walk
@@ -123,8 +123,9 @@ class _Draft:
             return self._free(item.function, index)
         if self.body.tree.is_link(self.body.scope, result):
             return self._free("hidden", index)
-        if isinstance(item, Scope) and self.body.is_recurrent(item):
-            return self._free(self.body.recurrent_name(item, result), index)
+        state = state_name(self.body.tree, result) if self.body.is_recurrent(item) else None
+        if state is not None:
+            return self._free(state, index)
         wanted = self.body.author_name(item, result) or self._inner_name(item, result)
         if wanted is None and self.body.gives == [result]:
             wanted = self.body.scope.function  # what a helper function makes
@@ -213,7 +214,9 @@ class _Draft:
                 names.append("_")
                 continue
             hint = wanted[place] if place < len(wanted) == len(elements) and wanted[place] != "_" else ""
-            own = f"part_{place + 1}"
+            if list(elements.values()).count(None) == len(elements) - 1:
+                hint = hint or self.body.author_name(element, element) or ""
+            own = element_name(item, place)
             name = hint if hint and not self._is_live(hint, index) and hint not in names else own
             self._bind(element, name if name == hint else self._free(name, index))
             names.append(self.bound[element])

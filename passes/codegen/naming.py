@@ -6,10 +6,11 @@ import inspect
 import re
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from pd2bw_fx.custom_function import custom_function
 
+from .layers import RECURRENT_LAYERS
 from .literals import identifier
 from .scopes import Scope, assigned_names, is_outermost, line_at, module_calls
 from .stage_tree import StageTree
@@ -107,6 +108,20 @@ def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
     return None
 
 
+def state_name(tree: StageTree, node: fx.Node) -> str | None:
+    """The author's name of a recurrent layer's output or last states, else what they are."""
+    calls = module_calls(node)
+    layer = tree.modules.get(calls[-1][1]) if calls else None
+    if not isinstance(layer, RECURRENT_LAYERS) or not _is_operator(node, "getitem"):
+        return None
+    place = int(str(node.args[1]))
+    line = line_at(node, len(calls) - 1)
+    names = assigned_names(line.code) if line is not None else ()
+    has_pair = isinstance(layer, nn.LSTM)  # output, (hidden, cell)
+    name = names[place] if len(names) == 2 and place < (1 if has_pair else 2) else "_"
+    return name if name != "_" else ("output", "hidden", "cell")[place]
+
+
 def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     """What a body calls a value that it is given."""
     if node.op == "placeholder" and not scope.path:
@@ -119,7 +134,7 @@ def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     if node.op == "placeholder":
         return identifier(node.name)
     depth = scope.depth if inside or scope.function is not None else max(scope.depth - 1, 0)
-    own = name_within(tree, node, depth)
+    own = state_name(tree, node) or name_within(tree, node, depth)
     if own is not None:
         return own
     line = line_at(node, len(module_calls(node)))  # its own: further out, other things are taken apart
@@ -149,6 +164,14 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
         return "causal"
     name = operator_name(result)
     return identifier(_RESULT_NAMES.get(name, name))
+
+
+def element_name(item: fx.Node | Scope, place: int) -> str:
+    """Of what an operator gives, as its schema names it."""
+    schema = getattr(item.target, "_schema", None) if isinstance(item, fx.Node) else None
+    returned = schema.returns if schema is not None else ()
+    own = returned[place].name if place < len(returned) else ""
+    return identifier(own) if own else f"part_{place + 1}"
 
 
 def operator_name(node: fx.Node) -> str:
