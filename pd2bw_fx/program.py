@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from pd2bw_fx.graph import OperatorGraph
 
@@ -39,18 +40,37 @@ class ProgramInterpreter(fx.Interpreter):
 
 
 @contextmanager
-def region(node: fx.Node) -> Iterator[None]:
-    """Enters `node.meta["no_grad"]` (a bool: gradients off) and `node.meta["autocast"]`, where present.
+def region(node: fx.Node, device_type: str | None = None) -> Iterator[None]:
+    """Enters `node.meta["no_grad"]` (a bool: gradients off) and the node's `autocast_of`, where present.
 
-    The latter is (device type, dtype or None, enabled).
+    `device_type`: of the device that the node runs on; None: as it was traced.
     """
     with ExitStack() as stack:
         if "no_grad" in node.meta:
             stack.enter_context(torch.set_grad_enabled(not node.meta["no_grad"]))
-        if "autocast" in node.meta:
-            device_type, dtype, enabled = node.meta["autocast"]
-            stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))
+        autocast = autocast_of(node)
+        if autocast is not None:
+            named, dtype, enabled = autocast
+            kind = named or device_type or _traced_on(node)
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         yield
+
+
+def autocast_of(node: fx.Node) -> tuple[str | None, torch.dtype | None, bool] | None:
+    """The autocast region that a node is in: device type, dtype (None: the default one), enabled.
+
+    The device type is None, for that of the device the node runs on, where it is the one that the node was
+    traced on: a model traced on a CPU and trained on GPUs meant its regions for these.
+    """
+    if "autocast" not in node.meta:
+        return None
+    device_type, dtype, enabled = node.meta["autocast"]
+    return None if device_type == _traced_on(node) else device_type, dtype, enabled
+
+
+def _traced_on(node: fx.Node) -> str:
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class TestWhatTheModelSays:
             plan = planned(case, num_stages)
             programs = generate(case.graph, plan)
             text = "".join(program.source for program in programs)
-            assert 'with torch.autocast("cpu", dtype=torch.bfloat16):' in text
+            assert "with torch.autocast(x.device.type, dtype=torch.bfloat16):" in text
             assert "with torch.no_grad():" in text
             found = compared(case, plan, programs)
             # In two stages the gate is elsewhere, and the two regions are one with one cast of the weight.
@@ -84,6 +84,35 @@ class TestWhatTheModelSays:
         assert "x.device" in program.source
         on_meta = build_module(program, tensors(case.graph)).to("meta")
         assert on_meta(torch.empty(7, 5, 4, device="meta")).device.type == "meta"
+
+    def test_autocast_is_for_the_device_that_the_stage_runs_on(self) -> None:
+        class Angles(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("speed", torch.rand(4))
+
+            def forward(self, length: int, device: torch.device) -> Tensor:
+                with torch.autocast(device.type, enabled=False):
+                    return torch.outer(torch.arange(length, device=device).float(), self.speed).cos()
+
+        class Turned(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.angles = nn.Linear(4, 4), Angles()
+
+            def forward(self, x: Tensor) -> Tensor:
+                with torch.autocast("cuda", enabled=False):  # of another device than the trace's
+                    x = torch.tanh(x)
+                return (self.first(x) * self.angles(x.shape[1], x.device)).mean()
+
+        case = case_of(Turned(), (torch.randn(3, 5, 4),))
+
+        (program,) = generate(case.graph, by_hand(case, {b.name: 0 for b in case.problem.blocks}))
+
+        assert "def forward(self, device: torch.device) -> Tensor:" in program.source
+        assert "with torch.autocast(device.type, enabled=False):" in program.source
+        assert 'with torch.autocast("cuda", enabled=False):' in program.source
+        assert compared(case, planned(case, 1), [program]).exact
 
     def test_a_model_may_return_its_input(self) -> None:
         class Echo(nn.Module):

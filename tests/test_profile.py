@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -205,6 +206,36 @@ def test_operators_too_short_to_be_timed_alone_share_the_time_they_take_together
     assert max(timed[2:]) == 0  # none before the end of the pass: the forty are one group
     assert len({cost.forward_s for cost in costs.values()}) == 1  # equal operators take equally long
     assert all(0 < cost.forward_s < 1.0 for cost in costs.values())
+
+
+def test_what_was_traced_on_one_device_is_measured_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, enabled=False):
+                x = self.linear(x)
+            return (x + torch.arange(4, device=x.device)).mean()
+
+    entered: list[str] = []
+
+    class Recorded(torch.autocast):
+        def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+            entered.append(device_type)
+            super().__init__("cpu", *args, **kwargs)
+
+    traced = trace(Places(), (torch.randn(4, 4),), {})
+    graph = normalise(traced)
+    monkeypatch.setitem(measured._SHORT_S, "meta", 50e-6)
+    monkeypatch.setattr(torch, "autocast", Recorded)
+
+    with Stopwatch(graph, torch.device("meta")) as stopwatch:
+        costs = Walk(graph, stopwatch).run(traced.examples)
+
+    assert costs.keys() == graph.operators.keys()
+    assert {*entered} == {"meta"}
 
 
 def test_workspace_holds_the_gradients_that_are_added_to_those_there_are() -> None:

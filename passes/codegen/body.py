@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
+
+from pd2bw_fx.program import autocast_of
 
 from .cut import is_size, tensors_read
 from .layers import RECURRENT_LAYERS
@@ -15,7 +18,7 @@ from .scopes import Line, Scope, assigned_names, line_at
 from .stage_tree import StageTree, occurrences
 
 # no_grad, autocast, and a number that tells apart autocast regions which are alike and touch.
-Region = tuple[object, object, int]
+Region = tuple[object, Any, int]
 NO_REGION: Region = (None, None, 0)
 
 
@@ -83,13 +86,13 @@ class Body:
 
     def _marks(self, item: fx.Node | Scope) -> tuple[object, object, str]:
         if not isinstance(item, Scope):
-            return item.meta.get("no_grad"), item.meta.get("autocast"), item.meta.get("autocast_region", "")
+            return item.meta.get("no_grad"), autocast_of(item), item.meta.get("autocast_region", "")
         first = next(item.nodes)
         if self.tree.is_layer(item) or item.function is not None:
             return self._marks(first)
         around = {node.meta.get("autocast_region") for node in item.nodes}
         if around == {first.meta.get("autocast_region")} != {None} and self._is_shared(item, around):
-            return None, first.meta["autocast"], first.meta["autocast_region"]
+            return None, autocast_of(first), first.meta["autocast_region"]
         return None, None, ""
 
     def _is_shared(self, call: Scope, around: set[str | None]) -> bool:

@@ -253,10 +253,10 @@ def _region_headers(region: Region) -> list[str]:
     headers = []
     if no_grad is not None:
         headers.append("with torch.no_grad():" if no_grad else "with torch.enable_grad():")
-    if isinstance(autocast, tuple):
-        device, dtype, enabled = autocast
+    if autocast is not None:
+        device_type, dtype, enabled = autocast
         kind = f", dtype={dtype}" if enabled and dtype is not None else ""
-        headers.append(f'with torch.autocast("{device}"{kind}{"" if enabled else ", enabled=False"}):')
+        headers.append(f"with torch.autocast({device_type}{kind}{'' if enabled else ', enabled=False'}):")
     return headers
 
 

@@ -180,7 +180,7 @@ class _Draft:
         text = f"{target} = {source.text}" if target else source.text
         if len(text) > _LONGEST_FOLDED:
             self._unfold(item, len(text))
-        return Statement(text, *self._comment(item, results), self.body.region(item))
+        return Statement(text, *self._comment(item, results), self._region(item))
 
     def _target(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> str:
         elements = self.body.elements(item)
@@ -314,8 +314,16 @@ class _Draft:
         last = self.body.items[-1] if self.body.items else None
         if last is not None and len(self.body.gives) == 1 and self.body.gives[0] in self.folding.folded:
             place, shape = self._comment(last, self.body.gives)
-            return replace(statement, place=place, shape=shape, region=self.body.region(last))
+            return replace(statement, place=place, shape=shape, region=self._region(last))
         return statement
+
+    def _region(self, item: fx.Node | Scope) -> Region:
+        """With the device type of its autocast as it is written."""
+        no_grad, autocast, number = self.body.region(item)
+        if autocast is None:
+            return no_grad, None, number
+        named, dtype, enabled = autocast
+        return no_grad, (f"{self._device()}.type" if named is None else f'"{named}"', dtype, enabled), number
 
     def _comment(
         self, item: fx.Node | Scope, results: Sequence[fx.Node]

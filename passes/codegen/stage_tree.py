@@ -14,6 +14,7 @@ from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec
 from pd2bw_fx.modes import passes_through_in_evaluation
+from pd2bw_fx.program import autocast_of
 
 from .cut import Cut, is_size, size_symbol, spec_of, tensors_read
 from .layers import LAYERS_OF_TWO, RECURRENT_LAYERS, is_layer, is_sequential
@@ -128,6 +129,7 @@ class StageTree:
             else:
                 needed |= dict.fromkeys(self._symbols_of(item))
                 needed |= {DEVICE: None} if _names_device(item) else {}
+            needed |= {DEVICE: None} if _follows_device(item) else {}
         reads = self.reads(scope)
         at_hand = {size for value in reads for size in self.shape(value)}
         at_hand |= {DEVICE} if reads or scope is self.root else set()
@@ -341,6 +343,12 @@ def _operators(scope: Scope) -> tuple[str, ...]:
 
 def _names_device(node: fx.Node) -> bool:
     return any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values()))
+
+
+def _follows_device(item: fx.Node | Scope) -> bool:
+    """Whether it is in an autocast region of the device's own type."""
+    regions = map(autocast_of, item.nodes if isinstance(item, Scope) else [item])
+    return any(region is not None and region[0] is None for region in regions)
 
 
 def _readers(graph: OperatorGraph, stage: Cut) -> dict[fx.Node, list[fx.Node]]:

@@ -92,6 +92,10 @@ class Estimator:
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
+    @property
+    def device(self) -> None:
+        """Nothing is computed, so it does not matter."""
+
     def convert(self, tensor: Tensor) -> Tensor:
         if self._mode is None:
             return tensor

@@ -96,6 +96,10 @@ class Stopwatch:
         if self._cache is not None:
             self._cache.save()
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def convert(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device.type == self._device.type else tensor.to(self._device)
 

@@ -45,6 +45,10 @@ class Meter(Protocol):
     Calls with the same key take equally long.
     """
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where calls run, whatever device the program was traced on; None: where its tensors are."""
+
     def convert(self, tensor: Tensor) -> Tensor:
         """The tensor as this meter runs it: on its device, or without values."""
 
@@ -118,15 +122,32 @@ class Walk(ProgramInterpreter):
             self._keys[n.name] = self._key(n)
             result = self._count(n, call)
         else:
-            with torch.enable_grad(), region(n):
+            with torch.enable_grad(), region(n, self._device_type):
                 result = self._meter.run(self._keys[n.name], call)
         if call.copies_operands:
             result = self._write(n)
         return self._as_leaves(n, result)
 
+    @property
+    def _device_type(self) -> str | None:
+        return None if self._meter.device is None else self._meter.device.type
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """With the meter's device in place of those that the trace saw."""
+        given = super().fetch_args_kwargs_from_env(n)
+        where = self._meter.device
+        if where is None:
+            return given
+        args, kwargs = map_aggregate(given, lambda value: where if isinstance(value, torch.device) else value)
+        return args, kwargs
+
     def _count(self, node: fx.Node, call: Call) -> Any:
         """The bytes that one call gives out, keeps for its backward, and needs besides."""
-        with torch.enable_grad(), region(node), _SavedStorages(self._saved, self._parameters()) as saved:
+        with (
+            torch.enable_grad(),
+            region(node, self._device_type),
+            _SavedStorages(self._saved, self._parameters()) as saved,
+        ):
             result = call.run()
         self._alive.append(result)
         given = sum(_num_bytes(tensor) for tensor in _tensors(result))
