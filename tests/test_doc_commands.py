@@ -74,7 +74,11 @@ ELSEWHERE = {
 def commands_of(document: str) -> list[str]:
     """Those of its blocks and indented lines, and those of benchmarks in its sentences."""
     text = (ROOT / document).read_text().replace("\\\n", " ")
-    lines = re.findall(rf"(?m)^ *((?:{'|'.join(PROGRAMS)})(?: .*|$))", text)
+    sentences, blocks = text.split("```")[::2], text.split("```")[1::2]
+    bodies = [block.partition("\n")[2] for block in blocks]  # without the language's name
+    line = rf"((?:{'|'.join(PROGRAMS)})(?: .*|$))"
+    lines = re.findall(rf"(?m)^ *{line}", "\n".join(bodies))
+    lines += re.findall(rf"(?m)^ {{4,}}{line}", "\n".join(sentences))
     shown = re.findall(r"`((?:python|pd2bw-fx) (?:benchmarks/)?\w+\.py[^`]*)`", text)
     return [shlex.join(words) for line in (*lines, *shown) if (words := shlex.split(line, comments=True))]
 

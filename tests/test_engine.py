@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -94,6 +95,30 @@ def test_without_torchrun_an_engine_says_what_to_do(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(pd2bw_fx.InputError, match=r"torchrun.*train_local"):
         pipe.engine(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("linked", "num_ranks", "ahead"), [("clipped", 2, 1), ("clipped", 7, 6), ("tied", 4, 2), ("both", 4, 3)]
+)
+def test_a_loss_that_waits_for_the_ranks_own_backwards_is_refused_until_they_are_done(
+    linked: str, num_ranks: int, ahead: int, tmp_path: Path
+) -> None:
+    """PipeDream or pb, where `ahead` is the last stage whose versions take the first one's gradients."""
+    finished = torchrun_of_forks(num_ranks, "reads_early.py", tmp_path, linked)
+
+    assert finished.returncode == 0, finished.stderr
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(num_ranks)]
+    for rank, each in enumerate(found):
+        assert each["losses"] == found[0]["losses"]
+        assert len(each["losses"]) == 2 * num_ranks + 1
+        refused = range(num_ranks - ahead, 2 * num_ranks + 1) if rank < ahead else ()
+        assert list(each["refused"]) == [str(update) for update in refused]
+        if refused:
+            assert re.fullmatch(
+                rf"the loss of update {2 * num_ranks} cannot be read on rank {rank} yet: stage {ahead} "
+                rf"computes it on W\d+, for .* stage 0 gives .* after {ahead - rank} more, or flush first",
+                each["refused"][str(2 * num_ranks)],
+            )
 
 
 def test_the_example_script_trains_under_torchrun() -> None:

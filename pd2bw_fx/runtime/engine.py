@@ -32,10 +32,11 @@ from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
 from pd2bw_fx.runtime.failure import shared_fate, translated
 from pd2bw_fx.runtime.fate import Fate
 from pd2bw_fx.runtime.job import Job, merged_tensors
-from pd2bw_fx.runtime.loss import Loss, Means
+from pd2bw_fx.runtime.loss import Loss
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.rank_runner import evaluation_actions
+from pd2bw_fx.runtime.reading import LossReader
 from pd2bw_fx.runtime.reports import LossLog
 from pd2bw_fx.runtime.results import Results, evaluation_pieces, joined
 from pd2bw_fx.runtime.setup import Groups, make_recorder, make_runner, make_weights
@@ -93,8 +94,17 @@ class Engine:
             options.parameter_options,
             everywhere=[spec for spec in job.parameters if spec.trainable],
         )
+        self._losses = LossReader(
+            job,
+            weights,
+            self._results,
+            self._fate,
+            clips=options.max_gradient_norm is not None,
+            synchronous_updates=self._synchronous_updates,
+        )
         self._log = LossLog(
             options.on_report,
+            num_ranks=job.num_ranks,
             stop_at_nan=options.stop_at_nan,
             source=lambda microbatch: job.name_of(job.rank_of(job.loss_stage, microbatch)),
             microbatches_per_update=job.microbatches_per_update,
@@ -147,9 +157,9 @@ class Engine:
           unless said otherwise nothing for pb, and `PipeMare()` for pipemare.
 
         `on_report` is called on every rank with an `UpdateReport` when an update's loss has arrived, in order
-        and a few updates late. `stop_at_nan` ends the run a few updates after a loss that is no finite
-        number. A rank that gives no sign of life for `silence_s` while others wait for it ends them (0:
-        never, but for `timeout_s`; three times that while engines are made).
+        and 4 updates late, or as many as there are ranks. `stop_at_nan` ends the run so long after a loss
+        that is no finite number. A rank that gives no sign of life for `silence_s` while others wait for it
+        ends them (0: never, but for `timeout_s`; three times that while engines are made).
 
         `seed` of dropout and all else that the model draws (None: torch's initial seed on rank 0): by it, the
         microbatch and the operator, so that a run repeats whatever the number of stages and replicas. torch's
@@ -225,7 +235,7 @@ class Engine:
             self._add(microbatches)
             self.updates += 1
             self._runner.run(actions)
-            return self._tell_loss(update, training=True)
+            return self._told(self._losses.of_update(update))
 
     def eval(self, batch: Any) -> Loss:
         """The loss under the newest weights, in evaluation mode and without gradients.
@@ -274,7 +284,7 @@ class Engine:
             self._runner.run(evaluation_actions(self.job, numbers, self.updates), training=False)
             self._runner.settle()
             self._weights.train(on=True)
-            loss = self._tell_loss(self.updates, training=False)
+            loss = self._told(self._losses.of_evaluation(self.updates))
             loss.wait()
             return loss, numbers
 
@@ -286,6 +296,7 @@ class Engine:
                 self._empty_before = self.updates
             self._runner.finish_update()
             self._runner.settle()
+            self._losses.flushed(self.updates)
             self._log.finish()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -334,6 +345,7 @@ class Engine:
                 restore_random_state(checkpoint.random(self.rank), self.device)
             self._draw_by(header.seed)
             self.updates = self._empty_before = header.updates
+            self._losses.flushed(self.updates)
             self._to_compare = _UPDATES_COMPARED  # where each rank goes on in its data is seen now
             return header.updates
 
@@ -347,6 +359,8 @@ class Engine:
 
         All ranks call it. `pd2bw_fx.metrics.timeline_of` makes a picture of them.
         """
+        if self._losses.may_be_held_up:
+            self.flush()  # others may be in a step that needs what this one would do in its next
         with self._fate.shared("collecting the records"), translated(None):
             gathered: list[Any] = [None] * self.job.num_ranks
             dist.all_gather_object(gathered, list(self._recorder or ()), group=self._control)
@@ -364,7 +378,15 @@ class Engine:
         if self._is_empty:
             # gloo's threads are joined with the last reference to their group. One that lets go of a tensor
             # while the interpreter ends aborts the process.
-            del self._groups, self._control, self._runner, self._results, self._weights, self._log
+            del (
+                self._groups,
+                self._control,
+                self._runner,
+                self._results,
+                self._weights,
+                self._losses,
+                self._log,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -424,17 +446,10 @@ class Engine:
         moved = {name: inputs[name].to(self.device, non_blocking=True) for name in self.job.inputs()}
         return Microbatch(moved, microbatch.size)
 
-    def _tell_loss(self, update: int, *, training: bool) -> Loss:
-        means = [self._waited_for(arriving) for arriving in self._results.means(update)]
-        self._log.add(Loss(update, means, is_of_training=training))
-        return Loss(update, [arriving.as_read() for arriving in means], is_of_training=training)
-
-    def _waited_for(self, means: Means) -> Means:
-        def wait() -> None:
-            with self._fate.shared("waiting for the loss"):
-                means.wait()
-
-        return Means(means.names, means.values, wait, is_known_here=means.is_known_here)
+    def _told(self, loss: Loss) -> Loss:
+        """For the caller; on_report and what watches for NaN have it as it is."""
+        self._log.add(loss)
+        return loss.as_read()
 
     def _doing(self) -> str:
         action = self._runner.current

@@ -104,6 +104,18 @@ class Job:
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         return tuple(self.ranks[place] for place in self.work.rules.ranks_of(self.shape, stage))
 
+    def linked_stages(self) -> list[tuple[int, int]]:
+        """First and last of stages that make no version without each other's gradients: tied parameters."""
+        linked: list[set[int]] = []
+        for name in sorted(self.trainable & self.holders.keys()):
+            holders = set(self.holders[name])
+            stages = {s for s in range(self.shape.num_stages) if not holders.isdisjoint(self.ranks_of(s))}
+            linked = [
+                *(group for group in linked if group.isdisjoint(stages)),
+                stages.union(*(group for group in linked if not group.isdisjoint(stages))),
+            ]
+        return [(min(group), max(group)) for group in linked if len(group) > 1]
+
     def inputs(self) -> tuple[str, ...]:
         """The model's inputs that this rank's stages read."""
         wanted = {port.value: None for p in self.programs for port in p.inputs if port.source is None}

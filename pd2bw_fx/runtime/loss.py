@@ -58,7 +58,8 @@ class Loss:
 
     On all but the rank of the loss, a read right after `step` stands still until the update's last
     microbatch has gone through the whole pipeline. Read the loss of the step before, or every tenth one,
-    and no rank waits.
+    and no rank waits. With pipedream, pb and pipemare, tied parameters or `max_gradient_norm` make the last
+    stage wait for gradients that come some steps later: a read before that raises InputError.
     """
 
     __slots__ = ("_means", "is_of_training", "update")
@@ -72,6 +73,12 @@ class Loss:
     def wait(self) -> None:
         for means in self._means:
             means.wait()
+
+    def as_read(self) -> Loss:
+        """For whoever reads it here: nothing is waited for that is here."""
+        return Loss(
+            self.update, [means.as_read() for means in self._means], is_of_training=self.is_of_training
+        )
 
     def item(self) -> float:
         self._means[0].wait()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pd2bw_fx.errors import WorkerError
 from pd2bw_fx.runtime.loss import Loss
 
-_UNDER_WAY = 4
+_UNDER_WAY = 4  # so many losses at least, that none is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,22 @@ class UpdateReport:
 class LossLog:
     """Losses on their way, and what happens when they have arrived: the same on all ranks, some updates late.
 
-    `source` names the rank that computes a microbatch's.
+    `source` names the rank that computes a microbatch's. A loss waits for no update that the first of
+    `num_ranks` has still to give its gradients to: so many updates late they have all gone in.
     """
 
     def __init__(
         self,
         on_report: Callable[[UpdateReport], None] | None,
         *,
+        num_ranks: int,
         stop_at_nan: bool,
         source: Callable[[int], str],
         microbatches_per_update: int,
         learning_rates: Callable[[int], tuple[float, ...]],
     ) -> None:
         self._on_report = on_report
+        self._lateness = max(_UNDER_WAY, num_ranks)
         self._stop_at_nan = stop_at_nan
         self._source = source
         self._microbatches_per_update = microbatches_per_update
@@ -61,7 +64,7 @@ class LossLog:
         now_s = time.perf_counter()
         self._under_way.append((loss, now_s - self._added_s))
         self._added_s = now_s
-        while len(self._under_way) > _UNDER_WAY:
+        while len(self._under_way) > self._lateness:
             self._retire(*self._under_way.popleft())
 
     def finish(self) -> None:

@@ -9,6 +9,7 @@ SF k   send the outputs; drop them                               SB k   send the
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
@@ -89,6 +90,9 @@ class StageRunner:
         self.draws = Draws(program.stage, program.draws, device)
         self._stage = program.stage
         self._loss = job.loss
+        self._version_of_loss = functools.partial(
+            job.work.rules.forward_version, job.shape, job.shape.num_stages - 1
+        )
         self._recompute = program.stage in job.recomputed
         self._share = 1.0 / job.microbatches_per_update
         self._loss_gradient: tuple[float, Tensor] | None = None
@@ -119,8 +123,9 @@ class StageRunner:
     def perform(self, action: Action) -> None:
         self._performs[action.kind](self, action)
 
+    # What other ranks wait for in an update goes out before this one waits for them.
+
     def _receive_activation(self, action: Action) -> None:
-        # What other ranks wait for in an update goes out before this one waits for them.
         self.weights.progress(needed=action.version)
         kept = self._in_flight[action.microbatch]
         for link in self.links.activations_in:
@@ -203,6 +208,7 @@ class StageRunner:
             del self._in_flight[action.microbatch]
 
     def _receive_gradient(self, action: Action) -> None:
+        self.weights.progress(needed=self._version_of_loss(action.microbatch))
         kept = self._in_flight[action.microbatch]
         for link in self.links.gradients_in:
             taken = link.of(action.microbatch).take(action.microbatch)

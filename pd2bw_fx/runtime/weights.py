@@ -36,7 +36,7 @@ from pd2bw_fx.runtime.ties import GradientSums, TiedParameter, UseQuestion, in_b
 from pd2bw_fx.runtime.update import Clipping, LossScale, PendingUpdate, Step
 from pd2bw_fx.stage import StageProgram
 
-_RATES_KEPT = 16  # a loss is told a few updates late
+_RATES_KEPT = 1024  # a loss is told some updates late, fewer than that
 
 
 class WeightStore:
@@ -73,7 +73,7 @@ class WeightStore:
             corrector.watch(self._slots[0].flat, self._places)
         self._pending: PendingUpdate | None = None
         self._steps: deque[Step] = deque(maxlen=2)
-        self._rates: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_RATES_KEPT)  # by version
+        self._rates: dict[int, tuple[float, ...]] = {}  # by version, of the last
         # The optimizer's parameters: stepped in the slot that is being made.
         self._aliases = {
             name: nn.Parameter(place.view(self._stepped(0)).detach()) for name, place in self._places.items()
@@ -105,8 +105,7 @@ class WeightStore:
 
     def learning_rates(self, update: int) -> tuple[float, ...]:
         """Of the optimizer's groups, in one of the last updates, or else in the coming one."""
-        known = (rates for version, rates in self._rates if version == update + 1)
-        return next(known, self._optimizer.learning_rates)
+        return self._rates.get(update + 1, self._optimizer.learning_rates)
 
     def module(self, stage: int, version: int) -> nn.Module:
         """A stage's module with the weights of a living version."""
@@ -168,9 +167,9 @@ class WeightStore:
             self.finish_update()
 
     def progress(self, *, needed: int | None = None) -> None:
-        """Let a pending update go on; without further waiting unless it makes the version `needed`."""
+        """Let a pending update go on; without further waiting unless others wait for the version `needed`."""
         if self._pending is not None:
-            self._pending.progress(must=needed == self._pending.version)
+            self._pending.progress(must=needed is not None and self._pending.version <= needed)
 
     def finish_update(self) -> None:
         """Make the version that was put off, if one was."""
@@ -189,7 +188,8 @@ class WeightStore:
                 flat.copy_(self._slots[source].flat[dtype])
         if self._loss_scale is not None:
             self._loss_scale.follow(pending.version, overflow=gradients is None)
-        self._rates.append((pending.version, self._optimizer.learning_rates))
+        self._rates[pending.version] = self._optimizer.learning_rates
+        self._rates.pop(pending.version - _RATES_KEPT, None)
         if gradients is not None:
             self._step(target, gradients)
         self.newest = pending.version

@@ -1,0 +1,116 @@
+"""Which losses a rank can wait for: not those that others compute only after what it does next.
+
+With pipedream, pb and pipemare the last stage runs some updates ahead of the first. Where its versions also
+take gradients of the first (tied parameters, clipping by the whole gradient's norm), the loss of an update
+comes out of a version that the first stage gives its part to only some steps later:
+
+    4 stages, m = 1    stage 3 computes the loss of update u on W(u), stage 0 helps make W(u) in step u + 3
+
+A rank that stood still for that loss before its step u + 3 would stop them both for ever.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.runtime.fate import Fate
+from pd2bw_fx.runtime.job import Job
+from pd2bw_fx.runtime.loss import Loss, Means
+from pd2bw_fx.runtime.results import Results
+from pd2bw_fx.runtime.weights import WeightStore
+
+
+class _Need(NamedTuple):
+    """Stage `by` computes on W(`version`), which stage `of` gives gradients to."""
+
+    of: int
+    by: int
+    version: int
+
+
+class LossReader:
+    """Makes the losses of a rank's updates, which look before they wait.
+
+    `clips`: every version takes all ranks' gradients. The first `synchronous_updates` are flushed each.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        weights: WeightStore,
+        results: Results,
+        fate: Fate,
+        *,
+        clips: bool,
+        synchronous_updates: int,
+    ) -> None:
+        self._job = job
+        self._weights = weights
+        self._results = results
+        self._fate = fate
+        self._synchronous_updates = synchronous_updates
+        self._links = [(0, job.shape.num_stages - 1)] if clips else job.linked_stages()
+        self._newest = 0  # this rank has done its step of it
+        self._empty_before = synchronous_updates
+
+    @property
+    def may_be_held_up(self) -> bool:
+        """Ranks may stand still in a step until others come to later ones."""
+        later = self._empty_before + 2 * self._job.num_ranks
+        return any(self._version(last, later) > self._version(first, later) for first, last in self._links)
+
+    def of_update(self, update: int) -> Loss:
+        """After this rank's step."""
+        self._newest = update
+        needs = [_Need(first, last, self._version(last, update)) for first, last in self._links]
+        return self._loss(update, needs if update >= self._synchronous_updates else [], is_of_training=True)
+
+    def flushed(self, updates: int) -> None:
+        """All ranks have made so many updates, and nothing is in flight."""
+        self._empty_before = max(updates, self._synchronous_updates)
+
+    def of_evaluation(self, update: int) -> Loss:
+        return self._loss(update, [], is_of_training=False)
+
+    def _loss(self, update: int, needs: list[_Need], *, is_of_training: bool) -> Loss:
+        means = [self._waited_for(each, update, needs) for each in self._results.means(update)]
+        return Loss(update, means, is_of_training=is_of_training)
+
+    def _version(self, stage: int, update: int) -> int:
+        """What the update's last forward runs on at a stage: all its ranks have given their part to it."""
+        shape = self._job.shape
+        last = (update + 1) * shape.microbatches_per_update - 1
+        return self._job.work.rules.forward_version(shape, stage, last, empty_before=self._empty_before)
+
+    def _waited_for(self, means: Means, update: int, needs: list[_Need]) -> Means:
+        def wait() -> None:
+            if not self._fate.is_closed:
+                self._require_given(update, needs)
+            with self._fate.shared("waiting for the loss"):
+                for need in needs:
+                    self._weights.progress(needed=need.version)
+                means.wait()
+
+        return Means(means.names, means.values, wait, is_known_here=means.is_known_here)
+
+    def _require_given(self, update: int, needs: list[_Need]) -> None:
+        for need in needs:
+            steps = self._steps_until_given(need)
+            if steps:
+                raise InputError(
+                    f"the loss of update {update} cannot be read on rank {self._job.rank} yet: stage "
+                    f"{need.by} computes it on W{need.version}, for which tied parameters or "
+                    f"max_gradient_norm need what stage {need.of} gives in a later step; read it after "
+                    f"{steps} more, or flush first"
+                )
+
+    def _steps_until_given(self, need: _Need) -> int:
+        """How many more this rank must do, that no other waits for it on the way to the version."""
+        if need.version <= self._empty_before:
+            return 0
+        held_up = max(need.of, *self._job.stages)  # a stage behind it sends the gradients, one before inputs
+        update = self._newest
+        while self._version(held_up, update) < need.version:
+            update += 1
+        return update - self._newest
