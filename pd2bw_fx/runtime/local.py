@@ -47,12 +47,13 @@ from pd2bw_fx.runtime.messages import (
 from pd2bw_fx.runtime.nursery import Nursery, Process, nursery
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
+from pd2bw_fx.runtime.reading import updates_apart
 from pd2bw_fx.runtime.wire import encoded, encoded_with_code
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
-_AHEAD = 2  # batches sent to a worker beyond the ones that it has done
+_AHEAD = 2  # batches sent to a worker beyond the ones that it has done, or can without more
 _REASONS_S = 3.0  # after a first failure, how long to wait for a better reason
 
 
@@ -161,6 +162,8 @@ class _Workers:
         self, starts: list[Start], on_update: Callable[[int, float], bool | None] | None, ready: Nursery
     ) -> None:
         self.jobs: list[Job] = [start.job for start in starts]
+        clips = starts[0].options.max_gradient_norm is not None
+        self._ahead = _AHEAD + updates_apart(self.jobs[0], clips=clips)
         self.losses: list[float] = []
         self.numbers: dict[str, list[float]] = {}
         self._update_s: list[float] = []
@@ -195,7 +198,7 @@ class _Workers:
         for rank, message in enumerate([encoded(Batch(inputs, size)) for inputs in own]):
             self._send(rank, message)
             self._sent[rank] += 1
-        while self._sent[0] - min(self._done) >= _AHEAD:
+        while self._sent[0] - min(self._done) >= self._ahead:
             self._hear()
 
     def finish_after_error(self) -> TrainResult | None:

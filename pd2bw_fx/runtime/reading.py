@@ -29,6 +29,35 @@ class _Need(NamedTuple):
     version: int
 
 
+def updates_apart(job: Job, *, clips: bool) -> int:
+    """How many updates the first of linked stages is past that which the last computes; 0 where it need not be.
+
+    A rank that is not given so many batches more than have come out waits for ever. `clips`: every version
+    takes all ranks' gradients.
+    """
+    late = 4 * job.num_ranks  # the pipeline is full
+    return max((_steps_to(job, last, first, late) for first, last in _links(job, clips=clips)), default=0)
+
+
+def _links(job: Job, *, clips: bool) -> list[tuple[int, int]]:
+    """First and last of the stages that give gradients to one version."""
+    return [(0, job.shape.num_stages - 1)] if clips else job.linked_stages()
+
+
+def _steps_to(job: Job, last: int, first: int, update: int) -> int:
+    """From the update to the one in which stage `first` is on the version that `last` is on in it."""
+    wanted, reached = _version(job, last, update), update
+    while _version(job, first, reached) < wanted:
+        reached += 1
+    return reached - update
+
+
+def _version(job: Job, stage: int, update: int, *, empty_before: int = 0) -> int:
+    """What the update's last forward runs on at a stage: all its ranks have given their part to it."""
+    last = (update + 1) * job.microbatches_per_update - 1
+    return job.work.rules.forward_version(job.shape, stage, last, empty_before=empty_before)
+
+
 class LossReader:
     """Makes the losses of a rank's updates, which look before they wait.
 
@@ -50,15 +79,10 @@ class LossReader:
         self._results = results
         self._fate = fate
         self._synchronous_updates = synchronous_updates
-        self._links = [(0, job.shape.num_stages - 1)] if clips else job.linked_stages()
+        self._links = _links(job, clips=clips)
+        self.may_be_held_up = updates_apart(job, clips=clips) > 0
         self._newest = 0  # this rank has done its step of it
         self._empty_before = synchronous_updates
-
-    @property
-    def may_be_held_up(self) -> bool:
-        """Ranks may stand still in a step until others come to later ones."""
-        later = self._empty_before + 2 * self._job.num_ranks
-        return any(self._version(last, later) > self._version(first, later) for first, last in self._links)
 
     def of_update(self, update: int) -> Loss:
         """After this rank's step."""
@@ -78,10 +102,7 @@ class LossReader:
         return Loss(update, means, is_of_training=is_of_training)
 
     def _version(self, stage: int, update: int) -> int:
-        """What the update's last forward runs on at a stage: all its ranks have given their part to it."""
-        shape = self._job.shape
-        last = (update + 1) * shape.microbatches_per_update - 1
-        return self._job.work.rules.forward_version(shape, stage, last, empty_before=self._empty_before)
+        return _version(self._job, stage, update, empty_before=self._empty_before)
 
     def _waited_for(self, means: Means, update: int, needs: list[_Need]) -> Means:
         def wait() -> None:
