@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -22,6 +23,7 @@ from pd2bw_fx.runtime.reference import train_reference
 from pd2bw_fx.runtime.reports import UpdateReport
 from pd2bw_fx.runtime.wire import decoded, encoded
 from tests.processes import children_of, kept_process
+from tests.programs.delayed_reference import DelayedReference
 
 ROWS, UPDATES = 4, 4
 
@@ -339,6 +341,22 @@ def test_what_cannot_train_is_refused_before_a_worker_starts(pipe: pd2bw_fx.Pipe
     lock = threading.Lock()
     with pytest.raises(pd2bw_fx.InputError, match="sent to the workers"):
         pipe.train_local([], optimizer=lambda parameters: (lock, sgd(parameters))[1])
+
+
+def test_clipped_stages_that_are_updates_apart_get_the_batches_that_they_wait_for(model: nn.Module) -> None:
+    """With one microbatch an update, stage 0 is three updates ahead of the one that stage 3 computes."""
+    pipe = pd2bw_fx.split(model, cluster=4, costs="analytic", check=False, method="pipedream")
+    rows = mlp_batches(model)
+    batches = [tuple(tensor[k : k + 1] for tensor in batch) for batch in rows for k in range(ROWS)]
+
+    result = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=1, max_gradient_norm=0.1)
+
+    stage_of = {name: program.stage for program in pipe.programs for name in program.parameters}
+    reference = DelayedReference(
+        copy.deepcopy(model), stage_of, "pipedream", 1, sgd, [1] * 4, max_gradient_norm=0.1
+    )
+    reference.train(batches)
+    assert result.losses == pytest.approx(reference.losses, rel=1e-12)
 
 
 @pytest.mark.parametrize("method", ["2bw", "1f1b"])

@@ -30,7 +30,7 @@ class _Need(NamedTuple):
 
 
 def updates_apart(job: Job, *, clips: bool) -> int:
-    """How many updates the first of linked stages is past that which the last computes; 0 where it need not be.
+    """How many updates the first of linked stages is past the one that the last computes; 0 where none are.
 
     A rank that is not given so many batches more than have come out waits for ever. `clips`: every version
     takes all ranks' gradients.

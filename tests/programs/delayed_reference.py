@@ -32,6 +32,7 @@ class DelayedReference:
     optimizer: Callable[[Any], torch.optim.Optimizer]
     replicas: Sequence[int]
     corrections: Sequence[Correction] = ()
+    max_gradient_norm: float = float("inf")
     losses: list[float] = field(default_factory=list)
 
     def train(self, batches: Sequence[tuple[Tensor, ...]]) -> Weights:
@@ -60,6 +61,7 @@ class DelayedReference:
                 loss.backward()
                 total += loss.item()
             self.show(history[-1])
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_gradient_norm)
             gradients = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
             for stage, made in optimizers.items():
                 made.param_groups[0]["lr"] = rates[stage] * self.rate_factor(stage, update)
