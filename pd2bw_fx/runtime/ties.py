@@ -141,20 +141,23 @@ class UseQuestion:
     def __init__(self, ties: Sequence[TiedParameter], used_here: Iterable[str], device: torch.device) -> None:
         here = frozenset(used_here)
         groups = {tied.group: [t.name for t in ties if t.group is tied.group] for tied in ties}
-        self._asked = []
+        self._asked: list[tuple[list[str], Tensor, dist.Work]] = []
+        self._answer: frozenset[str] | None = None
         for group, names in groups.items():
             flags = torch.tensor([float(name in here) for name in names], device=device)
             self._asked.append((names, flags, start_adding(Bucket(group, tuple(names)), flags)))
 
     def answer(self) -> frozenset[str]:
-        for _, _, work in self._asked:
-            wait_for(work)
-        return frozenset(
-            name
-            for names, flags, _ in self._asked
-            for name, count in zip(names, flags.tolist(), strict=True)
-            if count
-        )
+        if self._answer is None:
+            for _, _, work in self._asked:
+                wait_for(work)
+            self._answer = frozenset(
+                name
+                for names, flags, _ in self._asked
+                for name, count in zip(names, flags.tolist(), strict=True)
+                if count
+            )
+        return self._answer
 
 
 class HasGroup(Protocol):

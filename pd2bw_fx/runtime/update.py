@@ -87,19 +87,19 @@ class Step:
 class PendingUpdate:
     """`gradients` by parameter, those that there are; those of `sums` come from all holders.
 
-    `question`: whether anybody has them, until that is known. `scale`: what the loss was multiplied by, and
+    `question`: whether anybody has them. `scale`: what the loss was multiplied by, and
     `may_overflow`: for which the update is left out, at a scale of 1 too.
     """
 
     version: int
     gradients: dict[str, Tensor]
     sums: GradientSums
-    question: UseQuestion | None
+    question: UseQuestion
     clipping: Clipping | None
     device: torch.device
     scale: float = 1.0
     may_overflow: bool = False
-    used: frozenset[str] | None = None  # the answer
+    used: frozenset[str] = frozenset()  # the answer, when finished
     _have_arrived: bool = False
     _squares: Tensor | None = None
     _squaring: dist.Work | None = None
@@ -108,6 +108,17 @@ class PendingUpdate:
     def can_wait(self) -> bool:
         """Something is under way, so that the step is better put off."""
         return self.sums.is_under_way or self._squaring is not None
+
+    @property
+    def is_squaring(self) -> bool:
+        return self._squaring is not None
+
+    @property
+    def has_arrived(self) -> bool:
+        """It can be finished without waiting."""
+        if self.clipping is not None:
+            return self._squaring is not None and self._squaring.is_completed()
+        return self.sums.have_arrived
 
     def progress(self, *, must: bool = False) -> None:
         """Start what can be started; `must`: even if that means to wait for other holders first."""
@@ -130,10 +141,8 @@ class PendingUpdate:
             return
         self._have_arrived = True
         sums = self.sums.wait()
-        if self.question is not None:
-            self.used = used = self.question.answer()
-            sums = {name: total for name, total in sums.items() if name in used}
-        self.gradients |= sums
+        self.used = used = self.question.answer()
+        self.gradients |= {name: total for name, total in sums.items() if name in used}
 
     def _start_squares(self, clipping: Clipping) -> None:
         squares = torch.zeros(1, dtype=torch.float64, device=self.device)

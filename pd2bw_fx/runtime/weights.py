@@ -8,7 +8,9 @@ keep the version that they began with: their saved tensors are views of a slot t
 backward is done. Methods without versions write the one slot under microbatches in flight, on purpose.
 
 Where other ranks add to an update (tied or replicated parameters, the norm of the whole gradient), it is put
-off until its version is needed; gradients that come meanwhile are the next update's.
+off until its version is needed; gradients that come meanwhile are the next update's. Two may be pending: with
+2BW and much slack, the last stage ends its step of an update before the first has given its part to the one
+before, and the user's program may let all ranks meet in between.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from pd2bw_fx.runtime.ties import GradientSums, TiedParameter, UseQuestion, in_b
 from pd2bw_fx.runtime.update import Clipping, LossScale, PendingUpdate, Step
 from pd2bw_fx.stage import StageProgram
 
+_MOST_PENDING = 2  # each keeps its gradients
 _RATES_KEPT = 1024  # a loss is told some updates late, fewer than that
 
 
@@ -71,8 +74,8 @@ class WeightStore:
         self._corrector = corrector
         if corrector is not None:
             corrector.watch(self._slots[0].flat, self._places)
-        self._pending: PendingUpdate | None = None
-        self._steps: deque[Step] = deque(maxlen=2)
+        self._pending: deque[PendingUpdate] = deque()
+        self._steps: deque[Step] = deque(maxlen=_MOST_PENDING + 1)
         self._rates: dict[int, tuple[float, ...]] = {}  # by version, of the last
         # The optimizer's parameters: stepped in the slot that is being made.
         self._aliases = {
@@ -81,9 +84,10 @@ class WeightStore:
         self._users = [0] * num_versions
         self._ran_on = 0  # the version of the last backward
         self.is_completing = False  # the backward at work is the last of its stage for the coming update
-        self._used_ties: frozenset[str] | None = None  # None until the first update has asked
+        self._question: UseQuestion | None = None  # asked with the first update
+        self._used_ties: frozenset[str] | None = None  # the answer
         self._buckets = in_buckets(self._ties, self._aliases)
-        self._sums = GradientSums((), self._aliases)
+        self._sums: GradientSums | None = None  # of the coming update; None: nothing may start before it
         self._watch_ties()
         self._optimizer = RankOptimizer({}, (), torch.optim.SGD)
 
@@ -109,8 +113,8 @@ class WeightStore:
 
     def module(self, stage: int, version: int) -> nn.Module:
         """A stage's module with the weights of a living version."""
-        if self._pending is not None and version == self._pending.version:
-            self.finish_update()
+        while self._pending and self._pending[0].version <= version:
+            self._finish_first()
         assert self.newest - self.num_versions < version <= self.newest, f"W{version} is not alive"
         return self._slots[version % self.num_versions].modules[stage]
 
@@ -142,44 +146,51 @@ class WeightStore:
 
     def update(self, version: int) -> None:
         """Make W(version) of the one before with the gradients that the backwards have left, when needed."""
-        self.finish_update()
-        assert version == self.newest + 1, f"W{version} made after W{self.newest}"
+        while self._pending and (self._pending[0].has_arrived or len(self._pending) == _MOST_PENDING):
+            self._finish_first()
+        assert version == self.newest + len(self._pending) + 1, f"W{version} made after W{self.newest}"
         gradients = self._taken_gradients()
-        question = None
-        if self._used_ties is None and self._ties:
-            question = UseQuestion(self._ties, gradients, self._device)
-            self._sums = GradientSums(self._buckets, self._aliases)
+        is_first = self._question is None
+        if self._question is None:
+            self._question = UseQuestion(self._ties, gradients, self._device)
+            self._sums = self._new_sums()
+        assert self._sums is not None, "the first update is made before the third is given"
         self._sums.close(gradients, self._empty_gradient)
-        scale = self.loss_scale(self._ran_on)
-        self._pending = PendingUpdate(
+        pending = PendingUpdate(
             version,
             gradients,
             self._sums,
-            question,
+            self._question,
             self._clipping,
             self._device,
-            scale,
+            self.loss_scale(self._ran_on),
             may_overflow=self._loss_scale is not None,
         )
-        self._sums = GradientSums(self._buckets if self._used_ties is not None else (), self._aliases)
-        self._pending.progress()
-        if not self._pending.can_wait:
-            self.finish_update()
+        self._pending.append(pending)
+        # The second update is of all ties too, on all ranks: not all need have the answer by then.
+        self._sums = self._new_sums() if is_first or self._used_ties is not None else None
+        self.progress()
+        while self._pending and not self._pending[0].can_wait:
+            self._finish_first()
 
     def progress(self, *, needed: int | None = None) -> None:
-        """Let a pending update go on; without further waiting unless others wait for the version `needed`."""
-        if self._pending is not None:
-            self._pending.progress(must=needed is not None and self._pending.version <= needed)
+        """Let pending updates go on; without further waiting unless others wait for the version `needed`."""
+        for pending in self._pending:
+            pending.progress(must=needed is not None and pending.version <= needed)
+            if not pending.is_squaring:
+                break  # all ranks do it in the same order
 
     def finish_update(self) -> None:
-        """Make the version that was put off, if one was."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
+        """Make the versions that were put off, if any were."""
+        while self._pending:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        pending = self._pending.popleft()
         began_s = time.perf_counter()
         gradients = pending.finish()
         added_s = time.perf_counter()
-        if pending.used is not None:
+        if self._used_ties is None:
             self._use_only(pending.used)
         source, target = self.newest % self.num_versions, pending.version % self.num_versions
         assert self._users[target] == 0, f"W{pending.version} overwrites weights that a microbatch needs"
@@ -196,7 +207,7 @@ class WeightStore:
         self._steps.append(Step(pending.version, began_s, added_s, time.perf_counter()))
 
     def take_steps(self) -> list[Step]:
-        """The updates that were made since the last call, two at most."""
+        """The updates that were made since the last call, three at most."""
         taken = list(self._steps)
         self._steps.clear()
         return taken
@@ -316,16 +327,21 @@ class WeightStore:
                     )
 
     def _offer(self, name: str, parameter: Tensor) -> None:
+        if self._sums is None or not self.is_completing or parameter.grad is None or parameter.grad.is_sparse:
+            return
         elsewhere = (slot.parameters[name][0] for slot in self._slots)
-        alone = all(use is parameter or use.grad is None for use in elsewhere)
-        if self.is_completing and alone and parameter.grad is not None and not parameter.grad.is_sparse:
+        if all(use is parameter or use.grad is None for use in elsewhere):
             self._sums.offer(name, parameter.grad)
 
     def _use_only(self, used: frozenset[str]) -> None:
-        """From now on no holder sends gradients of what nobody uses."""
+        """From the third update on no holder sends gradients of what nobody uses."""
         self._used_ties = used
         self._buckets = in_buckets([tied for tied in self._ties if tied.name in used], self._aliases)
-        self._sums = GradientSums(self._buckets, self._aliases)
+        if self._sums is None:
+            self._sums = self._new_sums()
+
+    def _new_sums(self) -> GradientSums:
+        return GradientSums(self._buckets, self._aliases)
 
     def _empty_gradient(self, name: str) -> Tensor:
         return torch.zeros_like(self._aliases[name], memory_format=torch.contiguous_format)
