@@ -97,6 +97,15 @@ def test_without_torchrun_an_engine_says_what_to_do(monkeypatch: pytest.MonkeyPa
         pipe.engine(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
 
+def test_ranks_that_add_to_each_others_updates_may_meet_between_steps(tmp_path: Path) -> None:
+    """Tied weights, clipped and not, where the first stage has its backwards a whole update later."""
+    finished = torchrun_of_forks(2, "meets.py", tmp_path)
+
+    assert finished.returncode == 0, finished.stderr
+    for losses, expected in json.loads((tmp_path / "losses.json").read_text()).values():
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("linked", "num_ranks", "ahead"), [("clipped", 2, 1), ("clipped", 7, 6), ("tied", 4, 2), ("both", 4, 3)]
 )
