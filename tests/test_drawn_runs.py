@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.torchrun import PROGRAMS
@@ -60,14 +60,16 @@ def world() -> Iterator[World]:
 
 @st.composite
 def runs(draw: st.DrawFn) -> dict[str, Any]:
-    method = draw(st.sampled_from(["2bw", "2bw", "1f1b", "gpipe", "zb-h1", "chimera"]))
-    num_stages = RANKS if method in ("zb-h1", "chimera") else draw(st.sampled_from([2, 4]))
-    replicas = RANKS // num_stages
-    layers = draw(st.integers(num_stages, 7))
+    method = draw(st.sampled_from(["2bw", "2bw", "1f1b", "gpipe", "zb-h1", "chimera", "interleaved"]))
+    num_stages = {"zb-h1": RANKS, "chimera": RANKS, "interleaved": 2 * RANKS}.get(method) or draw(
+        st.sampled_from([2, 4])
+    )
+    replicas = max(1, RANKS // num_stages)
+    layers = draw(st.integers(num_stages, num_stages + 3))
     index = st.integers(0, layers - 1)
     pairs = st.lists(st.tuples(index, index).filter(lambda pair: pair[0] < pair[1]), max_size=3)
     each = draw(st.integers(num_stages, 7)) if method == "2bw" else draw(st.integers(1, 7))
-    m = 4 * ((each + 3) // 4) if method == "chimera" else each * replicas
+    m = 4 * ((each + 3) // 4) if method in ("chimera", "interleaved") else each * replicas
     least = num_stages - 1  # forwards that stage 0 begins with; up to m // replicas are allowed
     return {
         "method": method,
@@ -84,12 +86,31 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         "skips": draw(pairs),
         "ties": draw(pairs),
         "frozen": draw(st.lists(index, max_size=2)),
+        "meets": draw(st.booleans()),
     }
 
 
+FAR = {  # stage 0 sends to stage 7 on the rank that sends from stage 3 to its own stage 4
+    "method": "interleaved",
+    "num_stages": 8,
+    "replicas": 1,
+    "m": 4,
+    "slack": 0.0,
+    "recompute": False,
+    "optimizer": "sgd",
+    "clips": False,
+    "layers": 9,
+    "skips": [[1, 8]],
+    "ties": [],
+    "frozen": [],
+    "meets": False,
+}
+
+
 @given(drawn=runs())
+@example(drawn=FAR)
 @settings(
-    max_examples=25,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

@@ -31,7 +31,8 @@ _DTYPES = (
 _MAX_DIMS = 8
 _ABSENT = -1
 _HEADER_COLUMNS = 2 + _MAX_DIMS + 3
-_TAGS_A_MICROBATCH = 1024
+_TAGS_A_MICROBATCH = 1024  # the header's, the values', and last that of the answer to the header
+_ANSWER = _TAGS_A_MICROBATCH - 1  # not the header's: links between the same two ranks may cross
 _MICROBATCH_TAGS = 2**11  # far more than are ever under way at once
 TAGS_A_LINK = _TAGS_A_MICROBATCH * _MICROBATCH_TAGS
 
@@ -140,11 +141,10 @@ class Outbox:
             for position in range(1, len(layout) + 1)
         ]
         header = _header(self.values, layout, tickets).to(self.route.wire_device)
-        tag = self.route.tag(microbatch, 0)
-        works = [(self.route.isend(header, tag), header)]
+        works = [(self.route.isend(header, self.route.tag(microbatch, 0)), header)]
         if any(ticket is not _NO_TICKET for ticket in tickets):
             answer = torch.empty(1)
-            works.append((self.route.irecv(answer, tag), answer))
+            works.append((self.route.irecv(answer, self.route.tag(microbatch, _ANSWER)), answer))
         return works
 
     def _share(self, microbatch: int, at: tuple[Hashable, int], tensor: Tensor) -> bool:
@@ -222,7 +222,7 @@ class Inbox:
                     self._shared[size, position] = SharedPlaces.attach((process, memory), *entry)
                     self._notes = self._notes or Notes.attach((process, notes))
         if any(row[-3] for row in header):
-            self.route.wait(self.route.isend(torch.zeros(1), self.route.tag(microbatch, 0)))
+            self.route.wait(self.route.isend(torch.zeros(1), self.route.tag(microbatch, _ANSWER)))
 
     def _value(self, microbatch: int, posted: _Posted, position: int) -> Tensor | None:
         shared = self._shared.get((posted.size, position))

@@ -8,6 +8,7 @@ process.
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ def run(drawn: dict[str, Any]) -> dict[str, float] | None:
         pipe = pd2bw_fx.split(
             model, example, cluster=d, num_stages=d, costs="analytic", recompute=drawn["recompute"]
         )
+        if drawn["method"] == "interleaved":
+            placed = tuple(replace(stage, device=stage.stage % (d // 2)) for stage in pipe.plan.stages)
+            pipe.plan = replace(pipe.plan, stages=placed)
     options = {"max_gradient_norm": 0.1} if drawn["clips"] else {}
     optimizer = OPTIMIZERS[drawn["optimizer"]]
     engine = pd2bw_fx.Engine.from_pipeline(
@@ -82,7 +86,12 @@ def run(drawn: dict[str, Any]) -> dict[str, float] | None:
         slack=drawn["slack"],
         **options,
     )
-    losses = [float(engine.step(batch)) for batch in batches]
+    told = []
+    for batch in batches:
+        told.append(engine.step(batch))
+        if drawn["meets"]:
+            dist.barrier()
+    losses = [float(loss) for loss in told]
     weights = engine.state_dict()
     if pipe is None:
         return None
