@@ -46,6 +46,27 @@ def test_a_rank_that_is_killed_is_named_by_those_that_are_not_beside_it_too() ->
         assert f"(seen by rank {rank}, stage {rank}, " in error
 
 
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("error", "the program of rank 2 (stage 2) failed after 3 updates:"),
+        ("exit", "rank 2 (stage 2) has left the pipeline: its program ended, or closed its engine, early"),
+        ("return", "rank 2 (stage 2) has left the pipeline: its program ended, or closed its engine, early"),
+    ],
+)
+def test_a_rank_whose_program_ends_between_steps_is_named_with_its_reason(how: str, reason: str) -> None:
+    with ranks(3, 2, how) as processes:
+        processes[2].wait(timeout=120)
+        began = time.monotonic()
+        errors = [process.communicate(timeout=60)[1] for process in processes[:2]]
+
+    assert time.monotonic() - began < 20
+    for rank, error in enumerate(errors):
+        assert f"WorkerError: {reason}" in error
+        assert f"(seen by rank {rank}, stage {rank}, in update" in error
+        assert ("ArithmeticError: the fourth batch went wrong" in error) == (how == "error")
+
+
 def test_ranks_that_meet_again_have_a_store_without_what_was_left_in_it() -> None:
     store = HashStore()
 

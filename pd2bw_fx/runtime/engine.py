@@ -12,6 +12,7 @@ engine.flush()
 from __future__ import annotations
 
 import atexit
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -396,7 +397,9 @@ class Engine:
     ) -> None:
         """Flush, unless the block failed or has closed the engine, and close."""
         try:
-            if error is None and not self._fate.is_closed:
+            if error is not None:
+                self._fate.tell(error, f"after {self.updates} updates")
+            elif not self._fate.is_closed:
                 self.flush()
         finally:
             self.close()
@@ -459,5 +462,8 @@ class Engine:
 def _close_at_exit(known: weakref.ref[Engine]) -> None:
     """One that nobody has closed, unless it is in the middle of an update that others may never finish."""
     engine = known()
+    error = getattr(sys, "last_value", None)  # what has ended the program
+    if engine is not None and error is not None:
+        engine._fate.tell(error, f"after {engine.updates} updates")
     if engine is not None and engine._is_empty:
         engine.close()

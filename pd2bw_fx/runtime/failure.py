@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pd2bw_fx.errors import WorkerError
 
-_KEY = "pd2bw_fx/failure"
+_MAKING = "making an engine"
 _REFUSING_S = 5.0  # until all ranks have come to a batch that one of them cannot take
 _GRACE_S = 2.0  # between the end of a connection and the word of the rank that ended it
 
@@ -51,27 +51,33 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def shared_fate(
-    rank: int, stages: str, doing: str, lost: Callable[[], str | None] = lambda: None
+    rank: int,
+    stages: str,
+    doing: str,
+    lost: Callable[[], str | None] = lambda: None,
+    *,
+    engine: str = _MAKING,
 ) -> Iterator[None]:
     """A failure in here is told to all ranks; one that began elsewhere is raised with its own reason.
 
-    `lost` names a rank that has ended without a word: the other end of a lost connection may only be the next
-    to fall.
+    `lost` says which rank has ended without a word, and how: the other end of a lost connection may only be
+    the next to fall. `engine` is a name that the ranks' engines share with no others.
     """
     try:
         yield
     except LinkDownError as error:
-        reason = _told()
+        reason = _told(engine) or lost()
         if reason is None:
-            who = lost()
-            if who is None:
-                raise
-            reason = f"{who} no longer answers: it was killed, or hangs"
+            raise
+        tell(engine, reason)
         raise WorkerError(f"{reason}\n(seen by rank {rank}, {stages}, {doing})") from error
+    except (SystemExit, KeyboardInterrupt) as error:
+        tell(engine, f"the program of rank {rank} ({stages}) ended {doing}: {error!r}")
+        raise
     except Exception as error:
         error.add_note(f"on rank {rank}, {stages}, {doing}")
         tell_launcher(error, traceback.format_exc())
-        _tell(f"rank {rank} ({stages}) failed {doing}:\n{traceback.format_exc()}")
+        tell(engine, f"rank {rank} ({stages}) failed {doing}:\n{traceback.format_exc()}")
         raise
 
 
@@ -106,21 +112,26 @@ def tell_launcher(error: BaseException, shown: str) -> None:
     Path(file).write_text(json.dumps({"message": told}))
 
 
-def forget() -> None:
-    """Of an engine before: what its ranks have told is not the reason of this one's end."""
+def forget(engine: str = _MAKING) -> None:
+    """Of engines before: what their ranks have told is not the reason of this one's end."""
     with contextlib.suppress(RuntimeError):
-        dist.distributed_c10d._get_default_store().delete_key(_KEY)
+        dist.distributed_c10d._get_default_store().delete_key(_key(engine))
 
 
-def _tell(reason: str) -> None:
+def tell(engine: str, reason: str) -> None:
+    """Why this rank ends; of several ranks' reasons the first stays."""
     with contextlib.suppress(RuntimeError):  # the store may have gone with its host: the others see that too
-        dist.distributed_c10d._get_default_store().set(_KEY, reason)
+        dist.distributed_c10d._get_default_store().compare_set(_key(engine), "", reason)
 
 
-def _told() -> str | None:
+def _told(engine: str) -> str | None:
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.wait([_KEY], datetime.timedelta(seconds=_GRACE_S))
-        return str(store.get(_KEY).decode())
+        store.wait([_key(engine)], datetime.timedelta(seconds=_GRACE_S))
+        return str(store.get(_key(engine)).decode())
     except (RuntimeError, ValueError):
         return None  # nobody said anything: a process was killed
+
+
+def _key(engine: str) -> str:
+    return f"pd2bw_fx/failure/{engine}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from pd2bw_fx.errors import InputError, WorkerError
-from pd2bw_fx.runtime.failure import is_refused_by_all, shared_fate
+from pd2bw_fx.runtime.failure import forget, is_refused_by_all, shared_fate, tell
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.world import World
@@ -30,6 +31,8 @@ class Fate:
         self._described = job.described()
         self._name = control.group_name
         self._num_refused = 0
+        if self._rank == 0:
+            forget(self._name)
 
     @contextmanager
     def shared(self, doing: str) -> Iterator[None]:
@@ -44,7 +47,7 @@ class Fate:
             raise WorkerError("this engine failed before and its pipeline is torn; make a new one")
         try:
             watch = _NOBODY if self.world is None else self.world.watch
-            with watch, shared_fate(self._rank, self._described, doing, watch.lost):
+            with watch, shared_fate(self._rank, self._described, doing, watch.lost, engine=self._name):
                 yield
         except BaseException:
             self.is_broken = True
@@ -65,6 +68,12 @@ class Fate:
                 refused = error
         if refused is not None:
             raise refused
+
+    def tell(self, error: BaseException, when: str) -> None:
+        """The user's program on this rank fails outside of the engine's calls: others may wait for it."""
+        if not self.is_closed and not self.is_broken:
+            shown = "".join(traceback.format_exception(error))
+            tell(self._name, f"the program of rank {self._rank} ({self._described}) failed {when}:\n{shown}")
 
     def close(self) -> None:
         self.is_closed = True

@@ -38,6 +38,7 @@ class Watch:
         self._depth = 0
         self._is_closed = threading.Event()
         self._counts: dict[int, bytes] = {}
+        self._left: list[int] = []  # in the order in which that was heard
         self._heard_s = dict.fromkeys(self._others, time.monotonic())
         self._answered_s = time.monotonic()  # by the store
         if num_ranks == 1 or not silence_s:
@@ -65,12 +66,18 @@ class Watch:
         self._depth -= 1
 
     def lost(self) -> str | None:
-        """The rank that has stopped to give signs of life, waited for; None where every one gives them."""
+        """Which rank has stopped to give signs of life, waited for, or has left; None where none has."""
         deadline_s = time.monotonic() + 2 * _LOST_S
         while not self._is_closed.is_set() and time.monotonic() < deadline_s:
             silent_s = {other: self._answered_s - self._heard_s[other] for other in self._counts}
             if silent_s and max(silent_s.values()) > _LOST_S:
-                return self._described(max(silent_s, key=lambda other: silent_s[other]))
+                who = self._described(max(silent_s, key=lambda other: silent_s[other]))
+                return f"{who} no longer answers: it was killed, or hangs"
+            if time.monotonic() - self._answered_s > _LOST_S:
+                return f"{self._holder()} no longer answers: it was killed, or hangs"
+            if self._left:
+                who = self._described(self._left[0])
+                return f"{who} has left the pipeline: its program ended, or closed its engine, early"
             time.sleep(_BEAT_S / 10)
         return None
 
@@ -96,6 +103,8 @@ class Watch:
                 values = self._store.multi_get([_key(other) for other in there]) if there else []
                 self._answered_s = time.monotonic()
                 for other, value in zip(there, values, strict=True):
+                    if value == _DONE and other not in self._left:
+                        self._left.append(other)
                     if value == _DONE or self._counts.get(other) != value:
                         self._counts[other], self._heard_s[other] = value, self._answered_s
 

@@ -1,6 +1,7 @@
-"""Run with RANK and WORLD_SIZE: trains, and one rank ends itself without a word in its third step.
+"""Run with RANK and WORLD_SIZE: trains, and one rank ends itself in its third step, or after it.
 
-stops.py RANK_THAT_STOPS SIGSTOP|SIGKILL
+stops.py RANK_THAT_STOPS SIGSTOP|SIGKILL    without a word, in the optimizer
+stops.py RANK_THAT_STOPS error|exit|return  by an error or sys.exit between two steps, or as if it were done
 """
 
 import os
@@ -13,12 +14,14 @@ import torch
 import pd2bw_fx
 from pd2bw_fx.models import build
 
+IS_TO_STOP, HOW = os.environ["RANK"] == sys.argv[1], sys.argv[2]
+
 
 class Stopping(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.count = getattr(self, "count", 0) + 1
-        if self.count == 3 and os.environ["RANK"] == sys.argv[1]:
-            os.kill(os.getpid(), signal.Signals[sys.argv[2]])
+        if self.count == 3 and IS_TO_STOP and HOW in ("SIGSTOP", "SIGKILL"):
+            os.kill(os.getpid(), signal.Signals[HOW])
         super().step(closure)
 
 
@@ -30,9 +33,15 @@ def main() -> None:
     engine = pipe.engine(
         optimizer=lambda parameters: Stopping(parameters, lr=0.1),
         microbatches_per_update=num_stages,
-        silence_s=4.0 if sys.argv[2] == "SIGSTOP" else 60.0,
+        silence_s=4.0 if HOW == "SIGSTOP" else 60.0,
     )
-    for _ in range(6):
+    for update in range(6):
+        if update == 3 and IS_TO_STOP and HOW == "error":
+            raise ArithmeticError("the fourth batch went wrong")
+        if update == 3 and IS_TO_STOP and HOW == "exit":
+            sys.exit(3)
+        if update == 3 and IS_TO_STOP and HOW == "return":
+            break
         engine.step(model.example_inputs(batch_size=2 * num_stages))  # type: ignore[operator]
     engine.flush()
 
