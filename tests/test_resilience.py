@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -65,6 +66,20 @@ def test_a_rank_whose_program_ends_between_steps_is_named_with_its_reason(how: s
         assert f"WorkerError: {reason}" in error
         assert f"(seen by rank {rank}, stage {rank}, in update" in error
         assert ("ArithmeticError: the fourth batch went wrong" in error) == (how == "error")
+
+
+def test_ranks_with_different_numbers_of_batches_end_with_what_each_is_at() -> None:
+    """The first flushes, and waits for gradients that the others give after one more input of its."""
+    with ranks(4, 0, "return") as processes:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+
+    assert all(process.returncode == 1 for process in processes)
+    for error in errors:
+        assert re.search(
+            r"WorkerError: rank (\d) \(stage \1\) is in update 3 where rank 0 \(stage 0\) is at the end of "
+            "the pipeline: all ranks make the same calls in the same order, with as many batches",
+            error,
+        )
 
 
 def test_ranks_that_meet_again_have_a_store_without_what_was_left_in_it() -> None:

@@ -188,8 +188,7 @@ class Engine:
         except BaseException:
             world.leave()
             raise
-        engine._fate.world = world
-        world.watch.tell_of(engine.job.name_of, engine._doing)
+        engine._fate.join(world, engine.job.name_of, engine._doing)
         atexit.register(_close_at_exit, weakref.ref(engine))
         return engine
 
@@ -200,7 +199,7 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """fp16's, for the newest weights; 1 without."""
-        with self._fate.shared("reading the loss scale"):
+        with self._fate.shared("reading the loss scale", alone=True):
             return self._weights.loss_scale(self._weights.newest)
 
     @property

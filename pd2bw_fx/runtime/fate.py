@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -35,8 +36,8 @@ class Fate:
             forget(self._name)
 
     @contextmanager
-    def shared(self, doing: str) -> Iterator[None]:
-        """A call on all ranks.
+    def shared(self, doing: str, *, alone: bool = False) -> Iterator[None]:
+        """A call on all ranks, or (`alone`) one that waits for others and that not all need make.
 
         Raises InputError for an engine that was closed, WorkerError for one that failed before, and with the
         reason of a rank that fails in here.
@@ -47,6 +48,8 @@ class Fate:
             raise WorkerError("this engine failed before and its pipeline is torn; make a new one")
         try:
             watch = _NOBODY if self.world is None else self.world.watch
+            if not alone:
+                watch.begin(doing)
             with watch, shared_fate(self._rank, self._described, doing, watch.lost, engine=self._name):
                 yield
         except BaseException:
@@ -68,6 +71,11 @@ class Fate:
                 refused = error
         if refused is not None:
             raise refused
+
+    def join(self, world: World, named: Callable[[int], str], doing: Callable[[], str]) -> None:
+        """The engine is made; `named` names a rank with its stages, `doing` tells what this one is at."""
+        self.world = world
+        world.watch.tell_of(self._name, named, doing, functools.partial(tell, self._name))
 
     def tell(self, error: BaseException, when: str) -> None:
         """The user's program on this rank fails outside of the engine's calls: others may wait for it."""

@@ -108,7 +108,7 @@ class LossReader:
         def wait() -> None:
             if not self._fate.is_closed:
                 self._require_given(update, needs)
-            with self._fate.shared("waiting for the loss"):
+            with self._fate.shared("waiting for the loss", alone=True):
                 for need in needs:
                     self._weights.progress(needed=need.version)
                 means.wait()

@@ -2,6 +2,8 @@
 
     every second   set alive/RANK to a count in the store of the ranks' meeting; look at the others' counts
     inside a call  of the engine, a rank whose count has stood still for `silence_s` ends this one too
+                   So does one whose program calls something else, when this call has taken as long: where one
+                   has fewer batches and flushes, each may wait for the other.
 
 What waits in a process group cannot be interrupted, so the end is that of the process: one message, and exit
 code 1.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -22,6 +25,7 @@ _BEAT_S = 1.0
 _LOST_S = 3.5  # of silence, after which the one that is longest silent has caused the end of a connection
 _MAKING = 3.0  # times the silence while engines are made: what is imported then may hold the interpreter
 _MOST_WATCHED = 64
+_CALLS_KEPT = 1024  # by so many calls are ranks never apart
 _DONE = b"done"
 
 
@@ -35,7 +39,13 @@ class Watch:
         self._described: Callable[[int], str] = "rank {}".format
         self._doing: Callable[[], str] = lambda: "making its engine"
         self._others = [(rank + step) % num_ranks for step in range(1, min(num_ranks, _MOST_WATCHED + 1))]
+        self._tell: Callable[[str], None] = lambda reason: None
+        self._engine = ""
         self._depth = 0
+        self._entered_s = 0.0
+        self._call = (0, "")  # the last that all ranks make: its number, and what it does
+        self._calls: dict[int, str] = {}
+        self._calls_there: dict[int, tuple[str, int, str]] = {}  # the others' last, with the engine's name
         self._is_closed = threading.Event()
         self._counts: dict[int, bytes] = {}
         self._left: list[int] = []  # in the order in which that was heard
@@ -45,7 +55,7 @@ class Watch:
             self._is_closed.set()
             return
         self._store = store.clone()  # the other one may be waiting for something
-        self._store.set(_key(rank), "0")
+        self._beat(0)
         atexit.register(self.close)
         self._threads = [
             threading.Thread(target=loop, name="pd2bw_fx watch", daemon=True)
@@ -54,12 +64,28 @@ class Watch:
         for thread in self._threads:
             thread.start()
 
-    def tell_of(self, described: Callable[[int], str], doing: Callable[[], str]) -> None:
-        """The engine is made: what names a rank with its stages, and what this one is at."""
-        self._described, self._doing = described, doing
+    def tell_of(
+        self,
+        engine: str,
+        described: Callable[[int], str],
+        doing: Callable[[], str],
+        tell: Callable[[str], None],
+    ) -> None:
+        """The engine is made: its name, what names a rank with its stages, what this one is at, and how to
+        tell the others why it ends."""
+        self._engine, self._described, self._doing, self._tell = engine, described, doing, tell
         self._allowed_s = self._silence_s
 
+    def begin(self, doing: str) -> None:
+        """A call that all ranks make."""
+        number = self._call[0] + 1
+        self._calls[number] = doing
+        self._calls.pop(number - _CALLS_KEPT, None)
+        self._call = number, doing
+
     def __enter__(self) -> None:
+        if not self._depth:
+            self._entered_s = time.monotonic()
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
@@ -98,15 +124,25 @@ class Watch:
         while not self._is_closed.wait(_BEAT_S):
             beat += 1
             with contextlib.suppress(RuntimeError):
-                self._store.set(_key(self._rank), str(beat))
+                self._beat(beat)
                 there = [other for other in self._others if self._store.check([_key(other)])]
                 values = self._store.multi_get([_key(other) for other in there]) if there else []
                 self._answered_s = time.monotonic()
                 for other, value in zip(there, values, strict=True):
-                    if value == _DONE and other not in self._left:
-                        self._left.append(other)
                     if value == _DONE or self._counts.get(other) != value:
                         self._counts[other], self._heard_s[other] = value, self._answered_s
+                        self._note(other, value)
+
+    def _beat(self, count: int) -> None:
+        self._store.set(_key(self._rank), json.dumps([count, self._engine, *self._call]))
+
+    def _note(self, other: int, value: bytes) -> None:
+        if value != _DONE:
+            _, *there = json.loads(value)
+            self._calls_there[other] = tuple(there)
+            self._left = [rank for rank in self._left if rank != other]  # that was of an engine before
+        elif other not in self._left:
+            self._left.append(other)
 
     def _judge(self) -> None:
         before_s = time.monotonic()
@@ -124,6 +160,22 @@ class Watch:
                 silence_s = self._answered_s - heard_s
                 if other in self._counts and silence_s > self._allowed_s:
                     self._end(self._described(other), silence_s)
+            if now_s - self._entered_s > self._allowed_s and (reason := self._apart()):
+                telling = threading.Thread(target=self._tell, args=(reason,), daemon=True)
+                telling.start()
+                telling.join(_BEAT_S)
+                self._end_for(reason)
+
+    def _apart(self) -> str | None:
+        """Where this rank's program and another's have parted."""
+        for other, (engine, number, there) in self._calls_there.items():
+            here = self._calls.get(number, there)
+            if engine == self._engine and here != there:
+                return (
+                    f"{self._described(self._rank)} is {here} where {self._described(other)} is {there}: all "
+                    "ranks make the same calls in the same order, with as many batches"
+                )
+        return None
 
     def _holder(self) -> str:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -131,10 +183,10 @@ class Watch:
         return f"{self._described(0)}, which holds the store of the ranks,"
 
     def _end(self, who: str, silence_s: float) -> None:
-        sys.stderr.write(
-            f"WorkerError: {who} has given no sign of life for {silence_s:.0f} s: it was stopped, or hangs\n"
-            f"(seen by {self._described(self._rank)}, {self._doing()})\n"
-        )
+        self._end_for(f"{who} has given no sign of life for {silence_s:.0f} s: it was stopped, or hangs")
+
+    def _end_for(self, reason: str) -> None:
+        sys.stderr.write(f"WorkerError: {reason}\n(seen by {self._described(self._rank)}, {self._doing()})\n")
         sys.stderr.flush()
         os._exit(1)
 

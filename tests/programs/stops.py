@@ -33,7 +33,7 @@ def main() -> None:
     engine = pipe.engine(
         optimizer=lambda parameters: Stopping(parameters, lr=0.1),
         microbatches_per_update=num_stages,
-        silence_s=4.0 if HOW == "SIGSTOP" else 60.0,
+        silence_s=4.0 if HOW in ("SIGSTOP", "return") else 60.0,
     )
     for update in range(6):
         if update == 3 and IS_TO_STOP and HOW == "error":
