@@ -95,7 +95,7 @@ class Watch:
         """Which rank has stopped to give signs of life, waited for, or has left; None where none has."""
         deadline_s = time.monotonic() + 2 * _LOST_S
         while not self._is_closed.is_set() and time.monotonic() < deadline_s:
-            silent_s = {other: self._answered_s - self._heard_s[other] for other in self._counts}
+            silent_s = {other: self._answered_s - self._heard_s[other] for other in list(self._counts)}
             if silent_s and max(silent_s.values()) > _LOST_S:
                 who = self._described(max(silent_s, key=lambda other: silent_s[other]))
                 return f"{who} no longer answers: it was killed, or hangs"
@@ -168,7 +168,7 @@ class Watch:
 
     def _apart(self) -> str | None:
         """Where this rank's program and another's have parted."""
-        for other, (engine, number, there) in self._calls_there.items():
+        for other, (engine, number, there) in list(self._calls_there.items()):  # another thread adds to it
             here = self._calls.get(number, there)
             if engine == self._engine and here != there:
                 return (
