@@ -397,11 +397,15 @@ class Engine:
         """Flush, unless the block failed or has closed the engine, and close."""
         try:
             if error is not None:
-                self._fate.tell(error, f"after {self.updates} updates")
+                self._tell_of(error)
             elif not self._fate.is_closed:
                 self.flush()
         finally:
             self.close()
+
+    def _tell_of(self, error: BaseException) -> None:
+        """To ranks that may wait for this one, whose program has failed outside of these calls."""
+        self._fate.tell(error, f"after {self.updates} updates")
 
     @property
     def _is_empty(self) -> bool:
@@ -463,6 +467,6 @@ def _close_at_exit(known: weakref.ref[Engine]) -> None:
     engine = known()
     error = getattr(sys, "last_value", None)  # what has ended the program
     if engine is not None and error is not None:
-        engine._fate.tell(error, f"after {engine.updates} updates")
+        engine._tell_of(error)
     if engine is not None and engine._is_empty:
         engine.close()

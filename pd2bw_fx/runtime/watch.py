@@ -96,11 +96,13 @@ class Watch:
         deadline_s = time.monotonic() + 2 * _LOST_S
         while not self._is_closed.is_set() and time.monotonic() < deadline_s:
             silent_s = {other: self._answered_s - self._heard_s[other] for other in list(self._counts)}
+            silent = None
             if silent_s and max(silent_s.values()) > _LOST_S:
-                who = self._described(max(silent_s, key=lambda other: silent_s[other]))
-                return f"{who} no longer answers: it was killed, or hangs"
-            if time.monotonic() - self._answered_s > _LOST_S:
-                return f"{self._holder()} no longer answers: it was killed, or hangs"
+                silent = self._described(max(silent_s, key=lambda other: silent_s[other]))
+            elif time.monotonic() - self._answered_s > _LOST_S:
+                silent = self._holder()
+            if silent is not None:
+                return f"{silent} no longer answers: it was killed, or hangs"
             if self._left:
                 who = self._described(self._left[0])
                 return f"{who} has left the pipeline: its program ended, or closed its engine, early"
