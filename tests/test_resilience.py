@@ -20,7 +20,7 @@ from tests.torchrun import PROGRAMS, environment, free_port
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_ends_the_other_with_its_name(stopped: int) -> None:
-    with ranks(2, stopped, "SIGSTOP") as processes:
+    with ranks(2, stopped, "SIGSTOP", silence_s=4.0) as processes:
         deadline = time.monotonic() + 120
         while not is_stopped(processes[stopped].pid):
             assert time.monotonic() < deadline
@@ -70,7 +70,7 @@ def test_a_rank_whose_program_ends_between_steps_is_named_with_its_reason(how: s
 
 def test_ranks_with_different_numbers_of_batches_end_with_what_each_is_at() -> None:
     """The first flushes, and waits for gradients that the others give after one more input of its."""
-    with ranks(4, 0, "return") as processes:
+    with ranks(4, 0, "return", silence_s=8.0) as processes:
         errors = [process.communicate(timeout=120)[1] for process in processes]
 
     assert all(process.returncode == 1 for process in processes)
@@ -116,10 +116,12 @@ def met(store: HashStore, ranks: Sequence[int]) -> list[str]:
 
 
 @contextmanager
-def ranks(count: int, stopped: int, how: str) -> Iterator[list[subprocess.Popen[str]]]:
+def ranks(
+    count: int, stopped: int, how: str, *, silence_s: float = 60.0
+) -> Iterator[list[subprocess.Popen[str]]]:
     """Without torchrun, which would end the others itself."""
     world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, str(PROGRAMS / "stops.py"), str(stopped), how]
+    command = [sys.executable, str(PROGRAMS / "stops.py"), str(stopped), how, str(silence_s)]
     processes = [
         subprocess.Popen(command, env=environment(RANK=str(r), **world), stderr=subprocess.PIPE, text=True)
         for r in range(count)

@@ -1,7 +1,8 @@
 """Run with RANK and WORLD_SIZE: trains, and one rank ends itself in its third step, or after it.
 
-stops.py RANK_THAT_STOPS SIGSTOP|SIGKILL    without a word, in the optimizer
-stops.py RANK_THAT_STOPS error|exit|return  by an error or sys.exit between two steps, or as if it were done
+stops.py RANK_THAT_STOPS SIGSTOP|SIGKILL    SILENCE_S    without a word, in the optimizer
+stops.py RANK_THAT_STOPS error|exit|return  SILENCE_S    by an error or sys.exit between two steps, or as
+                                                         if it were done
 """
 
 import os
@@ -33,7 +34,7 @@ def main() -> None:
     engine = pipe.engine(
         optimizer=lambda parameters: Stopping(parameters, lr=0.1),
         microbatches_per_update=num_stages,
-        silence_s=4.0 if HOW in ("SIGSTOP", "return") else 60.0,
+        silence_s=float(sys.argv[3]),
     )
     for update in range(6):
         if update == 3 and IS_TO_STOP and HOW == "error":
