@@ -26,6 +26,7 @@ from .groups import Groups, groups_of, tensors_between, with_followers
 from .instance import Instance, Integers, Net
 from .search import search
 
+_FEW_DOWN_SETS = 10_000
 _MAX_DOWN_SETS = 400_000
 
 
@@ -129,18 +130,25 @@ class _Enumeration:
         self._choices = choices
         self._orders = orders
         self._down_sets: DownSets | None = None
-        self._is_tried = False
+        self._tried = 0  # as many were too few
+
+    def is_short(self) -> bool:
+        return self._make(_FEW_DOWN_SETS) is not None
+
+    def _make(self, max_sets: int) -> DownSets | None:
+        if self._down_sets is None and self._tried < max_sets:
+            self._tried = max_sets
+            self._down_sets = DownSets.of(self.kinds(), max_sets=max_sets)
+        return self._down_sets
 
     def __call__(self, target_s: float, deadline: Deadline) -> tuple[Status, int, Integers | None]:
         if not np.isfinite(target_s):
             return Status.UNKNOWN, -1, None
-        if not self._is_tried:
-            self._is_tried = True
-            self._down_sets = DownSets.of(self.kinds(), max_sets=_MAX_DOWN_SETS)
-        if self._down_sets is None:
+        down_sets = self._make(_MAX_DOWN_SETS)
+        if down_sets is None:
             return Status.UNKNOWN, -1, None
         try:
-            chain = self._down_sets.chain_within(target_s, deadline)
+            chain = down_sets.chain_within(target_s, deadline)
         except OutOfTime:
             return Status.UNKNOWN, -1, None
         if chain is None:

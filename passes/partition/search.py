@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol
 
 import numpy as np
 
@@ -44,14 +44,22 @@ _FIRST_SHARE = 0.2  # of the time, for programs before anything else is tried
 _FIRST_SHARE_OF_WORKLOADS = 0.02  # whose down-sets may be enumerated instead
 _ORDERS_SHARE = 0.1  # of what is left then
 _ROUNDS = (0, 25, 100)  # orders in a row that brought nothing: a bound is asked for, and the last ends it
+_FEW_ORDERS = 25  # that brought nothing, where down-sets are soon enumerated
 _LEAST_LOADS_SHARE = 0.3  # of the time of the step that they help
+_NEAR_THE_TARGET = 0.9  # of it: less than that, and a target that is a little lower makes no difference
 _DOWN_SETS_SHARE = 0.7  # of what is left then
 _FEW_DOWN_SETS = 10_000
 _ENUMERATION_SHARE = 0.2
 
 
-# Target and deadline to what is known about it: an assignment of one of the choices, or that none has any.
-Enumeration: TypeAlias = Callable[[float, "Deadline"], tuple[Status, int, Integers | None]]
+class Enumeration(Protocol):
+    """All that there is, looked through for one target after another."""
+
+    def is_short(self) -> bool:
+        """Whether that takes a second or so."""
+
+    def __call__(self, target_s: float, deadline: Deadline) -> tuple[Status, int, Integers | None]:
+        """What is known about a target: an assignment of one of the choices, or that none has any."""
 
 
 def search(
@@ -111,6 +119,11 @@ def search_faster(
             state.ask_least_loads(finest)
         state.ask_programs(finest)
         state.deadline = Deadline(deadline.left_s * _ORDERS_SHARE)
+        if enumeration is not None and not state.is_proven(finest) and enumeration.is_short():
+            state.shuffle(finest, patience=_FEW_ORDERS)
+            state.deadline = Deadline(deadline.left_s * _DOWN_SETS_SHARE)
+            state.enumerate(enumeration, finest)
+            state.deadline = Deadline(deadline.left_s * _ORDERS_SHARE)
         state.shuffle(finest)
         if enumeration is not None:
             state.deadline = Deadline(deadline.left_s * _DOWN_SETS_SHARE)
@@ -147,6 +160,7 @@ class _State:
         if not kinds and len(choices) == 1 and not choices[0].overlap:
             kinds = kinds_of(choices[0])
         self.least_loads = LeastLoads(kinds, self.reach) if kinds else None
+        self.least_load_s: float | None = None  # the last answer
         self.orders = topological_orders(choices[0])
         self.bottleneck_s = np.inf
         self.choice = -1
@@ -163,6 +177,9 @@ class _State:
         if not self.choices.are_all and (refuted_s < np.inf or self.bottleneck_s < np.inf):
             refuted_s = 0.0  # other orders may have what these have not
         return min(max(refuted_s, self.floor_s), float(self.bottleneck_s))
+
+    def is_proven(self, gap: float) -> bool:
+        return self.bound_s() >= float(self.bottleneck_s) * (1.0 - gap)
 
     def tell(self) -> None:
         if self.report is not None and self.stage_of is not None:
@@ -235,19 +252,24 @@ class _State:
 
     def ask_least_loads(self, gap: float) -> None:
         target_s = float(self.bottleneck_s) * (1.0 - gap)
-        if self.least_loads is not None and self.bound_s() < target_s < np.inf:
-            share = Deadline(self.deadline.left_s * _LEAST_LOADS_SHARE)
-            self.floor_s = max(self.floor_s, self.least_loads.floor_s(target_s, share))
-            self.tell()
+        is_far = self.least_load_s is not None and self.least_load_s < _NEAR_THE_TARGET * target_s
+        if self.least_loads is None or is_far or not self.bound_s() < target_s < np.inf:
+            return
+        share = Deadline(self.deadline.left_s * _LEAST_LOADS_SHARE)
+        found_s = self.least_loads.floor_s(target_s, share)
+        if share.left_s > 0:
+            self.least_load_s = found_s
+        self.floor_s = max(self.floor_s, found_s)
+        self.tell()
 
-    def shuffle(self, gap: float) -> None:
+    def shuffle(self, gap: float, *, patience: int = _ROUNDS[-1]) -> None:
         """Cut other orders near the incumbent's, until many in a row bring nothing; a bound by turns."""
         shuffler = Shuffler(self.choices[0].num_nodes, self.choices[0].edges)
         fruitless = 0
         while self.stage_of is not None and self.deadline.left_s > 0:
             if fruitless in _ROUNDS:
                 self.ask_least_loads(gap)
-            if fruitless == _ROUNDS[-1] or self.bound_s() >= self.bottleneck_s * (1.0 - gap):
+            if fruitless == patience or self.is_proven(gap):
                 return
             fruitless = 0 if self._shuffle_once(shuffler, fruitless, gap) else fruitless + 1
 
