@@ -68,7 +68,7 @@ MISTAKES = {
 
 
 def test_a_mistake_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
-    finished = torchrun(2, "engine_errors.py", tmp_path, *MISTAKES)
+    finished = torchrun_of_forks(2, "engine_errors.py", tmp_path, *MISTAKES)
 
     assert finished.returncode != 0
     for mistake, expected in MISTAKES.items():
@@ -79,7 +79,7 @@ def test_a_mistake_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
 def test_a_rank_that_raises_ends_the_others_with_its_reason(tmp_path: Path) -> None:
     began = time.monotonic()
 
-    finished = torchrun(2, "engine_errors.py", tmp_path, "step")
+    finished = torchrun_of_forks(2, "engine_errors.py", tmp_path, "step")
 
     assert finished.returncode != 0
     assert time.monotonic() - began < 60

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.torchrun import torchrun
+from tests.torchrun import torchrun_of_forks
 
 
 def test_training_on_another_device_is_that_on_the_cpu(tmp_path: Path) -> None:
-    finished = torchrun(2, "other_device.py", tmp_path / "found.json")
+    finished = torchrun_of_forks(2, "other_device.py", tmp_path / "found.json")
 
     assert finished.returncode == 0, finished.stderr
     for name, (on_cpu, elsewhere) in json.loads((tmp_path / "found.json").read_text()).items():

@@ -151,6 +151,7 @@ def main() -> None:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
+    gc.freeze()  # what was imported need not be looked through after each run
     results = {}
     for run in runs(num_ranks):
         # A tied weight has one version in one process, and several in stages.

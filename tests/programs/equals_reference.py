@@ -106,6 +106,7 @@ def main() -> None:
         )
         losses = [float(engine.step(batch)) for batch in batches]
         weights = engine.state_dict()
+        engine.close()  # its threads would wake beside the next one's
         if rank == 0:
             reference = train_reference(
                 model,
