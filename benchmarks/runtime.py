@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--updates", type=int, default=4, help="updates of each contender in a round")
+    parser.add_argument("--updates", type=int, default=12, help="updates of each contender in a round")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these, and 2bw")
     parser.add_argument("--plot", type=Path, help="a picture of the ratios")
     parser.add_argument("-o", "--output", type=Path)
@@ -169,7 +169,9 @@ def measured(contenders: dict[str, Contender], rounds: int, updates: int) -> tup
 def seconds_of(contender: Contender, updates: int) -> float:
     """Seconds an update of the slowest process.
 
-    The updates before the clock starts fill the pipeline: 2BW is timed in its steady state.
+    The updates before the clock starts fill the pipeline: 2BW is timed in its steady state. Its ranks are
+    ahead of one another by some microbatches, now more and now less, and each has a clock of its own: over a
+    few updates the slowest clock counts work that another rank had done before its own began.
     """
     update, finish = contender
     dist.barrier()
