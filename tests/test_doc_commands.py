@@ -34,7 +34,7 @@ SMALLER = {
     "--updates 300 --lr": "--updates 2 --lr",
     "--updates 40": "--updates 8",
     "--updates 1000": "--updates 2",
-    "runtime.py --rounds 6 --updates 2 --plot": "runtime.py --rounds 1 --microbatches 2 --only DDP --plot",
+    "runtime.py --rounds 4 --updates 8 --plot": "runtime.py --rounds 1 --microbatches 2 --only DDP --plot",
     "slack.py": "slack.py --rounds 1 --microbatches 4",
     "memory.py": "memory.py --methods pipedream",
     "overhead.py": "overhead.py --updates 4",
