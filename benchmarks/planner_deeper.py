@@ -22,11 +22,8 @@ _BETWEEN = {  # where gradients of a layer's two residuals are added up: named b
     "AccumulateGrad_337_grad": "AccumulateGrad_459_grad",
     "AccumulateGrad_308_grad": "AccumulateGrad_430_grad",
 }
-_FIRST_LAYER = {
-    *range(79, 91),
-    *range(96, 131),
-    *range(478, 569),
-}  # what it shares with the second is not here
+# Forward and backward, without what all layers share: its edges to the second are that one's alone.
+_FIRST_LAYER = {*range(79, 91), *range(96, 131), *range(478, 569)}
 
 
 def deeper(path: Path, num_layers: int) -> Workload:
