@@ -1,6 +1,8 @@
 """2BW beside the hardware's bound and beside torch's own engines, on the same stages, in one run.
 
-    python benchmarks/runtime.py [--processes 2] [--microbatches 2 4 8] [--rounds 9] [--plot FILE] [-o FILE]
+    python benchmarks/runtime.py [--processes 2] [--microbatches 2 4 8] [--rounds 4] [--plot FILE] [-o FILE]
+
+20 minutes for all; --only bound "torch 1F1B" takes a few.
 
 Every process has one thread. In each round every contender trains the same number of updates, and 2BW does so
 before and after each of them: what counts is a contender's time over 2BW's right beside it, so that drift of
@@ -64,8 +66,8 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--updates", type=int, default=12, help="updates of each contender in a round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--updates", type=int, default=8, help="updates of each contender in a round")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these, and 2bw")
     parser.add_argument("--plot", type=Path, help="a picture of the ratios")
     parser.add_argument("-o", "--output", type=Path)
