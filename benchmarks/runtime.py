@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--updates", type=int, default=8, help="updates of each contender in a round")
+    parser.add_argument("--clock", choices=["slowest", "mean"], default="slowest", help="of the processes")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these, and 2bw")
     parser.add_argument("--plot", type=Path, help="a picture of the ratios")
     parser.add_argument("-o", "--output", type=Path)
@@ -98,7 +99,7 @@ def work(options: argparse.Namespace) -> None:
             engines: list[pd2bw_fx.Engine] = []
             makers = contenders(whole, chunks, model, m, engines)
             made = {n: make() for n, make in makers.items() if n in (options.only or makers) or n == "2bw"}
-            seconds, beside = measured(made, options.rounds, options.updates)
+            seconds, beside = measured(made, options.rounds, options.updates, options.clock)
             runs.append({"microbatches": m, "seconds": seconds, "over 2bw": beside})
             for engine in engines:
                 engine.close()  # each has threads that wake a hundred times a second
@@ -146,17 +147,17 @@ def nothing() -> None:
     """A synchronous contender has nothing left to do."""
 
 
-def measured(contenders: dict[str, Contender], rounds: int, updates: int) -> tuple[Times, Times]:
+def measured(contenders: dict[str, Contender], rounds: int, updates: int, clock: str) -> tuple[Times, Times]:
     """For each round after a first that warms up: seconds an update, and these over 2BW's beside it."""
     seconds: Times = {name: [] for name in contenders}
     beside: Times = {name: [] for name in contenders}
     others = [name for name in contenders if name != "2bw"]
     for number in range(rounds + 1):
-        before_s = seconds_of(contenders["2bw"], updates)
+        before_s = seconds_of(contenders["2bw"], updates, clock)
         own_s = [before_s]
         for name in others:
-            took_s = seconds_of(contenders[name], updates)
-            after_s = seconds_of(contenders["2bw"], updates)
+            took_s = seconds_of(contenders[name], updates, clock)
+            after_s = seconds_of(contenders["2bw"], updates, clock)
             own_s.append(after_s)
             if number > 0:
                 seconds[name].append(took_s)
@@ -168,12 +169,13 @@ def measured(contenders: dict[str, Contender], rounds: int, updates: int) -> tup
     return seconds, beside
 
 
-def seconds_of(contender: Contender, updates: int) -> float:
-    """Seconds an update of the slowest process.
+def seconds_of(contender: Contender, updates: int, clock: str) -> float:
+    """Seconds an update, of the slowest process or the mean of all.
 
-    The updates before the clock starts fill the pipeline: 2BW is timed in its steady state. Its ranks are
-    ahead of one another by some microbatches, now more and now less, and each has a clock of its own: over a
-    few updates the slowest clock counts work that another rank had done before its own began.
+    The updates before the clock starts fill the pipeline: 2BW is timed in its steady state. Which clock
+    counts makes a difference where processes share cores: over few updates 2BW's ranks are not yet as far
+    ahead of one another as they are to be, and the last of the bound's processes, which wait for nobody, ends
+    alone.
     """
     update, finish = contender
     dist.barrier()
@@ -183,9 +185,9 @@ def seconds_of(contender: Contender, updates: int) -> float:
     for _ in range(updates):
         update()
     took = torch.tensor([time.perf_counter() - began])
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX if clock == "slowest" else dist.ReduceOp.SUM)
     finish()
-    return float(took) / updates
+    return float(took) / updates / (1 if clock == "slowest" else dist.get_world_size())
 
 
 def ratios(run: dict[str, Any], ours: str, theirs: str) -> list[float]:
