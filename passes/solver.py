@@ -34,6 +34,8 @@ _REFUTING = {
     "mip_heuristic_run_root_reduced_cost": False,
     "mip_heuristic_run_feasibility_jump": False,
 }
+# HiGHS 1.16 may stay in its presolve's probing for minutes, where it does not look at the clock.
+_NO_PROBING = {"presolve_rule_off": 2**15}
 Terms = Iterable[tuple[Variable, float]]
 
 # PuLP's interfaces to solvers that are not there keep the error of their import, and that keeps the frames of
@@ -209,7 +211,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
     def createAndConfigureSolver(self, lp: Any) -> None:
         """As PuLP does it, but silent from the beginning."""
         lp.solverModel = _SilentHighs()
-        options = {"output_flag": False, "threads": self.threads, **self.optionsDict}
+        options = {"output_flag": False, "threads": self.threads, **_NO_PROBING, **self.optionsDict}
         if self.timeLimit is not None:
             options["time_limit"] = float(self.timeLimit)
         for name, value in options.items():
