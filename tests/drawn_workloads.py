@@ -37,5 +37,4 @@ def drawn_workload(seed: int) -> Workload:
 def choices_of(workload: Workload) -> tuple[Choices, Any]:
     found = groups.groups_of(workload)
     orders = list(placement._device_orders(workload.num_accelerators, workload.num_cpus))
-    tensors = groups.tensors_between(workload, found)
-    return Choices(len(orders), lambda at: placement._instance(workload, found, tensors, orders[at])), orders
+    return placement._choices(workload, found, orders), orders

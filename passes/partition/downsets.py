@@ -70,7 +70,7 @@ class DownSets:
         """None where there are more than `max_sets`, or the tables would not fit."""
         instance = kinds[0].instance
         width = max(instance.num_nodes, len(instance.nets), 1)
-        sets = _enumerated(instance, min(max_sets, _MAX_CELLS // width))
+        sets = down_sets(instance.num_nodes, instance.edges, min(max_sets, _MAX_CELLS // width))
         return None if sets is None else cls(kinds, sets)
 
     def __len__(self) -> int:
@@ -189,14 +189,14 @@ class _Table:
         self.cut_s: Floats = self.cost_s @ partly
 
 
-def _enumerated(instance: Instance, max_sets: int) -> list[int] | None:
-    """All down-sets as bit masks; None where there are more than so many."""
-    before = [0] * instance.num_nodes
-    after: list[list[int]] = [[] for _ in range(instance.num_nodes)]
-    for u, v in instance.edges:
+def down_sets(num_nodes: int, edges: Sequence[tuple[int, int]], max_sets: int) -> list[int] | None:
+    """All of them as bit masks; None where there are more than so many."""
+    before = [0] * num_nodes
+    after: list[list[int]] = [[] for _ in range(num_nodes)]
+    for u, v in edges:
         before[v] |= 1 << u
         after[u].append(v)
-    roots = tuple(v for v in range(instance.num_nodes) if not before[v])
+    roots = tuple(v for v in range(num_nodes) if not before[v])
     found: list[int] = [0]
     level: dict[int, tuple[int, ...]] = {0: roots}
     while level:

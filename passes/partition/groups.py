@@ -1,15 +1,4 @@
-"""Nodes of a workload that share a device: because they must, or because nothing is lost by it.
-
-They must where they have one colour, or lie on a cycle through colours. Nothing is lost where a node has one
-neighbour only, and takes no longer than the tensors between the two:
-
-    device a    s               both devices pay for the tensor, and a for the node: with s beside w, none of
-    device b      `-> w         them has more to do
-
-Tensors that others have a part of as well are no obstacle, if the neighbour has one too: its device pays for
-them in any case. Such a node goes with its neighbour, and then perhaps the next one of a chain: so does what
-is made of weights alone before a layer reads it, which might stand wherever there is room for it.
-"""
+"""Nodes of a workload that must share a device: they have one colour, or lie on a cycle through colours."""
 
 from __future__ import annotations
 
@@ -82,66 +71,9 @@ def tensors_between(workload: Workload, groups: Groups) -> dict[tuple[int, ...],
     return together
 
 
-def with_followers(workload: Workload, groups: Groups, *, with_cpus: bool) -> Groups:
-    """Groups at the rim joined to their only neighbour, where no device has more to do then.
+def joined(groups: Groups, leader: Sequence[int]) -> Groups:
+    """Each group with its leader, or that one's; leaders lead themselves, and come where they were."""
 
-    A CPU pays for no tensor: beside one, only what takes none of its time is joined. Where memory may bind,
-    only what takes none of that.
-    """
-    count = len(groups.members)
-    total_bytes = sum(node.num_bytes for node in workload.nodes)
-    work, cpu_work, num_bytes = [0.0] * count, [0.0] * count, [0.0] * count
-    is_barred = [False] * count
-    for node in workload.nodes:
-        at = groups.of[node.id]
-        work[at] += node.accelerator_time
-        cpu_work[at] += node.cpu_time
-        num_bytes[at] += node.num_bytes
-        is_barred[at] |= not node.on_accelerator
-    tensors: list[dict[tuple[int, ...], float]] = [{} for _ in range(count)]
-    for ends, cost in tensors_between(workload, groups).items():
-        for end in ends:
-            tensors[end][ends] = cost
-    before: list[set[int]] = [set() for _ in range(count)]
-    after: list[set[int]] = [set() for _ in range(count)]
-    for u, v in groups.edges:
-        before[v].add(u)
-        after[u].add(v)
-    leader = list(range(count))
-    waiting = list(range(count))
-    while waiting:
-        at = waiting.pop()
-        neighbours = before[at] | after[at]
-        if leader[at] != at or len(neighbours) != 1 or is_barred[at]:
-            continue
-        (other,) = neighbours
-        saved = tensors[at].get((min(at, other), max(at, other)), 0.0)
-        fits = num_bytes[at] == 0 or total_bytes <= workload.accelerator_bytes
-        is_free = work[at] <= saved and (not with_cpus or cpu_work[at] == 0)
-        if not fits or not is_free or any(other not in ends for ends in tensors[at]):
-            continue
-        leader[at] = other
-        work[other] += work[at]
-        cpu_work[other] += cpu_work[at]
-        num_bytes[other] += num_bytes[at]
-        before[other].discard(at)
-        after[other].discard(at)
-        _leave(tensors, at)
-        waiting += {other, *(end for ends in tensors[at] for end in ends)} - {at}
-    return _joined(groups, leader)
-
-
-def _leave(tensors: Sequence[dict[tuple[int, ...], float]], at: int) -> None:
-    """Nobody pays any more for what `at` alone had a part of beside one other group."""
-    for ends, cost in tensors[at].items():
-        rest = tuple(end for end in ends if end != at)
-        for end in rest:
-            del tensors[end][ends]
-            if len(rest) > 1:
-                tensors[end][rest] = cost + tensors[end].get(rest, 0.0)
-
-
-def _joined(groups: Groups, leader: Sequence[int]) -> Groups:
     def root(at: int) -> int:
         while leader[at] != at:
             at = leader[at]

@@ -21,13 +21,16 @@ from pd2bw_fx.plan import Progress
 from pd2bw_fx.workload import Workload
 
 from .choices import Choices, Deadline
-from .downsets import DownSets, Kind, OutOfTime
-from .groups import Groups, groups_of, tensors_between, with_followers
-from .instance import Instance, Integers, Net
-from .search import search
+from .company import Company, in_company, with_followers
+from .downsets import DownSets, Kind, OutOfTime, down_sets
+from .groups import Groups, groups_of, tensors_between
+from .instance import Instance, Integers, Net, evaluate
+from .search import Enumeration, search
 
 _FEW_DOWN_SETS = 10_000
 _MAX_DOWN_SETS = 400_000
+_FEW_WITH_CPUS = 40_000
+_SHARES_BESIDE = (1 / 4, 1 / 8, 1 / 16, 1 / 64, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +89,26 @@ def plan_workload(
     if workload.num_accelerators + num_cpus == 0:
         raise InputError("the workload has no accelerators; plan it with its CPUs")
     groups = with_followers(workload, groups_of(workload), with_cpus=num_cpus > 0)
-    tensors = tensors_between(workload, groups)
+    company = None
+    if not _has_few_down_sets(groups, _FEW_DOWN_SETS):
+        company = _company(workload, groups) if num_cpus else in_company(workload, groups)
+        groups = groups if num_cpus else company.groups
     orders = list(_device_orders(workload.num_accelerators, num_cpus))
-    choices = Choices(len(orders), lambda choice: _instance(workload, groups, tensors, orders[choice]))
-    enumeration = _Enumeration(choices, orders)
+    choices = _choices(workload, groups, orders)
+    of_groups = _Enumeration(choices, orders)
+    enumerations: list[Enumeration] = [of_groups]
+    if num_cpus and company is not None:
+        milder = _choices(workload, company.groups, orders, cpu_times=company.own_cpu_time)
+        together = [company.groups.of[members[0]] for members in groups.members]
+        enumerations.insert(0, _InCompany(_Enumeration(milder, orders), together, choices))
     found = search(
         choices,
         solver=solver,
         max_gap=max_gap,
-        deadline=Deadline(time_limit_s),
+        deadline=Deadline(time_limit_s + started_s - time.perf_counter()),
         report=progress,
-        enumeration=enumeration,
-        kinds=enumeration.kinds(),
+        enumerations=enumerations,
+        kinds=of_groups.kinds(),
     )
     refused = [node.id for node in workload.nodes if not node.on_accelerator]
     if found is None and refused and not num_cpus:
@@ -121,6 +132,19 @@ def plan_workload(
         planning_s=time.perf_counter() - started_s,
         solver=solver,
     )
+
+
+def _has_few_down_sets(groups: Groups, few: int) -> bool:
+    return down_sets(len(groups.members), groups.edges, few) is not None
+
+
+def _company(workload: Workload, groups: Groups) -> Company:
+    """As few groups in company as leave few down-sets: each makes a CPU milder than it is."""
+    for share in _SHARES_BESIDE:
+        company = in_company(workload, groups, min_beside=int(share * len(groups.members)))
+        if _has_few_down_sets(company.groups, _FEW_WITH_CPUS):
+            break
+    return company
 
 
 class _Enumeration:
@@ -168,6 +192,31 @@ class _Enumeration:
         return [Kind(instance, order.index(flag), order.count(flag)) for flag in self._is_cpu]
 
 
+class _InCompany:
+    """The down-sets of groups in company, on CPUs that ask for less: what is impossible so is impossible, and
+    what is found may be as fast on the real ones.
+
+    `together`: by group, the one that it goes with.
+    """
+
+    def __init__(self, milder: _Enumeration, together: Sequence[int], choices: Choices) -> None:
+        self._milder = milder
+        self._together = list(together)
+        self._choices = choices
+
+    def is_short(self) -> bool:
+        return self._milder.is_short()
+
+    def __call__(self, target_s: float, deadline: Deadline) -> tuple[Status, int, Integers | None]:
+        status, choice, found = self._milder(target_s, deadline)
+        if found is None:
+            return status, choice, None
+        stage_of = found[self._together]
+        loads = evaluate(self._choices[choice], stage_of)
+        is_real = loads.fits and loads.bottleneck_s <= target_s
+        return (status, choice, stage_of) if is_real else (Status.UNKNOWN, -1, None)
+
+
 def _device_orders(num_accelerators: int, num_cpus: int) -> Iterator[tuple[bool, ...]]:
     """True for a CPU, by stage; every order of the two kinds."""
     if num_accelerators == 0 or num_cpus == 0:
@@ -187,11 +236,26 @@ def _device_names(order: tuple[bool, ...]) -> list[str]:
     return names
 
 
+def _choices(
+    workload: Workload,
+    groups: Groups,
+    orders: Sequence[tuple[bool, ...]],
+    *,
+    cpu_times: Sequence[float] | None = None,
+) -> Choices:
+    """`cpu_times`, by group, in place of the sum of their nodes'."""
+    tensors = tensors_between(workload, groups)
+    return Choices(
+        len(orders), lambda choice: _instance(workload, groups, tensors, orders[choice], cpu_times)
+    )
+
+
 def _instance(
     workload: Workload,
     groups: Groups,
     tensors: Mapping[tuple[int, ...], float],
     order: tuple[bool, ...],
+    cpu_times: Sequence[float] | None,
 ) -> Instance:
     n, k = len(groups.members), len(order)
     accelerator_s, cpu_s, num_bytes = np.zeros(n), np.zeros(n), np.zeros(n)
@@ -202,6 +266,8 @@ def _instance(
         cpu_s[at] += node.cpu_time
         num_bytes[at] += node.num_bytes
         forbidden[at] |= not node.on_accelerator
+    if cpu_times is not None:
+        cpu_s = np.array(cpu_times, dtype=np.float64)
     is_cpu = np.array(order)
     nets = tuple(Net(ends[0], ends[1:]) for ends in tensors)
     cost_s = np.zeros((len(nets), k, k))

@@ -69,14 +69,15 @@ def search(
     max_gap: float,
     deadline: Deadline,
     report: Callable[[Progress], None] | None = None,
-    enumeration: Enumeration | None = None,
+    enumerations: Sequence[Enumeration] = (),
     kinds: Sequence[Kind] = (),
 ) -> Found | None:
     """The fastest assignment over all choices, proven to `max_gap` unless the time runs out.
 
     `report` hears of every step, and every second of a long one. Ctrl-C ends the search as the deadline does.
     `kinds` are all devices that there are, for the bound from single nodes; one choice has its own stages.
-    `enumeration` is asked where neither programs, in a first share of the time, nor other orders settle it.
+    `enumerations` are asked, one after another, where neither programs, in a first share of the time, nor
+    other orders settle it.
 
     None where it is proven that no assignment of any choice fits in memory. Raises SolverError where the time
     ran out before the first assignment was found.
@@ -88,7 +89,7 @@ def search(
         max_gap=max_gap,
         deadline=deadline,
         report=report,
-        enumeration=enumeration,
+        enumerations=enumerations,
         kinds=kinds,
     )
     if found is None and bound_s < np.inf:
@@ -104,30 +105,33 @@ def search_faster(
     max_gap: float,
     deadline: Deadline,
     report: Callable[[Progress], None] | None = None,
-    enumeration: Enumeration | None = None,
+    enumerations: Sequence[Enumeration] = (),
     kinds: Sequence[Kind] = (),
 ) -> tuple[Found | None, float]:
     """As `search`, for one that is faster than something that is known; and the bound on all there are."""
-    first = Deadline(deadline.left_s * (_FIRST_SHARE if enumeration is None else _FIRST_SHARE_OF_WORKLOADS))
+    first = Deadline(deadline.left_s * (_FIRST_SHARE_OF_WORKLOADS if enumerations else _FIRST_SHARE))
     state = _State(choices, solver=solver, deadline=first, report=report, kinds=kinds)
     state.bottleneck_s = faster_than_s
     finest = max(max_gap, _FINEST_GAP)
     try:
         if not np.isfinite(faster_than_s):
             state.first_assignments()
-        if enumeration is not None:
+        if enumerations:
             state.ask_least_loads(finest)
         state.ask_programs(finest)
         state.deadline = Deadline(deadline.left_s * _ORDERS_SHARE)
-        if enumeration is not None and not state.is_proven(finest) and enumeration.is_short():
+        short = [] if state.is_proven(finest) else [each for each in enumerations if each.is_short()]
+        if short:
             state.shuffle(finest, patience=_FEW_ORDERS)
             state.deadline = Deadline(deadline.left_s * _DOWN_SETS_SHARE)
-            state.enumerate(enumeration, finest)
+            for enumeration in short:
+                state.enumerate(enumeration, finest)
             state.deadline = Deadline(deadline.left_s * _ORDERS_SHARE)
         state.shuffle(finest)
-        if enumeration is not None:
+        if enumerations:
             state.deadline = Deadline(deadline.left_s * _DOWN_SETS_SHARE)
             state.ask_windows(finest)
+        for enumeration in enumerations:
             state.enumerate(enumeration, finest)
         state.deadline = deadline
         state.ask_programs(finest)
@@ -304,19 +308,24 @@ class _State:
         """Until nothing is faster by `gap`, or the time is up, or there is too much to enumerate.
 
         By turns it is asked for the least improvement, which there is often none of, and halfway to the
-        bound.
+        bound; below a target of which it knows nothing, halfway only.
         """
-        is_least = True
+        is_least, unknown_s = True, np.inf
         while self.bound_s() < (target_s := float(self.bottleneck_s) * (1.0 - gap)):
-            middle_s = (float(self.bottleneck_s) + max(0.0, self.bound_s())) / 2
-            if not is_least and middle_s < float(self.bottleneck_s) * (1.0 - _FINE_GAP):
+            high_s = min(float(self.bottleneck_s), unknown_s)
+            middle_s = (high_s + max(0.0, self.bound_s())) / 2
+            if unknown_s < np.inf and middle_s > unknown_s * (1.0 - _FINE_GAP):
+                return
+            if unknown_s < np.inf or (not is_least and middle_s < high_s * (1.0 - _FINE_GAP)):
                 target_s = middle_s
             is_least = not is_least
             status, choice, stage_of = enumeration(target_s, self.deadline)
             if status is Status.INFEASIBLE:
                 self.refuted_s[:] = np.maximum(self.refuted_s, target_s)
-            elif stage_of is None:
-                return
+            elif status is Status.UNKNOWN or stage_of is None:
+                if self.deadline.left_s == 0 or not np.isfinite(target_s):
+                    return
+                unknown_s = target_s
             else:
                 self._offer(choice, stage_of)
                 if not self.bottleneck_s <= target_s * (1 + _TOLERANCE):

@@ -1,0 +1,222 @@
+"""Groups of a workload that may share a device with another one at no loss, so that they do.
+
+    device a    k   v           k and v make what x alone reads: where they take less time than their
+                 `. |           tensors, x with both is the least load around x, and b has less to do with
+    device b       `x           them beside x, whatever else it has; a has less to do anyway
+
+The load of a device is a sum over its nodes, and over the tensors that it has a part of and not the whole: a
+submodular function f of its nodes, whose second part is symmetric. Let M be a set around x with the least
+load of all sets around x in some neighbourhood. Then a device that has x has no more to do with all of M, and
+another one no more without its nodes of M: f(X + M) <= f(X) and f(Y - M) <= f(Y) are inequalities of such
+functions, for f is no less at X & M and at M - Y, which are sets around x. The order of devices allows the
+move where what M reads of others comes before x, and what others read of M comes behind x. So M goes with x,
+and then perhaps the whole of it with another one.
+
+On a CPU, which pays for no tensor, that is not so: x may be on one, and M elsewhere. A CPU that is asked for
+no more of the group than x's own time is a milder device than the real one (`own_cpu_time`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from pd2bw_fx.workload import Workload
+
+from .groups import Groups, joined, tensors_between
+
+_BALL = 40  # nodes of a neighbourhood
+_RADIUS = 4
+_HOLDING, _REST = "holding", "rest"
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """`own_cpu_time`: by group, what a CPU that has the group is asked for at least."""
+
+    groups: Groups
+    own_cpu_time: tuple[float, ...]
+
+
+def with_followers(workload: Workload, groups: Groups, *, with_cpus: bool) -> Groups:
+    """Groups joined to a neighbour where the two are a least load around that one: found in no time.
+
+    Beside a CPU only what takes none of its time is joined.
+    """
+    quotient = _Quotient(workload, groups)
+    quotient.join_pairs(free_of_cpu=with_cpus)
+    return joined(groups, quotient.leader)
+
+
+def in_company(workload: Workload, groups: Groups, *, min_beside: int = 0) -> Company:
+    """Groups joined to whatever has the least load with them around it, as accelerators see it.
+
+    Only those that have `min_beside` others beside them, neither before nor behind.
+    """
+    quotient = _Quotient(workload, groups, min_beside)
+    quotient.join_pairs()
+    quotient.join_neighbourhoods()
+    alive = [at for at, leader in enumerate(quotient.leader) if leader == at]
+    return Company(joined(groups, quotient.leader), tuple(quotient.own_cpu_time[at] for at in alive))
+
+
+class _Quotient:
+    """Groups on their way to larger ones: each is in its place in the order of the one that leads it."""
+
+    def __init__(self, workload: Workload, groups: Groups, min_beside: int = 0) -> None:
+        count = len(groups.members)
+        self.leader = list(range(count))
+        self.work, self.cpu_time = [0.0] * count, [0.0] * count
+        self.num_bytes, self.is_barred = [0.0] * count, [False] * count
+        for node in workload.nodes:
+            at = groups.of[node.id]
+            self.work[at] += node.accelerator_time
+            self.cpu_time[at] += node.cpu_time
+            self.num_bytes[at] += node.num_bytes
+            self.is_barred[at] |= not node.on_accelerator
+        self.own_cpu_time = list(self.cpu_time)
+        self.together = sum if workload.num_cpus == 1 else max  # where each may be on another one
+        self.all_fit = sum(self.num_bytes) <= workload.accelerator_bytes
+        self.tensors: list[dict[tuple[int, ...], float]] = [{} for _ in range(count)]
+        for ends, cost in tensors_between(workload, groups).items():
+            for end in ends:
+                self.tensors[end][ends] = cost
+        self.before: list[set[int]] = [set() for _ in range(count)]
+        self.after: list[set[int]] = [set() for _ in range(count)]
+        for u, v in groups.edges:
+            self.before[v].add(u)
+            self.after[u].add(v)
+        # As bits: joining changes what comes before and behind nobody.
+        self.ancestors, self.descendants = [0] * count, [0] * count
+        for u, v in sorted(groups.edges, key=lambda edge: edge[1]):
+            self.ancestors[v] |= self.ancestors[u] | 1 << u
+        for u, v in sorted(groups.edges, key=lambda edge: -edge[0]):
+            self.descendants[u] |= self.descendants[v] | 1 << v
+        self.is_beside_few = [
+            count - 1 - before.bit_count() - behind.bit_count() < min_beside
+            for before, behind in zip(self.ancestors, self.descendants, strict=True)
+        ]
+
+    def join_pairs(self, *, free_of_cpu: bool = False) -> None:
+        waiting = dict.fromkeys(range(len(self.leader)))
+        while waiting:
+            at, _ = waiting.popitem()
+            if self.leader[at] != at or (free_of_cpu and self.cpu_time[at] > 0):
+                continue
+            for other in sorted(self.before[at] | self.after[at]):
+                if self._may_move(at) and self._is_led(at, other):
+                    leaders = [other, at] if self._may_move(other) and self._is_led(other, at) else [other]
+                    waiting |= dict.fromkeys(self._join(other, {at}, leaders))
+                    break
+
+    def _may_move(self, at: int) -> bool:
+        stays = self.is_barred[at] or self.is_beside_few[at]
+        return not stays and (self.all_fit or self.num_bytes[at] == 0)
+
+    def _is_led(self, at: int, by: int) -> bool:
+        """Whether the two have no larger load than `by` alone, and the order allows them to be one."""
+        saved = self.tensors[at].get((min(at, by), max(at, by)), 0.0)
+        added = sum(cost for ends, cost in self.tensors[at].items() if by not in ends)
+        return self.work[at] + added <= saved and not self._is_misplaced(at, {at, by}, by)
+
+    def _is_misplaced(self, at: int, company: set[int], of: int) -> bool:
+        """Whether a neighbour of `at` outside the company may be on the wrong side of its leader."""
+        before, after = self.before[at] - company, self.after[at] - company
+        return not all(self.ancestors[of] >> node & 1 for node in before) or not all(
+            self.descendants[of] >> node & 1 for node in after
+        )
+
+    def join_neighbourhoods(self) -> None:
+        waiting = dict.fromkeys(at for at, leader in enumerate(self.leader) if leader == at)
+        while waiting:
+            at, _ = waiting.popitem()
+            if self.leader[at] != at:
+                continue
+            company = self._company(at)
+            if len(company) > 1:
+                leaders = [at, *(other for other in sorted(company - {at}) if self._leads(other, company))]
+                waiting |= dict.fromkeys(self._join(at, company - {at}, leaders))
+
+    def _company(self, at: int) -> set[int]:
+        """The largest set with the least load around a group, as far as the order allows it."""
+        near = self._neighbourhood(at)
+        while len(near) > 1:
+            company = self._least_around(at, near)
+            misplaced = {other for other in company - {at} if self._is_misplaced(other, company, at)}
+            if not misplaced:
+                return company
+            near -= misplaced
+        return near
+
+    def _leads(self, at: int, company: set[int]) -> bool:
+        """Whether the company may as well be that of this one of it."""
+        may_move = all(self._may_move(other) for other in company)
+        if not may_move or any(self._is_misplaced(other, company, at) for other in company):
+            return False
+        return self._least_around(at, company) == company
+
+    def _neighbourhood(self, at: int) -> set[int]:
+        """Groups near by that may move to this one."""
+        ball, rim = {at}, {at}
+        for _ in range(_RADIUS):
+            rim = {other for node in rim for other in self.before[node] | self.after[node]} - ball
+            if len(ball) + len(rim) > _BALL:
+                break
+            ball |= rim
+        return {other for other in ball if other == at or self._may_move(other)}
+
+    def _least_around(self, at: int, inside: set[int]) -> set[int]:
+        """The largest set with the least load around a group, of those `inside`, of which it is one."""
+        paid = sum(self.tensors[at].values())
+        if all(self.work[other] > paid for other in inside - {at}):
+            return {at}  # nothing that could be saved is worth any of them
+        graph = nx.DiGraph()
+        graph.add_edge(_HOLDING, at)
+        tensors = {ends: cost for node in inside for ends, cost in self.tensors[node].items()}
+        for node in inside:
+            graph.add_edge(node, _REST, capacity=self.work[node])
+        for number, (ends, cost) in enumerate(tensors.items()):
+            within = [end for end in ends if end in inside]
+            graph.add_edge(("in", number), ("out", number), capacity=cost)
+            graph.add_edges_from((end, ("in", number)) for end in within)
+            if len(within) < len(ends):
+                graph.add_edge(("out", number), _REST)
+            else:
+                graph.add_edges_from((("out", number), end) for end in within)
+        _, (held, _) = nx.minimum_cut(graph, _HOLDING, _REST, flow_func=nx.algorithms.flow.boykov_kolmogorov)
+        return {node for node in held if isinstance(node, int)}
+
+    def _join(self, leader: int, company: set[int], leaders: Sequence[int]) -> Iterator[int]:
+        """Joins the company to its leader, and gives those who may have company of their own by that.
+
+        On a CPU is all that could lead the company, or the company goes with what is elsewhere.
+        """
+        self.own_cpu_time[leader] = self.together([self.own_cpu_time[at] for at in leaders])
+        for at in company:
+            self.leader[at] = leader
+            self.work[leader] += self.work[at]
+            self.cpu_time[leader] += self.cpu_time[at]
+            self.num_bytes[leader] += self.num_bytes[at]
+            self._hand_over(at, leader)
+            for ends, cost in list(self.tensors[at].items()):
+                self._change_ends(ends, cost, tuple(sorted({*ends, leader} - {at})))
+        yield leader
+        yield from self.before[leader] | self.after[leader]
+        yield from {end for ends in self.tensors[leader] for end in ends}
+
+    def _hand_over(self, at: int, leader: int) -> None:
+        for one, other in ((self.before, self.after), (self.after, self.before)):
+            for neighbour in one[at]:
+                other[neighbour].discard(at)
+                if neighbour != leader:
+                    other[neighbour].add(leader)
+                    one[leader].add(neighbour)
+            one[at] = set()
+
+    def _change_ends(self, ends: Sequence[int], cost: float, changed: tuple[int, ...]) -> None:
+        for end in ends:
+            del self.tensors[end][tuple(ends)]
+        for end in changed if len(changed) > 1 else ():
+            self.tensors[end][changed] = cost + self.tensors[end].get(changed, 0.0)
