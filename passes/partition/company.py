@@ -18,7 +18,7 @@ no more of the group than x's own time is a milder device than the real one (`ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -45,7 +45,7 @@ def with_followers(workload: Workload, groups: Groups, *, with_cpus: bool) -> Gr
 
     Beside a CPU only what takes none of its time is joined.
     """
-    quotient = _Quotient(workload, groups)
+    quotient = _quotient(workload, groups)
     quotient.join_pairs(free_of_cpu=with_cpus)
     return joined(groups, quotient.leader)
 
@@ -55,49 +55,86 @@ def in_company(workload: Workload, groups: Groups, *, min_beside: int = 0) -> Co
 
     Only those that have `min_beside` others beside them, neither before nor behind.
     """
-    quotient = _Quotient(workload, groups, min_beside)
+    quotient = _quotient(workload, groups, min_beside)
     quotient.join_pairs()
     quotient.join_neighbourhoods()
     alive = [at for at, leader in enumerate(quotient.leader) if leader == at]
     return Company(joined(groups, quotient.leader), tuple(quotient.own_cpu_time[at] for at in alive))
 
 
+def leaders_of(
+    work: Sequence[float], tensors: Mapping[tuple[int, ...], float], edges: Iterable[tuple[int, int]]
+) -> list[int]:
+    """Of nodes in a topological order, with what tensors cost by their ends: whom each goes with at last.
+
+    Leaders lead themselves. For devices that are all alike, and whose memory is no concern.
+    """
+    quotient = _Quotient(work, tensors, edges)
+    quotient.join_pairs()
+    quotient.join_neighbourhoods()
+    leader = quotient.leader
+    for at in range(len(leader)):
+        while leader[leader[at]] != leader[at]:
+            leader[at] = leader[leader[at]]
+    return leader
+
+
+def _quotient(workload: Workload, groups: Groups, min_beside: int = 0) -> _Quotient:
+    count = len(groups.members)
+    work, cpu_time, num_bytes, is_barred = [0.0] * count, [0.0] * count, [0.0] * count, [False] * count
+    for node in workload.nodes:
+        at = groups.of[node.id]
+        work[at] += node.accelerator_time
+        cpu_time[at] += node.cpu_time
+        num_bytes[at] += node.num_bytes
+        is_barred[at] |= not node.on_accelerator
+    quotient = _Quotient(work, tensors_between(workload, groups), groups.edges, cpu_time, workload.num_cpus)
+    all_fit = sum(num_bytes) <= workload.accelerator_bytes
+    for at in range(count):
+        takes_room = not all_fit and num_bytes[at] > 0
+        quotient.stays[at] = is_barred[at] or takes_room or quotient.num_beside(at) < min_beside
+    return quotient
+
+
 class _Quotient:
     """Groups on their way to larger ones: each is in its place in the order of the one that leads it."""
 
-    def __init__(self, workload: Workload, groups: Groups, min_beside: int = 0) -> None:
-        count = len(groups.members)
+    def __init__(
+        self,
+        work: Sequence[float],
+        tensors: Mapping[tuple[int, ...], float],
+        edges: Iterable[tuple[int, int]],
+        cpu_time: Sequence[float] | None = None,
+        num_cpus: int = 0,
+    ) -> None:
+        count = len(work)
         self.leader = list(range(count))
-        self.work, self.cpu_time = [0.0] * count, [0.0] * count
-        self.num_bytes, self.is_barred = [0.0] * count, [False] * count
-        for node in workload.nodes:
-            at = groups.of[node.id]
-            self.work[at] += node.accelerator_time
-            self.cpu_time[at] += node.cpu_time
-            self.num_bytes[at] += node.num_bytes
-            self.is_barred[at] |= not node.on_accelerator
+        self.work = list(work)
+        self.cpu_time = [0.0] * count if cpu_time is None else list(cpu_time)
         self.own_cpu_time = list(self.cpu_time)
-        self.together = sum if workload.num_cpus == 1 else max  # where each may be on another one
-        self.all_fit = sum(self.num_bytes) <= workload.accelerator_bytes
+        self.together = sum if num_cpus == 1 else max  # where each may be on another one
+        self.stays = [False] * count
         self.tensors: list[dict[tuple[int, ...], float]] = [{} for _ in range(count)]
-        for ends, cost in tensors_between(workload, groups).items():
+        for ends, cost in tensors.items():
             for end in ends:
                 self.tensors[end][ends] = cost
         self.before: list[set[int]] = [set() for _ in range(count)]
         self.after: list[set[int]] = [set() for _ in range(count)]
-        for u, v in groups.edges:
+        for u, v in edges:
             self.before[v].add(u)
             self.after[u].add(v)
         # As bits: joining changes what comes before and behind nobody.
         self.ancestors, self.descendants = [0] * count, [0] * count
-        for u, v in sorted(groups.edges, key=lambda edge: edge[1]):
-            self.ancestors[v] |= self.ancestors[u] | 1 << u
-        for u, v in sorted(groups.edges, key=lambda edge: -edge[0]):
-            self.descendants[u] |= self.descendants[v] | 1 << v
-        self.is_beside_few = [
-            count - 1 - before.bit_count() - behind.bit_count() < min_beside
-            for before, behind in zip(self.ancestors, self.descendants, strict=True)
-        ]
+        for at in range(count):
+            for u in self.before[at]:
+                self.ancestors[at] |= self.ancestors[u] | 1 << u
+        for at in reversed(range(count)):
+            for v in self.after[at]:
+                self.descendants[at] |= self.descendants[v] | 1 << v
+
+    def num_beside(self, at: int) -> int:
+        """How many come neither before nor behind."""
+        return len(self.work) - 1 - self.ancestors[at].bit_count() - self.descendants[at].bit_count()
 
     def join_pairs(self, *, free_of_cpu: bool = False) -> None:
         waiting = dict.fromkeys(range(len(self.leader)))
@@ -106,14 +143,11 @@ class _Quotient:
             if self.leader[at] != at or (free_of_cpu and self.cpu_time[at] > 0):
                 continue
             for other in sorted(self.before[at] | self.after[at]):
-                if self._may_move(at) and self._is_led(at, other):
-                    leaders = [other, at] if self._may_move(other) and self._is_led(other, at) else [other]
+                if not self.stays[at] and self._is_led(at, other):
+                    is_mutual = not self.stays[other] and self._is_led(other, at)
+                    leaders = [other, at] if is_mutual else [other]
                     waiting |= dict.fromkeys(self._join(other, {at}, leaders))
                     break
-
-    def _may_move(self, at: int) -> bool:
-        stays = self.is_barred[at] or self.is_beside_few[at]
-        return not stays and (self.all_fit or self.num_bytes[at] == 0)
 
     def _is_led(self, at: int, by: int) -> bool:
         """Whether the two have no larger load than `by` alone, and the order allows them to be one."""
@@ -152,8 +186,7 @@ class _Quotient:
 
     def _leads(self, at: int, company: set[int]) -> bool:
         """Whether the company may as well be that of this one of it."""
-        may_move = all(self._may_move(other) for other in company)
-        if not may_move or any(self._is_misplaced(other, company, at) for other in company):
+        if any(self.stays[other] or self._is_misplaced(other, company, at) for other in company):
             return False
         return self._least_around(at, company) == company
 
@@ -165,7 +198,7 @@ class _Quotient:
             if len(ball) + len(rim) > _BALL:
                 break
             ball |= rim
-        return {other for other in ball if other == at or self._may_move(other)}
+        return {other for other in ball if other == at or not self.stays[other]}
 
     def _least_around(self, at: int, inside: set[int]) -> set[int]:
         """The largest set with the least load around a group, of those `inside`, of which it is one."""
@@ -198,7 +231,7 @@ class _Quotient:
             self.leader[at] = leader
             self.work[leader] += self.work[at]
             self.cpu_time[leader] += self.cpu_time[at]
-            self.num_bytes[leader] += self.num_bytes[at]
+            self.stays[leader] |= self.stays[at]
             self._hand_over(at, leader)
             for ends, cost in list(self.tensors[at].items()):
                 self._change_ends(ends, cost, tuple(sorted({*ends, leader} - {at})))

@@ -26,6 +26,7 @@ from .downsets import DownSets, Kind, OutOfTime
 from .instance import Instance, Integers, respects_edges
 from .intervals import best_cut, rough_cut
 from .least import LeastLoads, kinds_of
+from .milder import MilderRules
 from .orders import Shuffler, topological_orders
 from .program import FeasibilityProgram
 from .relaxation import is_refuted
@@ -41,8 +42,11 @@ _FINE_GAP = 0.002
 _SMALL = 2000  # nodes times stages: what is proven finely at once
 _MOST_EXCLUDED = 50  # assignments that a program allows and that are not as it has them
 _FIRST_SHARE = 0.2  # of the time, for programs before anything else is tried
+_FIRST_TIME_S = 3.0  # and no more than this
+_SECOND_SHARE = 0.2  # of what is left after a bound by milder rules, for programs once more
 _FIRST_SHARE_OF_WORKLOADS = 0.02  # whose down-sets may be enumerated instead
 _ORDERS_SHARE = 0.1  # of what is left then
+_MILDER_SHARE = 0.5  # of what is left then, for that bound
 _ROUNDS = (0, 25, 100)  # orders in a row that brought nothing: a bound is asked for, and the last ends it
 _FEW_ORDERS = 25  # that brought nothing, where down-sets are soon enumerated
 _LEAST_LOADS_SHARE = 0.3  # of the time of the step that they help
@@ -109,7 +113,8 @@ def search_faster(
     kinds: Sequence[Kind] = (),
 ) -> tuple[Found | None, float]:
     """As `search`, for one that is faster than something that is known; and the bound on all there are."""
-    first = Deadline(deadline.left_s * (_FIRST_SHARE_OF_WORKLOADS if enumerations else _FIRST_SHARE))
+    share = _FIRST_SHARE_OF_WORKLOADS if enumerations else _FIRST_SHARE
+    first = Deadline(min(deadline.left_s * share, _FIRST_TIME_S))
     state = _State(choices, solver=solver, deadline=first, report=report, kinds=kinds)
     state.bottleneck_s = faster_than_s
     finest = max(max_gap, _FINEST_GAP)
@@ -119,6 +124,11 @@ def search_faster(
         if enumerations:
             state.ask_least_loads(finest)
         state.ask_programs(finest)
+        if not enumerations:
+            state.deadline = Deadline(deadline.left_s * _MILDER_SHARE)
+            state.ask_milder_rules(finest)
+            state.deadline = Deadline(deadline.left_s * _SECOND_SHARE)
+            state.ask_programs(finest)
         state.deadline = Deadline(deadline.left_s * _ORDERS_SHARE)
         short = [] if state.is_proven(finest) else [each for each in enumerations if each.is_short()]
         if short:
@@ -288,6 +298,13 @@ class _State:
         self._offer(choice, stage_of, or_as_good=True)
         return bool(self.bottleneck_s < before_s * (1.0 - gap))
 
+    def ask_milder_rules(self, gap: float) -> None:
+        """A bound, where there is one choice and its stages are alike."""
+        if len(self.choices) == 1 and not self.is_proven(gap) and np.isfinite(self.bottleneck_s):
+            rules = MilderRules.of(self.choices[0])
+            if rules is not None:
+                self.enumerate(rules, gap)
+
     def ask_windows(self, gap: float) -> None:
         """How large a target leaves some node no stage, on every choice: a bound that takes little time."""
         low_s, high_s = self.bound_s(), float(self.bottleneck_s) * (1.0 - gap)
@@ -323,6 +340,8 @@ class _State:
             if status is Status.INFEASIBLE:
                 self.refuted_s[:] = np.maximum(self.refuted_s, target_s)
             elif status is Status.UNKNOWN or stage_of is None:
+                if stage_of is not None:
+                    self._offer(choice, stage_of)  # better, it may be, if not as good as that
                 if self.deadline.left_s == 0 or not np.isfinite(target_s):
                     return
                 unknown_s = target_s

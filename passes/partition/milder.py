@@ -1,0 +1,110 @@
+"""A bound on stages that are all alike, under rules so mild that a graph has few down-sets left.
+
+Milder are these: a tensor costs each stage that has a part of it once, whatever the number of stages that
+read it; memory is no concern; a stage may be empty. Then nodes go with others at no loss (`company.py`), as
+an encoder-decoder's operands of cross-attention go with the layers that read them. What is impossible so is
+impossible; what is possible is often as fast by the real rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from pd2bw_fx.passes.solver import Status
+
+from .company import leaders_of
+from .downsets import DownSets, Kind, OutOfTime
+from .instance import Instance, Integers, Net
+from .route import links_are_alike, loads_of
+
+_MAX_DOWN_SETS = 40_000
+
+
+class MilderRules:
+    """All that they allow, to be asked about one target after another."""
+
+    def __init__(self, instance: Instance, sets: DownSets, number_of: Integers) -> None:
+        self._instance = instance
+        self._sets = sets
+        self._number_of = number_of  # the joined node that each one is part of
+
+    @classmethod
+    def of(cls, instance: Instance) -> MilderRules | None:
+        """None where stages differ, links run beside the work, or there are too many down-sets still."""
+        alike = links_are_alike(instance) and (instance.work_s == instance.work_s[0]).all()
+        if (
+            not alike
+            or instance.overlap
+            or instance.num_stages < 2
+            or instance.recompute not in (True, False)
+        ):
+            return None
+        joined, number_of = _in_company(instance)
+        sets = DownSets.of([Kind(joined, 0, instance.num_stages)], max_sets=_MAX_DOWN_SETS)
+        return None if sets is None else cls(instance, sets, number_of)
+
+    def is_short(self) -> bool:
+        return False
+
+    def __call__(self, target_s: float, deadline: Any) -> tuple[Status, int, Integers | None]:
+        try:
+            chain = self._sets.chain_within(target_s, deadline)
+        except OutOfTime:
+            return Status.UNKNOWN, 0, None
+        if chain is None:
+            return Status.INFEASIBLE, 0, None
+        stage_of = chain.stage_of[self._number_of]
+        is_allowed = self._instance.may_be_empty or len(chain.kinds) == self._instance.num_stages
+        if not is_allowed:
+            return Status.UNKNOWN, 0, None
+        loads = loads_of(self._instance, stage_of)
+        is_real = loads.fits and loads.bottleneck_s <= target_s
+        return (Status.FEASIBLE if is_real else Status.UNKNOWN), 0, stage_of
+
+
+def _in_company(instance: Instance) -> tuple[Instance, Integers]:
+    """The instance of joined nodes under the milder rules, and by node the joined one."""
+    work_s = instance.work_s[0] + (instance.again_s[0] if instance.recompute else 0.0)
+    leaders = leaders_of(work_s.tolist(), _tensors(instance, range(instance.num_nodes)), instance.edges)
+    numbers = {leader: at for at, leader in enumerate(sorted(set(leaders)))}
+    number_of = np.array([numbers[leader] for leader in leaders], dtype=np.int64)
+    n, k = len(numbers), instance.num_stages
+    tensors = _tensors(instance, number_of.tolist())
+    nothing = np.zeros(n)
+    joined = replace(
+        instance,
+        edges=tuple(sorted({(int(a), int(b)) for a, b in number_of[_array(instance.edges)] if a != b})),
+        work_s=np.tile(np.bincount(number_of, work_s, n), (k, 1)),
+        again_s=np.zeros((k, n)),
+        nets=tuple(Net(ends[0], ends[1:]) for ends in tensors),
+        cost_s=np.zeros((len(tensors), k, k)) + np.array(list(tensors.values()))[:, None, None],
+        per_destination=False,
+        recompute=False,
+        may_be_empty=True,
+        limit_bytes=np.full(k, np.inf),
+        static_bytes=np.zeros((k, n)),
+        gradient_bytes=nothing,
+        saved_bytes=nothing,
+        workspace_bytes=nothing,
+        shared=(),
+        forbidden=None,
+        hands_on=False,
+    )
+    return joined, number_of
+
+
+def _array(edges: tuple[tuple[int, int], ...]) -> Integers:
+    return np.array(edges, dtype=np.int64).reshape(-1, 2)
+
+
+def _tensors(instance: Instance, number_of: Any) -> dict[tuple[int, ...], float]:
+    """What tensors cost a stage once, together where they have the same ends."""
+    together: dict[tuple[int, ...], float] = {}
+    for net, costs in zip(instance.nets, instance.cost_s, strict=True):
+        ends = tuple(sorted({number_of[node] for node in net.members}))
+        if len(ends) > 1:
+            together[ends] = together.get(ends, 0.0) + float(costs[0, 1])
+    return together
