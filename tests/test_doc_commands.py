@@ -44,6 +44,7 @@ SMALLER = {
     "delay.py": "delay.py --updates 2 --seeds 1",
     "planner.py": "planner.py operators_bert_l-3_inference",
     "planner_graphs.py gpt24 gpt96 2bw branchy": "planner_graphs.py 2bw",
+    "planner_models.py": "planner_models.py regnet --devices 4",
     "planner_others.py": "planner_others.py layers_bert24_inference",
     "predictions.py": "predictions.py mlp",
     "benchmarks/coverage.py": "benchmarks/coverage.py mlp",

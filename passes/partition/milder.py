@@ -1,9 +1,9 @@
 """A bound on stages that are all alike, under rules so mild that a graph has few down-sets left.
 
 Milder are these: a tensor costs each stage that has a part of it once, whatever the number of stages that
-read it; memory is no concern; a stage may be empty. Then nodes go with others at no loss (`company.py`), as
-an encoder-decoder's operands of cross-attention go with the layers that read them. What is impossible so is
-impossible; what is possible is often as fast by the real rules.
+read it; memory is no concern, nor what is chosen to run again for it; a stage may be empty. Then nodes go
+with others at no loss (`company.py`), as an encoder-decoder's operands of cross-attention go with the layers
+that read them. What is impossible so is impossible; what is possible is often as fast by the real rules.
 """
 
 from __future__ import annotations
@@ -35,12 +35,7 @@ class MilderRules:
     def of(cls, instance: Instance) -> MilderRules | None:
         """None where stages differ, links run beside the work, or there are too many down-sets still."""
         alike = links_are_alike(instance) and (instance.work_s == instance.work_s[0]).all()
-        if (
-            not alike
-            or instance.overlap
-            or instance.num_stages < 2
-            or instance.recompute not in (True, False)
-        ):
+        if not alike or instance.overlap or instance.num_stages < 2:
             return None
         joined, number_of = _in_company(instance)
         sets = DownSets.of([Kind(joined, 0, instance.num_stages)], max_sets=_MAX_DOWN_SETS)
@@ -67,7 +62,7 @@ class MilderRules:
 
 def _in_company(instance: Instance) -> tuple[Instance, Integers]:
     """The instance of joined nodes under the milder rules, and by node the joined one."""
-    work_s = instance.work_s[0] + (instance.again_s[0] if instance.recompute else 0.0)
+    work_s = instance.work_s[0] + (instance.again_s[0] if instance.recompute is True else 0.0)
     leaders = leaders_of(work_s.tolist(), _tensors(instance, range(instance.num_nodes)), instance.edges)
     numbers = {leader: at for at, leader in enumerate(sorted(set(leaders)))}
     number_of = np.array([numbers[leader] for leader in leaders], dtype=np.int64)

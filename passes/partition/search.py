@@ -6,7 +6,8 @@ asks for a coarse improvement and the next for a fine one, so that a search whic
 proven something.
 
 What programs leave open in their first share of the time is then approached from both sides without them:
-other topological orders are cut, and a bound is asked for of single nodes. Programs have the rest.
+all that milder rules allow is enumerated, other topological orders are cut, and a bound is asked for of
+single nodes. Programs have the rest.
 """
 
 from __future__ import annotations
