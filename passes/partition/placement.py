@@ -30,7 +30,7 @@ from .search import Enumeration, search
 _FEW_DOWN_SETS = 10_000
 _MAX_DOWN_SETS = 400_000
 _FEW_WITH_CPUS = 40_000
-_SHARES_BESIDE = (1 / 4, 1 / 8, 1 / 16, 1 / 64, 0)
+_SHARES_BESIDE = (1 / 4, 1 / 6, 1 / 8, 1 / 10, 1 / 12, 1 / 16, 1 / 32, 1 / 64, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class _InCompany:
         stage_of = found[self._together]
         loads = evaluate(self._choices[choice], stage_of)
         is_real = loads.fits and loads.bottleneck_s <= target_s
-        return (status, choice, stage_of) if is_real else (Status.UNKNOWN, -1, None)
+        return status if is_real else Status.UNKNOWN, choice, stage_of
 
 
 def _device_orders(num_accelerators: int, num_cpus: int) -> Iterator[tuple[bool, ...]]:

@@ -64,7 +64,10 @@ class Enumeration(Protocol):
         """Whether that takes a second or so."""
 
     def __call__(self, target_s: float, deadline: Deadline) -> tuple[Status, int, Integers | None]:
-        """What is known about a target: an assignment of one of the choices, or that none has any."""
+        """What is known about a target: an assignment of one of the choices, or that none has any.
+
+        Where nothing is known there may be one too, which does not keep to the target.
+        """
 
 
 def search(
