@@ -21,14 +21,18 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
     """A new folder to write into, which takes its name only when everything in it is written.
 
     A folder of that name is replaced where it is empty, or ours and of the same kind. What is in it besides
-    (checkpoints, notes) stays in it. Raises InputError for a folder of somebody else's, and where a file of
-    ours was edited by hand since: no work is lost. After an error nothing is left behind.
+    (checkpoints, notes) stays in it. Raises InputError for a folder of somebody else's, where a file of ours
+    was edited by hand since (no work is lost), and where no folder can be made. After an error nothing is left
+    behind.
     """
     target = Path(folder).absolute()
     if target.exists():
         _own_manifest(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise InputError(f"{target} cannot be written: {error.strerror}; give another folder") from error
     try:
         fresh.chmod(0o755)
         yield fresh

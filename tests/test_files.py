@@ -91,6 +91,13 @@ def test_somebody_elses_folder_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
+def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+
+    with pytest.raises(InputError, match=r"file/out cannot be written: .*; give another folder"):
+        saved(tmp_path / "file" / "out")
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     folder = saved(tmp_path / "out")
     (folder / "stage_0.py").unlink()
