@@ -22,8 +22,8 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
 
     A folder of that name is replaced where it is empty, or ours and of the same kind. What is in it besides
     (checkpoints, notes) stays in it. Raises InputError for a folder of somebody else's, where a file of ours
-    was edited by hand since (no work is lost), and where no folder can be made. After an error nothing is left
-    behind.
+    was edited by hand since (no work is lost), and where no folder can be made. After an error nothing is
+    left behind.
     """
     target = Path(folder).absolute()
     if target.exists():
