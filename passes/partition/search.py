@@ -43,7 +43,7 @@ _FINE_GAP = 0.002
 _SMALL = 2000  # nodes times stages: what is proven finely at once
 _MOST_EXCLUDED = 50  # assignments that a program allows and that are not as it has them
 _FIRST_SHARE = 0.2  # of the time, for programs before anything else is tried
-_FIRST_TIME_S = 3.0  # and no more than this
+_FIRST_TIME_S = 5.0  # and no more than this
 _SECOND_SHARE = 0.2  # of what is left after a bound by milder rules, for programs once more
 _FIRST_SHARE_OF_WORKLOADS = 0.02  # whose down-sets may be enumerated instead
 _ORDERS_SHARE = 0.1  # of what is left then
@@ -54,7 +54,7 @@ _LEAST_LOADS_SHARE = 0.3  # of the time of the step that they help
 _NEAR_THE_TARGET = 0.9  # of it: less than that, and a target that is a little lower makes no difference
 _DOWN_SETS_SHARE = 0.7  # of what is left then
 _FEW_DOWN_SETS = 10_000
-_ENUMERATION_SHARE = 0.2
+_ENUMERATION_SHARE = 0.25
 
 
 class Enumeration(Protocol):
