@@ -73,7 +73,7 @@ def test_in_company_the_optimum_is_that_of_all_placements(
 def test_cpus_in_company_never_exclude_what_there_is(seed: int, num_cpus: int) -> None:
     workload = branchy(seed, num_cpus=num_cpus)
     objective = placement.plan_workload(workload).objective
-    company = in_company(workload, groups_of(workload))
+    company = in_company(workload, groups_of(workload), Deadline(60.0))
     orders = list(placement._device_orders(workload.num_accelerators, num_cpus))
     milder = placement._choices(workload, company.groups, orders, cpu_times=company.own_cpu_time)
 
@@ -87,7 +87,7 @@ def test_operands_go_with_the_layer_that_reads_them() -> None:
     groups = with_followers(workload, groups_of(workload), with_cpus=False)
     assert down_sets(len(groups.members), groups.edges, 100_000) is None
 
-    company = in_company(workload, groups)
+    company = in_company(workload, groups, Deadline(60.0))
 
     assert len(company.groups.members) == 1 + 2 * 12  # a layer's query may be elsewhere than the rest of it
     assert len(down_sets(25, company.groups.edges, 100_000) or []) == 26
@@ -98,13 +98,22 @@ def test_operands_go_with_the_layer_that_reads_them() -> None:
         assert found.assignment[key] == found.assignment[value] == found.assignment[out]
 
 
+def test_what_is_not_joined_when_the_time_is_up_stays_apart() -> None:
+    workload = attention(num_layers=12)
+    groups = groups_of(workload)
+
+    joined_in_pairs = with_followers(workload, groups, with_cpus=False)
+
+    assert in_company(workload, groups, Deadline(0.0)).groups == joined_in_pairs
+
+
 def test_only_what_many_are_beside_goes_with_another_where_that_is_asked_for() -> None:
     workload = attention(num_layers=12)
     groups = groups_of(workload)
 
-    few = in_company(workload, groups, min_beside=40)
+    few = in_company(workload, groups, Deadline(60.0), min_beside=40)
 
-    assert len(in_company(workload, groups).groups.members) == 25
+    assert len(in_company(workload, groups, Deadline(60.0)).groups.members) == 25
     assert 25 < len(few.groups.members) < len(groups.members)
 
 
@@ -113,8 +122,8 @@ def test_a_cpu_is_asked_for_all_that_could_lead_the_company() -> None:
     nodes = tuple(WorkloadNode(at, 1.0, 7.0 + at, 0.0) for at in range(2))
     pair = Workload("pair", 2, 1, 1.0, nodes, (WorkloadEdge(0, 1, 3.0),))
 
-    assert in_company(pair, groups_of(pair)).own_cpu_time == (15.0,)
-    assert in_company(replace(pair, num_cpus=2), groups_of(pair)).own_cpu_time == (8.0,)
+    assert in_company(pair, groups_of(pair), Deadline(60.0)).own_cpu_time == (15.0,)
+    assert in_company(replace(pair, num_cpus=2), groups_of(pair), Deadline(60.0)).own_cpu_time == (8.0,)
 
 
 def test_nothing_goes_with_a_node_that_others_may_have_to_be_between() -> None:
@@ -123,4 +132,4 @@ def test_nothing_goes_with_a_node_that_others_may_have_to_be_between() -> None:
     edges = (WorkloadEdge(0, 1, 0.5), WorkloadEdge(0, 2, 0.5), WorkloadEdge(1, 2, 0.1))
     workload = Workload("between", 2, 0, 1.0, nodes, edges)
 
-    assert len(in_company(workload, groups_of(workload)).groups.members) == 3
+    assert len(in_company(workload, groups_of(workload), Deadline(60.0)).groups.members) == 3

@@ -21,15 +21,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import networkx as nx
-
 from pd2bw_fx.workload import Workload
 
-from .groups import Groups, joined, tensors_between
+from .choices import Deadline
+from .groups import Groups, joined, tensors_between, totals
+from .load_network import LoadNetwork
 
 _BALL = 40  # nodes of a neighbourhood
 _RADIUS = 4
-_HOLDING, _REST = "holding", "rest"
+_ELSEWHERE = -1  # all nodes outside of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,52 +47,50 @@ def with_followers(workload: Workload, groups: Groups, *, with_cpus: bool) -> Gr
     """
     quotient = _quotient(workload, groups)
     quotient.join_pairs(free_of_cpu=with_cpus)
-    return joined(groups, quotient.leader)
+    return joined(groups, quotient.leaders())
 
 
-def in_company(workload: Workload, groups: Groups, *, min_beside: int = 0) -> Company:
+def in_company(workload: Workload, groups: Groups, deadline: Deadline, *, min_beside: int = 0) -> Company:
     """Groups joined to whatever has the least load with them around it, as accelerators see it.
 
-    Only those that have `min_beside` others beside them, neither before nor behind.
+    Only those that have `min_beside` others beside them, neither before nor behind; what is joined when the
+    time is up is so at no loss.
     """
     quotient = _quotient(workload, groups, min_beside)
     quotient.join_pairs()
-    quotient.join_neighbourhoods()
-    alive = [at for at, leader in enumerate(quotient.leader) if leader == at]
-    return Company(joined(groups, quotient.leader), tuple(quotient.own_cpu_time[at] for at in alive))
+    quotient.join_neighbourhoods(deadline)
+    leaders = quotient.leaders()
+    return Company(joined(groups, leaders), tuple(quotient.own_cpu_time[at] for at in sorted(set(leaders))))
 
 
 def leaders_of(
-    work: Sequence[float], tensors: Mapping[tuple[int, ...], float], edges: Iterable[tuple[int, int]]
+    work: Sequence[float],
+    tensors: Mapping[tuple[int, ...], float],
+    edges: Iterable[tuple[int, int]],
+    deadline: Deadline,
 ) -> list[int]:
-    """Of nodes in a topological order, with what tensors cost by their ends: whom each goes with at last.
+    """Of nodes in a topological order, with what tensors cost by their ends: whom each goes with.
 
     Leaders lead themselves. For devices that are all alike, and whose memory is no concern.
     """
     quotient = _Quotient(work, tensors, edges)
     quotient.join_pairs()
-    quotient.join_neighbourhoods()
-    leader = quotient.leader
-    for at in range(len(leader)):
-        while leader[leader[at]] != leader[at]:
-            leader[at] = leader[leader[at]]
-    return leader
+    quotient.join_neighbourhoods(deadline)
+    return quotient.leaders()
 
 
 def _quotient(workload: Workload, groups: Groups, min_beside: int = 0) -> _Quotient:
-    count = len(groups.members)
-    work, cpu_time, num_bytes, is_barred = [0.0] * count, [0.0] * count, [0.0] * count, [False] * count
-    for node in workload.nodes:
-        at = groups.of[node.id]
-        work[at] += node.accelerator_time
-        cpu_time[at] += node.cpu_time
-        num_bytes[at] += node.num_bytes
-        is_barred[at] |= not node.on_accelerator
-    quotient = _Quotient(work, tensors_between(workload, groups), groups.edges, cpu_time, workload.num_cpus)
-    all_fit = sum(num_bytes) <= workload.accelerator_bytes
-    for at in range(count):
-        takes_room = not all_fit and num_bytes[at] > 0
-        quotient.stays[at] = is_barred[at] or takes_room or quotient.num_beside(at) < min_beside
+    of = totals(workload, groups)
+    quotient = _Quotient(
+        of.accelerator_time.tolist(),
+        tensors_between(workload, groups),
+        groups.edges,
+        of.cpu_time.tolist(),
+        workload.num_cpus,
+    )
+    all_fit = of.num_bytes.sum() <= workload.accelerator_bytes
+    stays = of.is_barred if all_fit else of.is_barred | (of.num_bytes > 0)
+    quotient.stays = [flag or quotient.num_beside(at) < min_beside for at, flag in enumerate(stays.tolist())]
     return quotient
 
 
@@ -132,6 +130,14 @@ class _Quotient:
             for v in self.after[at]:
                 self.descendants[at] |= self.descendants[v] | 1 << v
 
+    def leaders(self) -> list[int]:
+        """Whom each goes with at last: who leads may have been joined to another one later."""
+        found = list(self.leader)
+        for at in range(len(found)):
+            while found[found[at]] != found[at]:
+                found[at] = found[found[at]]
+        return found
+
     def num_beside(self, at: int) -> int:
         """How many come neither before nor behind."""
         return len(self.work) - 1 - self.ancestors[at].bit_count() - self.descendants[at].bit_count()
@@ -162,9 +168,9 @@ class _Quotient:
             self.descendants[of] >> node & 1 for node in after
         )
 
-    def join_neighbourhoods(self) -> None:
+    def join_neighbourhoods(self, deadline: Deadline) -> None:
         waiting = dict.fromkeys(at for at, leader in enumerate(self.leader) if leader == at)
-        while waiting:
+        while waiting and deadline.left_s > 0:
             at, _ = waiting.popitem()
             if self.leader[at] != at:
                 continue
@@ -205,21 +211,13 @@ class _Quotient:
         paid = sum(self.tensors[at].values())
         if all(self.work[other] > paid for other in inside - {at}):
             return {at}  # nothing that could be saved is worth any of them
-        graph = nx.DiGraph()
-        graph.add_edge(_HOLDING, at)
         tensors = {ends: cost for node in inside for ends, cost in self.tensors[node].items()}
-        for node in inside:
-            graph.add_edge(node, _REST, capacity=self.work[node])
-        for number, (ends, cost) in enumerate(tensors.items()):
-            within = [end for end in ends if end in inside]
-            graph.add_edge(("in", number), ("out", number), capacity=cost)
-            graph.add_edges_from((end, ("in", number)) for end in within)
-            if len(within) < len(ends):
-                graph.add_edge(("out", number), _REST)
-            else:
-                graph.add_edges_from((("out", number), end) for end in within)
-        _, (held, _) = nx.minimum_cut(graph, _HOLDING, _REST, flow_func=nx.algorithms.flow.boykov_kolmogorov)
-        return {node for node in held if isinstance(node, int)}
+        seen = (
+            (tuple(sorted({end if end in inside else _ELSEWHERE for end in ends})), cost)
+            for ends, cost in tensors.items()
+        )
+        _, held = LoadNetwork({node: self.work[node] for node in inside}, seen).least({at}, {_ELSEWHERE})
+        return held
 
     def _join(self, leader: int, company: set[int], leaders: Sequence[int]) -> Iterator[int]:
         """Joins the company to its leader, and gives those who may have company of their own by that.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
+import numpy as np
 
 from pd2bw_fx.workload import Workload
+
+from .instance import Flags, Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,16 @@ class Groups:
     members: tuple[tuple[int, ...], ...]
     of: Mapping[int, int]
     edges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Totals:
+    """Sums over the nodes of each group; `is_barred`: one of them runs on no accelerator."""
+
+    accelerator_time: Floats
+    cpu_time: Floats
+    num_bytes: Floats
+    is_barred: Flags
 
 
 def groups_of(workload: Workload) -> Groups:
@@ -71,20 +84,27 @@ def tensors_between(workload: Workload, groups: Groups) -> dict[tuple[int, ...],
     return together
 
 
-def joined(groups: Groups, leader: Sequence[int]) -> Groups:
-    """Each group with its leader, or that one's; leaders lead themselves, and come where they were."""
+def totals(workload: Workload, groups: Groups) -> Totals:
+    nodes, at = workload.nodes, [groups.of[node.id] for node in workload.nodes]
 
-    def root(at: int) -> int:
-        while leader[at] != at:
-            at = leader[at]
-        return at
+    def summed(amounts: Iterable[float]) -> Floats:
+        return np.bincount(at, list(amounts), len(groups.members)).astype(np.float64)
 
-    roots = [root(at) for at in range(len(leader))]
-    number = {at: place for place, at in enumerate(sorted(set(roots)))}
+    return Totals(
+        accelerator_time=summed(node.accelerator_time for node in nodes),
+        cpu_time=summed(node.cpu_time for node in nodes),
+        num_bytes=summed(node.num_bytes for node in nodes),
+        is_barred=summed(not node.on_accelerator for node in nodes) > 0,
+    )
+
+
+def joined(groups: Groups, leaders: Sequence[int]) -> Groups:
+    """Each group with its leader. Leaders lead themselves, and come where they were."""
+    number = {at: place for place, at in enumerate(sorted(set(leaders)))}
     members: list[list[int]] = [[] for _ in number]
     for at, nodes in enumerate(groups.members):
-        members[number[roots[at]]] += nodes
-    edges = {(number[roots[u]], number[roots[v]]) for u, v in groups.edges}
+        members[number[leaders[at]]] += nodes
+    edges = {(number[leaders[u]], number[leaders[v]]) for u, v in groups.edges}
     return Groups(
         members=tuple(tuple(nodes) for nodes in members),
         of={node: place for place, nodes in enumerate(members) for node in nodes},

@@ -11,21 +11,19 @@ graph along, or pays for them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import networkx as nx
 import numpy as np
 
 from .downsets import Kind
 from .instance import Floats, Instance, Integers
+from .load_network import LoadNetwork
 from .windows import Reach
 
 _UNITS = 2**40  # that a target is counted in: cuts are of whole numbers, each rounded down
 _NEAR = 0.5  # of a target: what may come over it once some nodes are kept away
 _TRIES = 3
-_HOLDING, _REST = "holding", "rest"
 
 
 def kinds_of(instance: Instance) -> tuple[Kind, ...]:
@@ -83,11 +81,15 @@ class _Kind:
             alone = work.copy()
             for members, price in zip(self._members, cost.tolist(), strict=True):
                 alone[list(members)] += price
-            self._raise(bound, _Network(work, cost, self._members), alone, work, deadline)
+            tensors = zip(self._members, cost.tolist(), strict=True)
+            network = LoadNetwork(dict(enumerate(work.tolist())), tensors)
+            self._raise(bound, network, alone, work, deadline)
         bound[self._forbidden] = np.inf
         return bound
 
-    def _raise(self, bound: Any, network: _Network, alone: Integers, work: Integers, deadline: Any) -> None:
+    def _raise(
+        self, bound: Any, network: LoadNetwork, alone: Integers, work: Integers, deadline: Any
+    ) -> None:
         """To the value of the least cut where it may come over the target, dearest nodes first."""
         most = alone.copy()  # no more than this is what the stage of a node has to do
         while deadline.left_s > 0:
@@ -101,7 +103,7 @@ class _Kind:
             # What is held with it has no more to do; that company of its own may raise it is let go.
             most[[node, *held]] = 0
 
-    def _with_company(self, network: _Network, node: int, work: Integers, deadline: Any) -> float:
+    def _with_company(self, network: LoadNetwork, node: int, work: Integers, deadline: Any) -> float:
         """The least cut where nodes that the target keeps away from this one are not held with it."""
         reach = self._reach
         together = reach.between_sums(node, work) + work + work[node]
@@ -126,36 +128,3 @@ class _Kind:
             if farther is None:
                 return value
             away |= reach.beyond(node, farther)
-
-
-class _Network:
-    """Nodes with arcs of their work to the sink, and tensors: two more nodes each where several read it."""
-
-    def __init__(self, work: Integers, cost: Integers, members: Sequence[tuple[int, ...]]) -> None:
-        self._graph = nx.DiGraph()
-        for node, amount in enumerate(work.tolist()):
-            self._graph.add_edge(node, _REST, capacity=amount)
-        pairs: dict[tuple[int, ...], int] = {}
-        for ends, price in zip(members, cost.tolist(), strict=True):
-            pairs[ends] = pairs.get(ends, 0) + price
-        for ends, price in pairs.items():
-            if len(ends) == 2:
-                self._graph.add_edge(*ends, capacity=price)
-                self._graph.add_edge(*reversed(ends), capacity=price)
-                continue
-            self._graph.add_edge(("in", ends), ("out", ends), capacity=price)
-            self._graph.add_edges_from((end, ("in", ends)) for end in ends)
-            self._graph.add_edges_from((("out", ends), end) for end in ends)
-
-    def least(self, held: Iterable[int], away: Iterable[int] = ()) -> tuple[float, set[int]]:
-        """The least load of a stage with these nodes and without those, and the nodes that it holds then."""
-        graph = self._graph.copy()
-        graph.add_edges_from((_HOLDING, node) for node in held)
-        graph.add_edges_from(((node, _REST) for node in away), capacity=math.inf)
-        try:
-            value, (near, _) = nx.minimum_cut(
-                graph, _HOLDING, _REST, flow_func=nx.algorithms.flow.boykov_kolmogorov
-            )
-        except nx.NetworkXUnbounded:
-            return math.inf, set()
-        return float(value), {node for node in near if isinstance(node, int)}

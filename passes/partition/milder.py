@@ -8,13 +8,14 @@ that read them. What is impossible so is impossible; what is possible is often a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from pd2bw_fx.passes.solver import Status
 
+from .choices import Deadline
 from .company import leaders_of
 from .downsets import DownSets, Kind, OutOfTime
 from .instance import Instance, Integers, Net
@@ -32,19 +33,16 @@ class MilderRules:
         self._number_of = number_of  # the joined node that each one is part of
 
     @classmethod
-    def of(cls, instance: Instance) -> MilderRules | None:
+    def of(cls, instance: Instance, deadline: Deadline) -> MilderRules | None:
         """None where stages differ, links run beside the work, or there are too many down-sets still."""
         alike = links_are_alike(instance) and (instance.work_s == instance.work_s[0]).all()
         if not alike or instance.overlap or instance.num_stages < 2:
             return None
-        joined, number_of = _in_company(instance)
+        joined, number_of = _in_company(instance, deadline)
         sets = DownSets.of([Kind(joined, 0, instance.num_stages)], max_sets=_MAX_DOWN_SETS)
         return None if sets is None else cls(instance, sets, number_of)
 
-    def is_short(self) -> bool:
-        return False
-
-    def __call__(self, target_s: float, deadline: Any) -> tuple[Status, int, Integers | None]:
+    def __call__(self, target_s: float, deadline: Deadline) -> tuple[Status, int, Integers | None]:
         try:
             chain = self._sets.chain_within(target_s, deadline)
         except OutOfTime:
@@ -57,21 +55,23 @@ class MilderRules:
             return Status.UNKNOWN, 0, None
         loads = loads_of(self._instance, stage_of)
         is_real = loads.fits and loads.bottleneck_s <= target_s
-        return (Status.FEASIBLE if is_real else Status.UNKNOWN), 0, stage_of
+        return Status.FEASIBLE if is_real else Status.UNKNOWN, 0, stage_of
 
 
-def _in_company(instance: Instance) -> tuple[Instance, Integers]:
+def _in_company(instance: Instance, deadline: Deadline) -> tuple[Instance, Integers]:
     """The instance of joined nodes under the milder rules, and by node the joined one."""
     work_s = instance.work_s[0] + (instance.again_s[0] if instance.recompute is True else 0.0)
-    leaders = leaders_of(work_s.tolist(), _tensors(instance, range(instance.num_nodes)), instance.edges)
-    numbers = {leader: at for at, leader in enumerate(sorted(set(leaders)))}
-    number_of = np.array([numbers[leader] for leader in leaders], dtype=np.int64)
-    n, k = len(numbers), instance.num_stages
-    tensors = _tensors(instance, number_of.tolist())
-    nothing = np.zeros(n)
+    apart = _tensors(instance, range(instance.num_nodes))
+    leader_of = leaders_of(work_s.tolist(), apart, instance.edges, deadline)
+    leaders, number_of = np.unique(leader_of, return_inverse=True)
+    n, k = len(leaders), instance.num_stages
+    numbers, nothing = number_of.tolist(), np.zeros(n)
+    tensors = _tensors(instance, numbers)
     joined = replace(
         instance,
-        edges=tuple(sorted({(int(a), int(b)) for a, b in number_of[_array(instance.edges)] if a != b})),
+        edges=tuple(
+            sorted({(numbers[u], numbers[v]) for u, v in instance.edges if numbers[u] != numbers[v]})
+        ),
         work_s=np.tile(np.bincount(number_of, work_s, n), (k, 1)),
         again_s=np.zeros((k, n)),
         nets=tuple(Net(ends[0], ends[1:]) for ends in tensors),
@@ -91,11 +91,7 @@ def _in_company(instance: Instance) -> tuple[Instance, Integers]:
     return joined, number_of
 
 
-def _array(edges: tuple[tuple[int, int], ...]) -> Integers:
-    return np.array(edges, dtype=np.int64).reshape(-1, 2)
-
-
-def _tensors(instance: Instance, number_of: Any) -> dict[tuple[int, ...], float]:
+def _tensors(instance: Instance, number_of: Sequence[int]) -> dict[tuple[int, ...], float]:
     """What tensors cost a stage once, together where they have the same ends."""
     together: dict[tuple[int, ...], float] = {}
     for net, costs in zip(instance.nets, instance.cost_s, strict=True):

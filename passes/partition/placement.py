@@ -23,13 +23,14 @@ from pd2bw_fx.workload import Workload
 from .choices import Choices, Deadline
 from .company import Company, in_company, with_followers
 from .downsets import DownSets, Kind, OutOfTime, down_sets
-from .groups import Groups, groups_of, tensors_between
+from .groups import Groups, groups_of, tensors_between, totals
 from .instance import Instance, Integers, Net, evaluate
 from .search import Enumeration, search
 
 _FEW_DOWN_SETS = 10_000
 _MAX_DOWN_SETS = 400_000
 _FEW_WITH_CPUS = 40_000
+_COMPANY_SHARE = 0.25  # of the time, to find it
 _SHARES_BESIDE = (1 / 4, 1 / 6, 1 / 8, 1 / 10, 1 / 12, 1 / 16, 1 / 32, 1 / 64, 0)
 
 
@@ -88,10 +89,12 @@ def plan_workload(
     num_cpus = 0 if accelerators_only else workload.num_cpus
     if workload.num_accelerators + num_cpus == 0:
         raise InputError("the workload has no accelerators; plan it with its CPUs")
+    deadline = Deadline(time_limit_s)
     groups = with_followers(workload, groups_of(workload), with_cpus=num_cpus > 0)
     company = None
     if not _has_few_down_sets(groups, _FEW_DOWN_SETS):
-        company = _company(workload, groups) if num_cpus else in_company(workload, groups)
+        share = Deadline(deadline.left_s * _COMPANY_SHARE)
+        company = _company(workload, groups, share) if num_cpus else in_company(workload, groups, share)
         groups = groups if num_cpus else company.groups
     orders = list(_device_orders(workload.num_accelerators, num_cpus))
     choices = _choices(workload, groups, orders)
@@ -105,7 +108,7 @@ def plan_workload(
         choices,
         solver=solver,
         max_gap=max_gap,
-        deadline=Deadline(time_limit_s + started_s - time.perf_counter()),
+        deadline=deadline,
         report=progress,
         enumerations=enumerations,
         kinds=of_groups.kinds(),
@@ -138,11 +141,11 @@ def _has_few_down_sets(groups: Groups, few: int) -> bool:
     return down_sets(len(groups.members), groups.edges, few) is not None
 
 
-def _company(workload: Workload, groups: Groups) -> Company:
+def _company(workload: Workload, groups: Groups, deadline: Deadline) -> Company:
     """As few groups in company as leave few down-sets: each makes a CPU milder than it is."""
     for share in _SHARES_BESIDE:
-        company = in_company(workload, groups, min_beside=int(share * len(groups.members)))
-        if _has_few_down_sets(company.groups, _FEW_WITH_CPUS):
+        company = in_company(workload, groups, deadline, min_beside=int(share * len(groups.members)))
+        if _has_few_down_sets(company.groups, _FEW_WITH_CPUS) or deadline.left_s == 0:
             break
     return company
 
@@ -258,16 +261,8 @@ def _instance(
     cpu_times: Sequence[float] | None,
 ) -> Instance:
     n, k = len(groups.members), len(order)
-    accelerator_s, cpu_s, num_bytes = np.zeros(n), np.zeros(n), np.zeros(n)
-    forbidden = np.zeros(n, dtype=bool)
-    for node in workload.nodes:
-        at = groups.of[node.id]
-        accelerator_s[at] += node.accelerator_time
-        cpu_s[at] += node.cpu_time
-        num_bytes[at] += node.num_bytes
-        forbidden[at] |= not node.on_accelerator
-    if cpu_times is not None:
-        cpu_s = np.array(cpu_times, dtype=np.float64)
+    of = totals(workload, groups)
+    cpu_s = of.cpu_time if cpu_times is None else np.array(cpu_times, dtype=np.float64)
     is_cpu = np.array(order)
     nets = tuple(Net(ends[0], ends[1:]) for ends in tensors)
     cost_s = np.zeros((len(nets), k, k))
@@ -275,7 +270,7 @@ def _instance(
     return Instance(
         num_stages=k,
         edges=groups.edges,
-        work_s=np.where(is_cpu[:, None], cpu_s[None, :], accelerator_s[None, :]),
+        work_s=np.where(is_cpu[:, None], cpu_s[None, :], of.accelerator_time[None, :]),
         again_s=np.zeros((k, n)),
         nets=nets,
         cost_s=cost_s,
@@ -285,11 +280,11 @@ def _instance(
         may_be_empty=True,
         limit_bytes=np.where(is_cpu, np.inf, workload.accelerator_bytes),
         in_flight=np.ones(k, dtype=np.int64),
-        static_bytes=np.broadcast_to(num_bytes, (k, n)),
+        static_bytes=np.broadcast_to(of.num_bytes, (k, n)),
         gradient_bytes=np.zeros(n),
         gradients_wait=np.zeros(k, dtype=bool),
         updates_each=np.zeros(k, dtype=bool),
         saved_bytes=np.zeros(n),
         workspace_bytes=np.zeros(n),
-        forbidden=~is_cpu[:, None] & forbidden[None, :],
+        forbidden=~is_cpu[:, None] & of.is_barred[None, :],
     )

@@ -1,0 +1,298 @@
+"""Where a search stands: the best assignment so far and what is proven, and the steps that bring it on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pd2bw_fx.errors import SolverError
+from pd2bw_fx.passes.solver import Status
+from pd2bw_fx.plan import Progress
+
+from .choices import FEW_CHOICES, Choices, Deadline, floor_s
+from .downsets import DownSets, Kind, OutOfTime
+from .instance import Instance, Integers, respects_edges
+from .intervals import best_cut, rough_cut
+from .least import LeastLoads, kinds_of
+from .milder import MilderRules
+from .orders import Shuffler, topological_orders
+from .program import FeasibilityProgram
+from .relaxation import is_refuted
+from .route import loads_of
+from .windows import Reach, windows_for
+
+_TOLERANCE = 2e-6  # solvers keep their rows to a millionth: twice that is no fault of theirs
+_COARSE_GAP = 0.01
+_FINE_GAP = 0.002
+_SMALL = 2000  # nodes times stages: what is proven finely at once
+_MOST_EXCLUDED = 50  # assignments that a program allows and that are not as it has them
+_ROUNDS = (0, 25, 100)  # orders in a row that brought nothing: a bound is asked for, and the last ends it
+_LEAST_LOADS_SHARE = 0.3  # of the time of the step that they help
+_NEAR_THE_TARGET = 0.9  # of it: less than that, and a target that is a little lower makes no difference
+_FEW_DOWN_SETS = 10_000
+_ENUMERATION_SHARE = 0.25
+
+Answer = tuple[Status, int, Integers | None]
+Question = Callable[[float, Deadline], Answer]
+"""What is known about a target: an assignment of one of the choices, or that none has any. Where nothing is
+known there may be one too, which does not keep to the target."""
+
+
+class Standing:
+    """The incumbent, and for each choice the largest target that is known to be out of its reach."""
+
+    def __init__(
+        self,
+        choices: Choices,
+        *,
+        solver: str,
+        deadline: Deadline,
+        report: Callable[[Progress], None] | None,
+        kinds: Sequence[Kind],
+    ) -> None:
+        self.choices = choices
+        self.report = report
+        self.started_s = time.perf_counter()
+        self.solver = solver
+        self.deadline = deadline
+        self.reach = Reach(choices[0].num_nodes, choices[0].edges)
+        if not kinds and len(choices) == 1 and not choices[0].overlap:
+            kinds = kinds_of(choices[0])
+        self.least_loads = LeastLoads(kinds, self.reach) if kinds else None
+        self.least_load_s: float | None = None  # the last answer
+        self.orders = topological_orders(choices[0])
+        self.bottleneck_s = np.inf
+        self.choice = -1
+        self.stage_of: Integers | None = None
+        self.seen_s = np.full(len(choices), np.inf)
+        self.refuted_s = np.full(len(choices), -np.inf)
+        self.floor_s = choices.floor_s()
+        self.is_enumerated = False
+        self.down_sets: DownSets | None = None
+
+    def bound_s(self) -> float:
+        """No assignment of any choice is faster."""
+        refuted_s = float(self.refuted_s.min())
+        if not self.choices.are_all and (refuted_s < np.inf or self.bottleneck_s < np.inf):
+            refuted_s = 0.0  # other orders may have what these have not
+        return min(max(refuted_s, self.floor_s), float(self.bottleneck_s))
+
+    def is_proven(self, gap: float) -> bool:
+        return self.bound_s() >= float(self.bottleneck_s) * (1.0 - gap)
+
+    def tell(self) -> None:
+        if self.report is not None and self.stage_of is not None:
+            elapsed_s = time.perf_counter() - self.started_s
+            self.report(Progress(float(self.bottleneck_s), max(0.0, self.bound_s()), elapsed_s))
+
+    def most_promising_first(self) -> list[int]:
+        return [int(choice) for choice in np.argsort(self.seen_s, kind="stable")]
+
+    def first_assignments(self) -> None:
+        """The best cut of a few topological orders, on as many choices as a third of the time allows."""
+        enough_s = self.deadline.left_s * 2 / 3
+        for choice in range(len(self.choices)):
+            if choice > 0 and self.deadline.left_s < enough_s:
+                break
+            instance = self.choices[choice]
+            # Of many device orders few are worth a close look: a rough one tells which.
+            for order in (*_pinned_order(instance, self.reach), *self.orders):
+                stage_of = (rough_cut if len(self.choices) > FEW_CHOICES else best_cut)(instance, order)
+                if stage_of is not None and respects_edges(instance, stage_of):
+                    self._offer(choice, stage_of)
+                if self.seen_s[choice] <= floor_s(instance.work_s, instance.num_stages) * (1 + _TOLERANCE):
+                    break
+        if len(self.choices) > FEW_CHOICES:
+            self._look_closely(self.most_promising_first()[:FEW_CHOICES])
+
+    def _look_closely(self, choices: list[int]) -> None:
+        for choice in choices:
+            instance = self.choices[choice]
+            for order in (*_pinned_order(instance, self.reach), *self.orders):
+                stage_of = best_cut(instance, order)
+                if stage_of is not None and respects_edges(instance, stage_of):
+                    self._offer(choice, stage_of)
+
+    def _offer(self, choice: int, stage_of: Integers, *, or_as_good: bool = False) -> None:
+        loads = loads_of(self.choices[choice], stage_of)
+        if not loads.fits:
+            return
+        self.seen_s[choice] = min(self.seen_s[choice], loads.bottleneck_s)
+        if loads.bottleneck_s < self.bottleneck_s:
+            self.bottleneck_s, self.choice, self.stage_of = loads.bottleneck_s, choice, stage_of
+            self.tell()
+        elif or_as_good and loads.bottleneck_s == self.bottleneck_s:
+            self.choice, self.stage_of = choice, stage_of
+
+    def ask_programs(self, finest: float) -> None:
+        is_small = self.choices[0].num_nodes * self.choices[0].num_stages <= _SMALL
+        for gap in (finest,) if is_small or finest >= _COARSE_GAP else (_COARSE_GAP, finest):
+            for tried, choice in enumerate(self.most_promising_first()):
+                # Of some of the orders nothing is proven: the best of them is all that there is to find.
+                is_enough = tried >= FEW_CHOICES and not self.choices.are_all and self.stage_of is not None
+                if self.deadline.left_s == 0 or is_enough:
+                    break
+                self.refute_or_improve(choice, gap)
+
+    def refute_or_improve(self, choice: int, gap: float) -> None:
+        """Until this choice has nothing that is faster than the incumbent by `gap`, or the time is up."""
+        while True:
+            target_s = float(self.bottleneck_s) * (1.0 - gap)
+            if self.refuted_s[choice] >= target_s or self.bound_s() >= target_s:
+                return
+            status, stage_of = self._ask(choice, target_s)
+            if status is Status.INFEASIBLE:
+                self.refuted_s[choice] = target_s
+                self.tell()
+                return
+            if stage_of is None:
+                return
+            self._offer(choice, stage_of)
+
+    def ask_least_loads(self, gap: float) -> None:
+        target_s = float(self.bottleneck_s) * (1.0 - gap)
+        is_far = self.least_load_s is not None and self.least_load_s < _NEAR_THE_TARGET * target_s
+        if self.least_loads is None or is_far or not self.bound_s() < target_s < np.inf:
+            return
+        share = Deadline(self.deadline.left_s * _LEAST_LOADS_SHARE)
+        found_s = self.least_loads.floor_s(target_s, share)
+        if share.left_s > 0:
+            self.least_load_s = found_s
+        self.floor_s = max(self.floor_s, found_s)
+        self.tell()
+
+    def shuffle(self, gap: float, *, patience: int = _ROUNDS[-1]) -> None:
+        """Cut other orders near the incumbent's, until many in a row bring nothing; a bound by turns."""
+        shuffler = Shuffler(self.choices[0].num_nodes, self.choices[0].edges)
+        fruitless = 0
+        while self.stage_of is not None and self.deadline.left_s > 0:
+            if fruitless in _ROUNDS:
+                self.ask_least_loads(gap)
+            if fruitless == patience or self.is_proven(gap):
+                return
+            fruitless = 0 if self._shuffle_once(shuffler, fruitless, gap) else fruitless + 1
+
+    def _shuffle_once(self, shuffler: Shuffler, number: int, gap: float) -> bool:
+        """Whether another order is better by the gap. Every other time it is cut for another choice."""
+        choice = self.choice if number % 2 == 0 else number // 2 % len(self.choices)
+        before_s = self.bottleneck_s
+        assert self.stage_of is not None
+        stage_of = best_cut(self.choices[choice], shuffler.order(self.stage_of))
+        if stage_of is None or not respects_edges(self.choices[choice], stage_of):
+            return False
+        self._offer(choice, stage_of, or_as_good=True)
+        return bool(self.bottleneck_s < before_s * (1.0 - gap))
+
+    def ask_milder_rules(self, gap: float) -> None:
+        """A bound, where there is one choice and its stages are alike."""
+        if len(self.choices) == 1 and not self.is_proven(gap) and np.isfinite(self.bottleneck_s):
+            rules = MilderRules.of(self.choices[0], self.deadline)
+            if rules is not None:
+                self.enumerate(rules, gap)
+
+    def ask_windows(self, gap: float) -> None:
+        """How large a target leaves some node no stage, on every choice: a bound that takes little time."""
+        low_s, high_s = self.bound_s(), float(self.bottleneck_s) * (1.0 - gap)
+        while np.isfinite(high_s) and high_s - low_s > _FINE_GAP * high_s:
+            target_s = (low_s + high_s) / 2
+            for choice in np.flatnonzero(self.refuted_s < target_s).tolist():
+                if self.deadline.left_s == 0:
+                    return
+                if windows_for(self.choices[choice], target_s, self.reach) is not None:
+                    high_s = target_s
+                    break
+                self.refuted_s[choice] = target_s
+            else:
+                low_s = target_s
+        self.tell()
+
+    def enumerate(self, ask: Question, gap: float) -> None:
+        """Until nothing is faster by `gap`, or the time is up, or there is too much to enumerate.
+
+        By turns it is asked for the least improvement, which there is often none of, and halfway to the
+        bound; below a target of which it knows nothing, halfway only.
+        """
+        is_least, unknown_s = True, np.inf
+        while self.bound_s() < (target_s := float(self.bottleneck_s) * (1.0 - gap)):
+            if target_s < unknown_s:
+                unknown_s = np.inf
+            high_s = min(float(self.bottleneck_s), unknown_s)
+            middle_s = (high_s + max(0.0, self.bound_s())) / 2
+            is_far = middle_s < high_s * (1.0 - _FINE_GAP)
+            if unknown_s < np.inf and not is_far:
+                return
+            if is_far and (unknown_s < np.inf or not is_least):
+                target_s = middle_s
+            is_least = not is_least
+            status, choice, stage_of = ask(target_s, self.deadline)
+            if stage_of is not None:
+                self._offer(choice, stage_of)
+            if status is Status.INFEASIBLE:
+                self.refuted_s[:] = np.maximum(self.refuted_s, target_s)
+            elif status is Status.UNKNOWN:
+                if self.deadline.left_s == 0 or not np.isfinite(target_s):
+                    return
+                unknown_s = target_s
+            elif not self.bottleneck_s <= target_s * (1 + _TOLERANCE):
+                raise SolverError("an enumerated assignment is slower than it was counted; please report")
+            self.tell()
+
+    def _is_refuted_by_enumeration(self, instance: Instance, target_s: float) -> bool:
+        """Whether milder rules are enough to exclude the target."""
+        if not np.isfinite(target_s):
+            return False
+        if not self.is_enumerated:
+            self.is_enumerated = True
+            self.down_sets = DownSets.of([Kind(instance, 0, 1)], max_sets=_FEW_DOWN_SETS)
+        if self.down_sets is None:
+            return False
+        try:
+            share = Deadline(self.deadline.left_s * _ENUMERATION_SHARE)
+            return is_refuted(instance, self.down_sets, target_s, share)
+        except OutOfTime:
+            return False
+
+    def _ask(self, choice: int, target_s: float) -> tuple[Status, Integers | None]:
+        instance = self.choices[choice]
+        if self.deadline.left_s == 0:
+            return Status.UNKNOWN, None
+        windows = windows_for(instance, target_s, self.reach)
+        if windows is None or self._is_refuted_by_enumeration(instance, target_s):
+            return Status.INFEASIBLE, None
+        program = FeasibilityProgram(instance, target_s, windows)
+        for _ in range(_MOST_EXCLUDED):
+            status, stage_of = program.solve(
+                solver=self.solver,
+                time_limit_s=self.deadline.left_s,
+                refuting=bool(np.isfinite(self.bottleneck_s)),
+                on_wait=self.tell,
+            )
+            if stage_of is None:
+                return status, None
+            loads = loads_of(instance, stage_of)
+            is_slower = loads.bottleneck_s > target_s * (1 + _TOLERANCE)
+            if (is_slower and not instance.hands_on) or not respects_edges(instance, stage_of):
+                raise SolverError(
+                    f"{self.solver} returned an assignment that breaks the program it solved "
+                    f"({loads.bottleneck_s:g} s against {target_s:g} s); try another solver"
+                )
+            if loads.fits and not is_slower:
+                return status, stage_of
+            # Too large by less than the solver's tolerance, a few bytes in a gigabyte, or slower with the
+            # routes that it is given: not this one, then.
+            self._offer(choice, stage_of)
+            program.exclude(stage_of)
+        return Status.UNKNOWN, None
+
+
+def _pinned_order(instance: Instance, reach: Reach) -> list[Sequence[int]]:
+    """What is pinned to an early stage first, or no way to cut the order may keep to the pins."""
+    if instance.forbidden is None or not instance.forbidden.any():
+        return []
+    windows = windows_for(instance, np.inf, reach)
+    if windows is None:
+        return []
+    nodes = range(instance.num_nodes)
+    return [sorted(nodes, key=lambda node: (windows.first[node], windows.last[node], node))]
