@@ -65,13 +65,11 @@ def t5() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def whisper() -> tuple[nn.Module, dict[str, Any]]:
-    sizes = {"d_model": 1024, "encoder_layers": 24, "decoder_layers": 24}
-    sizes |= {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in _OF_A_SIDE.items()}
-    model = hf.WhisperForConditionalGeneration(hf.WhisperConfig(**sizes, use_cache=False))
+    sizes = {"layers": 24, "attention_heads": 16, "ffn_dim": 4096}
+    sides = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in sizes.items()}
+    model = hf.WhisperForConditionalGeneration(hf.WhisperConfig(d_model=1024, **sides, use_cache=False))
     return model, {"input_features": torch.zeros(4, 80, 3000), "labels": words(128)}
 
-
-_OF_A_SIDE = {"attention_heads": 16, "ffn_dim": 4096}
 
 BUILDS: dict[str, Build] = {
     "bart": lambda: text(hf.BartForConditionalGeneration(hf.BartConfig(use_cache=False))),
