@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.passes.partition import partition
+from pd2bw_fx.passes.partition import milder, partition, search
+from pd2bw_fx.passes.partition.choices import Deadline
+from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.plan import Transfer
 from pd2bw_fx.problem import Block, Problem, Value
 from tests.readers import FAR, NEAR, readers_in_stages
@@ -80,10 +83,11 @@ def _slowest(way: Iterable[tuple[int, int]], seconds: Mapping[tuple[int, int], f
     return max(sum(seconds[hop] for hop in way if stage in hop) for stage in range(k))
 
 
-def test_plans_are_as_fast_as_any_assignment_with_any_routes() -> None:
+@pytest.mark.parametrize("alike", [False, True])
+def test_plans_are_as_fast_as_any_assignment_with_any_routes(alike: bool) -> None:
     draw, num_gained, num_best = random.Random(1), 0, 0
     for _ in range(15):
-        problem, cluster = _drawn(draw, num_blocks=5)
+        problem, cluster = _drawn(draw, num_blocks=5, alike=alike)
 
         plan = partition(problem, cluster, num_stages=3)
 
@@ -96,11 +100,52 @@ def test_plans_are_as_fast_as_any_assignment_with_any_routes() -> None:
     assert num_best >= 13  # an assignment's routes are improved one value after another
 
 
-def _drawn(draw: random.Random, num_blocks: int) -> tuple[Problem, Cluster]:
+def test_equal_links_share_out_what_the_slowest_stage_sends() -> None:
+    blocks = tuple(Block(f"b{s}", (f"o{s}",), (work,) * 4, (0.0,) * 4) for s, work in enumerate((9, 1, 1, 1)))
+    value = Value("v", "b0", ("b1", "b2", "b3"), 4)
+    in_order = [Value(f"w{s}", f"b{s}", (f"b{s + 1}",), 0) for s in range(3)]
+    cluster = Cluster(Cluster.uniform(4).devices, ((1.0,) * 4,) * 4, ((0.0,) * 4,) * 4)
+
+    plan = partition(Problem(blocks, (value, *in_order), {}), cluster, num_stages=4)
+
+    # Straight stage 0 sends three times: 9 + 12. Handed on it sends once, and the others have less.
+    assert sorted(target for _, target in hops(plan.transfers, "v")) == [1, 2, 3]
+    assert [source for source, _ in hops(plan.transfers, "v")].count(0) == 1
+    assert plan.bottleneck_s == 9 + 4
+    assert plan.gap <= 1.01e-4
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_milder_rules_refute_no_assignment_with_any_routes_reaches(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, cluster = _drawn(random.Random(seed), num_blocks=6, alike=True)
+    refuted_s, ask = [0.0], milder.MilderRules.__call__
+
+    def noted(rules: milder.MilderRules, target_s: float, deadline: Deadline) -> Any:
+        answer = ask(rules, target_s, deadline)
+        if answer[0] is Status.INFEASIBLE:
+            refuted_s.append(target_s)
+        return answer
+
+    monkeypatch.setattr(milder.MilderRules, "__call__", noted)
+    monkeypatch.setattr(search, "_FIRST_SHARE", 0.0)  # no time for programs before them
+    plan = partition(problem, cluster, num_stages=3)
+
+    _, best_s = _exhaustive(problem, cluster)
+    assert max(refuted_s) <= best_s * (1 + 1e-9)
+    assert plan.bottleneck_s >= best_s * (1 - 1e-9)
+
+
+def _drawn(draw: random.Random, num_blocks: int, *, alike: bool) -> tuple[Problem, Cluster]:
     def matrix(entries: list[float]) -> tuple[tuple[float, ...], ...]:
+        if alike:
+            return ((draw.choice(entries),) * 3,) * 3
         return tuple(tuple(draw.choice(entries) for _ in range(3)) for _ in range(3))
 
     def times() -> tuple[float, ...]:
+        if alike:
+            return (float(draw.randint(0, 9)),) * 3
         return tuple(float(draw.randint(0, 9)) for _ in range(3))
 
     blocks = tuple(Block(f"b{at}", (f"o{at}",), times(), times()) for at in range(num_blocks))

@@ -1,4 +1,9 @@
-"""The search over plans that send values straight, and then over those whose stages hand them on."""
+"""The search over plans that send values straight, and over those whose stages hand them on.
+
+Where links are alike the two are one: the bounds that step in for programs hold whoever sends a value. Where
+they are not, values are priced as sent straight first; then the search is run once more for an assignment
+that is faster with its routes, with a program in which any stage sends a value that has come to it.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +31,15 @@ def search_with_routes(
 ) -> Found | None:
     """What `search` finds, or what is faster with its routes. The bound is of assignments with theirs."""
     started_s = time.perf_counter()
-    first = deadline
-    if not links_are_alike(choices[0]):
-        first = Deadline(deadline.left_s * _FIRST_SHARE)
+    handing_on = choices.changed(lambda instance: replace(instance, hands_on=True))
+    if links_are_alike(choices[0]):
+        return search(handing_on, solver=solver, max_gap=max_gap, deadline=deadline, report=report)
+    first = Deadline(deadline.left_s * _FIRST_SHARE)
     direct = search(choices, solver=solver, max_gap=max_gap, deadline=first, report=report)
-    if direct is None or links_are_alike(choices[direct.choice]):
-        return direct
+    if direct is None:
+        return None
     direct_s = routed(choices[direct.choice], direct.stage_of)[1].bottleneck_s
     left = Deadline(min(deadline.left_s, max(time.perf_counter() - started_s, _ROUTES_TIME_S)))
-    handing_on = choices.changed(lambda instance: replace(instance, hands_on=True))
     other, bound_s = search_faster(handing_on, direct_s, solver=solver, max_gap=max_gap, deadline=left)
     found = replace(direct, bottleneck_s=direct_s) if other is None else other
     return replace(found, bound_s=min(bound_s, found.bottleneck_s))

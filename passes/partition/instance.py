@@ -83,6 +83,10 @@ class Instance:
     def num_nodes(self) -> int:
         return int(self.work_s.shape[1])
 
+    def load_s(self, compute_s: Floats, links_s: Floats) -> Floats:
+        """What stages have to do, by what they compute and what they send and receive."""
+        return np.maximum(compute_s, links_s) if self.overlap else compute_s + links_s
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loads:
@@ -144,7 +148,6 @@ def evaluate(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops] 
     apart = np.where(recompute, apart_again, apart_kept)
     again_s = np.where(recompute, forward_s, 0.0)
     allowed = instance.forbidden is None or not instance.forbidden[stage_of, nodes].any()
-    compute_s, links_s = work_s + again_s, send_s + receive_s
     return Loads(
         work_s=work_s,
         again_s=again_s,
@@ -157,7 +160,7 @@ def evaluate(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops] 
         apart_bytes=apart,
         recompute=tuple(bool(flag) for flag in recompute),
         fits=bool((static + saved + held + workspace - apart <= instance.limit_bytes).all()) and allowed,
-        load_s=np.maximum(compute_s, links_s) if instance.overlap else compute_s + links_s,
+        load_s=instance.load_s(work_s + again_s, send_s + receive_s),
     )
 
 
@@ -191,6 +194,13 @@ def _transfers(
         for target in targets:
             receive_s[target] += costs[target, source]
     return send_s, receive_s, held
+
+
+def direct_hops(net: Net, stage_of: Integers) -> Hops:
+    """From a net's producer to each other stage that reads it."""
+    source = int(stage_of[net.producer])
+    readers = {int(stage_of[node]) for node in net.consumers} - {source}
+    return tuple((source, reader) for reader in sorted(readers))
 
 
 def respects_edges(instance: Instance, stage_of: Any) -> bool:

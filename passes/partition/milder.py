@@ -1,9 +1,17 @@
 """A bound on stages that are all alike, under rules so mild that a graph has few down-sets left.
 
-Milder are these: a tensor costs each stage that has a part of it once, whatever the number of stages that
-read it; memory is no concern, nor what is chosen to run again for it; a stage may be empty. Then nodes go
-with others at no loss (`company.py`), as an encoder-decoder's operands of cross-attention go with the layers
-that read them. What is impossible so is impossible; what is possible is often as fast by the real rules.
+Milder are these: a tensor costs each stage that has a part of it once, whoever sends it to whom; memory is no
+concern, nor what is chosen to run again for it; a stage may be empty. Then nodes go with others at no loss
+(`company.py`), as an encoder-decoder's operands of cross-attention go with the layers that read them. What is
+impossible so is impossible; what is possible is often as fast by the real rules.
+
+Not so mild is the sum over all stages. A stage that reads a tensor of another receives it once, from the one
+that made it or one that hands it on, which sends it once for that. So the work, and for every tensor of cost
+c another 2c for each stage but one that has a part of it, are d times the target for d stages at most. In
+company that holds too. Let M move to the stage X of a node x: f(M) <= f(X & M), for M has the least load
+around x. So the tensors that M shares with other nodes and X & M did not, of which X may gain a part, cost no
+more than those that X & M shared and M has whole, of which another stage loses its part. What moves whole
+costs as before.
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ from .instance import Instance, Integers, Net
 from .route import links_are_alike, loads_of
 
 _MAX_DOWN_SETS = 40_000
+_ROUNDING = 1e-9
 
 
 class MilderRules:
@@ -36,7 +45,7 @@ class MilderRules:
     def of(cls, instance: Instance, deadline: Deadline) -> MilderRules | None:
         """None where stages differ, links run beside the work, or there are too many down-sets still."""
         alike = links_are_alike(instance) and (instance.work_s == instance.work_s[0]).all()
-        if not alike or instance.overlap or instance.num_stages < 2:
+        if not alike or not instance.per_destination or instance.overlap or instance.num_stages < 2:
             return None
         joined, number_of = _in_company(instance, deadline)
         sets = DownSets.of([Kind(joined, 0, instance.num_stages)], max_sets=_MAX_DOWN_SETS)
@@ -44,7 +53,7 @@ class MilderRules:
 
     def __call__(self, target_s: float, deadline: Deadline) -> tuple[Status, int, Integers | None]:
         try:
-            chain = self._sets.chain_within(target_s, deadline)
+            chain = self._sets.lightest_chain(target_s, self._room_s(target_s), deadline)
         except OutOfTime:
             return Status.UNKNOWN, 0, None
         if chain is None:
@@ -56,6 +65,11 @@ class MilderRules:
         loads = loads_of(self._instance, stage_of)
         is_real = loads.fits and loads.bottleneck_s <= target_s
         return Status.FEASIBLE if is_real else Status.UNKNOWN, 0, stage_of
+
+    def _room_s(self, target_s: float) -> float:
+        """For transfers, of all stages together."""
+        work_s = float(self._sets.tables[0].work_s[-1])
+        return self._instance.num_stages * target_s * (1 + _ROUNDING) - work_s
 
 
 def _in_company(instance: Instance, deadline: Deadline) -> tuple[Instance, Integers]:

@@ -6,9 +6,10 @@ Two nodes of two devices, a slow link between them; stages 2 and 3 read what sta
     handed on           0 ===> 2 -> 3              once; stage 2 hands it on, and hands the gradient back
 
 Routes are chosen for an assignment: a value is handed on where that takes its links less time in all and
-makes no stage a slower bottleneck, or where it makes the slowest stage faster. The search prices everything
-as sent directly; where links are not all alike it is run a second time for an assignment that is faster with
-its routes, with a program in which any stage sends a value that has come to it.
+makes no stage a slower bottleneck, or where it makes the slowest stage faster. Where links are all alike only
+the second can be, and whoever has a value by then sends it to a reader (`sharing.py`): what an encoder gives
+to every stage of a decoder is no longer its last stage's to send. How the search goes about routes:
+`handing_on.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .instance import Floats, Hops, Instance, Integers, Loads, evaluate
+from .instance import Floats, Hops, Instance, Integers, Loads, direct_hops, evaluate
+from .sharing import shared_out
 
 _LEAST_GAIN = 1e-6  # of a value's time on its links: equal ways are direct ones
 
@@ -35,8 +37,10 @@ class _Way:
 def routed(instance: Instance, stage_of: Integers) -> tuple[dict[int, Hops], Loads]:
     """The hops of each net that is not sent directly, by its number, and what all of it costs each stage."""
     straight = evaluate(instance, stage_of)
-    if instance.num_stages < 3 or not instance.per_destination or links_are_alike(instance):
+    if instance.num_stages < 3 or not instance.per_destination:
         return {}, straight
+    if links_are_alike(instance):
+        return shared_out(instance, stage_of, straight)
     cheap: tuple[dict[int, Hops], Loads] = {}, straight
     for way in sorted(_cheaper_ways(instance, stage_of), key=lambda way: (-way.saved_s, way.net)):
         tried = evaluate(instance, stage_of, cheap[0] | {way.net: way.hops})
@@ -77,7 +81,7 @@ def _relief(
 
 def _other_ways(instance: Instance, stage_of: Integers, net: int, shunned: int) -> list[Hops]:
     """Straight, the cheapest way, and the one that has least to do with a stage."""
-    straight = _direct(instance, stage_of, net)
+    straight = direct_hops(instance.nets[net], stage_of)
     if straight[-1][1] - straight[0][0] < 2:
         return []
     costs, targets = instance.cost_s[net], [target for _, target in straight]
@@ -94,7 +98,7 @@ def loads_of(instance: Instance, stage_of: Integers) -> Loads:
 
 
 def links_are_alike(instance: Instance) -> bool:
-    """Then whoever sends a value, it takes the same time, and there is nothing to hand on."""
+    """Then whoever sends a value, it takes the same time."""
     if instance.num_stages < 3 or not len(instance.nets):
         return True
     apart = ~np.eye(instance.num_stages, dtype=bool)
@@ -103,19 +107,13 @@ def links_are_alike(instance: Instance) -> bool:
 
 def hops_of(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops], net: int) -> Hops:
     """Who sends a value to whom, in the order of the stages that are sent it; nothing where it stays."""
-    return routes.get(net) or _direct(instance, stage_of, net)
-
-
-def _direct(instance: Instance, stage_of: Integers, net: int) -> Hops:
-    source = int(stage_of[instance.nets[net].producer])
-    readers = {int(stage_of[node]) for node in instance.nets[net].consumers} - {source}
-    return tuple((source, reader) for reader in sorted(readers))
+    return routes.get(net) or direct_hops(instance.nets[net], stage_of)
 
 
 def _cheaper_ways(instance: Instance, stage_of: Integers) -> list[_Way]:
     ways = []
     for net in range(len(instance.nets)):
-        direct = _direct(instance, stage_of, net)
+        direct = direct_hops(instance.nets[net], stage_of)
         if not direct or direct[-1][1] - direct[0][0] < 2:
             continue
         costs = instance.cost_s[net]
