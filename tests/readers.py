@@ -17,10 +17,10 @@ NEAR, FAR = 1e9, 1e6  # bytes per second
 class Readers(nn.Module):
     """What `encode` makes is read by every layer behind it, as a decoder's do with what was encoded."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
         self.encode = nn.Linear(6, 16)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         encoded = hidden = self.encode(x)
@@ -33,10 +33,10 @@ class Readers(nn.Module):
         return (torch.randn(batch_size, 6, dtype=torch.float64, generator=generator),)
 
 
-def two_nodes(num_devices: int, far_bytes_per_s: float) -> Cluster:
+def two_nodes(num_devices: int, far_bytes_per_s: float, near_bytes_per_s: float = NEAR) -> Cluster:
     """The first device alone, the others together."""
     rates = [
-        [far_bytes_per_s if (a == 0) != (b == 0) else NEAR for b in range(num_devices)]
+        [far_bytes_per_s if (a == 0) != (b == 0) else near_bytes_per_s for b in range(num_devices)]
         for a in range(num_devices)
     ]
     delays = [[0.0 if a == b else 1e-6 for b in range(num_devices)] for a in range(num_devices)]
@@ -44,18 +44,21 @@ def two_nodes(num_devices: int, far_bytes_per_s: float) -> Cluster:
     return Cluster(devices, tuple(map(tuple, rates)), tuple(map(tuple, delays)))
 
 
-def readers() -> Readers:
+def readers(num_layers: int = 3) -> Readers:
     torch.manual_seed(0)
-    return Readers().double()
+    return Readers(num_layers).double()
 
 
-def readers_in_stages(far_bytes_per_s: float, **options: Any) -> tuple[nn.Module, pd2bw_fx.Pipeline]:
-    model = readers()
-    at = {"encode": 0} | {f"layers.{number}": number + 1 for number in range(3)}
+def readers_in_stages(
+    far_bytes_per_s: float, *, near_bytes_per_s: float = NEAR, num_layers: int = 3, **options: Any
+) -> tuple[nn.Module, pd2bw_fx.Pipeline]:
+    """A stage for what is read, and one for each layer."""
+    model = readers(num_layers)
+    at = {"encode": 0} | {f"layers.{number}": number + 1 for number in range(num_layers)}
     pipe = pd2bw_fx.split(
         model,
-        cluster=two_nodes(4, far_bytes_per_s),
-        microbatches_per_update=4,
+        cluster=two_nodes(num_layers + 1, far_bytes_per_s, near_bytes_per_s),
+        microbatches_per_update=num_layers + 1,
         constraints=Constraints(stage_of=at),
         costs="analytic",
         **options,
