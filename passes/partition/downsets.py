@@ -87,7 +87,7 @@ class DownSets:
         slowest_s = np.full((few + 1, len(self)), np.inf)  # of the stages so far, among the fewest
         came = np.zeros((few + 1, len(self), 2), dtype=np.int64)  # from which set, by which kind
         fewest[0, 0], slowest_s[0, 0] = 0, 0.0
-        enough = self._enough(target_s)
+        enough = self.enough(target_s)
         for at in range(len(self) - 1):
             if at % 256 == 0 and deadline.left_s == 0:
                 raise OutOfTime
@@ -98,7 +98,7 @@ class DownSets:
                 starts = {step: int(enough[step[1]][most - step[2]]) for step in steps}
                 if not steps:
                     continue
-                reached, load_s = self._reached(at, kind, target_s, min(starts.values()))
+                reached, load_s = self.reached(at, kind, target_s, min(starts.values()))
                 for row, to, count in steps:
                     worst_s = np.maximum(load_s, slowest_s[row, at])
                     known = fewest[to, reached]
@@ -109,51 +109,7 @@ class DownSets:
         ends = [row for row in range(few + 1) if fewest[row, -1] <= most]
         return self._chain(min(ends, key=lambda row: slowest_s[row, -1]), came) if ends else None
 
-    def lightest_chain(self, target_s: float, room_s: float, deadline: Any) -> Chain | None:
-        """An assignment as of `chain_within`, to devices of one kind, and with the least transfers in all.
-
-        None where those take longer than `room_s`. They are both ends' of each tensor, once for every stage
-        but one that has a part of it. Raises OutOfTime.
-        """
-        most = self.kinds[0].count
-        transfers_s = np.full((most + 1, len(self)), np.inf)  # [stages so far, set]
-        came = np.zeros((most + 1, len(self)), dtype=np.int64)
-        transfers_s[0, 0] = 0.0
-        enough = self._enough(target_s)[0]
-        for at in range(len(self) - 1):
-            if at % 256 == 0 and deadline.left_s == 0:
-                raise OutOfTime
-            so_far_s = transfers_s[:most, at]
-            with_fewer_s = np.minimum.accumulate(np.concatenate(([np.inf], so_far_s[:-1])))
-            counts = np.flatnonzero((so_far_s < with_fewer_s) & (so_far_s <= room_s)).tolist()
-            if not counts:
-                continue
-            reached, _ = self._reached(at, 0, target_s, int(enough[most - counts[0] - 1]))
-            added_s = self._arriving_s(at, reached)
-            for count in counts:
-                sum_s = so_far_s[count] + added_s
-                better = sum_s < transfers_s[count + 1, reached]
-                transfers_s[count + 1, reached[better]] = sum_s[better]
-                came[count + 1, reached[better]] = at
-        count = int(transfers_s[:, -1].argmin())
-        if not transfers_s[count, -1] <= room_s:
-            return None
-        ends = [len(self) - 1]
-        while ends[-1] > 0:
-            ends.append(int(came[count, ends[-1]]))
-            count -= 1
-        return Chain(self._cut_at(ends[1:-1]), (0,) * (len(ends) - 1))
-
-    def _arriving_s(self, at: int, sets: Integers) -> Floats:
-        """What it takes to send and receive the tensors that came up by set `at` and go on to a part of what
-        is between that and each of `sets`."""
-        arriving_s = np.zeros(len(sets))
-        for net in self.crossing[at]:
-            is_read = self.counts[net, sets] > self.counts[net, at]
-            arriving_s += 2 * self.tables[0].cost_s[net] * is_read
-        return arriving_s
-
-    def _enough(self, target_s: float) -> list[Integers]:
+    def enough(self, target_s: float) -> list[Integers]:
         """[devices of the second kind used][of the first kind left]: the first set that these can finish."""
         work_s = self.tables[0].work_s
         few = self.kinds[1].count if len(self.kinds) > 1 else 0
@@ -164,7 +120,7 @@ class DownSets:
             for devices in room
         ]
 
-    def _reached(self, at: int, kind: int, target_s: float, start: int) -> tuple[Integers, Floats]:
+    def reached(self, at: int, kind: int, target_s: float, start: int) -> tuple[Integers, Floats]:
         """The sets from `start` on that a stage of this kind leads to from set `at`, and its loads."""
         table = self.tables[kind]
         slack_s = target_s * 1e-12
@@ -200,9 +156,9 @@ class DownSets:
             before, kind = (int(entry) for entry in came[row, at])
             steps.append((at, kind))
             row, at = row - kind, before
-        return Chain(self._cut_at([end for end, _ in steps[1:]]), tuple(kind for _, kind in reversed(steps)))
+        return Chain(self.cut_at([end for end, _ in steps[1:]]), tuple(kind for _, kind in reversed(steps)))
 
-    def _cut_at(self, sets: Sequence[int]) -> Integers:
+    def cut_at(self, sets: Sequence[int]) -> Integers:
         """The stage of each node where stages end with these sets."""
         stage_of: Integers = (~self.member[list(sets)]).sum(axis=0)
         return stage_of

@@ -23,6 +23,7 @@ import numpy as np
 
 from pd2bw_fx.passes.solver import Status
 
+from .chains import Room, RoomInAll, RoomToHandOn, roomiest_chain
 from .choices import Deadline
 from .company import leaders_of
 from .downsets import DownSets, Kind, OutOfTime
@@ -30,7 +31,6 @@ from .instance import Instance, Integers, Net
 from .route import links_are_alike, loads_of
 
 _MAX_DOWN_SETS = 40_000
-_ROUNDING = 1e-9
 
 
 class MilderRules:
@@ -52,24 +52,25 @@ class MilderRules:
         return None if sets is None else cls(instance, sets, number_of)
 
     def __call__(self, target_s: float, deadline: Deadline) -> tuple[Status, int, Integers | None]:
+        in_all, to_hand_on = RoomInAll(self._sets, target_s), RoomToHandOn(self._sets, target_s)
         try:
-            chain = self._sets.lightest_chain(target_s, self._room_s(target_s), deadline)
+            if roomiest_chain(self._sets, target_s, in_all, deadline) is None:
+                return Status.INFEASIBLE, 0, None
+            # What is likely as fast by the real rules: their number of stages, and somebody who can send.
+            found = self._assignment(target_s, to_hand_on if to_hand_on.tensors else in_all, deadline)
         except OutOfTime:
             return Status.UNKNOWN, 0, None
-        if chain is None:
-            return Status.INFEASIBLE, 0, None
-        stage_of = chain.stage_of[self._number_of]
-        is_allowed = self._instance.may_be_empty or len(chain.kinds) == self._instance.num_stages
-        if not is_allowed:
+        if found is None:
             return Status.UNKNOWN, 0, None
-        loads = loads_of(self._instance, stage_of)
+        loads = loads_of(self._instance, found)
         is_real = loads.fits and loads.bottleneck_s <= target_s
-        return Status.FEASIBLE if is_real else Status.UNKNOWN, 0, stage_of
+        return Status.FEASIBLE if is_real else Status.UNKNOWN, 0, found
 
-    def _room_s(self, target_s: float) -> float:
-        """For transfers, of all stages together."""
-        work_s = float(self._sets.tables[0].work_s[-1])
-        return self._instance.num_stages * target_s * (1 + _ROUNDING) - work_s
+    def _assignment(self, target_s: float, room: Room, deadline: Deadline) -> Integers | None:
+        """Of as many stages as the real rules ask for; that they are as fast by those is not said."""
+        num_stages = None if self._instance.may_be_empty else self._instance.num_stages
+        chain = roomiest_chain(self._sets, target_s, room, deadline, num_stages=num_stages)
+        return None if chain is None else chain.stage_of[self._number_of]
 
 
 def _in_company(instance: Instance, deadline: Deadline) -> tuple[Instance, Integers]:
