@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pd2bw_fx.passes.partition import placement, search
@@ -63,6 +64,20 @@ def test_too_many_down_sets_are_not_enumerated() -> None:
     workload = workload_from_json(data, name="")
     assert _down_sets(workload, 1000) is None
     assert len(_down_sets(workload, 2**12)) == 2**12
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_left_out_where_a_larger_set_is_no_worse_changes_no_answer(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = _down_sets(drawn_workload(seed), 10**5)
+    everything = _down_sets(drawn_workload(seed), 10**5)
+    monkeypatch.setattr(everything._no_worse, "of", lambda at: ())
+    longest_s = float(sets.tables[0].work_s[-1])
+
+    for share in np.linspace(0.05, 1.2, 60):
+        found = sets.chain_within(share * longest_s, Deadline(30.0))
+        assert (found is None) == (everything.chain_within(share * longest_s, Deadline(30.0)) is None)
 
 
 def test_enumeration_stops_at_the_deadline() -> None:

@@ -6,10 +6,16 @@ each stage pays once for a tensor that it has a part of (`per_destination` false
 alike, so the fewest of them that reach a down-set within the target, for each number of those of the other
 kind, say all: no order of the devices is left out. A graph in a row has as many down-sets as nodes; one with
 w long branches side by side has about (length of a branch) ** w, which is where this ends.
+
+Nothing goes on from a down-set D where D with another node v is reached by no more devices, and a cut there
+costs no more than one at D and v's work together. For what goes on from D may do so without v: the stage X of
+v has f(X - v) = f(X) - work(v) + c(X - v) - c(X) to do then, where c is what cut tensors cost, and
+c(X - v) + c(D) is at most c(X) + c(D + v), for c is symmetric and submodular.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +98,10 @@ class DownSets:
             if at % 256 == 0 and deadline.left_s == 0:
                 raise OutOfTime
             rows = [row for row in range(few + 1) if fewest[row, at] <= most]
+            better = self._no_worse.of(at) if rows else ()
+            if len(better):
+                with_it = np.minimum.accumulate(fewest[:, better].min(axis=1))
+                rows = [row for row in rows if with_it[row] > fewest[row, at]]
             for kind in range(len(self.kinds)):
                 steps = [(row, row + kind, int(fewest[row, at]) + 1 - kind) for row in rows]
                 steps = [step for step in steps if step[1] <= few and step[2] <= most]
@@ -102,12 +112,16 @@ class DownSets:
                 for row, to, count in steps:
                     worst_s = np.maximum(load_s, slowest_s[row, at])
                     known = fewest[to, reached]
-                    better = (known > count) | ((known == count) & (slowest_s[to, reached] > worst_s))
-                    fewest[to, reached[better]] = count
-                    slowest_s[to, reached[better]] = worst_s[better]
-                    came[to, reached[better]] = at, kind
+                    is_better = (known > count) | ((known == count) & (slowest_s[to, reached] > worst_s))
+                    fewest[to, reached[is_better]] = count
+                    slowest_s[to, reached[is_better]] = worst_s[is_better]
+                    came[to, reached[is_better]] = at, kind
         ends = [row for row in range(few + 1) if fewest[row, -1] <= most]
         return self._chain(min(ends, key=lambda row: slowest_s[row, -1]), came) if ends else None
+
+    @functools.cached_property
+    def _no_worse(self) -> _NoWorse:
+        return _NoWorse(self)
 
     def enough(self, target_s: float) -> list[Integers]:
         """[devices of the second kind used][of the first kind left]: the first set that these can finish."""
@@ -162,6 +176,41 @@ class DownSets:
         """The stage of each node where stages end with these sets."""
         stage_of: Integers = (~self.member[list(sets)]).sum(axis=0)
         return stage_of
+
+
+class _NoWorse:
+    """By set, those with one node more from which whatever goes on has no more to do."""
+
+    def __init__(self, sets: DownSets) -> None:
+        instance = sets.kinds[0].instance
+        has = np.ascontiguousarray(sets.member.T)
+        bits = _words(np.eye(instance.num_nodes, dtype=bool))
+        factors = np.random.default_rng(0).integers(2**64, size=(len(bits), 1), dtype=np.uint64)
+        hashes = (sets.words * factors).sum(axis=0)
+        by_hash = np.argsort(hashes)
+        before: list[list[int]] = [[] for _ in range(instance.num_nodes)]
+        for u, v in instance.edges:
+            before[v].append(u)
+        rounding_s = 1e-12 * float(sets.tables[0].work_s[-1])
+        smaller, larger = [], []
+        for node in range(instance.num_nodes):
+            at = np.flatnonzero(~has[node] & has[before[node]].all(axis=0))
+            words = sets.words[:, at] | bits[:, [node]]
+            with_it = by_hash[np.searchsorted(hashes, (words * factors).sum(axis=0), sorter=by_hash)]
+            is_no_worse = (sets.words[:, with_it] == words).all(axis=0)
+            for kind, table in zip(sets.kinds, sets.tables, strict=True):
+                work_s = kind.instance.work_s[kind.stage, node]
+                is_no_worse &= table.cut_s[with_it] <= table.cut_s[at] + work_s + rounding_s
+            smaller.append(at[is_no_worse])
+            larger.append(with_it[is_no_worse])
+        of = np.concatenate(smaller)
+        order = np.argsort(of, kind="stable")
+        self._larger = np.concatenate(larger)[order]
+        self._starts = np.searchsorted(of[order], np.arange(len(sets) + 1))
+
+    def of(self, at: int) -> Integers:
+        larger: Integers = self._larger[self._starts[at] : self._starts[at + 1]]
+        return larger
 
 
 def _rate(kinds: Sequence[Kind]) -> float:
