@@ -185,6 +185,7 @@ class _NoWorse:
         instance = sets.kinds[0].instance
         has = np.ascontiguousarray(sets.member.T)
         bits = _words(np.eye(instance.num_nodes, dtype=bool))
+        # Larger sets are found by a hash, and then compared whole.
         factors = np.random.default_rng(0).integers(2**64, size=(len(bits), 1), dtype=np.uint64)
         hashes = (sets.words * factors).sum(axis=0)
         by_hash = np.argsort(hashes)
