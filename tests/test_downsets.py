@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pd2bw_fx.passes.partition import placement, search
@@ -73,11 +72,29 @@ def test_what_is_left_out_where_a_larger_set_is_no_worse_changes_no_answer(
     sets = _down_sets(drawn_workload(seed), 10**5)
     everything = _down_sets(drawn_workload(seed), 10**5)
     monkeypatch.setattr(everything._no_worse, "of", lambda at: ())
-    longest_s = float(sets.tables[0].work_s[-1])
+    deadline = Deadline(30.0)
+    low_s, high_s = 0.0, float(sum(table.work_s[-1] for table in sets.tables))
 
-    for share in np.linspace(0.05, 1.2, 60):
-        found = sets.chain_within(share * longest_s, Deadline(30.0))
-        assert (found is None) == (everything.chain_within(share * longest_s, Deadline(30.0)) is None)
+    while high_s - low_s > 1e-9 * high_s:
+        middle_s = (low_s + high_s) / 2
+        found = everything.chain_within(middle_s, deadline)
+        assert (sets.chain_within(middle_s, deadline) is None) == (found is None)
+        low_s, high_s = (middle_s, high_s) if found is None else (low_s, middle_s)
+
+
+def test_a_cut_before_a_tensor_that_is_dearer_than_its_work_is_not_left_out() -> None:
+    # a =1=> b =2.5=> c on two devices: 3 and 7 with b on the second, 5.5 and 7.5 with b on the first.
+    nodes = [
+        {"id": at, "fpgaLatency": work, "cpuLatency": 1.0, "size": 0.0} for at, work in enumerate([2, 1, 5])
+    ]
+    edges = [{"sourceId": at, "destId": at + 1, "cost": cost} for at, cost in enumerate([1.0, 2.5])]
+    data = {"nodes": nodes, "edges": edges, "maxFPGAs": 2, "maxCPUs": 0, "maxSizePerFPGA": 1.0}
+    sets = _down_sets(workload_from_json(data, name="row"), 100)
+
+    found = sets.chain_within(7.0, Deadline(30.0))
+
+    assert found is not None
+    assert found.stage_of.tolist() == [0, 1, 1]
 
 
 def test_enumeration_stops_at_the_deadline() -> None:
