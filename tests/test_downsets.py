@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from pd2bw_fx.passes.partition import placement, search
+from pd2bw_fx.passes.partition import placement, search, standing
 from pd2bw_fx.passes.partition.choices import Choices, Deadline
 from pd2bw_fx.passes.partition.downsets import DownSets, Kind, OutOfTime
+from pd2bw_fx.passes.partition.intervals import best_cut
 from pd2bw_fx.passes.partition.relaxation import is_refuted
 from pd2bw_fx.workload import Workload, workload_from_json
 from tests.drawn_workloads import choices_of, drawn_workload
@@ -25,6 +27,25 @@ def test_enumeration_finds_the_optimum_of_the_programs(seed: int, monkeypatch: p
     assert by_enumeration.objective == pytest.approx(by_programs.objective, rel=1.1e-5)
     assert by_enumeration.gap <= 1e-5
     assert by_enumeration.bound <= by_programs.objective * (1 + 1e-9)
+
+
+def test_each_order_of_the_devices_is_cut_however_little_time_programs_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload = replace(drawn_workload(3), num_accelerators=3, num_cpus=1)
+    seen_s: list[float] = []
+
+    def slow_cut(*args: Any) -> Any:
+        time.sleep(0.02)
+        return best_cut(*args)
+
+    monkeypatch.setattr(standing, "best_cut", slow_cut)
+    monkeypatch.setattr(search, "_FIRST_SHARE_OF_WORKLOADS", 1e-4)  # 6 ms
+    monkeypatch.setattr(standing.Standing, "ask_least_loads", lambda state, gap: seen_s.extend(state.seen_s))
+
+    placement.plan_workload(workload)
+
+    assert max(seen_s[:4]) < float("inf")  # a CPU in each of four places
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -25,9 +25,9 @@ from .downsets import Kind
 from .standing import Answer, Standing
 
 _FINEST_GAP = 3e-6  # what could not be told from a solver's tolerance is not asked for
-_FIRST_SHARE = 0.2  # of the time, for programs before anything else is tried
+_FIRST_SHARE = 0.2  # of the time, for first cuts, and programs before anything else is tried
 _FIRST_TIME_S = 5.0  # and no more than this
-_FIRST_SHARE_OF_WORKLOADS = 0.02  # whose down-sets may be enumerated instead
+_FIRST_SHARE_OF_WORKLOADS = 0.02  # for programs: their down-sets may be enumerated instead
 _MILDER_SHARE = 0.5  # of what is left then, for a bound by milder rules
 _SECOND_SHARE = 0.2  # of what is left then, for programs once more
 _ORDERS_SHARE = 0.1  # of what is left then
@@ -92,8 +92,7 @@ def search_faster(
     kinds: Sequence[Kind] = (),
 ) -> tuple[Found | None, float]:
     """As `search`, for one that is faster than something that is known; and the bound on all there are."""
-    share = _FIRST_SHARE_OF_WORKLOADS if enumerations else _FIRST_SHARE
-    first = Deadline(min(deadline.left_s * share, _FIRST_TIME_S))
+    first = Deadline(min(deadline.left_s * _FIRST_SHARE, _FIRST_TIME_S))
     state = Standing(choices, solver=solver, deadline=first, report=report, kinds=kinds)
     state.bottleneck_s = faster_than_s
     finest = max(max_gap, _FINEST_GAP)
@@ -101,6 +100,7 @@ def search_faster(
         if not np.isfinite(faster_than_s):
             state.first_assignments()
         if enumerations:
+            state.deadline = Deadline(min(first.left_s, deadline.left_s * _FIRST_SHARE_OF_WORKLOADS))
             state.ask_least_loads(finest)
         state.ask_programs(finest)
         if not enumerations:
