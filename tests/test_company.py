@@ -75,7 +75,7 @@ def test_cpus_in_company_never_exclude_what_there_is(seed: int, num_cpus: int) -
     objective = placement.plan_workload(workload).objective
     company = in_company(workload, groups_of(workload), Deadline(60.0))
     orders = list(placement._device_orders(workload.num_accelerators, num_cpus))
-    milder = placement._choices(workload, company.groups, orders, cpu_times=company.own_cpu_time)
+    milder = placement._choices(workload, company.groups, orders, company.asked)
 
     status, _, _ = placement._Enumeration(milder, orders)(objective * (1 + 1e-9), Deadline(60.0))
 
@@ -122,8 +122,9 @@ def test_a_cpu_is_asked_for_all_that_could_lead_the_company() -> None:
     nodes = tuple(WorkloadNode(at, 1.0, 7.0 + at, 0.0) for at in range(2))
     pair = Workload("pair", 2, 1, 1.0, nodes, (WorkloadEdge(0, 1, 3.0),))
 
-    assert in_company(pair, groups_of(pair), Deadline(60.0)).own_cpu_time == (15.0,)
-    assert in_company(replace(pair, num_cpus=2), groups_of(pair), Deadline(60.0)).own_cpu_time == (8.0,)
+    assert in_company(pair, groups_of(pair), Deadline(60.0)).asked.cpu_time.tolist() == [15.0]
+    two_cpus = replace(pair, num_cpus=2)
+    assert in_company(two_cpus, groups_of(pair), Deadline(60.0)).asked.cpu_time.tolist() == [8.0]
 
 
 def test_nothing_goes_with_a_node_that_others_may_have_to_be_between() -> None:

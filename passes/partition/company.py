@@ -13,31 +13,25 @@ move where what M reads of others comes before x, and what others read of M come
 and then perhaps the whole of it with another one.
 
 On a CPU, which pays for no tensor, that is not so: x may be on one, and M elsewhere. A CPU that is asked for
-no more of the group than x's own time is a milder device than the real one (`own_cpu_time`).
+no more of the group than x's own time is a milder device than the real one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+
+import numpy as np
 
 from pd2bw_fx.workload import Workload
 
 from .choices import Deadline
-from .groups import Groups, joined, tensors_between, totals
+from .groups import Groups, Milder, joined, tensors_between, totals
 from .load_network import LoadNetwork
 
 _BALL = 40  # nodes of a neighbourhood
 _RADIUS = 4
 _ELSEWHERE = -1  # all nodes outside of it
-
-
-@dataclass(frozen=True, slots=True)
-class Company:
-    """`own_cpu_time`: by group, what a CPU that has the group is asked for at least."""
-
-    groups: Groups
-    own_cpu_time: tuple[float, ...]
 
 
 def with_followers(workload: Workload, groups: Groups, *, with_cpus: bool) -> Groups:
@@ -50,8 +44,10 @@ def with_followers(workload: Workload, groups: Groups, *, with_cpus: bool) -> Gr
     return joined(groups, quotient.leaders())
 
 
-def in_company(workload: Workload, groups: Groups, deadline: Deadline, *, min_beside: int = 0) -> Company:
+def in_company(workload: Workload, groups: Groups, deadline: Deadline, *, min_beside: int = 0) -> Milder:
     """Groups joined to whatever has the least load with them around it, as accelerators see it.
+
+    A CPU is asked for the least that it may have of them.
 
     Only those that have `min_beside` others beside them, neither before nor behind; what is joined when the
     time is up is so at no loss.
@@ -60,7 +56,9 @@ def in_company(workload: Workload, groups: Groups, deadline: Deadline, *, min_be
     quotient.join_pairs()
     quotient.join_neighbourhoods(deadline)
     leaders = quotient.leaders()
-    return Company(joined(groups, leaders), tuple(quotient.own_cpu_time[at] for at in sorted(set(leaders))))
+    company = joined(groups, leaders)
+    own_cpu_time = np.array([quotient.own_cpu_time[at] for at in sorted(set(leaders))])
+    return Milder(company, replace(totals(workload, company), cpu_time=own_cpu_time))
 
 
 def leaders_of(

@@ -32,6 +32,19 @@ class Totals:
     is_barred: Flags
 
 
+@dataclass(frozen=True, slots=True)
+class Milder:
+    """Groups of groups, and what a device is asked for at least that has one: what is impossible so is
+    impossible.
+
+    `trees`: of the groups within, those that may be on a device before the rest.
+    """
+
+    groups: Groups
+    asked: Totals
+    trees: tuple[tuple[int, ...], ...] = ()
+
+
 def groups_of(workload: Workload) -> Groups:
     """Colours, and whatever lies on a cycle through them, as one group each."""
     keys = {

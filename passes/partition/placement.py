@@ -21,10 +21,11 @@ from pd2bw_fx.plan import Progress
 from pd2bw_fx.workload import Workload
 
 from .choices import Choices, Deadline
-from .company import Company, in_company, with_followers
+from .company import in_company, with_followers
 from .downsets import DownSets, Kind, OutOfTime, down_sets
-from .groups import Groups, groups_of, tensors_between, totals
+from .groups import Groups, Milder, Totals, groups_of, tensors_between, totals
 from .instance import Instance, Integers, Net, evaluate
+from .satellites import moved_ahead, with_satellites
 from .search import Enumeration, search
 
 _FEW_DOWN_SETS = 10_000
@@ -91,19 +92,24 @@ def plan_workload(
         raise InputError("the workload has no accelerators; plan it with its CPUs")
     deadline = Deadline(time_limit_s)
     groups = with_followers(workload, groups_of(workload), with_cpus=num_cpus > 0)
-    company = None
+    milder: Milder | None = None
     if not _has_few_down_sets(groups, _FEW_DOWN_SETS):
         share = Deadline(deadline.left_s * _COMPANY_SHARE)
-        company = _company(workload, groups, share) if num_cpus else in_company(workload, groups, share)
-        groups = groups if num_cpus else company.groups
+        satellites = with_satellites(workload, groups)
+        if _has_few_down_sets(satellites.groups, _FEW_DOWN_SETS):
+            milder = satellites
+        elif num_cpus:
+            milder = _company(workload, groups, share)
+        else:
+            groups = in_company(workload, groups, share).groups
     orders = list(_device_orders(workload.num_accelerators, num_cpus))
     choices = _choices(workload, groups, orders)
     of_groups = _Enumeration(choices, orders)
     enumerations: list[Enumeration] = [of_groups]
-    if num_cpus and company is not None:
-        milder = _choices(workload, company.groups, orders, cpu_times=company.own_cpu_time)
-        together = [company.groups.of[members[0]] for members in groups.members]
-        enumerations.insert(0, _InCompany(_Enumeration(milder, orders), together, choices))
+    if milder is not None:
+        of_milder = _Enumeration(_choices(workload, milder.groups, orders, milder.asked), orders)
+        together = [milder.groups.of[members[0]] for members in groups.members]
+        enumerations.insert(0, _OfMilder(of_milder, together, milder.trees, choices))
     found = search(
         choices,
         solver=solver,
@@ -141,7 +147,7 @@ def _has_few_down_sets(groups: Groups, few: int) -> bool:
     return down_sets(len(groups.members), groups.edges, few) is not None
 
 
-def _company(workload: Workload, groups: Groups, deadline: Deadline) -> Company:
+def _company(workload: Workload, groups: Groups, deadline: Deadline) -> Milder:
     """As few groups in company as leave few down-sets: each makes a CPU milder than it is."""
     for share in _SHARES_BESIDE:
         company = in_company(workload, groups, deadline, min_beside=int(share * len(groups.members)))
@@ -195,16 +201,23 @@ class _Enumeration:
         return [Kind(instance, order.index(flag), order.count(flag)) for flag in self._is_cpu]
 
 
-class _InCompany:
-    """The down-sets of groups in company, on CPUs that ask for less: what is impossible so is impossible, and
-    what is found may be as fast on the real ones.
+class _OfMilder:
+    """The down-sets of groups that devices are asked less for: what is impossible so is impossible, and what
+    is found may be as fast on the real ones.
 
-    `together`: by group, the one that it goes with.
+    `together`: by group, the one that it goes with; of those, `trees` may go ahead.
     """
 
-    def __init__(self, milder: _Enumeration, together: Sequence[int], choices: Choices) -> None:
+    def __init__(
+        self,
+        milder: _Enumeration,
+        together: Sequence[int],
+        trees: Sequence[tuple[int, ...]],
+        choices: Choices,
+    ) -> None:
         self._milder = milder
         self._together = list(together)
+        self._trees = trees
         self._choices = choices
 
     def is_short(self) -> bool:
@@ -214,8 +227,9 @@ class _InCompany:
         status, choice, found = self._milder(target_s, deadline)
         if found is None:
             return status, choice, None
-        stage_of = found[self._together]
-        loads = evaluate(self._choices[choice], stage_of)
+        instance = self._choices[choice]
+        stage_of = moved_ahead(instance, found[self._together], self._trees, target_s)
+        loads = evaluate(instance, stage_of)
         is_real = loads.fits and loads.bottleneck_s <= target_s
         return status if is_real else Status.UNKNOWN, choice, stage_of
 
@@ -243,14 +257,12 @@ def _choices(
     workload: Workload,
     groups: Groups,
     orders: Sequence[tuple[bool, ...]],
-    *,
-    cpu_times: Sequence[float] | None = None,
+    asked: Totals | None = None,
 ) -> Choices:
-    """`cpu_times`, by group, in place of the sum of their nodes'."""
+    """`asked`, in place of the sums over each group."""
     tensors = tensors_between(workload, groups)
-    return Choices(
-        len(orders), lambda choice: _instance(workload, groups, tensors, orders[choice], cpu_times)
-    )
+    of = totals(workload, groups) if asked is None else asked
+    return Choices(len(orders), lambda choice: _instance(workload, groups, tensors, orders[choice], of))
 
 
 def _instance(
@@ -258,11 +270,9 @@ def _instance(
     groups: Groups,
     tensors: Mapping[tuple[int, ...], float],
     order: tuple[bool, ...],
-    cpu_times: Sequence[float] | None,
+    of: Totals,
 ) -> Instance:
     n, k = len(groups.members), len(order)
-    of = totals(workload, groups)
-    cpu_s = of.cpu_time if cpu_times is None else np.array(cpu_times, dtype=np.float64)
     is_cpu = np.array(order)
     nets = tuple(Net(ends[0], ends[1:]) for ends in tensors)
     cost_s = np.zeros((len(nets), k, k))
@@ -270,7 +280,7 @@ def _instance(
     return Instance(
         num_stages=k,
         edges=groups.edges,
-        work_s=np.where(is_cpu[:, None], cpu_s[None, :], of.accelerator_time[None, :]),
+        work_s=np.where(is_cpu[:, None], of.cpu_time[None, :], of.accelerator_time[None, :]),
         again_s=np.zeros((k, n)),
         nets=nets,
         cost_s=cost_s,
