@@ -24,19 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pd2bw_fx.actions import Action
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.metrics import Record
-from pd2bw_fx.passes.schedule import method_of
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
+from pd2bw_fx.runtime.course import Course
 from pd2bw_fx.runtime.failure import shared_fate, translated
 from pd2bw_fx.runtime.fate import Fate
 from pd2bw_fx.runtime.job import Job, merged_tensors
 from pd2bw_fx.runtime.loss import Loss
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
-from pd2bw_fx.runtime.rank_runner import evaluation_actions
 from pd2bw_fx.runtime.reading import LossReader
 from pd2bw_fx.runtime.reports import LossLog
 from pd2bw_fx.runtime.results import Results, evaluation_pieces, joined
@@ -60,20 +58,18 @@ _UPDATES_COMPARED = 2  # at the beginning, in which ranks tell each other what b
 class Engine:
     """Trains the stages of one rank of a pipeline; the other ranks have engines for the other stages.
 
-    Every call is made on all ranks, in the same order. `updates` counts the steps so far.
+    Every call is made on all ranks, in the same order.
     """
 
     def __init__(self, job: Job, options: EngineOptions) -> None:
         """`torch.distributed` must be initialised; all ranks make their engines at the same time."""
         self.job = job
-        self.updates = 0
         self.device = local_device(job.device_name, options.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._empty_before = 0
         self._to_compare = _UPDATES_COMPARED
         corrections = corrections_of(job.method) if options.corrections is None else options.corrections
-        self._synchronous_updates = max(
+        synchronous_updates = max(
             (c.synchronous_updates for c in corrections if isinstance(c, PipeMare)), default=0
         )
         self._groups = groups = Groups(job.num_ranks, options.timeout_s)
@@ -88,6 +84,7 @@ class Engine:
             corrections=corrections,
         )
         self.job = job = replace(job, tensors={})  # the weights are the store's now
+        self._course = Course(job, synchronous_updates=synchronous_updates)
         self._results = Results(job, group=self._control, device=self.device)
         weights.optimize_with(
             options.optimizer,
@@ -101,7 +98,7 @@ class Engine:
             self._results,
             self._fate,
             clips=options.max_gradient_norm is not None,
-            synchronous_updates=self._synchronous_updates,
+            synchronous_updates=synchronous_updates,
         )
         self._log = LossLog(
             options.on_report,
@@ -197,6 +194,11 @@ class Engine:
         return self.job.rank
 
     @property
+    def updates(self) -> int:
+        """The steps so far."""
+        return self._course.updates
+
+    @property
     def loss_scale(self) -> float:
         """fp16's, for the newest weights; 1 without."""
         with self._fate.shared("reading the loss scale", alone=True):
@@ -231,10 +233,8 @@ class Engine:
         """One update on microbatches that are cut already and have at least this stage's inputs."""
         update = self.updates
         with self._fate.shared(f"in update {update}"):
-            actions = self._actions(update, update + 1, drain=False)
             self._add(microbatches)
-            self.updates += 1
-            self._runner.run(actions)
+            self._runner.run(self._course.next_update())
             return self._told(self._losses.of_update(update))
 
     def eval(self, batch: Any) -> Loss:
@@ -281,7 +281,7 @@ class Engine:
         with self._fate.shared("in an evaluation"):
             self._weights.train(on=False)
             numbers = self._add(microbatches)
-            self._runner.run(evaluation_actions(self.job, numbers, self.updates), training=False)
+            self._runner.run(self._course.evaluation(numbers), training=False)
             self._runner.settle()
             self._weights.train(on=True)
             loss = self._told(self._losses.of_evaluation(self.updates))
@@ -291,9 +291,9 @@ class Engine:
     def flush(self) -> None:
         """Bring the microbatches in flight home and apply the last update. Training may go on afterwards."""
         with self._fate.shared("at the end of the pipeline"):
-            if self._empty_before < self.updates:
-                self._runner.run(self._actions(self.updates, self.updates, drain=True))
-                self._empty_before = self.updates
+            if not self._course.is_empty:
+                self._runner.run(self._course.way_home())
+                self._course.go_on_after(self.updates)
             self._runner.finish_update()
             self._runner.settle()
             self._losses.flushed(self.updates)
@@ -344,7 +344,7 @@ class Engine:
             if (header.num_stages, header.num_ranks) == (self.job.shape.num_stages, self.job.num_ranks):
                 restore_random_state(checkpoint.random(self.rank), self.device)
             self._draw_by(header.seed)
-            self.updates = self._empty_before = header.updates
+            self._course.go_on_after(header.updates)
             self._losses.flushed(self.updates)
             self._to_compare = _UPDATES_COMPARED  # where each rank goes on in its data is seen now
             return header.updates
@@ -375,7 +375,7 @@ class Engine:
             return
         if dist.is_initialized():
             self._groups.close()
-        if self._is_empty:
+        if self._course.is_empty:
             # gloo's threads are joined with the last reference to their group. One that lets go of a tensor
             # while the interpreter ends aborts the process.
             del (
@@ -407,10 +407,6 @@ class Engine:
         """To ranks that may wait for this one, whose program has failed outside of these calls."""
         self._fate.tell(error, f"after {self.updates} updates")
 
-    @property
-    def _is_empty(self) -> bool:
-        return self._empty_before == self.updates
-
     def _require_evaluation(self) -> None:
         if self.job.evaluation:
             raise InputError(f"the stages are not for evaluation: {self.job.evaluation}")
@@ -422,35 +418,13 @@ class Engine:
     def _barrier(self) -> None:
         dist.barrier(group=self._control)
 
-    def _actions(self, first: int, beyond: int, *, drain: bool) -> tuple[Action, ...]:
-        """What is to be done for updates `first` to `beyond`; pipemare may begin with synchronous ones."""
-        job, rules, empty_before = self.job, self.job.work.rules, self._empty_before
-        if first < self._synchronous_updates:
-            rules = method_of("1f1b")
-        else:
-            empty_before = max(empty_before, self._synchronous_updates)
-        updates = range(first, beyond)
-        return rules.actions(
-            job.shape, job.place, updates=updates, drain=drain, empty_before=min(empty_before, first)
-        )
-
     def _add(self, microbatches: Sequence[Microbatch]) -> range:
         """Give each stage its microbatches of this update; their numbers."""
         numbers = range(self.updates * len(microbatches), (self.updates + 1) * len(microbatches))
         self._results.expect(numbers)
         for number, microbatch in zip(numbers, microbatches, strict=True):
-            own = [stage for stage in self.stages if self.job.rank_of(stage, number) == self.rank]
-            if not own:
-                continue
-            there = self._on_device(microbatch)
-            for stage in own:
-                self._runner.add(stage, number, there)
+            self._runner.add(number, microbatch)
         return numbers
-
-    def _on_device(self, microbatch: Microbatch) -> Microbatch:
-        inputs = microbatch.inputs
-        moved = {name: inputs[name].to(self.device, non_blocking=True) for name in self.job.inputs()}
-        return Microbatch(moved, microbatch.size)
 
     def _told(self, loss: Loss) -> Loss:
         """For the caller; on_report and what watches for NaN have it as it is."""
@@ -468,5 +442,5 @@ def _close_at_exit(known: weakref.ref[Engine]) -> None:
     error = getattr(sys, "last_value", None)  # what has ended the program
     if engine is not None and error is not None:
         engine._tell_of(error)
-    if engine is not None and engine._is_empty:
+    if engine is not None and engine._course.is_empty:
         engine.close()

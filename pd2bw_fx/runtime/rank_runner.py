@@ -20,9 +20,14 @@ class RankRunner:
     """The stages of a rank, and their common weights."""
 
     def __init__(
-        self, stages: Mapping[int, StageRunner], weights: WeightStore, recorder: Recorder | None = None
+        self,
+        job: Job,
+        stages: Mapping[int, StageRunner],
+        weights: WeightStore,
+        recorder: Recorder | None = None,
     ) -> None:
         self.current: Action | None = None
+        self._job = job
         self._recorder = recorder
         self._stages = stages
         self._weights = weights
@@ -34,8 +39,14 @@ class RankRunner:
         for stage in self._stages.values():
             stage.draws.seed = seed
 
-    def add(self, stage: int, number: int, microbatch: Microbatch) -> None:
-        self._stages[stage].add(number, microbatch)
+    def add(self, number: int, microbatch: Microbatch) -> None:
+        """To those of the stages that this rank does it for: replicas have theirs elsewhere."""
+        job = self._job
+        own = [runner for stage, runner in self._stages.items() if job.rank_of(stage, number) == job.rank]
+        if own:
+            there = microbatch.on(own[0].device, job.inputs())
+            for runner in own:
+                runner.add(number, there)
 
     def run(self, actions: Sequence[Action], *, training: bool = True) -> None:
         """Perform the actions.
@@ -113,19 +124,3 @@ def _last_backwards(actions: Sequence[Action]) -> set[int]:
 
 def _pieces(actions: Sequence[Action], kind: Kind) -> list[tuple[int, int]]:
     return [(action.stage, action.microbatch) for action in actions if action.kind is kind]
-
-
-def evaluation_actions(job: Job, microbatches: range, version: int) -> list[Action]:
-    """Forwards alone, on one version, wherever the method places a stage's microbatches."""
-    actions: list[Action] = []
-    last = job.shape.num_stages - 1
-    for microbatch in microbatches:
-        for stage in job.stages:
-            if job.rank_of(stage, microbatch) != job.rank:
-                continue
-            if stage > 0:
-                actions.append(Action(Kind.RECEIVE_ACTIVATION, stage, microbatch, version))
-            actions.append(Action(Kind.FORWARD, stage, microbatch, version))
-            if stage < last:
-                actions.append(Action(Kind.SEND_ACTIVATION, stage, microbatch, version))
-    return actions

@@ -140,6 +140,7 @@ def make_runner(
         job, groups.activations, groups.gradients, device, in_reach, timeout_s=groups.timeout_s
     )
     return RankRunner(
+        job,
         {
             program.stage: StageRunner(
                 job,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -42,6 +42,11 @@ class Microbatch:
     def of(cls, inputs: Mapping[str, Tensor]) -> Self:
         """One with all inputs of the model."""
         return cls(inputs, tuple((name, tuple(tensor.shape)) for name, tensor in inputs.items()))
+
+    def on(self, device: torch.device, names: Iterable[str]) -> Microbatch:
+        """These inputs alone, there."""
+        moved = {name: self.inputs[name].to(device, non_blocking=True) for name in names}
+        return Microbatch(moved, self.size)
 
 
 @dataclass(slots=True)

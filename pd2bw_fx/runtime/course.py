@@ -1,0 +1,68 @@
+"""What a rank is to do next: the actions of its method's schedule, update by update."""
+
+from __future__ import annotations
+
+from pd2bw_fx.actions import Action, Kind
+from pd2bw_fx.passes.schedule import method_of
+from pd2bw_fx.runtime.job import Job
+
+
+class Course:
+    """Counts the updates of a rank, and gives their actions one after another.
+
+    The first `synchronous_updates` are as 1f1b has them, flushed each (PipeMare may begin so).
+    """
+
+    def __init__(self, job: Job, *, synchronous_updates: int) -> None:
+        self._job = job
+        self._synchronous_updates = synchronous_updates
+        self._home = 0  # no microbatch of an update before this one is in flight
+        self.updates = 0  # begun so far
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no microbatch is in flight."""
+        return self._home == self.updates
+
+    def next_update(self) -> tuple[Action, ...]:
+        """One more update; what it leaves in flight comes home in the next one."""
+        self.updates += 1
+        return self._actions(range(self.updates - 1, self.updates), drain=False)
+
+    def way_home(self) -> tuple[Action, ...]:
+        """What brings in all that is in flight."""
+        return self._actions(range(self.updates, self.updates), drain=True)
+
+    def go_on_after(self, updates: int) -> None:
+        """So many updates are done, and nothing is in flight."""
+        self.updates = self._home = updates
+
+    def evaluation(self, microbatches: range) -> list[Action]:
+        """Forwards alone, on the newest version, wherever the method places a stage's microbatches."""
+        job, version = self._job, self.updates
+        actions: list[Action] = []
+        last = job.shape.num_stages - 1
+        for microbatch in microbatches:
+            for stage in job.stages:
+                if job.rank_of(stage, microbatch) != job.rank:
+                    continue
+                if stage > 0:
+                    actions.append(Action(Kind.RECEIVE_ACTIVATION, stage, microbatch, version))
+                actions.append(Action(Kind.FORWARD, stage, microbatch, version))
+                if stage < last:
+                    actions.append(Action(Kind.SEND_ACTIVATION, stage, microbatch, version))
+        return actions
+
+    def _actions(self, updates: range, *, drain: bool) -> tuple[Action, ...]:
+        job, rules, empty_before = self._job, self._job.work.rules, self._home
+        if updates.start < self._synchronous_updates:
+            rules = method_of("1f1b")
+        else:
+            empty_before = max(empty_before, self._synchronous_updates)
+        return rules.actions(
+            job.shape,
+            job.place,
+            updates=updates,
+            drain=drain,
+            empty_before=min(empty_before, updates.start),
+        )
