@@ -68,7 +68,7 @@ def test_sizes_with_the_examples_answer_are_open_and_others_refused(
 
     assert pipe.batch_layout is not None
     assert pipe.batch_layout.microbatch_sizes == pipe.graph.batch_sizes == sizes
-    assert any(f"traced for batches of {sizes}" in note for note in pipe.trace_report.notes)
+    assert any(f"this program is for batches of {sizes}" in note for note in pipe.trace_report.notes)
     assert pipe.verify(model, example={"x": rows(right)}).worst.relative < 1e-6
     cut = pipe.batch_layout.cut({"x": rows(2 * right)}, 2)
     assert [piece["x"].shape[0] for piece in cut] == [right, right]

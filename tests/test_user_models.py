@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -379,6 +380,65 @@ def test_hooks_of_the_backward_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=f"^{whose} has a backward hook"):
             pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
+
+
+def test_a_hook_that_the_forward_gives_a_tensor_is_refused_with_its_line() -> None:
+    class Clamped(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            hidden.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+            return self.second(hidden).square().mean()
+
+    with pytest.raises(InputError, match=r"^a tensor of the forward \(test_user_models\.py:\d+: hidden\."):
+        pd2bw_fx.split(Clamped(), rows(), cluster=2, num_stages=2, costs="analytic")
+
+    seen: list[Tensor] = []
+    torch.ones(1, requires_grad=True).register_hook(seen.append)  # torch's own is back
+
+
+def test_batch_norm_without_momentum_is_refused_where_it_averages() -> None:
+    class Averaged(Plain):
+        def __init__(self, **options: Any) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8, momentum=None, **options)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.norm(x))
+
+    with pytest.raises(InputError, match=r"^module 'norm' is a BatchNorm1d with momentum=None"):
+        pd2bw_fx.split(Averaged(), rows(), cluster=2, num_stages=2, costs="analytic")
+
+    for model in (Averaged().eval(), Averaged(track_running_stats=False)):
+        assert pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic").verify().exact
+
+
+def test_the_reference_is_plain_training_where_the_forward_writes_a_parameter_and_no_2bw() -> None:
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(6, 4, max_norm=0.5)
+            self.last = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.embed(x)).square().mean()
+
+    model, batches = Looked(), [torch.randint(6, (4,)) for _ in range(3)]
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for batch in batches:
+        optimizer.zero_grad()
+        plain(batch).backward()
+        optimizer.step()
+    settings: dict[str, Any] = {
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        "microbatches_per_update": 1,
+    }
+
+    found = train_reference(model, batches, method="synchronous", **settings).state_dict
+
+    assert all(torch.equal(found[name], tensor) for name, tensor in plain.state_dict().items())
+    with pytest.raises(InputError, match=r"the forward writes parameter 'embed\.weight'"):
+        train_reference(model, batches, method="2bw", **settings)
 
 
 def test_what_has_no_gradient_is_not_trained() -> None:

@@ -21,10 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.nn.parameter import is_lazy
 
 from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
@@ -53,6 +51,7 @@ from .inputs import (
     without_cache,
 )
 from .program import MODEL_PREFIX, Program
+from .required import require_loss_function, require_traceable_modules, tensor_hooks_refused
 from .symbolic import trace_symbolically
 from .watch import Change
 
@@ -110,8 +109,8 @@ def trace(
         )
     if isinstance(model, ExportedProgram) or (isinstance(model, fx.GraphModule) and loss_fn is None):
         return _accepted(model, args or (), kwargs or {}, loss_fn)
-    _check_loss_fn(loss_fn)
-    _require_modules_with_code(model)
+    require_loss_function(loss_fn)
+    require_traceable_modules(model)
     started = time.perf_counter()
     if args is None and kwargs is None:
         flat, batch_size = arguments_without_examples(model, has_targets=loss_fn is not None), None
@@ -184,7 +183,7 @@ def _first_that_works(
                     if tracer == name:
                         attempts.append((name, ValueError(_NO_CONDITIONS)))
                     continue
-            with attributes_kept(model), torch_errors_unlogged(), training_context():
+            with attributes_kept(model), torch_errors_unlogged(), training_context(), tensor_hooks_refused():
                 traced = _traced(name, program, batch_size)
             if tracer == "auto":
                 program.conditions.require_checks()
@@ -216,12 +215,13 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
         notes = (static,) if name == "export-static" else program.conditions.notes()
         if not sizes.is_open:
             notes += (
-                f"traced for batches of {sizes}: others may go another way through the "
-                "model, which asks for the batch size",
+                f"this program is for batches of {sizes}: others may go another way through the model, which "
+                "asks for the batch size",
             )
         notes += tuple(
-            f"operator {foreign} is registered by a library that every stage will need; choose an "
-            "implementation of torch's own (for Hugging Face experts: experts_implementation='batched_mm')"
+            f"operator {foreign} is none of torch's own: every process that runs the stages needs what "
+            "registers it (a library may have another implementation; Hugging Face experts: "
+            "experts_implementation='batched_mm')"
             for foreign in foreign_operators(graph)
         )
     return Traced(
@@ -268,47 +268,6 @@ def _accepted(
     return accept_graph_module(model, args, kwargs, common_batch_size(flatten_arguments(model, args, kwargs)))
 
 
-def _require_modules_with_code(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            what = f"module {path!r}" if path else "the model"
-            raise InputError(
-                f"{what} was compiled by torch.jit, and its layers are no more; split the model with the "
-                "module that it was compiled from"
-            )
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise InputError(_hook_message(f"module {path!r}" if path else "the model"))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-            raise InputError(_hook_message(f"parameter {name!r}"))
-        if is_lazy(tensor):
-            raise InputError(
-                f"{name!r} of a lazy module has no size yet; run the model once on a batch, then split it"
-            )
-
-
-def _hook_message(whose: str) -> str:
-    return (
-        f"{whose} has a backward hook, which no stage would call: a trace has what the forward computes. "
-        "Remove it, and do the same in the optimizer or in a custom autograd function"
-    )
-
-
-def _check_loss_fn(loss_fn: Callable[..., Any] | None) -> None:
-    if isinstance(loss_fn, type):
-        raise InputError(f"loss_fn is the class {loss_fn.__name__}; give one of it: {loss_fn.__name__}()")
-    if loss_fn is not None and not callable(loss_fn):
-        raise InputError(f"loss_fn is {loss_fn!r}; a function of output and targets was expected")
-    if not isinstance(loss_fn, nn.Module):
-        return
-    trainable = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
-    if trainable:
-        raise InputError(
-            f"loss_fn has the trainable parameter {trainable[0]!r}, which no stage would own; make it a part "
-            "of the model, and let the model return its loss"
-        )
-
-
 def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> list[str]:
     notes = [f"{what} is no tensor and was left out of the outputs" for what in program.record.left_out]
     notes += [
@@ -334,8 +293,8 @@ def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> lis
     if is_compiled or isinstance(program.model, _WRAPPERS):
         inner = "_orig_mod" if is_compiled else "module"
         notes.append(
-            f"the model is in a {type(program.model).__name__}; split model.{inner} for stages that read as "
-            "the model does, with its own names"
+            f"the model is wrapped in {type(program.model).__name__}; split model.{inner} for stages that "
+            "read as the model does, with its own names"
         )
     if not program.model.training:
         notes.append(

@@ -49,11 +49,15 @@ def train_reference(
 
     Batches are as for the pipeline: a tuple of the forward's arguments (targets last where there is a
     loss_fn), a dict of them (targets under "targets"), or one tensor. `method` is "2bw" or "synchronous".
+
+    Raises InputError for another method, a batch with fewer rows than microbatches, and with 2bw for a model
+    that writes a parameter in its forward.
     """
     if method not in ("2bw", "synchronous"):
         raise InputError(f"method is {method!r}; the reference knows '2bw' and 'synchronous'")
     newest = copy.deepcopy(model)  # W(t): what the optimizer steps
-    differentiated = copy.deepcopy(model)  # W(max(t-1, 0)), or W(t): what gradients are taken of
+    # What gradients are taken of: W(max(t-1, 0)), or W(t).
+    differentiated = copy.deepcopy(model) if method == "2bw" else newest
     trained = {name: parameter for name, parameter in newest.named_parameters() if parameter.requires_grad}
     options = parameter_options or (lambda name, parameter: {})
     stepped = optimizer([{"params": [p], **options(name, p)} for name, p in trained.items()])
@@ -62,12 +66,16 @@ def train_reference(
     losses: list[float] = []
     for update, batch in enumerate(batches):
         differentiated.zero_grad(set_to_none=True)
+        versions = [parameter._version for parameter in differentiated.parameters()]
         total = 0.0
         for microbatch in _cut(batch, microbatches_per_update):
             loss = _loss(differentiated, microbatch, loss_fn) / microbatches_per_update
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
-        before = [parameter.detach().clone() for parameter in newest.parameters()]
+        before: list[Tensor] = []
+        if method == "2bw":
+            _require_unwritten(differentiated, versions)
+            before = [parameter.detach().clone() for parameter in newest.parameters()]
         for parameter, source in pairs:
             parameter.grad = source.grad
         if max_gradient_norm is not None:
@@ -75,14 +83,22 @@ def train_reference(
         stepped.step()
         if scheduler is not None:
             scheduler.step()
-        following = before if method == "2bw" else [parameter.detach() for parameter in newest.parameters()]
         with torch.no_grad():
-            for (_, target), value in zip(pairs, following, strict=True):
+            for (_, target), value in zip(pairs, before, strict=False):  # nothing where they are one
                 target.copy_(value)
         losses.append(total)
         if on_update is not None:
             on_update(update, total)
     return ReferenceResult(tuple(losses), _merged(newest, differentiated))
+
+
+def _require_unwritten(model: nn.Module, versions: list[int]) -> None:
+    for (name, parameter), version in zip(model.named_parameters(), versions, strict=True):
+        if parameter._version != version:
+            raise InputError(
+                f"the forward writes parameter {name!r}, of which 2bw has two versions; its rule is of "
+                "weights that the optimizer alone changes"
+            )
 
 
 def _cut(batch: Any, num_parts: int) -> list[Any]:

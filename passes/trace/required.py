@@ -1,0 +1,91 @@
+"""What a model must not have, for no stage could do as it does: refused before or while it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from pd2bw_fx.errors import InputError
+
+from .diagnose import source_line
+
+
+def require_traceable_modules(model: nn.Module) -> None:
+    """Raises InputError for modules whose code is not there, or that would have hooks called."""
+    for path, module in model.named_modules():
+        what = f"module {path!r}" if path else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{what} was compiled by torch.jit, and its layers are no more; split the model with the "
+                "module that it was compiled from"
+            )
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise InputError(_hook_message(what))
+        if isinstance(module, _BatchNorm) and module.momentum is None and module.training:
+            _require_no_average(what, module)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise InputError(_hook_message(f"parameter {name!r}"))
+        if is_lazy(tensor):
+            raise InputError(
+                f"{name!r} of a lazy module has no size yet; run the model once on a batch, then split it"
+            )
+
+
+def _require_no_average(what: str, module: _BatchNorm) -> None:
+    if module.track_running_stats:
+        raise InputError(
+            f"{what} is a {type(module).__name__} with momentum=None: how far it moves its averages depends "
+            "on a count that it reads from a buffer as a number, which no stage can; give it a momentum "
+            "(torch's own is 0.1)"
+        )
+
+
+def require_loss_function(loss_fn: Callable[..., Any] | None) -> None:
+    """Raises InputError for what cannot be called with an output and targets, or has parameters to train."""
+    if isinstance(loss_fn, type):
+        raise InputError(f"loss_fn is the class {loss_fn.__name__}; give one of it: {loss_fn.__name__}()")
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(f"loss_fn is {loss_fn!r}; a function of output and targets was expected")
+    if not isinstance(loss_fn, nn.Module):
+        return
+    trainable = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
+    if trainable:
+        raise InputError(
+            f"loss_fn has the trainable parameter {trainable[0]!r}, which no stage would own; make it a part "
+            "of the model, and let the model return its loss"
+        )
+
+
+@contextlib.contextmanager
+def tensor_hooks_refused() -> Iterator[None]:
+    """Where the forward gives a tensor a hook, InputError is raised: export would leave it out."""
+    own = Tensor.register_hook
+
+    def refuse(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+        raise _TensorHook
+
+    Tensor.register_hook = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    except _TensorHook as error:
+        raise InputError(_hook_message(f"a tensor of the forward ({source_line(error)})")) from None
+    finally:
+        Tensor.register_hook = own  # type: ignore[method-assign]
+
+
+class _TensorHook(Exception):
+    pass
+
+
+def _hook_message(whose: str) -> str:
+    return (
+        f"{whose} has a backward hook, which no stage would call: a trace has what the forward computes. "
+        "Remove it, and do the same in the optimizer or in a custom autograd function"
+    )
