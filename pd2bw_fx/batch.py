@@ -222,6 +222,10 @@ class BatchLayout:
         targets = {}
         if self.has_targets and len(batch):
             *batch, targets[TARGETS] = batch
+            if not batch and any(known.argument != TARGETS for known in self.inputs):
+                raise InputError(
+                    f"the batch is one tensor, which would be its targets; expected {self._listing()}"
+                )
         if self.rest is None and len(batch) > len(self.arguments):
             raise InputError(
                 f"the batch has {len(batch) + len(targets)} entries; the model takes {self._listing()}"

@@ -51,6 +51,17 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
             shutil.rmtree(fresh)
 
 
+@contextmanager
+def writing(path: str | Path) -> Iterator[Path]:
+    """A file to write. Raises InputError where it cannot be."""
+    try:
+        yield Path(path)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written: {error.strerror}; name a file in a folder that is there and is yours"
+        ) from error
+
+
 def _own_manifest(folder: Path) -> dict[str, Any]:
     """What `write_manifest` wrote; nothing for an empty folder."""
     if folder.is_dir() and not any(folder.iterdir()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,12 @@ def build_module(program: StageProgram, tensors: Mapping[str, Tensor]) -> nn.Mod
     """The stage as a module in training mode, its weights copies of `tensors` (by name in the graph).
 
     The source is checked first and runs in a namespace of its own; a traceback shows its lines.
-    Raises PlanMismatchError for a source that is no stage's, or weights that do not fit it.
+    Raises PlanMismatchError for a source that is no stage's, weights that do not fit it, or an operator that
+    nothing has registered.
     """
     where = f"stage_{program.stage}.py"
     tree = check_source(program.source, where)
+    require_operators(program)
     filename = f"<{where} {abs(hash(program.source)):x}>"
     linecache.cache[filename] = (len(program.source), None, program.source.splitlines(True), filename)
     namespace: dict[str, object] = {
@@ -38,6 +41,16 @@ def build_module(program: StageProgram, tensors: Mapping[str, Tensor]) -> nn.Mod
         module: nn.Module = made()
     _fill(module, program, tensors, where)
     return module.train()
+
+
+def require_operators(program: StageProgram) -> None:
+    """Raises PlanMismatchError for one that the stage calls by torch.ops and this process does not know."""
+    for namespace, name in sorted(set(re.findall(r"torch\.ops\.(\w+)\.(\w+)", program.source))):
+        if not hasattr(getattr(torch.ops, namespace), name):
+            raise PlanMismatchError(
+                f"stage_{program.stage}.py calls the operator {namespace}::{name}, which nothing has "
+                "registered in this process; import the module that does before the stages are run"
+            )
 
 
 def held_parameters(program: StageProgram, module: nn.Module) -> dict[str, nn.Parameter]:

@@ -16,6 +16,7 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Calibration, Costs, MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.explanation import Explanation
+from pd2bw_fx.files import writing
 from pd2bw_fx.folder import read_pipeline, save_pipeline
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.metrics import Metrics
@@ -287,6 +288,8 @@ class Pipeline:
         a method that needs another plan (interleaved).
         """
         plan, schedule = self.plan, self.schedule
+        if num_updates is not None:
+            require_whole_number("num_updates", num_updates)
         if (method, microbatches_per_update, num_updates, slack, replicas, vertical_sync) != _AS_PLANNED:
             method = method or plan.method
             if method == "ddp" and plan.num_stages > 1:
@@ -300,7 +303,7 @@ class Pipeline:
                 vertical_sync=vertical_sync,
                 plan=plan,
             )
-            updates = range(num_updates or len(self.schedule.updates))
+            updates = range(len(self.schedule.updates) if num_updates is None else num_updates)
             schedule = schedule_of(method, shape, updates=updates, drain=True)
         chosen = self.cluster if cluster is None else Cluster.of(cluster)
         return simulate(schedule, plan, chosen, **options)
@@ -360,11 +363,13 @@ class Pipeline:
         """Write one HTML page that needs no network: the plan, its graph, its time and memory, its code.
 
         `metrics` (of `TrainResult`, or `Metrics.load(folder)`) are shown beside what was predicted.
+        Raises InputError where the file cannot be written.
         """
         page = page_html(
             self.graph, self.costs, self.plan, self.programs, self._timeline_of(metrics), metrics=metrics
         )
-        Path(path).write_text(page)
+        with writing(path) as file:
+            file.write_text(page)
 
     def draw(self, part: Part, path: str | Path | None = None, *, metrics: Metrics | None = None) -> Picture:
         """One of the report's pictures, for a notebook to show: "graph", "timeline", "time", "memory", and of

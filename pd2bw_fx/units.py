@@ -24,6 +24,11 @@ def parse_bytes(text: int | float | str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 block", "2 blocks", "3 microbatches"."""
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+
+
 def format_bytes(num_bytes: float) -> str:
     """Three digits and a binary unit: "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -83,6 +83,8 @@ def test_a_layout_survives_json() -> None:
         ((X, (A, B.float()), Y), r"pair\[1\] is float32 with 1 dimensions; expected int64 with 1"),
         ((X, (A, 3), Y), r"pair\[1\] is a int; a tensor was expected"),
         ((X[0], (A, B), Y), r"x is float32 with 1 dimensions; expected float32 with 2"),
+        (X, r"the batch is one tensor, which would be its targets; expected x, pair\[0\]"),
+        ([Y], r"the batch is one tensor, which would be its targets"),
         ("words", r"the batch is a str; expected a tuple of the model's arguments"),
         ({"x": X, "pair": (A, B), "targets": Y, "mask": A}, r"has 'mask', which the example inputs did not"),
     ],

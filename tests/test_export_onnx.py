@@ -352,6 +352,16 @@ class OneSize(nn.Module):
         return x.view(2, 4)
 
 
+class Projected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 8, proj_size=4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.rnn(x.unsqueeze(1))
+        return hidden.squeeze(1)
+
+
 class Untranslatable(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 1 if x.sum() > 0 else x
@@ -362,6 +372,7 @@ class Untranslatable(nn.Module):
     [
         (Wrong(), r"y, an output of stage 0, differs from torch by 1"),
         (OneSize(), r"stage 0 fails in torch on inputs of shape \(3, 4\): RuntimeError: shape '\[2, 4\]'"),
+        (Projected(), r"layer 'rnn' of stage 0 is an LSTM with proj_size=4"),
         (Untranslatable(), r"stage 0 cannot be translated to ONNX opset 20"),
     ],
 )

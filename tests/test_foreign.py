@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import pd2bw_fx
 from pd2bw_fx.runtime.foreign import foreign_operators
 
 _MODULE = """
@@ -101,9 +102,41 @@ def test_local_workers_have_the_operators_of_the_script_and_of_its_modules(tmp_p
     assert max(abs(a - b) / abs(b) for a, b in zip(found, known, strict=True)) <= 1e-12
 
 
+def test_a_saved_pipeline_names_the_operator_that_nothing_has_registered(tmp_path: Path) -> None:
+    class Negated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.ops.tests_of_pd2bw_fx.negated(self.first(x))).square().mean()
+
+    pipe = pd2bw_fx.split(Negated(), (torch.ones(2, 6),), cluster=2, num_stages=2, costs="analytic")
+    pipe.save(tmp_path / "saved")
+    script = (
+        "import torch, pd2bw_fx\n"
+        f"pipe = pd2bw_fx.load({str(tmp_path / 'saved')!r})\n"
+        "trained = lambda: pipe.train_local([torch.ones(2, 6)], optimizer=torch.optim.SGD)\n"
+        "for run in (lambda: pipe.stages, trained):\n"
+        "    try:\n"
+        "        run()\n"
+        "    except pd2bw_fx.PlanMismatchError as error:\n"
+        "        print(error)\n"
+    )
+
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("calls the operator tests_of_pd2bw_fx::negated, which nothing has") == 2
+
+
 @torch.library.custom_op("tests_of_pd2bw_fx::negated", mutates_args=())
 def negated(x: Tensor) -> Tensor:
     return -x
+
+
+negated.register_fake(lambda x: torch.empty_like(x))
+negated.register_autograd(lambda ctx, gradient: -gradient)
 
 
 def test_only_what_is_not_torchs_own_is_told() -> None:

@@ -176,7 +176,7 @@ def test_argument_that_makes_no_sense_is_refused(arguments: dict[str, Any], mess
 
 
 def test_more_stages_than_blocks_names_both_numbers() -> None:
-    with pytest.raises(InputError, match="3 stages for 2 blocks"):
+    with pytest.raises(InputError, match="3 stages for a model of 2 blocks"):
         partition(chain(2, 3), roomy(3))
 
 

@@ -15,7 +15,7 @@ from pd2bw_fx.report.graph_svg import graph_svg
 from pd2bw_fx.report.loads import loads_svg
 from pd2bw_fx.report.losses import losses_svg
 from pd2bw_fx.report.memory import memory_svg
-from pd2bw_fx.report.picture import write_picture
+from pd2bw_fx.report.picture import Picture, write_picture
 from pd2bw_fx.report.timeline import timeline_svg
 from tests.drawn import SVG, boxes, chains, plan_of, texts, two_ranks
 
@@ -120,6 +120,10 @@ def test_every_picture_is_drawn_as_png_of_the_same_shape(tmp_path: Path) -> None
         assert len({tuple(p) for p in pixels[::3, ::3].reshape(-1, 4)}) > 5  # it is not blank
     with pytest.raises(InputError, match=r"ends with '\.gif'"):
         write_picture(pictures["graph"], tmp_path / "graph.gif")
+    with pytest.raises(InputError, match=r"graph\.png cannot be written: No such file"):
+        write_picture(pictures["graph"], tmp_path / "nowhere" / "graph.png")
+    with pytest.raises(InputError, match=r"ends with \.svg, \.png or \.json"):
+        Picture(pictures["timeline"], two_ranks()).save(tmp_path / "timeline.gif")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])

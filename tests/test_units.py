@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pd2bw_fx.units import format_bytes, format_seconds, parse_bytes
+from pd2bw_fx.units import counted, format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,8 @@ def test_sizes_are_read_as_written() -> None:
     assert parse_bytes("16GB") == 16 * 10**9
     with pytest.raises(ValueError, match="no number of bytes"):
         parse_bytes("16 apples")
+
+
+def test_one_of_a_thing_has_no_plural() -> None:
+    assert counted(1, "microbatch") == "1 microbatch"
+    assert [counted(0, "block"), counted(2, "microbatch")] == ["0 blocks", "2 microbatches"]

@@ -47,6 +47,7 @@ def stage_model(
     where they come from, the better with the operator graph at hand.
     """
     shapes = tuple(_dynamic_axes(program.stage, port) for port in program.inputs)
+    _require_known_layers(program, module)
     try:
         with _quiet(), TranslatableSpelling(), patch.object(fx.graph, "_format_target", _read_attribute):
             exported = torch.onnx.export(
@@ -70,6 +71,16 @@ def stage_model(
         ) from error
     _name(model, program, names)
     return model
+
+
+def _require_known_layers(program: StageProgram, module: nn.Module) -> None:
+    """The exporter writes a projected LSTM as if it had no projection."""
+    for path, inner in module.named_modules():
+        if isinstance(inner, nn.LSTM) and inner.proj_size:
+            raise ExportError(
+                f"layer {path!r} of stage {program.stage} is an LSTM with proj_size={inner.proj_size}, and "
+                "ONNX's LSTM has no projection"
+            )
 
 
 def produced(program: StageProgram) -> list[Port]:

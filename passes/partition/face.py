@@ -15,6 +15,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.solver import check_solver
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
+from pd2bw_fx.units import counted
 
 from .asked import Asked, Keeping
 from .choices import Deadline
@@ -133,8 +134,8 @@ def _check_arguments(
         )
     if num_stages > len(problem.blocks):
         raise InputError(
-            f"{num_stages} stages for {len(problem.blocks)} blocks; a stage needs at least one, "
-            f"so at most num_stages={len(problem.blocks)}"
+            f"{num_stages} stages for a model of {counted(len(problem.blocks), 'block')} that can be apart; "
+            f"a stage needs at least one, so at most num_stages={len(problem.blocks)}"
         )
     if kept is None and method not in METHODS:
         raise InputError(f"method {method!r} is unknown; known are {', '.join(METHODS)}")

@@ -25,6 +25,7 @@ from dataclasses import replace
 from pd2bw_fx.actions import Kind, Shape
 from pd2bw_fx.costs import Kept
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.units import counted
 
 from .flushed import Turns, warm_up_forwards
 from .method import StageMethod
@@ -90,8 +91,9 @@ class TwoBuffered(_Streamed):
         each = "" if w == 1 else " for each replica"
         if m < d:
             raise InputError(
-                f"2bw with {m} microbatches an update{each} on {d} stages: two weight versions are enough if "
-                f"there are as many microbatches as stages; try microbatches_per_update={d * w}"
+                f"2bw with {counted(m, 'microbatch')} an update{each} on {d} stages: two weight "
+                "versions are enough if there are as many microbatches as stages; try "
+                f"microbatches_per_update={d * w}"
             )
         longest = warm_up_forwards(0, d, shape.slack)
         if shape.slack < 0 or longest > m:

@@ -33,7 +33,7 @@ from pd2bw_fx.plan import Plan
 from pd2bw_fx.report.page import page_html
 from pd2bw_fx.report.parts import PARTS, picture_of, write_timeline
 from pd2bw_fx.report.table import plan_table
-from pd2bw_fx.units import format_seconds
+from pd2bw_fx.units import counted, format_seconds
 from pd2bw_fx.workload import read_workload
 
 
@@ -268,13 +268,13 @@ def _simulate(options: argparse.Namespace) -> int:
         print(json.dumps(figures))
         return 0
     print(
-        f"{timeline.method}, {timeline.microbatches_per_update} microbatches an update: "
+        f"{timeline.method}, {counted(timeline.microbatches_per_update, 'microbatch')} an update: "
         f"{timeline.throughput:.4g} microbatches/s, idle {timeline.bubble:.1%} (filling and draining too)"
     )
     for rank, causes in enumerate(timeline.idle_by_cause_s):
         waits = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in causes.items())
-        most = timeline.in_flight_peak[rank]
-        print(f"  rank {rank}: idle for {waits}; at most {most} microbatch{'es' * (most != 1)} in flight")
+        most = counted(timeline.in_flight_peak[rank], "microbatch")
+        print(f"  rank {rank}: idle for {waits}; at most {most} in flight")
     return 0
 
 

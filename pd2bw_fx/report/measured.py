@@ -8,7 +8,7 @@ from html import escape
 from pd2bw_fx.actions import Kind
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.timeline import Timeline
-from pd2bw_fx.units import format_seconds
+from pd2bw_fx.units import counted, format_seconds
 
 _COLUMNS = ("", "predicted", "measured", "measured / predicted")
 
@@ -21,8 +21,8 @@ def measured_html(predicted: Timeline, metrics: Metrics) -> str:
         for row in comparison(predicted, metrics)
     )
     told = (
-        f"{metrics.method}, {metrics.microbatches_per_update} microbatches an update, "
-        f"{len(metrics.losses)} updates measured: the median of them"
+        f"{metrics.method}, {counted(metrics.microbatches_per_update, 'microbatch')} an update, "
+        f"{counted(len(metrics.losses), 'update')} measured: the median of them"
     )
     return (
         f'<div class="pd-pipeline"><p class="pd-head">{escape(told)}</p><div class="pd-scroll">'

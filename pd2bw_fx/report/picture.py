@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.files import writing
 from pd2bw_fx.timeline import Timeline
 
 
@@ -18,27 +19,34 @@ class Picture:
     timeline: Timeline | None = None
 
     def save(self, path: str | Path) -> None:
-        """As .svg or .png; a timeline also as .json, for Perfetto and chrome://tracing."""
+        """As .svg or .png; a timeline also as .json, for Perfetto and chrome://tracing.
+
+        Raises InputError for another suffix, and where the file cannot be written.
+        """
         if self.timeline is not None and Path(path).suffix == ".json":
-            Path(path).write_text(json.dumps(self.timeline.to_chrome_trace()))
+            with writing(path) as file:
+                file.write_text(json.dumps(self.timeline.to_chrome_trace()))
         else:
-            write_picture(self.svg, path)
+            write_picture(self.svg, path, or_else=" or .json" if self.timeline is not None else "")
 
     def _repr_html_(self) -> str:
         return self.svg
 
 
-def write_picture(svg: str, path: str | Path, *, scale: float = 2.0) -> None:
+def write_picture(svg: str, path: str | Path, *, scale: float = 2.0, or_else: str = "") -> None:
     """As .svg, or in its light colours as .png with `scale` pixels a unit.
 
-    Raises InputError for another suffix.
+    Raises InputError for another suffix, and where the file cannot be written. `or_else`: suffixes that are
+    for the caller.
     """
     path = Path(path)
-    if path.suffix == ".svg":
-        path.write_text(svg)
-    elif path.suffix == ".png":
-        from pd2bw_fx.report import raster  # matplotlib, which takes half a second to import
+    if path.suffix not in (".svg", ".png"):
+        known = ".svg, .png" + or_else if or_else else ".svg or .png"
+        raise InputError(f"{path.name} ends with {path.suffix!r}; give a name that ends with {known}")
+    with writing(path):
+        if path.suffix == ".svg":
+            path.write_text(svg)
+        else:
+            from pd2bw_fx.report import raster  # matplotlib, which takes half a second to import
 
-        raster.drawn(svg).savefig(path, dpi=raster.UNITS_PER_INCH * scale)
-    else:
-        raise InputError(f"{path.name} ends with {path.suffix!r}; give a name that ends with .svg or .png")
+            raster.drawn(svg).savefig(path, dpi=raster.UNITS_PER_INCH * scale)

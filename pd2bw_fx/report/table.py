@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pd2bw_fx.costs import Costs
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan, StagePlan, Transfer
-from pd2bw_fx.units import format_bytes, format_seconds
+from pd2bw_fx.units import counted, format_bytes, format_seconds
 
 COLUMNS = ("stage", "device", "operators", "parameters", "forward", "backward", "memory / limit")
 
@@ -26,11 +26,9 @@ def plan_table(graph: OperatorGraph, costs: Costs, plan: Plan) -> str:
 
 
 def headline(graph: OperatorGraph, plan: Plan) -> str:
-    return (
-        f"{graph.model_name}: {len(graph.operators)} operators on {plan.num_stages} "
-        f"{'stage' if plan.num_stages == 1 else 'stages'}, method {plan.method}, "
-        f"{plan.microbatches_per_update} microbatches an update"
-    )
+    operators, stages = counted(len(graph.operators), "operator"), counted(plan.num_stages, "stage")
+    microbatches = counted(plan.microbatches_per_update, "microbatch")
+    return f"{graph.model_name}: {operators} on {stages}, method {plan.method}, {microbatches} an update"
 
 
 def stage_row(graph: OperatorGraph, stage: StagePlan) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pd2bw_fx.actions import Kind
 from pd2bw_fx.report import svg
 from pd2bw_fx.timeline import COMPUTE, Event, Timeline
-from pd2bw_fx.units import format_seconds
+from pd2bw_fx.units import counted, format_seconds
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 82.0, 88.0, 40.0
 _FONT = 11.0
@@ -89,14 +89,13 @@ def readable_end_s(timeline: Timeline, start_s: float) -> float:
 
 
 def _headline(timeline: Timeline) -> str:
-    ranks = "rank" if timeline.num_ranks == 1 else "ranks"
-    return f"{timeline.method} on {timeline.num_ranks} {ranks}, {timeline.origin}"
+    return f"{timeline.method} on {counted(timeline.num_ranks, 'rank')}, {timeline.origin}"
 
 
 def _subtitle(timeline: Timeline, start_s: float, end_s: float) -> str:
     facts = [
         f"{timeline.throughput:.3g} microbatches/s in the steady state",
-        f"{timeline.microbatches_per_update} microbatches an update",
+        f"{counted(timeline.microbatches_per_update, 'microbatch')} an update",
         f"idle {timeline.bubble:.1%} of all time",
     ]
     if start_s > timeline.start_s or end_s < timeline.end_s:

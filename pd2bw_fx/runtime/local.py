@@ -29,6 +29,7 @@ from torch import Tensor
 from pd2bw_fx.arguments import require_function, require_kind, require_whole_number
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Metrics
+from pd2bw_fx.module import require_operators
 from pd2bw_fx.passes.schedule import registered_method
 from pd2bw_fx.runtime.foreign import foreign_operators
 from pd2bw_fx.runtime.job import Job, jobs, work_for
@@ -93,7 +94,8 @@ def train_local(
     `seed + rank` (None: torch's seed in this process). `threads_per_worker` divides the cores by default.
     `options` are the engine's (`Engine.from_pipeline`).
 
-    Raises InputError for a batch that does not fit, WorkerError with the failing worker's own traceback. Both
+    Raises InputError for a batch that does not fit, PlanMismatchError for an operator that nothing has
+    registered (a loaded pipeline's), WorkerError with the failing worker's own traceback. Both
     leave no process behind. After a wrong batch, an error of `batches` or of `on_update`, and Ctrl-C the
     pipeline has the weights so far; a second Ctrl-C does not wait for them.
     """
@@ -106,6 +108,8 @@ def train_local(
         vertical_sync=vertical_sync,
     )
     prepared = jobs(pipeline, work)
+    for program in pipeline.programs:
+        require_operators(program)
     drawn = torch.initial_seed() % 2**32 if seed is None else seed
     chosen = EngineOptions.of(
         {"optimizer": optimizer, "seed": drawn, **options}, "on_update", "threads_per_worker"
