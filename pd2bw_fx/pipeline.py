@@ -190,6 +190,10 @@ class Pipeline:
             require_kind("model", model, nn.Module, "the model that was split, an nn.Module")
         if self.example is None:
             raise InputError("comparing needs example inputs: split the model with example_args")
+        if any(tensor.is_meta for tensor in self._tensors.values()):
+            raise InputError(
+                "weights on the meta device have no values to compare; split the model with check=False"
+            )
         reference, original = self.reference, self.graph.root
         plain = not example_args and example_kwargs is None
         is_own = plain and loss_fn is None and model is original and reference is not None

@@ -412,6 +412,18 @@ def test_batch_norm_without_momentum_is_refused_where_it_averages() -> None:
         assert pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic").verify().exact
 
 
+def test_weights_without_data_are_planned_where_the_inputs_have_none_either() -> None:
+    with torch.device("meta"):
+        model, there = Plain(), torch.empty(4, 8)
+
+    with pytest.raises(InputError, match="weights are on the meta device, and input 'x' is on cpu"):
+        pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
+    with pytest.raises(InputError, match="no values to compare; split the model with check=False"):
+        pd2bw_fx.split(model, (there,), cluster=2, num_stages=2, costs="analytic")
+    pipe = pd2bw_fx.split(model, (there,), cluster=2, num_stages=2, costs="analytic", check=False)
+    assert [stage.program.stage for stage in pipe.stages] == [0, 1]
+
+
 def test_the_reference_is_plain_training_where_the_forward_writes_a_parameter_and_no_2bw() -> None:
     class Looked(nn.Module):
         def __init__(self) -> None:

@@ -2,6 +2,8 @@
 
 An accelerator's load is its nodes' time, plus the cost of each tensor that crosses its border, once; a CPU's
 is its nodes' time alone. Contiguity is asked of the forward graph, and nodes of one colour stay together.
+Devices are the stages of a pipeline: what they hold is a chain of down-sets, as the paper's dynamic program
+has it. Two sets that no path leaves and comes back to, and that feed each other, are none.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ def plan_workload(
     time_limit_s: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Placement:
-    """The contiguous placement with the least largest load, proven to within `max_gap`.
+    """The contiguous placement with the least largest load, proven to within `max_gap`: of all in which the
+    devices have an order, and none reads of a later one.
 
     `progress` is told of every step, in the workload's own unit. Ctrl-C returns the best so far.
     Raises InputError where there is no device, InfeasibleError where the nodes do not fit on the

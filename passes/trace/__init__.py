@@ -51,7 +51,7 @@ from .inputs import (
     without_cache,
 )
 from .program import MODEL_PREFIX, Program
-from .required import require_loss_function, require_traceable_modules, tensor_hooks_refused
+from .required import require_data, require_loss_function, require_traceable_modules, tensor_hooks_refused
 from .symbolic import trace_symbolically
 from .watch import Change
 
@@ -119,6 +119,7 @@ def trace(
             raise InputError("torch.export needs example inputs; pass example_args, or tracer='fx'")
     else:
         flat = flatten_arguments(model, () if args is None else args, kwargs or {}, targets)
+        require_data(model, flat.names, flat.tensors)
         batch_size, front_ends = common_batch_size(flat), _FRONT_ENDS[tracer]
     attempts: list[tuple[str, Exception]] = []
     for arguments, names in _ways(model, flat, (args, kwargs, targets), tracer, front_ends):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,18 @@ def _require_no_average(what: str, module: _BatchNorm) -> None:
             "on a count that it reads from a buffer as a number, which no stage can; give it a momentum "
             "(torch's own is 0.1)"
         )
+
+
+def require_data(model: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Raises InputError where the weights have no data and the inputs have."""
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        return
+    for name, tensor in zip(names, tensors, strict=False):
+        if next(model.parameters(), tensor).is_meta and not tensor.is_meta:
+            raise InputError(
+                f"the model's weights are on the meta device, and input {name!r} is on {tensor.device}; make "
+                "the example inputs on meta too (torch.device('meta')), or give the model its weights"
+            )
 
 
 def require_loss_function(loss_fn: Callable[..., Any] | None) -> None:

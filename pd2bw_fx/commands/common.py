@@ -134,7 +134,7 @@ def check_writable(path: Path | None) -> None:
 def named_cluster(options: argparse.Namespace) -> int | str | None:
     """A number of devices, or the path of a cluster file."""
     given: str | None = options.cluster
-    return int(given) if given is not None and given.isdigit() else given
+    return int(given) if given is not None and given.removeprefix("-").isdigit() else given
 
 
 def loaded(name: str) -> Any:
