@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
+from pd2bw_fx.errors import ExportError
 from pd2bw_fx.runtime.foreign import foreign_operators
 
 _MODULE = """
@@ -102,7 +104,7 @@ def test_local_workers_have_the_operators_of_the_script_and_of_its_modules(tmp_p
     assert max(abs(a - b) / abs(b) for a, b in zip(found, known, strict=True)) <= 1e-12
 
 
-def test_a_saved_pipeline_names_the_operator_that_nothing_has_registered(tmp_path: Path) -> None:
+def test_an_operator_that_onnx_or_another_process_does_not_know_is_named(tmp_path: Path) -> None:
     class Negated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -112,6 +114,8 @@ def test_a_saved_pipeline_names_the_operator_that_nothing_has_registered(tmp_pat
             return self.second(torch.ops.tests_of_pd2bw_fx.negated(self.first(x))).square().mean()
 
     pipe = pd2bw_fx.split(Negated(), (torch.ones(2, 6),), cluster=2, num_stages=2, costs="analytic")
+    with pytest.raises(ExportError, match="tests_of_pd2bw_fx::negated is none of torch's own"):
+        pipe.export_onnx(tmp_path / "onnx")
     pipe.save(tmp_path / "saved")
     script = (
         "import torch, pd2bw_fx\n"

@@ -203,8 +203,8 @@ def _varying(value: str, written: str | None, original: Original | None, *, trai
     """Why no file could be compared with stages that compute something else each time, and what to do."""
     if training:
         return (
-            f"{value} is another one each time in training mode, so no file could be compared with it; "
-            "export with training=False, or set the model's dropout to 0"
+            f"{value} differs between two runs on the same inputs in training mode, so that no file could be "
+            "compared with it; export with training=False, or set the model's dropout to 0"
         )
     operators = () if original is None else original.graph.operators.values()
     drawing = [o for o in operators if o.is_random and not _is_off_in_evaluation(o)]
@@ -213,7 +213,7 @@ def _varying(value: str, written: str | None, original: Original | None, *, trai
     if written is not None and not places:
         why = f"the forward writes the buffer {written}"
     return (
-        f"{value} is another one each time in evaluation mode too, because {why}. Code that asks "
+        f"{value} differs between two runs on the same inputs in evaluation mode too: {why}. Code that asks "
         "`if self.training` is traced in the mode that the model is in when it is split: split "
         "`model.eval()`, and export that"
     )

@@ -65,9 +65,15 @@ def stage_model(
             _tidy(model, held)
             describe_nodes(model, program, graph)
     except Exception as error:  # the exporter raises whatever the operator's translation raised
+        foreign = re.findall(r"torch\.ops\.(?!aten\b|prims\b)(\w+)\.(\w+)", program.source)
+        advice = (
+            f"another opset ({OLDEST_OPSET} to {NEWEST_OPSET}) may know it"
+            if not foreign
+            else f"{'::'.join(foreign[0])} is none of torch's own, and ONNX knows those alone"
+        )
         raise ExportError(
             f"stage {program.stage} cannot be translated to ONNX opset {opset}: {first_line(error)}; look "
-            f"for the operator in its source; another opset ({OLDEST_OPSET} to {NEWEST_OPSET}) may know it"
+            f"for the operator in its source; {advice}"
         ) from error
     _name(model, program, names)
     return model
