@@ -189,3 +189,35 @@ def test_ties_and_frozen_weights_are_reached_through_containers(tmp_path: Path) 
 
     assert "self[2].weight = self[0][0].weight" in first
     assert 'self.get_parameter("1.inner.bias").requires_grad_(False)' in first
+
+
+class Scaled(nn.Module):
+    """Lists and dicts of parameters, one of them in a list of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.full((8,), 0.5 + at)) for at in range(4))
+        self.more = nn.ParameterDict({"in": nn.Parameter(torch.ones(8)), "out": nn.Parameter(torch.ones(8))})
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.pairs = nn.ModuleList(nn.ParameterList([nn.Parameter(torch.ones(8))]) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.more["in"]
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = torch.tanh(layer(x) * scale)
+        for (pair,) in self.pairs:
+            x = x + pair
+        return (x * self.more["out"]).square().mean()
+
+
+def test_lists_and_dicts_of_parameters_are_ones_in_the_stages(tmp_path: Path) -> None:
+    first, second = halves(Scaled(), {"layers.2": 1, "layers.3": 1}, tmp_path)
+
+    assert "self.scales = nn.ParameterList(nn.Parameter(torch.empty(8)) for _ in range(2))" in first
+    assert "for layer, scale in zip(self.layers, self.scales, strict=True):" in first
+    assert 'self.more = nn.ParameterDict({"in": nn.Parameter(torch.empty(8))})' in first
+    assert "nn.ParameterDict({str(i): nn.Parameter(torch.empty(8)) for i in range(2, 4)})" in second
+    assert "for layer, scale in zip(self.layers.values(), self.scales.values(), strict=True):" in second
+    assert "x = x + pair[0]" in second
+    assert 'self.more["out"]' in second
+    assert "getattr" not in first + second

@@ -57,7 +57,7 @@ class Attributes:
     def _is_container(self) -> bool:
         names = self.root.children
         return (
-            self._is_indexed("", self.root)
+            self._family("", self.root) == "Module"
             and not all(is_plain_name(name) for name in names)
             and not any(hasattr(nn.ModuleDict, name) for name in names)
         )
@@ -153,16 +153,23 @@ class Attributes:
 
     def _is_indexed(self, relative: str, node: Attribute) -> bool:
         """Held by number or key, not by attribute: lists, dicts, sequences, and what is inside of them."""
+        return self._family(relative, node) is not None
+
+    def _family(self, relative: str, node: Attribute) -> str | None:
+        """What a container's kinds of list and dict are called by; None for what is no container."""
         module = self.module_at(_join(self.path, relative))
-        return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and all(
-            child.kind == "module" for child in node.children.values()
-        )
+        kinds = {child.kind for child in node.children.values()}
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and kinds <= {"module"}:
+            return "Module"
+        if isinstance(module, nn.ParameterList | nn.ParameterDict) and kinds == {"parameter"}:
+            return "Parameter"
+        return None
 
     def _is_list(self, relative: str, node: Attribute) -> bool:
         module = self.module_at(_join(self.path, relative))
         keys = sorted(node.children, key=lambda key: int(key) if key.isdigit() else -1)
         whole = keys == [str(number) for number in range(len(keys))]
-        return isinstance(module, nn.ModuleList | nn.Sequential) and whole
+        return isinstance(module, nn.ModuleList | nn.Sequential | nn.ParameterList) and whole
 
     def _container(self, relative: str, node: Attribute, spell: Spell) -> str:
         kind, members = self._held(relative, node, spell)
@@ -172,12 +179,13 @@ class Attributes:
         """The kind of a container, and what it is built of."""
         keys = sorted(node.children, key=lambda key: (int(key) if key.isdigit() else -1, key))
         texts = [self._element(_join(relative, key), node.children[key], spell) for key in keys]
+        family = self._family(relative, node)
         if self._is_list(relative, node):
             runs = [(text, len(members)) for text, members in _runs(keys, texts)]
             if len(runs) == 1 and len(keys) > 1:
-                return "ModuleList", _repeated(texts[0], len(keys))
+                return f"{family}List", _repeated(texts[0], len(keys))
             parts = [f"*({_repeated(text, count)})" if count > 1 else text for text, count in runs]
-            return "ModuleList", f"[{', '.join(parts)}]"
+            return f"{family}List", f"[{', '.join(parts)}]"
         parts = []
         for text, members in _runs(keys, texts):
             if len(members) == 1:
@@ -186,8 +194,8 @@ class Attributes:
             span = f"range({members[0]}, {int(members[-1]) + 1})"
             parts.append(f"**{{str(i): {text} for i in {span}}}")
         if len(parts) == 1 and len(keys) > 1:
-            return "ModuleDict", parts[0].removeprefix("**")
-        return "ModuleDict", f"{{{', '.join(parts)}}}"
+            return f"{family}Dict", parts[0].removeprefix("**")
+        return f"{family}Dict", f"{{{', '.join(parts)}}}"
 
     def _element(self, relative: str, node: Attribute, spell: Spell) -> str:
         if node.template is not None:
