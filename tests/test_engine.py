@@ -61,7 +61,7 @@ def test_a_loss_behaves_as_the_number_that_it_is() -> None:
 
 MISTAKES = {
     "size": "InputError: the pipeline has 3 stages and there are 2 processes",
-    "microbatches": "InputError: 2bw with 1 microbatches an update on 2 stages",
+    "microbatches": "InputError: 2bw with 1 microbatch an update on 2 stages",
     "count": "InputError: microbatches_per_update is '2'; a whole number",
     "batches": "InputError: rank 1 was given another batch than rank 0",
 }

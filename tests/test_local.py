@@ -327,7 +327,7 @@ def test_a_batch_that_does_not_fit_is_refused(model: nn.Module, pipe: pd2bw_fx.P
 
 
 def test_what_cannot_train_is_refused_before_a_worker_starts(pipe: pd2bw_fx.Pipeline) -> None:
-    with pytest.raises(pd2bw_fx.InputError, match="2bw with 1 microbatches an update on 2 stages"):
+    with pytest.raises(pd2bw_fx.InputError, match="2bw with 1 microbatch an update on 2 stages"):
         pipe.train_local([], optimizer=sgd, microbatches_per_update=1)
 
     silent = pd2bw_fx.split(Perceptron(), (torch.randn(2, 8),), cluster=2, costs="analytic")

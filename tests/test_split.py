@@ -343,7 +343,7 @@ class TestBadInput:
         ({"microbatches_per_update": 4.0}, "microbatches_per_update is 4.0; a whole number of one or more"),
         (
             {"microbatches_per_update": 1},
-            "2bw with 1 microbatches an update on 2 stages: two weight versions",
+            "2bw with 1 microbatch an update on 2 stages: two weight versions",
         ),
         ({"method": "3bw"}, "method is '3bw'; expected one of 2bw, 1f1b"),
         ({"replicas": "all"}, "replicas is 'all'; 'auto' was expected"),
