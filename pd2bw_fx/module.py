@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.errors import PlanMismatchError
-from pd2bw_fx.source_check import allowed_builtins, check_source
+from pd2bw_fx.source_check import allowed_builtins, check_source, operators_called
 
 if TYPE_CHECKING:
     from pd2bw_fx.stage import StageProgram
@@ -45,7 +44,7 @@ def build_module(program: StageProgram, tensors: Mapping[str, Tensor]) -> nn.Mod
 
 def require_operators(program: StageProgram) -> None:
     """Raises PlanMismatchError for one that the stage calls by torch.ops and this process does not know."""
-    for namespace, name in sorted(set(re.findall(r"torch\.ops\.(\w+)\.(\w+)", program.source))):
+    for namespace, name in operators_called(program.source):
         if not hasattr(getattr(torch.ops, namespace), name):
             raise PlanMismatchError(
                 f"stage_{program.stage}.py calls the operator {namespace}::{name}, which nothing has "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 import math
+import re
 import types
 from collections.abc import Iterator
 from typing import TypeGuard
@@ -64,6 +65,11 @@ WAYS_OUT = frozenset({
     "f_code", "f_generator", "f_globals", "f_locals", "gi_code", "gi_frame", "gi_yieldfrom", "tb_frame",
     "tb_next",
 })  # fmt: skip
+
+
+def operators_called(source: str) -> list[tuple[str, str]]:
+    """Namespace and name of what a stage calls by torch.ops, once each."""
+    return sorted(set(re.findall(r"torch\.ops\.(\w+)\.(\w+)", source)))
 
 
 def allowed_builtins() -> dict[str, object]:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import first_line, require
+from pd2bw_fx.source_check import operators_called
 from pd2bw_fx.stage import Port, StageProgram
 
 from .origin import describe_nodes
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # Below: the exporter's translations begin there. Above: files were written that the checker refuses.
 OLDEST_OPSET, NEWEST_OPSET = 18, 25
+
+_OF_TORCH = ("aten", "prims")
 
 _TALKATIVE = ("torch.onnx", "torch.export", "torch.fx.experimental.symbolic_shapes", "onnxscript", "onnx_ir")
 
@@ -65,7 +68,7 @@ def stage_model(
             _tidy(model, held)
             describe_nodes(model, program, graph)
     except Exception as error:  # the exporter raises whatever the operator's translation raised
-        foreign = re.findall(r"torch\.ops\.(?!aten\b|prims\b)(\w+)\.(\w+)", program.source)
+        foreign = [called for called in operators_called(program.source) if called[0] not in _OF_TORCH]
         advice = (
             f"another opset ({OLDEST_OPSET} to {NEWEST_OPSET}) may know it"
             if not foreign

@@ -75,12 +75,11 @@ def moved_ahead(
     time."""
     load_s = evaluate(instance, stage_of).load_s
     for stage in range(1, instance.num_stages):
-        here = [tree for tree in map(list, trees) if (stage_of[tree] == stage).all()]
-        for tree in sorted(here, key=lambda tree: -float(instance.work_s[stage, tree].sum())):
+        for tree in sorted(map(list, trees), key=lambda tree: -float(instance.work_s[stage, tree].sum())):
             if load_s[stage] <= target_s:
                 break
-            if (stage_of[tree] < stage).any():
-                continue  # some of it went ahead with a larger one
+            if (stage_of[tree] != stage).any():
+                continue  # elsewhere, or some of it went ahead with a larger one
             for earlier in reversed(range(stage)):
                 if load_s[earlier] + instance.work_s[earlier, tree].sum() > target_s:
                     continue

@@ -27,8 +27,12 @@ def require_traceable_modules(model: nn.Module) -> None:
             )
         if module._backward_hooks or module._backward_pre_hooks:
             raise InputError(_hook_message(what))
-        if isinstance(module, _BatchNorm) and module.momentum is None and module.training:
-            _require_no_average(what, module)
+        if _counts_its_batches(module):
+            raise InputError(
+                f"{what} is a {type(module).__name__} with momentum=None: how far it moves its averages "
+                "depends on a count that it reads from a buffer as a number, which no stage can; give it a "
+                "momentum (torch's own is 0.1)"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise InputError(_hook_message(f"parameter {name!r}"))
@@ -38,21 +42,19 @@ def require_traceable_modules(model: nn.Module) -> None:
             )
 
 
-def _require_no_average(what: str, module: _BatchNorm) -> None:
-    if module.track_running_stats:
-        raise InputError(
-            f"{what} is a {type(module).__name__} with momentum=None: how far it moves its averages depends "
-            "on a count that it reads from a buffer as a number, which no stage can; give it a momentum "
-            "(torch's own is 0.1)"
-        )
+def _counts_its_batches(module: nn.Module) -> bool:
+    if not isinstance(module, _BatchNorm):
+        return False
+    return module.momentum is None and module.training and module.track_running_stats
 
 
 def require_data(model: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
     """Raises InputError where the weights have no data and the inputs have."""
-    if not all(parameter.is_meta for parameter in model.parameters()):
+    weights = list(model.parameters())
+    if not weights or not all(weight.is_meta for weight in weights):
         return
     for name, tensor in zip(names, tensors, strict=False):
-        if next(model.parameters(), tensor).is_meta and not tensor.is_meta:
+        if not tensor.is_meta:
             raise InputError(
                 f"the model's weights are on the meta device, and input {name!r} is on {tensor.device}; make "
                 "the example inputs on meta too (torch.device('meta')), or give the model its weights"

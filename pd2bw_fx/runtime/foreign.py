@@ -7,7 +7,6 @@ defines by `torch.library.custom_op` is sent as it is, like the script's optimiz
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
+
+from pd2bw_fx.source_check import operators_called
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def foreign_operators(sources: Iterable[str]) -> ForeignOperators:
     Of an operator that was not defined in Python the namespace is taken for the name of its module, which it
     mostly is (torchvision); where there is none, the worker says which operator is missing.
     """
-    names = {match for source in sources for match in re.findall(r"torch\.ops\.(\w+)\.(\w+)", source)}
+    names = {called for source in sources for called in operators_called(source)}
     modules: dict[str, None] = {}
     definitions: list[Definition] = []
     for namespace, name in sorted(names):
