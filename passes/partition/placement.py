@@ -95,16 +95,10 @@ def plan_workload(
         raise InputError("the workload has no accelerators; plan it with its CPUs")
     deadline = Deadline(time_limit_s)
     groups = with_followers(workload, groups_of(workload), with_cpus=num_cpus > 0)
-    milder: Milder | None = None
-    if not _has_few_down_sets(groups, _FEW_DOWN_SETS):
-        share = Deadline(deadline.left_s * _COMPANY_SHARE)
-        satellites = with_satellites(workload, groups)
-        if _has_few_down_sets(satellites.groups, _FEW_DOWN_SETS):
-            milder = satellites
-        elif num_cpus:
-            milder = _company(workload, groups, share)
-        else:
-            groups = in_company(workload, groups, share).groups
+    share = Deadline(deadline.left_s * _COMPANY_SHARE)
+    if num_cpus == 0 and not _has_few_down_sets(groups, _FEW_DOWN_SETS):
+        groups = in_company(workload, groups, share).groups  # at no loss, where no CPU sees it otherwise
+    milder = _milder(workload, groups, share, with_cpus=num_cpus > 0)
     orders = list(_device_orders(workload.num_accelerators, num_cpus))
     choices = _choices(workload, groups, orders)
     of_groups = _Enumeration(choices, orders)
@@ -122,18 +116,8 @@ def plan_workload(
         enumerations=enumerations,
         kinds=of_groups.kinds(),
     )
-    refused = [node.id for node in workload.nodes if not node.on_accelerator]
-    if found is None and refused and not num_cpus:
-        raise InfeasibleError(
-            f"node {refused[0]} is not supported on accelerators (supportedOnFpga is 0), and there is no CPU "
-            "to run it; plan with the CPUs"
-        )
     if found is None:
-        raise InfeasibleError(
-            f"the {sum(node.num_bytes for node in workload.nodes):.0f} bytes of {len(workload.nodes)} nodes "
-            f"do not fit on {workload.num_accelerators} accelerators of {workload.accelerator_bytes:.0f} "
-            "bytes each, whole and in order; try more of them, or plan with the CPUs"
-        )
+        raise _does_not_fit(workload, with_cpus=num_cpus > 0)
     names = _device_names(orders[found.choice])
     return Placement(
         objective=found.bottleneck_s,
@@ -144,6 +128,30 @@ def plan_workload(
         planning_s=time.perf_counter() - started_s,
         solver=solver,
     )
+
+
+def _does_not_fit(workload: Workload, *, with_cpus: bool) -> InfeasibleError:
+    refused = [node.id for node in workload.nodes if not node.on_accelerator]
+    if refused and not with_cpus:
+        return InfeasibleError(
+            f"node {refused[0]} is not supported on accelerators (supportedOnFpga is 0), and there is no CPU "
+            "to run it; plan with the CPUs"
+        )
+    return InfeasibleError(
+        f"the {sum(node.num_bytes for node in workload.nodes):.0f} bytes of {len(workload.nodes)} nodes "
+        f"do not fit on {workload.num_accelerators} accelerators of {workload.accelerator_bytes:.0f} "
+        "bytes each, whole and in order; try more of them, or plan with the CPUs"
+    )
+
+
+def _milder(workload: Workload, groups: Groups, deadline: Deadline, *, with_cpus: bool) -> Milder | None:
+    """What has few down-sets where the groups have not."""
+    if _has_few_down_sets(groups, _FEW_DOWN_SETS):
+        return None
+    satellites = with_satellites(workload, groups)
+    if _has_few_down_sets(satellites.groups, _FEW_DOWN_SETS):
+        return satellites
+    return _company(workload, groups, deadline) if with_cpus else None
 
 
 def _has_few_down_sets(groups: Groups, few: int) -> bool:
