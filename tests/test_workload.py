@@ -26,6 +26,12 @@ OPTIMA = {
     "layers_resnet50_training": (80.454887, 78.631813),
     "operators_bert_l-3_inference": (27.918568, 27.918568),
     "operators_bert_l-3_training": (65.303149, 65.303149),
+    "operators_bert_l-6_inference": (33.989102, 29.579506),
+    "operators_bert_l-6_training": (79.500857, 72.864966),
+    "operators_bert_l-12_inference": (147.477984, 147.477984),
+    "operators_bert_l-12_training": (437.997638, 437.997638),
+    "operators_resnet50_inference": (128.073511, 124.348850),
+    "operators_resnet50_training": (263.035289, 255.194416),
 }
 
 
@@ -77,6 +83,25 @@ def test_published_optimum_is_found_and_proven(name: str, accelerators_only: boo
     assert placement.objective == pytest.approx(published, abs=0.51e-6)
     assert placement.gap <= 1.001e-5
     assert max(loads(workload, placement).values()) == pytest.approx(placement.objective, rel=1e-9)
+
+
+@pytest.mark.parametrize("accelerators_only", [True, False])
+def test_what_the_papers_program_has_no_time_for_is_proven(accelerators_only: bool) -> None:
+    workload = read_workload(FOLDER / "layers_inceptionv3_inference.json")
+    placement = plan_workload(workload, accelerators_only=accelerators_only)
+    assert placement.gap <= 1.001e-5
+    assert max(loads(workload, placement).values()) == pytest.approx(placement.objective, rel=1e-9)
+
+
+def test_programs_prove_what_the_enumeration_of_few_down_sets_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = read_workload(FOLDER / "operators_bert_l-6_inference.json")
+    enumerated = plan_workload(workload)
+
+    monkeypatch.setattr("pd2bw_fx.passes.partition.placement._Enumeration.is_short", lambda self: False)
+    by_programs = plan_workload(workload)
+
+    assert by_programs.objective == pytest.approx(enumerated.objective, rel=1e-5)
+    assert by_programs.gap <= 1.001e-5
 
 
 @pytest.mark.parametrize("name", ["layers_resnet50_training", "operators_bert_l-3_training"])

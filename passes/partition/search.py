@@ -101,6 +101,10 @@ def search_faster(
             state.first_assignments()
         if enumerations:
             state.deadline = Deadline(min(first.left_s, deadline.left_s * _FIRST_SHARE_OF_WORKLOADS))
+            for enumeration in enumerations:
+                if enumeration.is_short():
+                    state.enumerate(enumeration, finest)
+            state.deadline = Deadline(min(first.left_s, deadline.left_s * _FIRST_SHARE_OF_WORKLOADS))
             state.ask_least_loads(finest)
         state.ask_programs(finest)
         if not enumerations:
