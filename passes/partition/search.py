@@ -60,7 +60,7 @@ def search(
     `report` hears of every step, and every second of a long one. Ctrl-C ends the search as the deadline does.
     `kinds` are all devices that there are, for the bound from single nodes; one choice has its own stages.
     `enumerations` are asked, one after another, where neither programs, in a first share of the time, nor
-    other orders settle it.
+    other orders settle it; short ones before all that.
 
     None where it is proven that no assignment of any choice fits in memory. Raises SolverError where the time
     ran out before the first assignment was found.
