@@ -154,7 +154,7 @@ def main() -> int:
                 f"{found.objective:.6f}",
                 f"{found.gap:.0e}",
                 f"{took_s:.2f}",
-                "-" if published is None else f"{reference.seconds:.2g}",
+                "-" if published is None else f"{reference.seconds:g}",
                 "ok" if good else ("slow" if right else "MISSED"),
             )
     Console(width=110).print(table)

@@ -100,11 +100,12 @@ def search_faster(
         if not np.isfinite(faster_than_s):
             state.first_assignments()
         if enumerations:
-            state.deadline = Deadline(min(first.left_s, deadline.left_s * _FIRST_SHARE_OF_WORKLOADS))
+            share_s = min(first.left_s, deadline.left_s * _FIRST_SHARE_OF_WORKLOADS)
+            state.deadline = Deadline(share_s)
             for enumeration in enumerations:
                 if enumeration.is_short():
                     state.enumerate(enumeration, finest)
-            state.deadline = Deadline(min(first.left_s, deadline.left_s * _FIRST_SHARE_OF_WORKLOADS))
+            state.deadline = Deadline(share_s)
             state.ask_least_loads(finest)
         state.ask_programs(finest)
         if not enumerations:
