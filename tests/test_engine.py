@@ -48,7 +48,7 @@ def test_an_engine_evaluates_on_its_newest_weights_and_goes_on_training(
 
 def test_a_loss_behaves_as_the_number_that_it_is() -> None:
     def read(value: float) -> Loss:
-        return Loss(0, [Means(("loss",), torch.tensor([value, torch.inf]), None, is_known_here=True)])
+        return Loss(0, [Means(("loss",), [([0], torch.tensor([[value]]))], lambda: None, is_known_here=True)])
 
     loss, other = read(0.75), read(0.5)
 

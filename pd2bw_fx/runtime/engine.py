@@ -421,7 +421,7 @@ class Engine:
     def _add(self, microbatches: Sequence[Microbatch]) -> range:
         """Give each stage its microbatches of this update; their numbers."""
         numbers = range(self.updates * len(microbatches), (self.updates + 1) * len(microbatches))
-        self._results.expect(numbers)
+        self._results.expect(self.updates, numbers)
         for number, microbatch in zip(numbers, microbatches, strict=True):
             self._runner.add(number, microbatch)
         return numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from pd2bw_fx.runtime.failure import translated
 
 _TAGS = 2**16  # far more than are ever under way at once
+Part = tuple[Sequence[int], Tensor]
 
 
 def _of_float(name: str) -> Callable[..., Any]:
@@ -26,31 +27,50 @@ def _of_float(name: str) -> Callable[..., Any]:
 
 
 class Means:
-    """Of one update: where the means of what a stage returns arrive, and behind them the first microbatch
-    whose loss is no finite number (infinity: none).
+    """Of one update: the means of what a stage returns for each microbatch, when they have arrived.
 
-    `wait` stands still until they are there and have left this rank, which has them from the beginning where
-    it `is_known_here`.
+    `parts` are those of the stage's ranks: the numbers of the rank's microbatches, and the tensor that has a
+    row for each of them, with a column for each of `names`. `wait` stands still until they are there and have
+    left this rank, which has them from the beginning where it `is_known_here`.
     """
 
-    __slots__ = ("_wait", "is_known_here", "names", "values")
+    __slots__ = ("_wait", "is_known_here", "names", "parts")
 
     def __init__(
-        self, names: tuple[str, ...], values: Tensor, wait: Callable[[], None] | None, *, is_known_here: bool
+        self, names: tuple[str, ...], parts: Sequence[Part], wait: Callable[[], None], *, is_known_here: bool
     ) -> None:
         self.names = names
-        self.values = values
+        self.parts = parts
         self.is_known_here = is_known_here
-        self._wait = wait
+        self._wait: Callable[[], None] | None = wait
 
     def wait(self) -> None:
         if self._wait is not None:
             self._wait()
             self._wait = None
 
+    def values(self) -> list[float]:
+        """In the order of the names."""
+        rows = [row for _, tensor in self.parts for row in tensor.tolist()]
+        return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+    def first_broken(self) -> int | None:
+        """The first microbatch whose first number is not finite."""
+        broken = (
+            number
+            for numbers, tensor in self.parts
+            for number, row in zip(numbers, tensor.tolist(), strict=True)
+            if not math.isfinite(row[0])
+        )
+        return min(broken, default=None)
+
     def as_read(self) -> Means:
         """For whoever reads them here: nothing is waited for that is here."""
-        return Means(self.names, self.values, None, is_known_here=True) if self.is_known_here else self
+        return Means(self.names, self.parts, _nothing, is_known_here=True) if self.is_known_here else self
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 class Loss:
@@ -82,7 +102,7 @@ class Loss:
 
     def item(self) -> float:
         self._means[0].wait()
-        return float(self._means[0].values[0])
+        return self._means[0].values()[0]
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -90,15 +110,14 @@ class Loss:
         self.wait()
         arrived: dict[str, float] = {}
         for means in self._means:
-            arrived |= zip(means.names, means.values[:-1].tolist(), strict=True)
+            arrived |= zip(means.names, means.values(), strict=True)
         del arrived[self._means[0].names[0]]
         return arrived
 
     def broken_microbatch(self) -> int | None:
         """The first whose loss is no finite number."""
         self._means[0].wait()
-        first = float(self._means[0].values[-1])
-        return int(first) if math.isfinite(first) else None
+        return self._means[0].first_broken()
 
     def __float__(self) -> float:
         return self.item()
@@ -131,11 +150,12 @@ class Loss:
 
 
 class NumberPost:
-    """Brings the means of numbers that a stage computes for each microbatch, the loss among them, from its
-    ranks (`sources`) to all others; and which is the first microbatch whose first number is not finite.
+    """Brings the numbers that a stage computes for each microbatch, the loss among them, from its ranks
+    (`sources`) to all others.
 
     A rank sends its part right after its last forward of the update, before anything that may wait for
-    another rank: a rank that stands still until it has the loss holds nobody up.
+    another rank: a rank that stands still until it has the loss holds nobody up. What is made of them, the
+    means, is computed by whoever reads it, when it is read.
     """
 
     def __init__(
@@ -157,77 +177,65 @@ class NumberPost:
         self._tag = tag
         self._group = group
         self._device = device
-        self._num_microbatches = (1, 0)
+        self._update = 0
+        self._expected: Mapping[int, Sequence[int]] = {}
         self._collected: dict[int, dict[str, Tensor]] = {}
-        self._parts: dict[int, tuple[Tensor, list[dist.Work | None]]] = {}
+        self._sent: tuple[Tensor, list[dist.Work | None]] | None = None
 
     @property
     def is_known_here(self) -> bool:
         """This rank computes all of it, and need not wait to read it."""
         return list(self._sources) == [self._rank]
 
-    def expect(self, num_microbatches: int, *, here: int) -> None:
-        """How many microbatches the coming update has, and how many of them are this rank's."""
-        self._num_microbatches = num_microbatches, here
+    def expect(self, update: int, numbers: Mapping[int, Sequence[int]]) -> None:
+        """The coming update, and the microbatches of each of the stage's ranks."""
+        self._update, self._expected = update, numbers
 
     def collect(self, microbatch: int, name: str, number: Tensor) -> None:
-        """A number of one of this rank's microbatches; with the update's last, their sums go out."""
-        everywhere, here = self._num_microbatches
+        """A number of one of this rank's microbatches; with the update's last, they all go out."""
+        own = self._expected[self._rank]
         self._collected.setdefault(microbatch, {})[name] = number
-        whole = [numbers for numbers in self._collected.values() if len(numbers) == len(self.names)]
-        if len(whole) == here:
-            self._send(microbatch // everywhere)
+        if len(self._collected) == len(own) and all(
+            len(numbers) == len(self.names) for numbers in self._collected.values()
+        ):
+            self._send(own)
 
-    def means(self, update: int) -> Means:
-        num_microbatches, _ = self._num_microbatches
-        own = self._rank  # a loss may be kept for longer than the post with its process group
-        works: list[tuple[int, dist.Work | None]] = []
-        parts: list[Tensor] = []
+    def means(self) -> Means:
+        """Of the update that was expected last, whose forwards this rank has done."""
+        works: list[tuple[int | None, dist.Work | None]] = []
+        parts: list[Part] = []
         for source in self._sources:
-            if source == own:
-                if update not in self._parts:
-                    self._send(update)  # an evaluation had nothing for this replica
-                part, sent = self._parts.pop(update)
-                works += [(source, work) for work in sent]
+            numbers = self._expected[source]
+            if not numbers:  # an evaluation has nothing for this replica
+                continue
+            if source == self._rank:
+                assert self._sent is not None
+                part, sent = self._sent
+                works += [(None, work) for work in sent]
             else:
-                part = torch.empty(len(self.names) + 1, dtype=torch.float64, device=self._device)
+                part = torch.empty(len(numbers), len(self.names), dtype=torch.float64, device=self._device)
                 with translated(source):
-                    work = dist.irecv(part, source, group=self._group, tag=self._tag_of(update))
+                    work = dist.irecv(part, source, group=self._group, tag=self._tag_of_update())
                 works.append((source, work))
-            parts.append(part)
-        arrived = torch.empty(len(self.names) + 1, dtype=torch.float64, device=self._device)
-
-        def fill() -> None:
-            of_ranks = torch.stack(parts)
-            arrived[:-1] = of_ranks[:, :-1].sum(0) / num_microbatches
-            arrived[-1] = of_ranks[:, -1].min()
+            parts.append((numbers, part))
 
         def wait() -> None:
             for source, work in works:
                 assert work is not None
-                with translated(None if source == own else source):
+                with translated(source):
                     work.wait()
-            fill()
 
-        if self.is_known_here:
-            fill()
-        return Means(self.names, arrived, wait, is_known_here=self.is_known_here)
+        return Means(self.names, parts, wait, is_known_here=self.is_known_here)
 
-    def _send(self, update: int) -> None:
-        part = torch.tensor([0.0] * len(self.names) + [math.inf], dtype=torch.float64)
-        if self._collected:
-            microbatches = torch.tensor(list(self._collected), dtype=torch.float64)
-            rows = [[own[name].double() for name in self.names] for own in self._collected.values()]
-            numbers = torch.stack([torch.stack(row) for row in rows])
-            broken = microbatches.to(numbers.device).where(~numbers[:, 0].isfinite(), math.inf)
-            part = torch.cat([numbers.sum(0), broken.min()[None]])
-        part = part.to(self._device)
+    def _send(self, numbers: Sequence[int]) -> None:
+        ordered = [self._collected[number][name].double() for number in numbers for name in self.names]
+        part = torch.stack(ordered).view(len(numbers), len(self.names)).to(self._device)
         self._collected = {}
-        tag = self._tag_of(update)
+        tag = self._tag_of_update()
         with translated(None):
             works = [dist.isend(part, other, group=self._group, tag=tag) for other in self._others]
-        self._parts[update] = part, works
+        self._sent = part, works
 
-    def _tag_of(self, update: int) -> int:
+    def _tag_of_update(self) -> int:
         number, count = self._tag
-        return update % (_TAGS // count) * count + number
+        return self._update % (_TAGS // count) * count + number

@@ -98,7 +98,7 @@ class LossReader:
         return self._loss(update, [], is_of_training=False)
 
     def _loss(self, update: int, needs: list[_Need], *, is_of_training: bool) -> Loss:
-        means = [self._waited_for(each, update, needs) for each in self._results.means(update)]
+        means = [self._waited_for(each, update, needs) for each in self._results.means()]
         return Loss(update, means, is_of_training=is_of_training)
 
     def _version(self, stage: int, update: int) -> int:
@@ -113,7 +113,7 @@ class LossReader:
                     self._weights.progress(needed=need.version)
                 means.wait()
 
-        return Means(means.names, means.values, wait, is_known_here=means.is_known_here)
+        return Means(means.names, means.parts, wait, is_known_here=means.is_known_here)
 
     def _require_given(self, update: int, needs: list[_Need]) -> None:
         for need in needs:

@@ -42,11 +42,14 @@ class Results:
         self._wanted: Collection[str] = ()
         self._kept: dict[str, Tensor] = {}
 
-    def expect(self, numbers: range) -> None:
-        """The microbatches that are to come."""
+    def expect(self, update: int, numbers: range) -> None:
+        """The update that is to come, or the evaluation before it, and its microbatches."""
+        job = self._job
         for stage, post in self._posts.items():
-            ranks = [self._job.rank_of(stage, number) for number in numbers]
-            post.expect(len(numbers), here=ranks.count(self._job.rank))
+            of_ranks: dict[int, list[int]] = {rank: [] for rank in job.ranks_of(stage)}
+            for number in numbers:
+                of_ranks[job.rank_of(stage, number)].append(number)
+            post.expect(update, of_ranks)
 
     def collect(self, microbatch: int, name: str, value: Tensor) -> None:
         if name in self._post_of:
@@ -63,9 +66,9 @@ class Results:
         kept, self._kept, self._wanted = self._kept, {}, ()
         return {key: value.contiguous() for key, value in kept.items()}
 
-    def means(self, update: int) -> tuple[Means, ...]:
-        """Those of each stage, the loss the first of all."""
-        return tuple(post.means(update) for post in self._posts.values())
+    def means(self) -> tuple[Means, ...]:
+        """Of what was expected last: those of each stage, the loss the first of all."""
+        return tuple(post.means() for post in self._posts.values())
 
 
 def evaluation_pieces(job: Job, flat: Mapping[str, Tensor], wanted: Sequence[str]) -> list[dict[str, Tensor]]:
