@@ -7,7 +7,8 @@
 Every process has one thread. In each round every contender trains the same number of updates, and 2BW does so
 before and after each of them: what counts is a contender's time over 2BW's right beside it, so that drift of
 the machine cancels, which is a tenth within seconds. A ratio of two contenders is the median of its rounds.
-"bound" is the stages' compute on all processes at once without any communication.
+"bound" is the stages' compute on all processes at once without any communication. Where stages differ, 1F1B
+loses less than (m + 1) / m of it: the table says how much by the stages' times in the bound.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ RATIOS = (
 )
 WARM_UP = 2  # updates; the first stages are ahead of the last ones only after they have made one
 Times = dict[str, list[float]]
+Clock = Callable[[list[float]], float]  # what the processes' seconds count as
+CLOCKS: dict[str, Clock] = {"slowest": max, "mean": statistics.mean}
 Contender = tuple[Update, Update]  # one update, and what to do at the end of a round
 
 
@@ -68,7 +71,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--updates", type=int, default=8, help="updates of each contender in a round")
-    parser.add_argument("--clock", choices=["slowest", "mean"], default="slowest", help="of the processes")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="slowest", help="of the processes")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these, and 2bw")
     parser.add_argument("--plot", type=Path, help="a picture of the ratios")
     parser.add_argument("-o", "--output", type=Path)
@@ -99,8 +102,8 @@ def work(options: argparse.Namespace) -> None:
             engines: list[pd2bw_fx.Engine] = []
             makers = contenders(whole, chunks, model, m, engines)
             made = {n: make() for n, make in makers.items() if n in (options.only or makers) or n == "2bw"}
-            seconds, beside = measured(made, options.rounds, options.updates, options.clock)
-            runs.append({"microbatches": m, "seconds": seconds, "over 2bw": beside})
+            seconds, beside, stages = measured(made, options.rounds, options.updates, CLOCKS[options.clock])
+            runs.append({"microbatches": m, "seconds": seconds, "over 2bw": beside, "stages": stages})
             for engine in engines:
                 engine.close()  # each has threads that wake a hundred times a second
             del made, makers, engines
@@ -147,32 +150,39 @@ def nothing() -> None:
     """A synchronous contender has nothing left to do."""
 
 
-def measured(contenders: dict[str, Contender], rounds: int, updates: int, clock: str) -> tuple[Times, Times]:
-    """For each round after a first that warms up: seconds an update, and these over 2BW's beside it."""
+def measured(
+    contenders: dict[str, Contender], rounds: int, updates: int, clock: Clock
+) -> tuple[Times, Times, list[list[float]]]:
+    """For each round after a first that warms up: seconds an update, these over 2BW's beside it, and of each
+    process in the bound."""
     seconds: Times = {name: [] for name in contenders}
     beside: Times = {name: [] for name in contenders}
+    stages: list[list[float]] = []
     others = [name for name in contenders if name != "2bw"]
     for number in range(rounds + 1):
-        before_s = seconds_of(contenders["2bw"], updates, clock)
+        before_s = clock(seconds_of(contenders["2bw"], updates))
         own_s = [before_s]
         for name in others:
-            took_s = seconds_of(contenders[name], updates, clock)
-            after_s = seconds_of(contenders["2bw"], updates, clock)
+            of_processes_s = seconds_of(contenders[name], updates)
+            took_s = clock(of_processes_s)
+            after_s = clock(seconds_of(contenders["2bw"], updates))
             own_s.append(after_s)
             if number > 0:
                 seconds[name].append(took_s)
                 beside[name].append(2 * took_s / (before_s + after_s))
+                if name == "bound":
+                    stages.append(of_processes_s)
             before_s = after_s
         if number > 0:
             seconds["2bw"].append(statistics.median(own_s))
             beside["2bw"].append(1.0)
-    return seconds, beside
+    return seconds, beside, stages
 
 
-def seconds_of(contender: Contender, updates: int, clock: str) -> float:
-    """Seconds an update, of the slowest process or the mean of all.
+def seconds_of(contender: Contender, updates: int) -> list[float]:
+    """Seconds an update, of each process.
 
-    The updates before the clock starts fill the pipeline: 2BW is timed in its steady state. Which clock
+    The updates before the clock starts fill the pipeline: 2BW is timed in its steady state. Whose clock
     counts makes a difference where processes share cores: over few updates 2BW's ranks are not yet as far
     ahead of one another as they are to be, and the last of the bound's processes, which wait for nobody, ends
     alone.
@@ -184,10 +194,20 @@ def seconds_of(contender: Contender, updates: int, clock: str) -> float:
     began = time.perf_counter()
     for _ in range(updates):
         update()
-    took = torch.tensor([time.perf_counter() - began])
-    dist.all_reduce(took, op=dist.ReduceOp.MAX if clock == "slowest" else dist.ReduceOp.SUM)
+    took = torch.tensor([(time.perf_counter() - began) / updates], dtype=torch.float64)
+    everyone = [torch.empty_like(took) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, took)
     finish()
-    return float(took) / updates / (1 if clock == "slowest" else dist.get_world_size())
+    return [float(each) for each in everyone]
+
+
+def ideal_1f1b(run: dict[str, Any]) -> float:
+    """An update of 1F1B over the slowest stage's own, by the stages' times in the bound.
+
+    The first microbatch takes all stages' times, each of the others the slowest's.
+    """
+    m = run["microbatches"]
+    return statistics.median((sum(s) + (m - 1) * max(s)) / (m * max(s)) for s in run["stages"])
 
 
 def ratios(run: dict[str, Any], ours: str, theirs: str) -> list[float]:
@@ -209,6 +229,9 @@ def print_table(answer: dict[str, Any]) -> None:
             found = ratios(run, ours, theirs)
             spread = f"{min(found):.3f} to {max(found):.3f}"
             print(f"    {ours:>11} / {theirs:<20} {statistics.median(found):.3f}   ({spread})")
+        if run["stages"]:
+            times = ", ".join(f"{statistics.median(s) * 1e3:.0f}" for s in zip(*run["stages"], strict=True))
+            print(f"    stages alone {times} ms an update, by which 1F1B takes {ideal_1f1b(run):.3f} of the slowest's")
 
 
 def plot(answer: dict[str, Any], path: Path) -> None:
