@@ -8,7 +8,8 @@ Every process has one thread. In each round every contender trains the same numb
 before and after each of them: what counts is a contender's time over 2BW's right beside it, so that drift of
 the machine cancels, which is a tenth within seconds. A ratio of two contenders is the median of its rounds.
 "bound" is the stages' compute on all processes at once without any communication. Where stages differ, 1F1B
-loses less than (m + 1) / m of it: the table says how much by the stages' times in the bound.
+loses less than (m + 1) / m of it: the table says how much by the stages' times in the bound, for as many
+processes as there are cores.
 """
 
 from __future__ import annotations
@@ -229,9 +230,9 @@ def print_table(answer: dict[str, Any]) -> None:
             found = ratios(run, ours, theirs)
             spread = f"{min(found):.3f} to {max(found):.3f}"
             print(f"    {ours:>11} / {theirs:<20} {statistics.median(found):.3f}   ({spread})")
-        if run["stages"]:
+        if run["stages"] and answer["processes"] <= len(os.sched_getaffinity(0)):
             times = ", ".join(f"{statistics.median(s) * 1e3:.0f}" for s in zip(*run["stages"], strict=True))
-            print(f"    stages alone {times} ms an update, by which 1F1B takes {ideal_1f1b(run):.3f} of the slowest's")
+            print(f"    the stages' own {times} ms an update; 1F1B ideally {ideal_1f1b(run):.3f} of the longest")
 
 
 def plot(answer: dict[str, Any], path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from pd2bw_fx.costs import Costs
@@ -11,16 +12,19 @@ from pd2bw_fx.plan import Plan, StagePlan, Transfer
 from pd2bw_fx.units import counted, format_bytes, format_seconds
 
 COLUMNS = ("stage", "device", "operators", "parameters", "forward", "backward", "memory / limit")
+_OPERATORS = COLUMNS.index("operators")
+_OPERATORS_WIDTH = 60  # characters; longer lists of modules go on below
 
 
 def plan_table(graph: OperatorGraph, costs: Costs, plan: Plan) -> str:
     """A row for each stage, below it what crosses the cut to later stages, at the end what binds."""
-    rows = [stage_row(graph, stage) for stage in plan.stages]
-    widths = [max(len(row[column]) for row in (COLUMNS, *rows)) for column in range(len(COLUMNS))]
+    rows = [_wrapped(stage_row(graph, stage)) for stage in plan.stages]
+    cells = [COLUMNS, *(line for row in rows for line in row)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS))]
     lines = [headline(graph, plan), "", _line(COLUMNS, widths)]
     lines.append("  ".join("-" * width for width in widths))
     for stage, row in zip(plan.stages, rows, strict=True):
-        lines.append(_line(row, widths))
+        lines += [_line(line, widths) for line in row]
         lines += [f"{'':{widths[0]}}  {line}" for line in cut_lines(graph, plan, stage.stage)]
     return "\n".join([*lines, "", *verdict(costs, plan)])
 
@@ -47,6 +51,13 @@ def stage_row(graph: OperatorGraph, stage: StagePlan) -> tuple[str, ...]:
         format_seconds(stage.backward_s),
         f"{format_bytes(stage.memory.total_bytes)} / {format_bytes(stage.memory_limit_bytes)}",
     )
+
+
+def _wrapped(row: Sequence[str]) -> list[Sequence[str]]:
+    """The row in as many lines as its operators need."""
+    first, *others = textwrap.wrap(row[_OPERATORS], _OPERATORS_WIDTH, break_on_hyphens=False)
+    below = [["" if column != _OPERATORS else more for column in range(len(row))] for more in others]
+    return [[*row[:_OPERATORS], first, *row[_OPERATORS + 1 :]], *below]
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

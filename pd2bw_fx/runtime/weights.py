@@ -33,7 +33,7 @@ from pd2bw_fx.runtime.optimizing import (
     RankOptimizer,
     SchedulerFactory,
 )
-from pd2bw_fx.runtime.slots import Flat, Slots
+from pd2bw_fx.runtime.slots import Slots
 from pd2bw_fx.runtime.ties import GradientSums, TiedParameter, UseQuestion, in_buckets
 from pd2bw_fx.runtime.update import Clipping, LossScale, PendingUpdate, Step
 from pd2bw_fx.stage import StageProgram
@@ -77,10 +77,10 @@ class WeightStore:
         self._pending: deque[PendingUpdate] = deque()
         self._steps: deque[Step] = deque(maxlen=_MOST_PENDING + 1)
         self._rates: dict[int, tuple[float, ...]] = {}  # by version, of the last
+        stepped = [slot.flat if corrector is None else corrector.newest for slot in self._slots]
+        self._stepped = [{name: p.view(flat) for name, p in self._places.items()} for flat in stepped]
         # The optimizer's parameters: stepped in the slot that is being made.
-        self._aliases = {
-            name: nn.Parameter(place.view(self._stepped(0)).detach()) for name, place in self._places.items()
-        }
+        self._aliases = {name: nn.Parameter(view) for name, view in self._stepped[0].items()}
         self._users = [0] * num_versions
         self._ran_on = 0  # the version of the last backward
         self.is_completing = False  # the backward at work is the last of its stage for the coming update
@@ -288,9 +288,9 @@ class WeightStore:
         optimizer = self._optimizer.optimizer
         if optimizer is None:
             return
-        flat = self._stepped(target)
+        stepped = self._stepped[target]
         for name, alias in self._aliases.items():
-            alias.data = self._places[name].view(flat)
+            alias.data = stepped[name]
             # No gradient is not a zero gradient: AdamW decays the weight for the one, and not for the other.
             alias.grad = gradients.get(name)
         if self._corrector is None:
@@ -300,9 +300,6 @@ class WeightStore:
         for alias in self._aliases.values():
             alias.grad = None
         self._optimizer.step_scheduler()
-
-    def _stepped(self, slot: int) -> Flat:
-        return self._slots[slot].flat if self._corrector is None else self._corrector.newest
 
     def _taken_gradients(self) -> dict[str, Tensor]:
         """Of all slots: with one version an update, as in 2BW, one of them has everything."""
