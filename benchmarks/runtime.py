@@ -232,7 +232,7 @@ def print_table(answer: dict[str, Any]) -> None:
             print(f"    {ours:>11} / {theirs:<20} {statistics.median(found):.3f}   ({spread})")
         if run["stages"] and answer["processes"] <= len(os.sched_getaffinity(0)):
             times = ", ".join(f"{statistics.median(s) * 1e3:.0f}" for s in zip(*run["stages"], strict=True))
-            print(f"    the stages' own {times} ms an update; 1F1B ideally {ideal_1f1b(run):.3f} of the longest")
+            print(f"    the stages' own {times} ms an update; 1F1B ideally {ideal_1f1b(run):.3f} of that")
 
 
 def plot(answer: dict[str, Any], path: Path) -> None:

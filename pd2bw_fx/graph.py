@@ -22,13 +22,16 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import networkx as nx
 import torch
-from torch import fx, nn
+from torch import nn
 
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange
+
+if TYPE_CHECKING:
+    from pd2bw_fx.program import FxProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class OperatorGraph:
     batch_symbol: str | None = "batch"  # None: traced at one size, the example's
     batch_sizes: SizeRange = ANY_SIZE  # that the program is right for, where the batch is open
     unused_inputs: tuple[str, ...] = ()
-    fx: fx.GraphModule | None = field(default=None, compare=False, repr=False)
+    fx: FxProgram | None = field(default=None, compare=False, repr=False)
     root: nn.Module | None = field(default=None, compare=False, repr=False)
     changing: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)  # see `Traced`
 

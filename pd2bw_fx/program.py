@@ -1,4 +1,4 @@
-"""The traced program as a module that can be run, and the live tensors that it reads."""
+"""The traced program, which can be run, and the live tensors that it reads."""
 
 from __future__ import annotations
 
@@ -13,26 +13,34 @@ from torch.utils import _pytree as pytree
 from pd2bw_fx.graph import OperatorGraph
 
 
-class ProgramModule(fx.GraphModule):
-    """A graph that is interpreted, not printed and executed.
+class FxProgram:
+    """A graph that is interpreted, not printed and executed: `program(*inputs)` gives the outputs as a tuple.
 
-    torch.fx pastes attribute names unescaped into the code it runs, so that a module named by a hostile
-    hand would run code of its own. Parameters are the model's own tensors, under the model's names.
+    `values` are what its nodes refer to by name: the model's own tensors and layers, under the model's names.
+    They are no attributes of anything, as those of a torch.fx.GraphModule are: a model may have a `graph` or
+    `code` of its own, and torch.fx pastes names unescaped into the code it runs, so that a module named by a
+    hostile hand would run code of its own.
     """
 
-    def __init__(self, values: nn.Module | Mapping[str, Any], graph: fx.Graph, class_name: str) -> None:
-        super().__init__(values if isinstance(values, nn.Module) else dict(values), graph, class_name)
+    def __init__(self, graph: fx.Graph, values: Mapping[str, Any]) -> None:
+        self.graph = graph
+        named = (str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module"))
+        self.values = {name: values[name] for name in named}
 
-    def recompile(self) -> Any:
-        return None
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         outputs: tuple[Any, ...] = ProgramInterpreter(self).run(*tensors)
         return outputs
 
 
 class ProgramInterpreter(fx.Interpreter):
     """Runs each node in the no_grad and autocast regions that the model's author put it in."""
+
+    def __init__(self, program: FxProgram, *, garbage_collect_values: bool = True) -> None:
+        super().__init__(nn.Module(), garbage_collect_values, program.graph)
+        self._values = program.values
+
+    def fetch_attr(self, target: str) -> Any:
+        return self._values[target]
 
     def run_node(self, n: fx.Node) -> Any:
         with region(n):
@@ -91,21 +99,13 @@ def surrounding_autocast() -> tuple[str, ...]:
 
 def tensors(graph: OperatorGraph) -> dict[str, torch.Tensor]:
     """The live value of every parameter, buffer and constant by its name, those of no operator too."""
-    values: dict[str, torch.Tensor] = {}
-    for name in (*graph.parameters, *graph.buffers):
-        holder = graph.fx if graph.fx is not None and _has(graph.fx, name) else graph.root
-        if holder is None:
-            raise ValueError("this operator graph has been read from a file and holds no live tensors")
-        values[name] = _get(holder, name)
-    return values
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    path, _, attribute = name.rpartition(".")
-    try:
-        return hasattr(module.get_submodule(path), attribute)
-    except AttributeError:
-        return False
+    if graph.root is None:
+        raise ValueError("this operator graph has been read from a file and holds no live tensors")
+    read = graph.fx.values if graph.fx is not None else {}
+    return {
+        name: read[name] if name in read else _get(graph.root, name)
+        for name in (*graph.parameters, *graph.buffers)
+    }
 
 
 def _get(module: nn.Module, name: str) -> torch.Tensor:

@@ -21,7 +21,7 @@ from pd2bw_fx.onnx_session import first_line, require
 from pd2bw_fx.source_check import operators_called
 from pd2bw_fx.stage import Port, StageProgram
 
-from .origin import describe_nodes
+from .origin import WRAPPED_PREFIX, Wrapped, describe_nodes
 from .spelling import TranslatableSpelling
 
 if TYPE_CHECKING:
@@ -54,16 +54,18 @@ def stage_model(
     try:
         with _quiet(), TranslatableSpelling(), patch.object(fx.graph, "_format_target", _read_attribute):
             exported = torch.onnx.export(
-                module,
+                Wrapped(module),
                 tuple(tensor.contiguous() for tensor in inputs),  # strides would be symbols, too
                 dynamo=True,
                 opset_version=opset,
-                dynamic_shapes=shapes if any(shapes) else None,
+                dynamic_shapes=(shapes,) if any(shapes) else None,
                 optimize=False,
                 verbose=False,
             )
             assert exported is not None
             model: ir.Model = exported.model
+            for value in list(model.graph.initializers.values()):  # renaming one changes the mapping
+                value.name = (value.name or "").removeprefix(WRAPPED_PREFIX)
             held = {value.name for value in model.graph.initializers.values()}
             _tidy(model, held)
             describe_nodes(model, program, graph)
@@ -194,7 +196,7 @@ def _renamed(expression: str | None, symbols: Mapping[str, str]) -> str | None:
 
 def _values(model: ir.Model) -> Iterator[ir.Value]:
     yield from model.graph.inputs
-    yield from list(model.graph.initializers.values())  # a copy: renaming one changes the mapping
+    yield from list(model.graph.initializers.values())  # a copy, as above
     for node in model.graph.all_nodes():
         yield from node.outputs
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
 
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.stage import StageProgram
@@ -21,8 +23,22 @@ if TYPE_CHECKING:
 
 MODULE, SOURCE, GENERATED, STAGE = (f"pd2bw_fx.{key}" for key in ("module", "source", "generated", "stage"))
 
+WRAPPED_PREFIX = "wrapped."
 _TORCH = "pkg.torch.onnx."
 _LOCATION = re.compile(r"#.*?(\S+\.py:\d+)")
+
+
+class Wrapped(nn.Module):
+    """A stage one level down: the exporter makes what it is given into a torch.fx.GraphModule, which has a
+    `graph`, `code` and `meta` of its own where the stage may have a parameter or a layer."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = stage
+        self.train(stage.training)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.wrapped(*inputs)
 
 
 def describe_nodes(model: ir.Model, program: StageProgram, graph: OperatorGraph | None) -> None:
@@ -38,7 +54,7 @@ def describe_nodes(model: ir.Model, program: StageProgram, graph: OperatorGraph 
         notes = node.metadata_props
         # What the exporter adds by itself, the sizes of inputs, it puts into a scope of that name.
         scopes = [
-            "" if scope.startswith("_empty_nn_module") else scope
+            "" if scope.startswith("_empty_nn_module") else _unwrapped(scope)
             for scope in _listed(notes.get(_TORCH + "name_scopes"))
         ]
         kinds = _listed(notes.get(_TORCH + "class_hierarchy"))
@@ -56,6 +72,10 @@ def describe_nodes(model: ir.Model, program: StageProgram, graph: OperatorGraph 
         for key, value in ((MODULE, module), (SOURCE, source), (GENERATED, generated)):
             if value is not None:
                 notes[key] = value
+
+
+def _unwrapped(scope: str) -> str:
+    return "" if scope == WRAPPED_PREFIX[:-1] else scope.removeprefix(WRAPPED_PREFIX)
 
 
 def _inherit(node: ir.Node) -> None:

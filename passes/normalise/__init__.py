@@ -9,7 +9,7 @@ from torch import fx
 
 from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.graph import ModelOutput, OperatorGraph
-from pd2bw_fx.program import ProgramModule, tensors, training_context
+from pd2bw_fx.program import FxProgram, tensors, training_context
 from pd2bw_fx.traced import Traced
 
 from .assume import assume
@@ -51,12 +51,11 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     reshape_as_views(draft)
     draft, facts = _observed(draft, traced)
     if traced.examples:
-        facts.working_casts = working_casts(_module(draft, traced), facts, traced.examples)
+        facts.working_casts = working_casts(_program(draft), facts, traced.examples)
     remove_identities(draft, facts)
     remove_true_terms(draft, facts)
     remove_dead_code(draft, facts)
     separate_repeated_outputs(draft, facts)
-    module = _module(draft, traced)
     placeholders = draft.graph.find_nodes(op="placeholder")
     parameters, buffers = parameter_specs(traced, draft)
     describer = Describer(
@@ -79,7 +78,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
         batch_symbol="batch" if traced.dynamic_batch else None,
         batch_sizes=traced.batch_sizes,
         unused_inputs=tuple(node.name for node in placeholders if not node.users),
-        fx=module,
+        fx=_program(draft),
         root=traced.model,
         changing=traced.changing,
     )
@@ -91,7 +90,7 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts]:
         trainable = {name for name, p in traced.model.named_parameters() if p.requires_grad}
         return draft, assume(draft, trainable)
     try:
-        facts = observe(_module(draft, traced), traced.examples)
+        facts = observe(_program(draft), traced.examples)
     except Pd2bwError:
         raise
     except Exception as error:  # of an operator of the model's, whatever it is
@@ -103,14 +102,14 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts]:
     rewritten = make_functional(draft, facts)
     if rewritten is draft:
         return draft, facts
-    facts = observe(_module(rewritten, traced), traced.examples)
+    facts = observe(_program(rewritten), traced.examples)
     if copy_written_buffers(rewritten, facts):
-        facts = observe(_module(rewritten, traced), traced.examples)
+        facts = observe(_program(rewritten), traced.examples)
     return rewritten, facts
 
 
-def _module(draft: Draft, traced: Traced) -> ProgramModule:
-    return ProgramModule(draft.values, draft.graph, traced.model_name)
+def _program(draft: Draft) -> FxProgram:
+    return FxProgram(draft.graph, draft.values)
 
 
 def _symbols(traced: Traced, placeholders: Any) -> dict[str, str]:

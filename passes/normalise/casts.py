@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pd2bw_fx.program import ProgramModule
+from pd2bw_fx.program import FxProgram
 
 from .facts import Facts, FakeRun
 from .nodes import operator_name
@@ -19,15 +19,15 @@ from .nodes import operator_name
 CASTS = {"to", "type_as"}
 
 
-def working_casts(module: ProgramModule, facts: Facts, example: Mapping[str, torch.Tensor]) -> frozenset[str]:
+def working_casts(program: FxProgram, facts: Facts, example: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """The names of those that change a value's type where the program runs under autocast.
 
     The CPU's is asked, which leaves more results in low precision than CUDA's does.
     """
-    idle = frozenset(node.name for node in module.graph.nodes if _is_idle(node))
+    idle = frozenset(node.name for node in program.graph.nodes if _is_idle(node))
     if not idle:
         return idle
-    run = _UnderAutocast(module, facts, idle)
+    run = _UnderAutocast(program, facts, idle)
     with torch.autocast("cpu", torch.bfloat16):
         run.run_on(example)
     return frozenset(run.working)
@@ -46,8 +46,8 @@ def _is_idle(node: fx.Node) -> bool:
 class _UnderAutocast(FakeRun):
     """Where an operator takes no operands of two types, its value is as it was traced."""
 
-    def __init__(self, module: ProgramModule, facts: Facts, idle: frozenset[str]) -> None:
-        super().__init__(module, facts.mode)
+    def __init__(self, program: FxProgram, facts: Facts, idle: frozenset[str]) -> None:
+        super().__init__(program, facts.mode)
         self.facts = facts
         self.idle = idle
         self.working: list[str] = []

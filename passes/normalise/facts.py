@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from pd2bw_fx.program import ProgramInterpreter, ProgramModule
+from pd2bw_fx.program import FxProgram, ProgramInterpreter
 
 from .nodes import writes
 
@@ -47,10 +47,10 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
-def observe(module: ProgramModule, example: Mapping[str, torch.Tensor]) -> Facts:
+def observe(program: FxProgram, example: Mapping[str, torch.Tensor]) -> Facts:
     """Runs the program at the example's sizes; `example` holds a tensor for each placeholder."""
     facts = Facts(fake_mode())
-    _Observer(module, facts).run_on(example)
+    _Observer(program, facts).run_on(example)
     return facts
 
 
@@ -63,8 +63,8 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 class FakeRun(ProgramInterpreter):
     """Runs the program on parameters, buffers and constants that hold no data."""
 
-    def __init__(self, module: ProgramModule, mode: FakeTensorMode, *, keep_values: bool = False) -> None:
-        super().__init__(module, garbage_collect_values=not keep_values)
+    def __init__(self, program: FxProgram, mode: FakeTensorMode, *, keep_values: bool = False) -> None:
+        super().__init__(program, garbage_collect_values=not keep_values)
         self.mode = mode
 
     def fetch_attr(self, target: str) -> Any:
@@ -79,8 +79,8 @@ class FakeRun(ProgramInterpreter):
 
 
 class _Observer(FakeRun):
-    def __init__(self, module: ProgramModule, facts: Facts) -> None:
-        super().__init__(module, facts.mode, keep_values=True)
+    def __init__(self, program: FxProgram, facts: Facts) -> None:
+        super().__init__(program, facts.mode, keep_values=True)
         self.facts = facts
 
     def run_node(self, n: fx.Node) -> Any:

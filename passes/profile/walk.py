@@ -68,6 +68,12 @@ class Meter(Protocol):
         """With the times of its forward and backward."""
 
 
+def _held_by(value: Any) -> tuple[Tensor, ...]:
+    if isinstance(value, nn.Module):
+        return (*value.parameters(), *value.buffers())
+    return (value,) if isinstance(value, Tensor) else ()
+
+
 class Walk(ProgramInterpreter):
     """Runs the program operator by operator, each on values cut off from what made them.
 
@@ -86,8 +92,8 @@ class Walk(ProgramInterpreter):
         self._saved: set[int] = set()
         self._alive: list[Any] = []  # storages are told apart by address, so none may be reused
         self._costs: dict[str, OperatorCost] = {}
-        for module in (graph.root, graph.fx):
-            for tensor in (*module.parameters(), *module.buffers()) if module is not None else ():
+        for value in (graph.root, *graph.fx.values.values()):
+            for tensor in _held_by(value):
                 self._parameter(tensor)
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, OperatorCost]:  # type: ignore[override]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pd2bw_fx.program import ProgramModule, surrounding_autocast
+from pd2bw_fx.program import surrounding_autocast
 
 from .program import Program
 
@@ -52,7 +52,14 @@ class _Tracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
 
+class _Uncompiled(fx.GraphModule):
+    """Names in it may be a hostile hand's, and torch.fx would paste them unescaped into code that it runs."""
+
+    def recompile(self) -> Any:
+        return None
+
+
 def trace_symbolically(program: Program) -> fx.GraphModule:
     tracer = _Tracer(program.flat.names)
     graph = tracer.trace(program)
-    return ProgramModule(tracer.root, graph, type(program.model).__name__)
+    return _Uncompiled(tracer.root, graph, type(program.model).__name__)

@@ -1,0 +1,63 @@
+"""A model's own names may be ones that torch.fx has for itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pd2bw_fx
+
+INPUTS = (torch.linspace(-1, 1, 48).view(8, 6), torch.arange(8) % 4)
+
+
+class _Graphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = nn.Linear(6, 6)
+        self.code = nn.Parameter(torch.randn(6))
+        self.register_buffer("meta", torch.rand(6))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.graph(x) * self.code + self.meta
+        return F.cross_entropy(self.head(hidden.relu()), labels)
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.print_readable = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self._graph = nn.Linear(6, 4)
+        self.recompile = _Graphs()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.print_readable(x)
+        return F.cross_entropy(self._graph(hidden), labels) + self.recompile(hidden, labels)
+
+
+@pytest.mark.parametrize("kind", [_Graphs, _Inner])
+@pytest.mark.parametrize("tracer", ["export", "fx"])
+def test_a_model_has_what_a_graph_module_has_too(kind: type[nn.Module], tracer: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    pipe = pd2bw_fx.split(model, INPUTS, cluster=2, costs="analytic", tracer=tracer)
+
+    pipe.verify()
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    pipe.save(tmp_path / "saved")
+    loaded = pd2bw_fx.load(tmp_path / "saved")
+    assert torch.equal(next(iter(loaded.run(INPUTS).values())), next(iter(pipe.run(INPUTS).values())))
+
+
+def test_onnx_files_have_its_names(tmp_path: Path) -> None:
+    pipe = pd2bw_fx.split(_Graphs(), INPUTS, cluster=2, costs="analytic")
+    manifest = pipe.export_onnx(tmp_path / "onnx")
+
+    files = [onnx.load(tmp_path / "onnx" / stage["file"]) for stage in manifest["stages"]]
+    names = {weight.name for file in files for weight in file.graph.initializer}
+    assert {"graph.weight", "graph.bias", "code", "meta", "head.weight", "head.bias"} <= names
