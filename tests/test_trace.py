@@ -320,6 +320,26 @@ def test_a_tensor_that_the_forward_keeps_is_noted_and_no_fake_one_is_left_behind
     assert model.last is None
 
 
+class _SequenceFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(3, 2)
+
+    def forward(self, steps: Tensor, start: Tensor, table: Tensor, labels: Tensor) -> Tensor:
+        last = self.layer(steps)[0][-1] + start
+        return F.cross_entropy(last + table.sum(), labels)
+
+
+def test_an_input_without_the_batch_in_front_is_told() -> None:
+    inputs = (torch.randn(7, 4, 3), torch.randn(4, 2), torch.randn(5), torch.tensor([0, 1, 1, 0]))
+    notes = trace(_SequenceFirst(), inputs).report.notes
+    steps, table = (note for note in notes if note.startswith("input"))
+
+    assert steps.startswith("input steps of shape (7, 4, 3) does not have the batch size 4 in dimension 0")
+    assert steps.endswith("if dimension 1 is its batch, transpose it in the forward")
+    assert table.endswith("every microbatch gets all of it")
+
+
 def test_a_model_in_evaluation_mode_is_traced_as_it_is_and_said_to_be() -> None:
     traced = trace(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval(), (torch.randn(3, 2),))
 

@@ -306,10 +306,7 @@ def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> lis
         batched = flat.batched(batch_size)
         for name, tensor in zip(flat.names, flat.tensors, strict=True):
             if name not in batched:
-                notes.append(
-                    f"input {name} of shape {tuple(tensor.shape)} does not have the batch size {batch_size} "
-                    "in dimension 0: every microbatch gets all of it"
-                )
+                notes.append(_unbatched(name, tuple(tensor.shape), batch_size))
     notes += _said_of(program.watch.changes)
     notes += [
         f"the forward assigns a tensor to {name}, which the stages do not; register it as a buffer if a "
@@ -317,6 +314,16 @@ def _notes(program: Program, flat: FlatArguments, batch_size: int | None) -> lis
         for name in program.watch.assigned_tensors
     ]
     return notes
+
+
+def _unbatched(name: str, shape: tuple[int, ...], batch_size: int) -> str:
+    note = (
+        f"input {name} of shape {shape} does not have the batch size {batch_size} in dimension 0: every "
+        "microbatch gets all of it"
+    )
+    if batch_size not in shape:
+        return note
+    return f"{note}; if dimension {shape.index(batch_size)} is its batch, transpose it in the forward"
 
 
 def _said_of(changes: Sequence[Change]) -> list[str]:
