@@ -69,6 +69,27 @@ def test_the_file_computes_the_same(function: Callable[[Tensor], Tensor], tmp_pa
     pipe.export_onnx(tmp_path / "onnx")
 
 
+class _Bags(nn.Module):
+    """words: (batch, 5)"""
+
+    def __init__(self, mode: str, padding_idx: int | None) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(9, 6, mode=mode, padding_idx=padding_idx)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.bags(words)).sum()
+
+
+@pytest.mark.parametrize(("mode", "padding_idx"), [("sum", None), ("mean", 2), ("max", None)])
+def test_a_layer_of_bags_is_in_the_file(mode: str, padding_idx: int | None, tmp_path: Path) -> None:
+    words = torch.arange(40).reshape(8, 5) % 9
+    pipe = split(_Bags(mode, padding_idx), (words,), cluster=2, costs="analytic")
+    assert "nn.EmbeddingBag(" in pipe.stages[0].source
+
+    pipe.export_onnx(tmp_path / "onnx")
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_they_compute_what_torch_does(seed: int) -> None:
     torch.manual_seed(seed)

@@ -133,6 +133,35 @@ def _embedding_bag(
     return total if mode == 0 else total / count, None, None, None
 
 
+def _bags_of_layer(
+    input: Tensor,  # noqa: A002 - as torch calls it
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """input: (bags, words), or (words) with offsets. What nn.EmbeddingBag calls; `max_norm` would write."""
+    if max_norm is not None:
+        return NotImplemented
+    if offsets is None:
+        offsets = torch.arange(input.shape[0], device=input.device) * input.shape[1]
+    return _embedding_bag(
+        weight,
+        input.flatten(),
+        offsets,
+        mode=("sum", "mean", "max").index(mode),
+        per_sample_weights=None if per_sample_weights is None else per_sample_weights.flatten(),
+        include_last_offset=include_last_offset,
+        padding_idx=padding_idx,
+    )[0]
+
+
 def _rrelu(
     input: Tensor,  # noqa: A002 - as torch calls it
     lower: float = 1 / 8,
@@ -162,5 +191,5 @@ TRANSLATABLE: Mapping[Any, Callable[..., Any]] = {
     for name, function in _BY_NAME.items()
     for holder in (functional, torch, Tensor)
     if hasattr(holder, name)
-} | {torch.embedding_bag: _embedding_bag}
+} | {torch.embedding_bag: _embedding_bag, functional.embedding_bag: _bags_of_layer}
 """By the function, under each of its public names. One returns NotImplemented where it leaves it as it is."""
