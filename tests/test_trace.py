@@ -238,6 +238,22 @@ def test_a_model_that_cannot_be_traced_gets_every_reason_and_the_line_that_stops
     assert "Try:" in message
 
 
+class _Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(3, 2, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        _, last = self.layer(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))
+        return last.sum()
+
+
+def test_packed_sequences_have_advice_of_their_own() -> None:
+    inputs = (torch.randn(3, 5, 3), torch.tensor([5, 4, 2]))
+    with pytest.raises(TraceError, match="Try: the recurrent layer on the padded batch"):
+        trace(_Packing(), inputs)
+
+
 def test_inputs_that_the_model_rejects_are_told_from_a_model_that_cannot_be_traced() -> None:
     with pytest.raises(InputError, match="mat1 and mat2 shapes cannot be multiplied"):
         trace(_mlp(), (torch.randn(4, 5),))

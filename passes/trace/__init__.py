@@ -32,6 +32,7 @@ from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
 from .diagnose import (
     conditions_of,
+    met_packed_sequences,
     one_line,
     require_eager_run,
     require_nothing_written,
@@ -76,6 +77,10 @@ _ADVICE = (
     "take what depends on tensor values out of Python control flow (torch.where), or pass "
     "tracer='export-as-example' if it always goes the same way, compute the loss outside with loss_fn, or "
     "pass a program that you exported yourself"
+)
+_ADVICE_FOR_PACKED = (
+    "the recurrent layer on the padded batch, since how long packed sequences are depends on values; what "
+    "comes behind a sequence's end is taken out with a mask, its last state with gather"
 )
 _ADVICE_WITHOUT_EXAMPLES = (
     "example inputs (example_args, example_kwargs), with which torch.export can trace it"
@@ -353,6 +358,8 @@ def _cannot_be_traced(
         lines.append(f"  stopped at {places[0]}")
     lines += [f"  {finding}" for finding in findings]
     advice = _ADVICE if program.flat.tensors else _ADVICE_WITHOUT_EXAMPLES
+    if any(met_packed_sequences(error) for _, error in attempts):
+        advice = _ADVICE_FOR_PACKED
     error = TraceError("\n".join([*lines, f"  Try: {advice}."]))
     error.__cause__ = attempts[0][1] if attempts else None
     return error

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.rnn import PackedSequence
 
 from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
@@ -50,6 +51,15 @@ def source_line(error: BaseException) -> str | None:
         return None
     text = linecache.getline(own.filename, own.lineno or 0).strip()
     return f"{Path(own.filename).name}:{own.lineno}" + (f": {text}" if text else "")
+
+
+def met_packed_sequences(error: BaseException) -> bool:
+    """Whether one was at hand where the error came through."""
+    return any(
+        isinstance(value, PackedSequence)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        for value in frame.f_locals.values()
+    )
 
 
 def line_of(node: fx.Node) -> str:
