@@ -121,17 +121,28 @@ def test_measured_times_add_up_to_the_whole_models() -> None:
     assert costs.backward_s > 0
 
 
-def test_measuring_leaves_buffers_gradients_and_random_state_alone() -> None:
-    model = build("resnet")
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    traced = trace(model, model.example_inputs(), {})  # type: ignore[operator]
+class _Normed(nn.Module):
+    """An embedding whose forward writes its weight, and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(5, 4, max_norm=0.1), nn.BatchNorm1d(4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.norm(self.words(words)).square().sum()
+
+
+def test_measuring_leaves_weights_buffers_gradients_and_random_state_alone() -> None:
+    model = _Normed()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    traced = trace(model, (torch.arange(4),))
     state = torch.get_rng_state()
 
     profile(normalise(traced), traced.examples, device=CPU, method="measured", whole=traced.call)
 
     assert torch.equal(torch.get_rng_state(), state)
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, before[name]), name
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -175,6 +175,14 @@ def test_symbolic_tracing_on_request_computes_what_the_model_does() -> None:
     assert torch.equal(found, model.scale.grad)
 
 
+def test_symbolic_tracing_knows_the_authors_lines() -> None:
+    inputs = (torch.randn(7, 4, 3), torch.randn(4, 2), torch.randn(5), torch.tensor([0, 1, 1, 0]))
+    graph = normalise(trace(_SequenceFirst(), inputs, tracer="fx"))
+
+    lines = [operator.source_line or "" for operator in graph.operators.values()]
+    assert {line.partition(":")[0] for line in lines} == {"test_trace.py"}
+
+
 def test_a_program_of_the_users_own_is_accepted_as_it_is() -> None:
     model, x = _mlp(), torch.randn(4, 4)
     exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("n")},))

@@ -346,8 +346,8 @@ def test_a_parameter_that_a_forward_writes_is_trained_by_synchronous_methods_alo
         torch.testing.assert_close(reference.state_dict[name], trained)
 
 
-@pytest.mark.parametrize("assigns", [True, False])
-def test_what_is_written_where_no_trace_sees_it_is_refused_and_undone(assigns: bool) -> None:
+@pytest.mark.parametrize("writes", ["assigns", "in place", "augmented"])
+def test_what_is_written_where_no_trace_sees_it_is_refused_and_undone(writes: str) -> None:
     class Averaging(Plain):
         def __init__(self) -> None:
             super().__init__()
@@ -356,8 +356,10 @@ def test_what_is_written_where_no_trace_sees_it_is_refused_and_undone(assigns: b
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
                 for own, target in zip(self.second.parameters(), self.target.parameters(), strict=True):
-                    if assigns:
+                    if writes == "assigns":
                         target.data = 0.9 * target.data + 0.1 * own.data
+                    elif writes == "augmented":
+                        target.data *= 0.9
                     else:
                         target.data.mul_(0.9).add_(own.data, alpha=0.1)
             return super().forward(x) + self.target(x).mean()

@@ -299,13 +299,14 @@ def _root(graph: OperatorGraph) -> nn.Module:
 
 @contextmanager
 def state_as_it_was(graph: OperatorGraph, devices: Sequence[int] = ()) -> Iterator[None]:
-    """What is run within draws no random numbers of the user's, and leaves no trace in buffers."""
-    buffers = list(_root(graph).buffers())
-    before = [buffer.detach().clone() for buffer in buffers]
+    """What is run within draws no random numbers of the user's, and leaves no trace in buffers, nor in
+    parameters, which an embedding with max_norm writes."""
+    state = [*_root(graph).parameters(), *_root(graph).buffers()]
+    before = [tensor.detach().clone() for tensor in state]
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, value in zip(buffers, before, strict=True):
-                    buffer.copy_(value)
+                for tensor, value in zip(state, before, strict=True):
+                    tensor.copy_(value)

@@ -42,11 +42,8 @@ def source_line(error: BaseException) -> str | None:
     """The innermost line of the model author's code that the error came through, with its text."""
     own = None
     for frame in traceback.extract_tb(error.__traceback__):
-        path = Path(frame.filename)
-        resolved = path.resolve()
-        if _TORCH in resolved.parents or _PACKAGE in resolved.parents or path.suffix != ".py":
-            continue
-        own = frame
+        if is_the_authors(frame.filename) and frame.filename.endswith(".py"):
+            own = frame
     if own is None:
         return None
     text = linecache.getline(own.filename, own.lineno or 0).strip()
@@ -66,10 +63,15 @@ def line_of(node: fx.Node) -> str:
     """The innermost line of the model author's code that a traced node comes from, with its text."""
     own = "a line that torch has not kept"
     for file, number, text in _FRAME.findall(node.meta.get("stack_trace") or ""):
-        path = Path(file).resolve()
-        if path.suffix == ".py" and _TORCH not in path.parents and _PACKAGE not in path.parents:
-            own = f"{path.name}:{number}: {text.strip()}"
+        if is_the_authors(file) and file.endswith(".py"):
+            own = f"{Path(file).name}:{number}: {text.strip()}"
     return own
+
+
+def is_the_authors(file: str) -> bool:
+    """Whether code of that file is the model's, and not torch's or what traces it."""
+    parents = Path(file).resolve().parents
+    return _TORCH not in parents and _PACKAGE not in parents
 
 
 @contextmanager
@@ -197,14 +199,14 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
-def require_nothing_written(names: list[str]) -> None:
+def require_nothing_written(names: list[str], *, how: str = "through .data") -> None:
     """What runs while torch.fx traces is not in its graph: `target.data.mul_(0.9)` is done once, and lost.
 
     Raises TraceError with the first of these names.
     """
     if names:
         raise TraceError(
-            f"the forward writes {names[0].removeprefix(MODEL_PREFIX)!r} through .data, or in place where "
-            "torch.fx does not see it; write it under torch.no_grad() and without .data, as torch.export can "
-            "trace, or outside of the forward"
+            f"the forward writes {names[0].removeprefix(MODEL_PREFIX)!r} {how}, or in place where torch.fx "
+            "does not see it; write it under torch.no_grad() and without .data, as torch.export can trace, "
+            "or outside of the forward"
         )

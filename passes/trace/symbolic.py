@@ -6,6 +6,7 @@ Modules of torch.nn stay whole (`call_module`), and control flow on tensors or s
 from __future__ import annotations
 
 from collections.abc import Callable
+from traceback import StackSummary
 from typing import Any
 
 import torch
@@ -13,7 +14,17 @@ from torch import fx, nn
 
 from pd2bw_fx.program import surrounding_autocast
 
+from .diagnose import is_the_authors, require_nothing_written
 from .program import Program
+
+
+class _Proxy(fx.Proxy):
+    """Takes no assignment: torch.fx would forget `self.weight.data = ..` without a word."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("node", "tracer"):
+            require_nothing_written([str(self.node.target)], how=f"through .{name}")
+        super().__setattr__(name, value)
 
 
 class _Tracer(fx.Tracer):
@@ -37,6 +48,13 @@ class _Tracer(fx.Tracer):
         for device_type in surrounding_autocast():
             node.meta["autocast"] = (device_type, torch.get_autocast_dtype(device_type), True)
         return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def _filter_traceback_frames(self, user_stack_summary: StackSummary) -> StackSummary:
+        frames = super()._filter_traceback_frames(user_stack_summary)
+        return StackSummary.from_list(frame for frame in frames if is_the_authors(frame.filename))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         # A layer that holds submodules which it calls itself (Sequential, TransformerEncoder) is opened, and
