@@ -71,6 +71,7 @@ INFIX: dict[str, tuple[str, int]] = {
     "add": ("+", PLUS), "sub": ("-", PLUS), "mul": ("*", TIMES), "div": ("/", TIMES),
     "matmul": ("@", TIMES), "mm": ("@", TIMES), "floordiv": ("//", TIMES), "mod": ("%", TIMES),
     "__and__": ("&", AND), "__or__": ("|", OR), "__xor__": ("^", XOR), "truediv": ("/", TIMES),
+    "and_": ("&", AND), "or_": ("|", OR), "xor": ("^", XOR),
     "bitwise_and": ("&", AND), "bitwise_or": ("|", OR), "bitwise_xor": ("^", XOR), "remainder": ("%", TIMES),
     "eq": ("==", COMPARE), "ne": ("!=", COMPARE), "lt": ("<", COMPARE), "le": ("<=", COMPARE),
     "gt": (">", COMPARE), "ge": (">=", COMPARE), "lshift": ("<<", SHIFT), "rshift": (">>", SHIFT),

@@ -65,6 +65,8 @@ def place_in_mask(node: fx.Node) -> str | None:
     widest = node
     while (wider := next((u for u in widest.users if _is_operator(u, "unsqueeze")), None)) is not None:
         widest = wider
+    if "val" not in widest.meta:
+        return None  # torch.fx knows no shapes
     shape = widest.meta["val"].shape
     long = [place - len(shape) for place, size in enumerate(shape) if type(size) is not int or size != 1]
     if len(shape) < 2 or len(long) != 1:

@@ -68,8 +68,9 @@ def _function(node: fx.Node, scene: Scene) -> Source:
         return infix(name, node.args[0], node.args[1], scene)
     if target is operator.pow:
         return Source(" ** ".join(scene.receiver(operand) for operand in node.args), POWER)
-    if target is operator.neg:
-        return Source(f"-{scene.source(node.args[0]).within(UNARY)}", UNARY)
+    if target in (operator.neg, operator.invert):
+        sign = "-" if target is operator.neg else "~"
+        return Source(f"{sign}{scene.source(node.args[0]).within(UNARY)}", UNARY)
     if target in _OF_NUMBERS:
         given = [value for value in node.args if value is not None]  # round(number, None)
         return Source(f"{_OF_NUMBERS[target]}({arguments(given, {}, scene)})")

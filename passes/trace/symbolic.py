@@ -5,6 +5,8 @@ Modules of torch.nn stay whole (`call_module`), and control flow on tensors or s
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable
 from traceback import StackSummary
 from typing import Any
@@ -25,6 +27,28 @@ class _Proxy(fx.Proxy):
         if name not in ("node", "tracer"):
             require_nothing_written([str(self.node.target)], how=f"through .{name}")
         super().__setattr__(name, value)
+
+    def __getattr__(self, k: str) -> fx.proxy.Attribute:
+        return _Attribute(self, k)
+
+
+class _Attribute(fx.proxy.Attribute):
+    """Its node is made when it is first used, maybe in another module; it belongs where it was read."""
+
+    def __init__(self, root: fx.Proxy, attr: str) -> None:
+        super().__init__(root, attr)
+        self.read_in = copy.copy(root.tracer.module_stack)
+
+    @property
+    def node(self) -> fx.Node:  # type: ignore[override]
+        used_in, self.tracer.module_stack = self.tracer.module_stack, self.read_in
+        try:
+            return super().node
+        finally:
+            self.tracer.module_stack = used_in
+
+    def __getattr__(self, k: str) -> fx.proxy.Attribute:
+        return _Attribute(self, k)
 
 
 class _Tracer(fx.Tracer):
@@ -80,4 +104,21 @@ class _Uncompiled(fx.GraphModule):
 def trace_symbolically(program: Program) -> fx.GraphModule:
     tracer = _Tracer(program.flat.names)
     graph = tracer.trace(program)
+    for node in graph.nodes:
+        _write_plainly(node)
     return _Uncompiled(tracer.root, graph, type(program.model).__name__)
+
+
+def _write_plainly(node: fx.Node) -> None:
+    """Python's operators as functions, and named parts of a result, `x.max(-1).values`, by their place."""
+    if node.op == "call_method" and str(node.target).startswith("__"):  # table[x], of a buffer
+        function = getattr(operator, str(node.target), None)
+        if function is not None:
+            node.op, node.target = "call_function", function
+    elif node.op == "call_function" and node.target is getattr:
+        made, name = node.args
+        assert isinstance(made, fx.Node)
+        maker = made.target if isinstance(made.target, str) else getattr(made.target, "__name__", "")
+        names = getattr(getattr(torch.return_types, maker, None), "__match_args__", ())
+        if name in names:
+            node.target, node.args = operator.getitem, (made, names.index(name))

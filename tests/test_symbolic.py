@@ -1,0 +1,81 @@
+"""What torch.fx records of a forward is what the stages do, in the words of its author."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.errors import TraceError
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("table", torch.linspace(-1, 1, 12).reshape(3, 4))
+
+
+class _Parts(_Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        largest = self.first(x).max(-1, keepdim=True).values
+        sizes, places = torch.topk(self.first(x), 2)
+        return self.last(largest * x + sizes.sum()).mean() + places.sum()
+
+
+class _PartsByName(_Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.first(x).sort(dim=0)
+        return (self.last(found.values) * found.indices).mean()
+
+
+class _Attributes(_Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last(hidden.T.mT).mean()
+
+
+class _Tables(_Layers):
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        return self.last(self.first(x) + self.table[words]).mean()
+
+
+class _Masks(_Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        mask = ~((x > 0) | (hidden > 0)) ^ (x < -1) & (hidden < 1)
+        others = torch.arange(4)[None] <= torch.arange(4)[:, None]
+        return F.softmax(self.last(hidden).masked_fill(mask, -9.0) @ others.float(), -1)[..., 0].mean()
+
+
+@pytest.mark.parametrize("kind", [_Parts, _PartsByName, _Attributes, _Tables, _Masks])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_the_stages_compute_what_the_model_does(kind: type[nn.Module], num_stages: int) -> None:
+    torch.manual_seed(0)
+    inputs = (torch.randn(4, 4), torch.tensor([0, 2, 1, 0]))[: 2 if kind is _Tables else 1]
+    pipe = pd2bw_fx.split(
+        kind(), inputs, cluster=num_stages, num_stages=num_stages, costs="analytic", tracer="fx"
+    )
+
+    pipe.verify()
+    source = "".join(stage.source for stage in pipe.stages)
+    assert "test_symbolic.py:" in source
+    assert ".py:" not in source.replace("test_symbolic.py:", "")
+
+
+class _Masked(_Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.data *= 0.5
+        return self.last(self.first(x)).mean()
+
+
+def test_an_assignment_that_torch_fx_forgets_is_refused() -> None:
+    model = _Masked()
+    before = model.first.weight.clone()
+
+    with pytest.raises(TraceError, match=r"the forward writes 'first\.weight' through \.data"):
+        pd2bw_fx.split(model, (torch.randn(4, 4),), cluster=2, costs="analytic", tracer="fx")
+
+    assert torch.equal(model.first.weight, before)
