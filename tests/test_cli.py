@@ -279,6 +279,7 @@ def test_report_writes_one_page(folder: Path, tmp_path: Path) -> None:
         (["plan", "nothing"], 2, "no model of ours"),
         (["plan"], 2, "give one of them"),
         (["plan", "json:nothing"], 2, "cannot be imported"),
+        (["plan", "nowhere.py:build"], 2, "there is no file nowhere.py"),
         (["plan", "json:dumps", "--cluster", "2"], 2, "cannot be called without arguments"),
         (["plan", "json:__doc__", "--cluster", "2"], 2, "something to call was expected"),
         (["plan", "asyncio:get_running_loop"], 1, "raises RuntimeError: no running event loop (/"),
@@ -306,6 +307,21 @@ def test_a_mistake_is_one_line_and_its_exit_code_says_whose(
     assert "Error: " in error
     assert "Traceback" not in error
     assert message in error
+
+
+def test_a_model_comes_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "from_a_file.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\n"
+    )
+    (tmp_path / "json.py").write_text("def build(): ...\n")
+
+    assert main(["plan", f"{tmp_path / 'from_a_file.py'}:build", "--cluster", "2"]) == 0
+    assert "Sequential: 2 operators on 2 stages" in capsys.readouterr().out
+    assert main(["plan", f"{tmp_path / 'json.py'}:build", "--cluster", "2"]) == 2
+    assert "another module is called json; rename the file" in capsys.readouterr().err
 
 
 def test_wrong_use_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def model_command(
         "model",
         nargs="?" if is_optional else None,
         metavar="MODEL",
-        help=f"one of {', '.join(sorted(MODELS))}; or module:callable returning a model"
+        help=f"one of {', '.join(sorted(MODELS))}; or module:callable (file.py:callable) returning a model"
         + ("; or a saved folder" if takes_folder else "")
         + ("; or an ONNX file" if takes_onnx else ""),
     )
@@ -138,16 +138,28 @@ def named_cluster(options: argparse.Namespace) -> int | str | None:
 
 
 def loaded(name: str) -> Any:
-    """What `module:attribute` names; modules are looked for in the working folder too."""
-    module_name, _, attribute = name.partition(":")
-    if not attribute:
+    """What `module:attribute` or `file.py:attribute` names; modules are found in the working folder too."""
+    module_name, _, attribute = name.rpartition(":")
+    if not module_name or not attribute:
         raise UsageError(f"{name!r} is not of the form module:callable")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    folder, file = "", Path(module_name)
+    if file.suffix == ".py":
+        if not file.is_file():
+            raise UsageError(f"{name!r} cannot be imported: there is no file {module_name}")
+        folder, module_name = str(file.absolute().parent), file.stem
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        module = importlib.import_module(module_name)
+        if folder and not file.samefile(getattr(module, "__file__", None) or "."):
+            raise UsageError(
+                f"{name!r} cannot be imported: another module is called {module_name}; rename the file"
+            )
+        return getattr(module, attribute)
     except (ImportError, AttributeError) as error:
         raise UsageError(f"{name!r} cannot be imported: {error}") from error
+    except UsageError:
+        raise
     except Exception as error:  # whatever the module's own code raises
         raise InputError(f"importing {module_name} raises {_said(error)}") from error
 
@@ -183,7 +195,7 @@ def model_named(name: str) -> nn.Module:
     if ":" not in name:
         raise UsageError(
             f"{name!r} is no model of ours ({', '.join(sorted(MODELS))}), no folder, and not of the form "
-            "module:callable"
+            "module:callable or file.py:callable"
         )
     factory = loaded(name)
     if isinstance(factory, nn.Module):
