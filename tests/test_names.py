@@ -61,3 +61,14 @@ def test_onnx_files_have_its_names(tmp_path: Path) -> None:
     files = [onnx.load(tmp_path / "onnx" / stage["file"]) for stage in manifest["stages"]]
     names = {weight.name for file in files for weight in file.graph.initializer}
     assert {"graph.weight", "graph.bias", "code", "meta", "head.weight", "head.bias"} <= names
+
+
+def test_an_export_leaves_the_modes_of_layers_alone(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    model[1].eval()  # frozen statistics, in a model that is in training
+    pipe = pd2bw_fx.split(model, (INPUTS[0],), cluster=1, costs="analytic")
+    modes = [part.training for part in pipe.stages[0].module.modules()]
+
+    pipe.export_onnx(tmp_path / "onnx", training=True)
+
+    assert [part.training for part in pipe.stages[0].module.modules()] == modes

@@ -35,7 +35,7 @@ class Wrapped(nn.Module):
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
         self.wrapped = stage
-        self.train(stage.training)
+        self.training = stage.training  # its layers keep their own modes
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.wrapped(*inputs)

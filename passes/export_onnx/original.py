@@ -14,6 +14,8 @@ from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import first_line
 from pd2bw_fx.plan import Plan
 
+from .run import turn
+
 
 @dataclass(frozen=True, slots=True)
 class Original:
@@ -38,7 +40,7 @@ class Original:
         if self.model is None or self.forward is None:
             return None
         with model_kept(self.model), torch.no_grad():
-            self.model.train(training)
+            turn(self.model, training=training)
             live: dict[str, Tensor] = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
             for name in live.keys() & weights.keys():
                 live[name].copy_(weights[name])

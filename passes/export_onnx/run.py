@@ -111,14 +111,21 @@ def run_modules(
     return values
 
 
+def turn(module: nn.Module, *, training: bool) -> None:
+    """What is in this mode may have frozen parts that are not: they stay so, as they were traced."""
+    if module.training != training:
+        module.train(training)
+
+
 @contextmanager
 def in_mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
-    """All in this mode, and afterwards each part in the mode it was in, with the buffers it had."""
+    """All in this mode, parts of those that are in it already as they are; afterwards each part in the mode
+    it was in, with the buffers it had."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
     try:
         for module in modules:
-            module.train(training)
+            turn(module, training=training)
         yield
     finally:
         with torch.no_grad():
