@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx.attributes import attributes_kept
+from pd2bw_fx.attributes import attributes_kept, model_kept
 from pd2bw_fx.costs import OperatorCost
 from pd2bw_fx.errors import models_own_backward
 from pd2bw_fx.graph import OperatorGraph
@@ -299,14 +299,7 @@ def _root(graph: OperatorGraph) -> nn.Module:
 
 @contextmanager
 def state_as_it_was(graph: OperatorGraph, devices: Sequence[int] = ()) -> Iterator[None]:
-    """What is run within draws no random numbers of the user's, and leaves no trace in buffers, nor in
-    parameters, which an embedding with max_norm writes."""
-    state = [*_root(graph).parameters(), *_root(graph).buffers()]
-    before = [tensor.detach().clone() for tensor in state]
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in zip(state, before, strict=True):
-                    tensor.copy_(value)
+    """What is run within draws no random numbers of the user's, and leaves no trace in the model: not in
+    parameters either, which an embedding with max_norm writes."""
+    with torch.random.fork_rng(devices=devices), model_kept(_root(graph)):
+        yield
