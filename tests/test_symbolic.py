@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError
+from pd2bw_fx.passes.normalise import normalise
+from pd2bw_fx.passes.trace import trace
 
 
 class _Layers(nn.Module):
@@ -79,3 +81,43 @@ def test_an_assignment_that_torch_fx_forgets_is_refused() -> None:
         pd2bw_fx.split(model, (torch.randn(4, 4),), cluster=2, costs="analytic", tracer="fx")
 
     assert torch.equal(model.first.weight, before)
+
+
+def test_symbolic_tracing_on_request_computes_what_the_model_does() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.relu = nn.ReLU(inplace=True)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor, *, times: int = 2) -> Tensor:
+            with torch.no_grad():
+                shift = self.scale * 3
+            return (self.relu(self.norm(x)) * self.scale * times + shift).view(x.shape[0], -1).sum()
+
+    model, x = Net(), torch.randn(6, 4)
+    traced = trace(model, (x,), {"times": 3}, tracer="fx")
+    graph = normalise(traced)
+
+    assert traced.report.tracer == "fx"
+    assert graph.loss == "loss"
+    assert graph.operators["norm"].writes_buffers == (
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    )
+    assert graph.operators["relu"].memory_group == graph.operators["norm"].memory_group
+    assert graph.fx is not None
+    graph.fx(x)[0].backward()
+    found = model.scale.grad
+    model.scale.grad = None
+    model(x, times=3).backward()
+    assert torch.equal(found, model.scale.grad)
+
+
+def test_symbolic_tracing_knows_the_authors_lines() -> None:
+    graph = normalise(trace(_Masks(), (torch.randn(4, 4),), tracer="fx"))
+
+    lines = [operator.source_line or "" for operator in graph.operators.values()]
+    assert {line.partition(":")[0] for line in lines} == {"test_symbolic.py"}

@@ -142,47 +142,6 @@ def test_a_layer_of_torch_is_a_model_without_example_inputs_too() -> None:
     torch.testing.assert_close(pipe.stages[0].module(x), model(x))
 
 
-def test_symbolic_tracing_on_request_computes_what_the_model_does() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-            self.relu = nn.ReLU(inplace=True)
-            self.scale = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor, *, times: int = 2) -> Tensor:
-            with torch.no_grad():
-                shift = self.scale * 3
-            return (self.relu(self.norm(x)) * self.scale * times + shift).view(x.shape[0], -1).sum()
-
-    model, x = Net(), torch.randn(6, 4)
-    traced = trace(model, (x,), {"times": 3}, tracer="fx")
-    graph = normalise(traced)
-
-    assert traced.report.tracer == "fx"
-    assert graph.loss == "loss"
-    assert graph.operators["norm"].writes_buffers == (
-        "norm.running_mean",
-        "norm.running_var",
-        "norm.num_batches_tracked",
-    )
-    assert graph.operators["relu"].memory_group == graph.operators["norm"].memory_group
-    assert graph.fx is not None
-    graph.fx(x)[0].backward()
-    found = model.scale.grad
-    model.scale.grad = None
-    model(x, times=3).backward()
-    assert torch.equal(found, model.scale.grad)
-
-
-def test_symbolic_tracing_knows_the_authors_lines() -> None:
-    inputs = (torch.randn(7, 4, 3), torch.randn(4, 2), torch.randn(5), torch.tensor([0, 1, 1, 0]))
-    graph = normalise(trace(_SequenceFirst(), inputs, tracer="fx"))
-
-    lines = [operator.source_line or "" for operator in graph.operators.values()]
-    assert {line.partition(":")[0] for line in lines} == {"test_trace.py"}
-
-
 def test_a_program_of_the_users_own_is_accepted_as_it_is() -> None:
     model, x = _mlp(), torch.randn(4, 4)
     exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("n")},))
