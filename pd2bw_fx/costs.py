@@ -173,7 +173,7 @@ class StageMemory:
     optimizer_bytes: int
     activation_bytes: int  # saved for the backward, all microbatches in flight
     transfer_bytes: int  # received and sent tensors, all microbatches in flight
-    workspace_bytes: int
+    workspace_bytes: int  # the largest temporary, or what an optimizer step takes beyond a microbatch
     apart_bytes: int = 0
 
     @property

@@ -57,8 +57,9 @@ def _stage_load(
         max((problem.parameters[name].trainable_bytes for name in block.parameters), default=0)
         for block in problem.blocks
     ]
-    workspace = [max(b.workspace_bytes, size) for b, size in zip(problem.blocks, stepped, strict=True)]
-    memory, gradients = (here * np.array(workspace)).max(axis=1), np.zeros(len(grid))
+    working = (here * np.array([block.workspace_bytes for block in problem.blocks])).max(axis=1)
+    stepping = (here * np.array(stepped)).max(axis=1)
+    memory, gradients = np.zeros(len(grid)), np.zeros(len(grid))
     held = here @ np.zeros(len(names))
     for parameter, size in problem.parameters.items():
         users = [at for at, block in enumerate(problem.blocks) if parameter in block.parameters]
@@ -82,10 +83,13 @@ def _stage_load(
     limit = cluster.devices[device].memory_bytes
     # Before and after the backward that makes the first gradients; else all is there at once.
     n = kept.in_flight
-    moments = [(n, 0, 1), (n - 1, 1, 1 - kept.updates_each)] if kept.gradients_wait else [(n, 1, 1)]
+    moments = [(n, 0, 1, working), (n - 1, 1, 1 - kept.updates_each, working)]
+    if not kept.gradients_wait:
+        moments = [(n, 1, 1, working)]
+    moments.append((n - 1, 1, 0, stepping))  # the microbatch whose gradient it steps with is gone
     keeps = repeats = np.ones(len(grid), dtype=bool)
-    for flying, has, again in moments:
-        fixed = memory + has * gradients + flying * held
+    for flying, has, again, besides in moments:
+        fixed = memory + has * gradients + flying * held + besides
         keeps = keeps & (fixed + flying * saved <= limit)
         repeats = repeats & (fixed + again * saved <= limit)
     if recompute == "auto":

@@ -48,12 +48,9 @@ def by_hand(batch_size: int, sizes: Any, stages: Any, replicas: Any, memory_byte
                 links = (start > 0) + (end < len(WORK_S))
                 work_s = sum(0.5 + 2 * work_s * size for work_s in WORK_S[start:end])
                 gradients_s = 2 * (w - 1) / w * 60 * (end - start) / 100.0 / m
-                memory = (
-                    5 * 60 * (end - start)
-                    + 2 * 60
-                    + (d - stage) * ((end - start) * 100 * size + links * 10 * size)
-                )
-                fits = memory <= memory_bytes
+                held = (end - start) * 100 * size + links * 10 * size
+                worked_on, stepped = (d - stage) * held, (d - stage - 1) * held + 2 * 60
+                fits = 5 * 60 * (end - start) + max(worked_on, stepped) <= memory_bytes
                 loads.append(work_s + gradients_s + links * 2 * (10 * size / 100.0) if fits else float("inf"))
             best = min(best, m * max(loads))
     return best

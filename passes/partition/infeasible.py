@@ -129,7 +129,8 @@ def _block_too_large(problem: Problem, cluster: Cluster, instance: Instance) -> 
         static[list(shared.nodes)] += shared.num_bytes.min()
         gradients[list(shared.nodes)] += shared.gradient_bytes
     apart = np.minimum(gradients, instance.saved_bytes) if instance.gradients_wait.any() else 0.0
-    need = static + instance.saved_bytes + instance.workspace_bytes - apart
+    at_work = static + instance.saved_bytes + instance.workspace_bytes - apart
+    need = np.maximum(at_work, static + instance.stepped_bytes)
     node = int(need.argmax())
     if need[node] <= device.memory_bytes:
         return None

@@ -52,9 +52,11 @@ class Instance:
     `recompute` by stage is for pricing an assignment, not for a search.
 
     Memory of stage s: `static_bytes` and `shared` once, `in_flight[s]` times the saved and held bytes (the
-    saved bytes once where it recomputes), and the largest workspace of a node. Where `gradients_wait`, the
-    gradients among them and what one microbatch holds are not there together: the larger of the two counts
-    (where it recomputes, what it saved is there only while it is worked on: if `updates_each`, before them).
+    saved bytes once where it recomputes), and the largest workspace of a node. While the optimizer steps no
+    microbatch is worked on: the largest of `stepped_bytes` in place of that and of what one microbatch holds.
+    Where `gradients_wait`, the gradients among them and what one microbatch holds are not there together: the
+    larger of the two counts (where it recomputes, what it saved is there only while it is worked on: if
+    `updates_each`, before them).
     """
 
     num_stages: int
@@ -75,6 +77,7 @@ class Instance:
     updates_each: Flags  # (k,)
     saved_bytes: Floats  # (n,)
     workspace_bytes: Floats  # (n,)
+    stepped_bytes: Floats  # (n,)
     shared: tuple[SharedBytes, ...] = ()
     forbidden: Flags | None = None  # (k, n): node v may not be on stage s
     hands_on: bool = False  # stages may send values that they did not make, where links make that cheaper
@@ -131,14 +134,17 @@ def evaluate(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops] 
         static[holders] += shared.num_bytes[holders]
         gradients[holders] += shared.gradient_bytes
     send_s, receive_s, one_held = _transfers(instance, stage_of, routes or {})
-    workspace = np.zeros(k)
+    workspace, stepped = np.zeros(k), np.zeros(k)
     np.maximum.at(workspace, stage_of, instance.workspace_bytes)
+    np.maximum.at(stepped, stage_of, instance.stepped_bytes)
     kept = _by_stage(stage_of, instance.saved_bytes, k)
     held = one_held * instance.in_flight
     before = instance.updates_each * kept
     apart_kept = np.where(instance.gradients_wait, np.minimum(gradients, one_held + kept), 0.0)
     apart_again = np.where(instance.gradients_wait, np.minimum(gradients, one_held + before), 0.0)
-    fits_kept = static + kept * instance.in_flight + held + workspace - apart_kept <= instance.limit_bytes
+    # What is there besides, in place of one microbatch where the optimizer steps.
+    besides_kept = np.maximum(workspace, stepped - (one_held + kept - apart_kept)) - apart_kept
+    fits_kept = static + kept * instance.in_flight + held + besides_kept <= instance.limit_bytes
     if instance.recompute == "auto":
         # It only costs time: worth it just where the stage does not fit without.
         recompute = ~fits_kept & (instance.in_flight > 1)
@@ -146,6 +152,7 @@ def evaluate(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops] 
         recompute = np.broadcast_to(np.array(instance.recompute), (k,))
     saved = np.where(recompute, kept, kept * instance.in_flight)
     apart = np.where(recompute, apart_again, apart_kept)
+    workspace = np.maximum(workspace, stepped - (one_held + kept - apart))
     again_s = np.where(recompute, forward_s, 0.0)
     allowed = instance.forbidden is None or not instance.forbidden[stage_of, nodes].any()
     return Loads(

@@ -140,12 +140,16 @@ class _Rectangles:
         saved = self._grid("saved", b"", lambda: _between(self._by_stretch(instance.saved_bytes)))
         fixed = _between(self._by_stretch(instance.static_bytes[stage])) + in_flight * held
         fixed += self._shared([float(shared.num_bytes[stage]) for shared in instance.shared])
-        fixed += self._grid("workspace", b"", self._workspace)
-        kept, recomputed = fixed + in_flight * saved, fixed + saved
+        workspace = self._grid("workspace", b"", lambda: self._most(instance.workspace_bytes))
+        stepped = self._grid("stepped", b"", lambda: self._most(instance.stepped_bytes))
+        apart_kept = apart_again = np.zeros(1)
         if instance.gradients_wait[stage]:
             gradients = self._grid("gradients", b"", self._gradients)
-            kept -= np.minimum(gradients, held + saved)
-            recomputed -= np.minimum(gradients, held + saved if instance.updates_each[stage] else held)
+            apart_kept = np.minimum(gradients, held + saved)
+            apart_again = np.minimum(gradients, held + saved if instance.updates_each[stage] else held)
+        stepped = stepped - held - saved  # in place of one microbatch
+        kept = fixed + in_flight * saved + np.maximum(workspace - apart_kept, stepped)
+        recomputed = fixed + saved + np.maximum(workspace - apart_again, stepped)
         limit = instance.limit_bytes[stage]
         if instance.recompute != "auto":
             load_s[(recomputed if instance.recompute else kept) > limit] = _NEVER
@@ -177,7 +181,7 @@ class _Rectangles:
             instance.static_bytes[stage].sum()
             + sum(float(shared.num_bytes[stage]) for shared in instance.shared)
             + in_flight * (instance.saved_bytes.sum() + sum(net.held_bytes for net in instance.nets))
-            + instance.workspace_bytes.max(initial=0.0)
+            + np.maximum(instance.workspace_bytes, instance.stepped_bytes).max(initial=0.0)
         )
         if most <= instance.limit_bytes[stage]:
             return b""
@@ -226,9 +230,9 @@ class _Rectangles:
     def _by_stretch(self, values: Floats) -> Floats:
         return np.bincount(self.position, values, self.size).astype(np.float64)
 
-    def _workspace(self) -> Floats:
+    def _most(self, values: Floats) -> Floats:
         largest = np.zeros(self.size)
-        np.maximum.at(largest, self.position, self.instance.workspace_bytes)
+        np.maximum.at(largest, self.position, values)
         return _largest(largest)
 
     def _held(self) -> Floats:

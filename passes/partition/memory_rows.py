@@ -1,18 +1,21 @@
 """The memory of every stage as rows of an integer program, at each of its worst moments.
 
 Mostly there is one such moment: all microbatches in flight, and the gradients there. Where gradients wait,
-there are two: all in flight without gradients, and one less with them. Each is a row, so that the stage fits
-where both do. Where everything that may land on a stage fits together, it has no rows.
+there are two: all in flight without gradients, and one less with them. A large parameter makes one more, when
+it is stepped and no microbatch is worked on. Each is a row, so that the stage fits where all do. Where
+everything that may land on a stage fits together, it has no rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pd2bw_fx.passes.solver import Variable
 
 from .assignment import Assignment, Row, Windows
-from .instance import Instance
+from .instance import Floats, Instance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +25,7 @@ class _Moment:
     in_flight: int
     at_work: int
     has_gradients: bool
+    is_stepping: bool = False
     row: Row = field(default_factory=Row)
 
 
@@ -37,7 +41,8 @@ class MemoryRows:
         for stage in range(instance.num_stages):
             if self.binds(stage):
                 self._static(stage)
-                self._workspace(stage)
+                self._largest(stage, self._instance.workspace_bytes, is_stepping=False)
+                self._largest(stage, self._instance.stepped_bytes, is_stepping=True)
                 self._saved(stage)
         self._shared()
 
@@ -89,19 +94,22 @@ class MemoryRows:
                     row.add(holds, -1.0)
                     self._assignment.require(row)
 
-    def _workspace(self, stage: int) -> None:
-        sizes = self._instance.workspace_bytes.tolist()
+    def _largest(self, stage: int, num_bytes: Floats, *, is_stepping: bool) -> None:
+        """Of the nodes' bytes, in the moments when the optimizer steps or in the others."""
+        sizes = num_bytes.tolist()
+        moments = [moment for moment in self._moments[stage] if moment.is_stepping == is_stepping]
         nodes = [v for v in self._assignment.nodes(stage) if sizes[v]]
-        if not nodes:
+        if not nodes or not moments:
             return
         scale = max(sizes[v] for v in nodes)
-        workspace = self._assignment.program.continuous(f"workspace_{stage}", high=1.0)
-        for moment in self._moments[stage]:
-            moment.row.add(workspace, scale)
+        name = f"{'stepped' if is_stepping else 'workspace'}_{stage}"
+        largest = self._assignment.program.continuous(name, high=1.0)
+        for moment in moments:
+            moment.row.add(largest, scale)
         for node in nodes:
             row = Row()
             self._assignment.add_x(row, node, stage, sizes[node] / scale)
-            row.add(workspace, -1.0)
+            row.add(largest, -1.0)
             self._assignment.require(row)
 
     def _saved(self, stage: int) -> None:
@@ -122,11 +130,20 @@ def _moments(instance: Instance, stage: int, windows: Windows) -> list[_Moment]:
         float(instance.static_bytes[stage][possible].sum())
         + sum(float(shared.num_bytes[stage]) for shared in instance.shared)
         + in_flight * (float(instance.saved_bytes[possible].sum()) + held)
-        + float(instance.workspace_bytes[possible].max(initial=0.0))
+        + float(np.maximum(instance.workspace_bytes, instance.stepped_bytes)[possible].max(initial=0.0))
     )
     if most <= float(instance.limit_bytes[stage]):
         return []
-    if not instance.gradients_wait[stage]:
-        return [_Moment(in_flight, 1, has_gradients=True)]
-    later = 0 if instance.updates_each[stage] else 1
-    return [_Moment(in_flight, 1, has_gradients=False), _Moment(in_flight - 1, later, has_gradients=True)]
+    at_work = instance.workspace_bytes[possible]
+    if instance.gradients_wait[stage]:
+        later = 0 if instance.updates_each[stage] else 1
+        moments = [
+            _Moment(in_flight, 1, has_gradients=False),
+            _Moment(in_flight - 1, later, has_gradients=True),
+        ]
+    else:
+        moments = [_Moment(in_flight, 1, has_gradients=True)]
+        at_work = at_work + instance.saved_bytes[possible]  # of the microbatch that is gone while stepping
+    if (instance.stepped_bytes[possible] > at_work).any():
+        moments.append(_Moment(in_flight - 1, 0, has_gradients=True, is_stepping=True))
+    return moments

@@ -99,6 +99,7 @@ def _in_company(instance: Instance, deadline: Deadline) -> tuple[Instance, Integ
         gradient_bytes=nothing,
         saved_bytes=nothing,
         workspace_bytes=nothing,
+        stepped_bytes=nothing,
         shared=(),
         forbidden=None,
         hands_on=False,

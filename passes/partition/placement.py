@@ -307,5 +307,6 @@ def _instance(
         updates_each=np.zeros(k, dtype=bool),
         saved_bytes=np.zeros(n),
         workspace_bytes=np.zeros(n),
+        stepped_bytes=np.zeros(n),
         forbidden=~is_cpu[:, None] & of.is_barred[None, :],
     )

@@ -128,7 +128,8 @@ class Reader:
         self.forward_s = np.array([block.forward_s for block in blocks], dtype=float).T
         self.backward_s = np.array([block.backward_s for block in blocks], dtype=float).T
         self.saved = np.array([float(block.saved_bytes) for block in blocks])
-        self.workspace = np.array([_workspace_bytes(block, problem, memory_model) for block in blocks])
+        self.workspace = np.array([float(block.workspace_bytes) for block in blocks])
+        self.stepped = np.array([_stepped_bytes(block, problem, memory_model) for block in blocks])
         self.overlap = overlap
         self.recompute = recompute
         self.pins = tuple(pins)
@@ -161,6 +162,7 @@ class Reader:
             updates_each=np.zeros(k, dtype=bool),
             saved_bytes=self.saved,
             workspace_bytes=self.workspace,
+            stepped_bytes=self.stepped,
             forbidden=self._forbidden(order),
         )
         return self.keeping(instance, self.kept)
@@ -187,10 +189,10 @@ class Reader:
         return forbidden
 
 
-def _workspace_bytes(block: Block, problem: Problem, memory_model: MemoryModel) -> float:
-    """The block's own, or what stepping its largest parameter takes: never both at a time."""
+def _stepped_bytes(block: Block, problem: Problem, memory_model: MemoryModel) -> float:
+    """What stepping the block's largest parameter takes besides."""
     largest = max((problem.parameters[name].trainable_bytes for name in block.parameters), default=0)
-    return float(max(block.workspace_bytes, memory_model.step_copies * largest))
+    return float(memory_model.step_copies * largest)
 
 
 def _net(value: Value, node: Mapping[str, int]) -> Net:
