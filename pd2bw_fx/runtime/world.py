@@ -101,39 +101,52 @@ def job_of_this_rank(
     replicas: int | tuple[int, ...] | None,
     vertical_sync: bool,
 ) -> Job:
-    """Rank 0 sends every rank its job, or the error that all of them raise."""
-    world_size = dist.get_world_size()
-    answers: list[Any] | None = None
-    failure: Exception | None = None
+    """Rank 0 sends every rank its job, or the error that all of them raise.
+
+    One rank after another: beside the model there is one job in rank 0's memory at a time, not all of them.
+    """
+    own, error, failure = b"", None, None
     if dist.get_rank() == 0:
         forget()
+        made: tuple[Job, ...] = ()
         try:
             if pipeline is None:
                 raise InputError("rank 0 must have the pipeline; the other ranks may pass None")
             work = _checked_work(
                 pipeline,
-                world_size,
+                dist.get_world_size(),
                 method=method,
                 microbatches_per_update=microbatches_per_update,
                 slack=slack,
                 replicas=replicas,
                 vertical_sync=vertical_sync,
             )
-            answers = [encoded(job) for job in jobs(pipeline, work)]
-        except Pd2bwError as error:
-            answers = [error] * world_size
-        except Exception as error:
-            answers = [WorkerError(f"rank 0 failed making the jobs of all ranks: {error!r}")] * world_size
-            failure = error
-    received: list[Any] = [None]
-    with translated(0):
-        dist.scatter_object_list(received, answers, src=0)
+            made = jobs(pipeline, work)
+            own = encoded(made[0])
+        except Pd2bwError as known:
+            error = known
+        except Exception as unknown:
+            error = WorkerError(f"rank 0 failed making the jobs of all ranks: {unknown!r}")
+            failure = unknown
+        for rank in range(1, dist.get_world_size()):
+            with translated(rank):
+                dist.send_object_list([error if error else encoded(made[rank])], dst=rank)
+    else:
+        own, error = _received()
     if failure is not None:
         raise failure
-    if isinstance(received[0], Pd2bwError):
-        raise received[0]
-    job: Job = decoded(received[0])
+    if error is not None:
+        raise error
+    job: Job = decoded(own)
     return job
+
+
+def _received() -> tuple[bytes, Pd2bwError | None]:
+    received: list[Any] = [None]
+    with translated(0):
+        dist.recv_object_list(received, src=0)
+    answer = received[0]
+    return (b"", answer) if isinstance(answer, Pd2bwError) else (answer, None)
 
 
 def _checked_work(pipeline: Pipeline, world_size: int, **wanted: Any) -> Work:
