@@ -1,7 +1,8 @@
 """Peak memory of every stage, as planned and as the engine allocates it, for methods with and without
 recomputation.
 
-    python benchmarks/memory.py [--processes 2] [--methods 2bw gpipe] [-o memory.json]
+    python benchmarks/memory.py [--processes 2] [--methods 2bw gpipe]
+        [--vocabulary 512] [--sequence 128] [-o memory.json]
 
 Each rank records all that torch's allocator gives out, from the making of the engine on, over three updates.
 Exits with 1 if a peak is more than 5% from its plan.
@@ -14,6 +15,7 @@ import functools
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--vocabulary", type=int, default=CONFIG.vocab_size, help="of the GPT")
+    parser.add_argument("--sequence", type=int, default=CONFIG.sequence_length)
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -56,7 +60,8 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = GPT.from_config(CONFIG)
+    config = replace(CONFIG, vocab_size=options.vocabulary, sequence_length=options.sequence)
+    model = GPT.from_config(config)
     rows: list[dict[str, Any]] = []
     for method in options.methods:
         m = METHODS[method]

@@ -70,6 +70,7 @@ def _with(plan: Plan, kept: Sequence[Kept]) -> Plan:
             gradients_wait=own.gradients_wait,
             updates_each=own.updates_each,
             correction_copies=own.correction_copies,
+            flushes=own.flushes,
         )
         for stage, own in zip(plan.stages, kept, strict=True)
     )

@@ -115,6 +115,7 @@ class Kept:
     backward that makes the first ones ends with one microbatch less. So it is in GPipe, and wherever every
     microbatch is an update (`updates_each`), where no backward ever begins beside gradients.
     `correction_copies`: of the trainable weights, for what a method does about its delay.
+    `flushes`: no microbatch is in flight while the optimizer steps; else one less than `in_flight` are.
     """
 
     weight_versions: int
@@ -122,6 +123,7 @@ class Kept:
     gradients_wait: bool = False
     updates_each: bool = False
     correction_copies: int = 0
+    flushes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class StagePlan:
     gradients_wait: bool = False
     updates_each: bool = False
     correction_copies: int = 0
+    flushes: bool = False
     replicas: int = 1
     gradient_sum_s: float = 0.0
 
@@ -69,6 +70,7 @@ class StagePlan:
             self.gradients_wait,
             self.updates_each,
             self.correction_copies,
+            self.flushes,
         )
 
     @property

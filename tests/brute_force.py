@@ -86,7 +86,7 @@ def _stage_load(
     moments = [(n, 0, 1, working), (n - 1, 1, 1 - kept.updates_each, working)]
     if not kept.gradients_wait:
         moments = [(n, 1, 1, working)]
-    moments.append((n - 1, 1, 0, stepping))  # the microbatch whose gradient it steps with is gone
+    moments.append((0 if kept.flushes else n - 1, 1, 0, stepping))  # nothing is worked on
     keeps = repeats = np.ones(len(grid), dtype=bool)
     for flying, has, again, besides in moments:
         fixed = memory + has * gradients + flying * held + besides

@@ -85,7 +85,8 @@ def keepings_of(num_stages: int) -> Any:
     of_2bw = tuple(Kept(2, num_stages - stage) for stage in range(num_stages))
     of_a_stage = st.one_of(
         st.builds(Kept, st.integers(1, 3), st.integers(1, 4)),
-        st.builds(Kept, st.integers(1, 3), st.integers(2, 4), st.just(True)),
+        st.builds(Kept, st.integers(1, 3), st.integers(1, 4), flushes=st.just(True)),
+        st.builds(Kept, st.integers(1, 3), st.integers(2, 4), st.just(True), flushes=st.booleans()),
         st.builds(Kept, st.integers(1, 3), st.integers(1, 4), st.just(True), st.just(True)),
     )
     return st.one_of(st.just(of_2bw), st.tuples(*[of_a_stage] * num_stages))

@@ -53,10 +53,10 @@ class Instance:
 
     Memory of stage s: `static_bytes` and `shared` once, `in_flight[s]` times the saved and held bytes (the
     saved bytes once where it recomputes), and the largest workspace of a node. While the optimizer steps no
-    microbatch is worked on: the largest of `stepped_bytes` in place of that and of what one microbatch holds.
-    Where `gradients_wait`, the gradients among them and what one microbatch holds are not there together: the
-    larger of the two counts (where it recomputes, what it saved is there only while it is worked on: if
-    `updates_each`, before them).
+    microbatch is worked on: the largest of `stepped_bytes` in place of that and of what one microbatch holds,
+    or all of them where the pipeline `flushes`. Where `gradients_wait`, the gradients among them and what one
+    microbatch holds are not there together: the larger of the two counts (where it recomputes, what it saved
+    is there only while it is worked on: if `updates_each`, before them).
     """
 
     num_stages: int
@@ -75,6 +75,7 @@ class Instance:
     gradient_bytes: Floats  # (n,), of the static ones
     gradients_wait: Flags  # (k,)
     updates_each: Flags  # (k,)
+    flushes: Flags  # (k,)
     saved_bytes: Floats  # (n,)
     workspace_bytes: Floats  # (n,)
     stepped_bytes: Floats  # (n,)
@@ -142,8 +143,11 @@ def evaluate(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops] 
     before = instance.updates_each * kept
     apart_kept = np.where(instance.gradients_wait, np.minimum(gradients, one_held + kept), 0.0)
     apart_again = np.where(instance.gradients_wait, np.minimum(gradients, one_held + before), 0.0)
-    # What is there besides, in place of one microbatch where the optimizer steps.
-    besides_kept = np.maximum(workspace, stepped - (one_held + kept - apart_kept)) - apart_kept
+    # What the total has of microbatches that are not there while the optimizer steps.
+    num_gone = np.where(instance.flushes, instance.in_flight, 1)
+    gone_kept = num_gone * (one_held + kept) - apart_kept
+    gone_again = num_gone * one_held + kept - apart_again
+    besides_kept = np.maximum(workspace, stepped - gone_kept) - apart_kept
     fits_kept = static + kept * instance.in_flight + held + besides_kept <= instance.limit_bytes
     if instance.recompute == "auto":
         # It only costs time: worth it just where the stage does not fit without.
@@ -152,7 +156,7 @@ def evaluate(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops] 
         recompute = np.broadcast_to(np.array(instance.recompute), (k,))
     saved = np.where(recompute, kept, kept * instance.in_flight)
     apart = np.where(recompute, apart_again, apart_kept)
-    workspace = np.maximum(workspace, stepped - (one_held + kept - apart))
+    workspace = np.maximum(workspace, stepped - np.where(recompute, gone_again, gone_kept))
     again_s = np.where(recompute, forward_s, 0.0)
     allowed = instance.forbidden is None or not instance.forbidden[stage_of, nodes].any()
     return Loads(

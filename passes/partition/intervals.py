@@ -147,9 +147,10 @@ class _Rectangles:
             gradients = self._grid("gradients", b"", self._gradients)
             apart_kept = np.minimum(gradients, held + saved)
             apart_again = np.minimum(gradients, held + saved if instance.updates_each[stage] else held)
-        stepped = stepped - held - saved  # in place of one microbatch
-        kept = fixed + in_flight * saved + np.maximum(workspace - apart_kept, stepped)
-        recomputed = fixed + saved + np.maximum(workspace - apart_again, stepped)
+        num_gone = in_flight if instance.flushes[stage] else 1.0  # microbatches, while the optimizer steps
+        stepped_kept, stepped_again = stepped - num_gone * (held + saved), stepped - num_gone * held - saved
+        kept = fixed + in_flight * saved + np.maximum(workspace - apart_kept, stepped_kept)
+        recomputed = fixed + saved + np.maximum(workspace - apart_again, stepped_again)
         limit = instance.limit_bytes[stage]
         if instance.recompute != "auto":
             load_s[(recomputed if instance.recompute else kept) > limit] = _NEVER
@@ -187,8 +188,10 @@ class _Rectangles:
             return b""
         again_s = instance.again_s[stage].tobytes() if instance.recompute == "auto" else b""
         shared = [float(shared.num_bytes[stage]) for shared in instance.shared]
-        waiting = float(instance.gradients_wait[stage]), float(instance.updates_each[stage])
-        rules = [in_flight, instance.limit_bytes[stage], *waiting, *shared]
+        flags = [
+            float(of[stage]) for of in (instance.gradients_wait, instance.updates_each, instance.flushes)
+        ]
+        rules = [in_flight, instance.limit_bytes[stage], *flags, *shared]
         key: bytes = np.array(rules).tobytes() + instance.static_bytes[stage].tobytes() + again_s
         return key
 

@@ -23,7 +23,7 @@ def kept_by(method: str, num_stages: int, microbatches_per_update: int) -> tuple
             f"microbatches_per_update={d} on"
         )
     if method == "gpipe":
-        return (Kept(1, m, gradients_wait=True, updates_each=m == 1),) * d
+        return (Kept(1, m, gradients_wait=True, updates_each=m == 1, flushes=True),) * d
     if method == "1f1b":
-        return tuple(Kept(1, min(m, d - stage), m <= d - stage, m == 1) for stage in range(d))
+        return tuple(Kept(1, min(m, d - stage), m <= d - stage, m == 1, flushes=True) for stage in range(d))
     return tuple(Kept(2, d - stage, m == 1, m == 1) for stage in range(d))

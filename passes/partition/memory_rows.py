@@ -145,5 +145,6 @@ def _moments(instance: Instance, stage: int, windows: Windows) -> list[_Moment]:
         moments = [_Moment(in_flight, 1, has_gradients=True)]
         at_work = at_work + instance.saved_bytes[possible]  # of the microbatch that is gone while stepping
     if (instance.stepped_bytes[possible] > at_work).any():
-        moments.append(_Moment(in_flight - 1, 0, has_gradients=True, is_stepping=True))
+        left = 0 if instance.flushes[stage] else in_flight - 1
+        moments.append(_Moment(left, 0, has_gradients=True, is_stepping=True))
     return moments

@@ -305,6 +305,7 @@ def _instance(
         gradient_bytes=np.zeros(n),
         gradients_wait=np.zeros(k, dtype=bool),
         updates_each=np.zeros(k, dtype=bool),
+        flushes=np.zeros(k, dtype=bool),
         saved_bytes=np.zeros(n),
         workspace_bytes=np.zeros(n),
         stepped_bytes=np.zeros(n),

@@ -135,6 +135,7 @@ def _stage(
         gradients_wait=kept.gradients_wait,
         updates_each=kept.updates_each,
         correction_copies=kept.correction_copies,
+        flushes=kept.flushes,
         replicas=replicas,
         gradient_sum_s=max(0.0, float(loads.work_s[stage]) - (forward_s + backward_s) / replicas)
         if replicas > 1

@@ -160,6 +160,7 @@ class Reader:
             gradient_bytes=np.zeros(len(self.node)),
             gradients_wait=np.zeros(k, dtype=bool),
             updates_each=np.zeros(k, dtype=bool),
+            flushes=np.zeros(k, dtype=bool),
             saved_bytes=self.saved,
             workspace_bytes=self.workspace,
             stepped_bytes=self.stepped,
@@ -177,6 +178,7 @@ class Reader:
             gradient_bytes=gradients,
             gradients_wait=np.array([each.gradients_wait for each in kept], dtype=bool),
             updates_each=np.array([each.updates_each for each in kept], dtype=bool),
+            flushes=np.array([each.flushes for each in kept], dtype=bool),
             shared=shared,
         )
 

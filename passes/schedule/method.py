@@ -93,6 +93,7 @@ class Method(ABC):
             in_flight=self.in_flight(shape, stage),
             gradients_wait=_gradients_wait(self, shape, stage),
             updates_each=shape.microbatches_per_update == shape.replicas_of(stage),
+            flushes=_flushes(self, shape, stage),
         )
 
     def actions(
@@ -136,20 +137,32 @@ class Method(ABC):
 
 @lru_cache(maxsize=1024)
 def _counted_in_flight(method: Method, shape: Shape, stage: int) -> int:
-    return max(in_flight for in_flight, _ in _moments(method, shape, stage, range(3)))
+    return max(in_flight for _, in_flight, _ in _moments(method, shape, stage, range(3)))
 
 
 @lru_cache(maxsize=1024)
 def _gradients_wait(method: Method, shape: Shape, stage: int) -> bool:
     """Whether most microbatches are in flight only while the stage holds no gradients."""
+    moments = list(_moments(method, shape, stage, _until_steady(method, shape, stage)))
+    most = max(in_flight for _, in_flight, _ in moments)
+    return all(in_flight < most for _, in_flight, has_gradients in moments if has_gradients)
+
+
+@lru_cache(maxsize=1024)
+def _flushes(method: Method, shape: Shape, stage: int) -> bool:
+    """Whether no microbatch is in flight at any update of the stage."""
+    moments = _moments(method, shape, stage, _until_steady(method, shape, stage))
+    return not any(in_flight for kind, in_flight, _ in moments if kind is Kind.UPDATE)
+
+
+def _until_steady(method: Method, shape: Shape, stage: int) -> range:
+    """Updates enough for as many microbatches in flight as there ever are."""
     filling = method.in_flight(shape, stage) * max(shape.replicas or (1,)) // shape.microbatches_per_update
-    moments = list(_moments(method, shape, stage, range(filling + 3)))
-    most = max(in_flight for in_flight, _ in moments)
-    return all(in_flight < most for in_flight, has_gradients in moments if has_gradients)
+    return range(filling + 3)
 
 
-def _moments(method: Method, shape: Shape, stage: int, updates: range) -> Iterator[tuple[int, bool]]:
-    """After each computation of the stage: microbatches in flight, and whether it holds gradients."""
+def _moments(method: Method, shape: Shape, stage: int, updates: range) -> Iterator[tuple[Kind, int, bool]]:
+    """After each computation of the stage: which, microbatches in flight, and whether it holds gradients."""
     for rank in method.ranks_of(shape, stage):
         in_flight, has_gradients = 0, False
         for kind, of_stage, _ in method.order(shape, rank, updates, drain=True, empty_before=0):
@@ -162,7 +175,7 @@ def _moments(method: Method, shape: Shape, stage: int, updates: range) -> Iterat
                 has_gradients = True
             elif kind is Kind.UPDATE:
                 has_gradients = False
-            yield in_flight, has_gradients
+            yield kind, in_flight, has_gradients
 
 
 class StageMethod(Method):
