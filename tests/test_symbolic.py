@@ -83,6 +83,26 @@ def test_an_assignment_that_torch_fx_forgets_is_refused() -> None:
     assert torch.equal(model.first.weight, before)
 
 
+class _Noise(_Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + torch.randn(4)).mean()
+
+
+class _NoiseLikeTheInput(_Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + torch.randn_like(x)).mean()
+
+
+def test_a_random_number_that_would_stay_that_of_the_trace_is_refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(TraceError, match=r"randn.default draws random numbers that depend on no input"):
+        trace(_Noise(), (torch.randn(4, 4),), tracer="fx")
+    x = torch.randn(4, 4)
+    pipe = pd2bw_fx.split(_NoiseLikeTheInput(), (x,), cluster=1, costs="analytic", tracer="fx")
+    stage = pipe.stages[0].module
+    assert not torch.equal(stage(x), stage(x))
+
+
 def test_symbolic_tracing_on_request_computes_what_the_model_does() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

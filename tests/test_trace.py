@@ -221,6 +221,37 @@ def test_packed_sequences_have_advice_of_their_own() -> None:
         trace(_Packing(), inputs)
 
 
+class _LayerDrop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+
+class _DrawnInTheCondition(_LayerDrop):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.training and torch.rand(()) < 0.1:
+                continue
+            x = layer(x)
+        return x.sum()
+
+
+class _DrawnBefore(_LayerDrop):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            number = torch.rand([])
+            skip = self.training and number < 0.1
+            if not skip:
+                x = layer(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("kind", [_DrawnInTheCondition, _DrawnBefore])
+def test_layers_left_out_at_random_have_advice_of_their_own(kind: type[_LayerDrop]) -> None:
+    with pytest.raises(TraceError, match="Try: without leaving layers out at random"):
+        trace(kind(), (torch.randn(4, 3),))
+
+
 def test_inputs_that_the_model_rejects_are_told_from_a_model_that_cannot_be_traced() -> None:
     with pytest.raises(InputError, match="mat1 and mat2 shapes cannot be multiplied"):
         trace(_mlp(), (torch.randn(4, 5),))

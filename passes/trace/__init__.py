@@ -31,6 +31,7 @@ from pd2bw_fx.size_range import ANY_SIZE
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
 from .diagnose import (
+    chooses_at_random,
     conditions_of,
     met_packed_sequences,
     one_line,
@@ -81,6 +82,10 @@ _ADVICE = (
 _ADVICE_FOR_PACKED = (
     "the recurrent layer on the padded batch, since how long packed sequences are depends on values; what "
     "comes behind a sequence's end is taken out with a mask, its last state with gather"
+)
+_ADVICE_AT_RANDOM = (
+    "without leaving layers out at random (layerdrop=0 or the like; a graph has them all), or with a choice "
+    "inside the graph, torch.where(torch.rand(()) < rate, x, layer(x))"
 )
 _ADVICE_WITHOUT_EXAMPLES = (
     "example inputs (example_args, example_kwargs), with which torch.export can trace it"
@@ -360,6 +365,8 @@ def _cannot_be_traced(
     advice = _ADVICE if program.flat.tensors else _ADVICE_WITHOUT_EXAMPLES
     if any(met_packed_sequences(error) for _, error in attempts):
         advice = _ADVICE_FOR_PACKED
+    elif any(chooses_at_random(error) for _, error in attempts):
+        advice = _ADVICE_AT_RANDOM
     error = TraceError("\n".join([*lines, f"  Try: {advice}."]))
     error.__cause__ = attempts[0][1] if attempts else None
     return error

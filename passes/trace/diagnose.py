@@ -26,6 +26,10 @@ from .program import MODEL_PREFIX, Program
 _PACKAGE = Path(__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent
 _MAX_LENGTH = 300
+_CONDITION = re.compile(r"\b(if|while|assert|and|or|not)\b")
+_ASSIGNMENT = re.compile(r"\s*(\w+)\s*=[^=]")
+_DRAWS = re.compile(r"\b(rand|randn|randint|random|uniform_?|bernoulli_?)\b")
+_LINES_BEFORE = 8
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in [^\n]*\n([^\n]*)')
 
 
@@ -40,14 +44,42 @@ def one_line(error: BaseException) -> str:
 
 def source_line(error: BaseException) -> str | None:
     """The innermost line of the model author's code that the error came through, with its text."""
+    own = _authors_place(error)
+    if own is None:
+        return None
+    file, number = own
+    text = linecache.getline(file, number).strip()
+    return f"{Path(file).name}:{number}" + (f": {text}" if text else "")
+
+
+def chooses_at_random(error: BaseException) -> bool:
+    """Whether a random number decides in Python where the error came through.
+
+    It is drawn in the condition, or in one of the lines before, and comes into the condition by name.
+    """
+    own = _authors_place(error)
+    if own is None:
+        return False
+    file, number = own
+    condition = linecache.getline(file, number)
+    if not _CONDITION.search(condition):
+        return False
+    names, read = set[str](), list[str]()
+    for n in range(number, max(0, number - _LINES_BEFORE), -1):
+        line = linecache.getline(file, n)
+        assigned = _ASSIGNMENT.match(line)
+        if n == number or (assigned and assigned[1] in names):
+            names |= set(re.findall(r"\w+", line))
+            read.append(line)
+    return any(_DRAWS.search(line) for line in read)
+
+
+def _authors_place(error: BaseException) -> tuple[str, int] | None:
     own = None
     for frame in traceback.extract_tb(error.__traceback__):
         if is_the_authors(frame.filename) and frame.filename.endswith(".py"):
-            own = frame
-    if own is None:
-        return None
-    text = linecache.getline(own.filename, own.lineno or 0).strip()
-    return f"{Path(own.filename).name}:{own.lineno}" + (f": {text}" if text else "")
+            own = frame.filename, frame.lineno or 0
+    return own
 
 
 def met_packed_sequences(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd2bw_fx.program import surrounding_autocast
 
@@ -101,9 +102,22 @@ class _Uncompiled(fx.GraphModule):
         return None
 
 
+class _DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What depends on no input is computed while tracing: a random number would stay the same."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise ValueError(
+                f"{func} draws random numbers that depend on no input, and torch.fx would keep those of the "
+                "trace; torch.rand_like(x) draws anew"
+            )
+        return func(*args, **(kwargs or {}))
+
+
 def trace_symbolically(program: Program) -> fx.GraphModule:
     tracer = _Tracer(program.flat.names)
-    graph = tracer.trace(program)
+    with _DrawsRefused():  # type: ignore[no-untyped-call]
+        graph = tracer.trace(program)
     for node in graph.nodes:
         _write_plainly(node)
     return _Uncompiled(tracer.root, graph, type(program.model).__name__)
