@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from pd2bw_fx.ctc import ctc_loss_kept
 from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.size_range import SizeRange
 
+from .chance import BY_CHANCE, calls_by_chance, random_numbers_kept
 from .compiling import is_compiling_says, is_raised_by_the_model
 from .custom import custom_functions_kept
 from .diagnose import line_of
@@ -207,30 +207,29 @@ def _require_the_same_again(
     program: Program, exported: ExportedProgram, batch_size: int | None, lengths: Mapping[str, str]
 ) -> None:
     """Traces once more as a second call would run, and refuses a program that is another one then."""
-    watch, state = program.watch, random.getstate()
+    watch = program.watch
     changes = watch.changes
+    numbers = calls_by_chance() if watch.drew_python_random else [random_numbers_kept()]
+    again = []
     try:
         for change in changes:
             setattr(change.module, change.attribute, change.after)
         program.watch = Watch()
-        again = [_exported(program, batch_size, lengths) for _ in range(3 if watch.drew_python_random else 1)]
+        for drawn in numbers:
+            with drawn:
+                again.append(_text(_exported(program, batch_size, lengths)))
     finally:
         for change in changes:
             setattr(change.module, change.attribute, change.before)
-        random.setstate(state)
         program.watch = watch
-    if all(_text(other) == _text(exported) for other in again):
+    if all(other == _text(exported) for other in again):
         return
     raise TraceError(_varying_message(changes))
 
 
 def _varying_message(changes: tuple[Change, ...]) -> str:
     if not changes:
-        return (
-            "the model draws Python or numpy random numbers in its forward and computes something else from "
-            "call to call; a trace would keep one draw for ever. Draw with torch.rand, or set the rate "
-            "(layerdrop) to 0"
-        )
+        return BY_CHANCE
     return (
         f"the model computes something else from call to call, by its {changes[0]}; a trace would keep the "
         "first call for ever. Make it a buffer that the forward updates, or an argument of the forward"

@@ -15,10 +15,13 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pd2bw_fx.errors import TraceError
 from pd2bw_fx.program import surrounding_autocast
 
+from .chance import BY_CHANCE, calls_by_chance
 from .diagnose import is_the_authors, require_nothing_written
 from .program import Program
+from .watch import Watch
 
 
 class _Proxy(fx.Proxy):
@@ -118,9 +121,22 @@ def trace_symbolically(program: Program) -> fx.GraphModule:
     tracer = _Tracer(program.flat.names)
     with _DrawsRefused():  # type: ignore[no-untyped-call]
         graph = tracer.trace(program)
+        if program.watch.drew_python_random:
+            _require_the_same_by_chance(program, graph)
     for node in graph.nodes:
         _write_plainly(node)
     return _Uncompiled(tracer.root, graph, type(program.model).__name__)
+
+
+def _require_the_same_by_chance(program: Program, graph: fx.Graph) -> None:
+    watch = program.watch
+    for drawn in calls_by_chance():
+        program.watch = Watch()
+        with drawn:
+            again = _Tracer(program.flat.names).trace(program)
+        if str(again) != str(graph):
+            raise TraceError(BY_CHANCE)
+    program.watch = watch
 
 
 def _write_plainly(node: fx.Node) -> None:
