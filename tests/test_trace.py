@@ -308,12 +308,13 @@ class _Counting(nn.Module):
         return self.linear(x).sum() * (self.calls if self.uses_count else 1)
 
 
-def test_a_python_counter_is_refused_where_it_changes_the_program_and_noted_where_not() -> None:
+@pytest.mark.parametrize("tracer", ["auto", "fx"])
+def test_a_python_counter_is_refused_where_it_changes_the_program_and_noted_where_not(tracer: str) -> None:
     with pytest.raises(TraceError, match="attribute calls \\(0 before the forward, 1 after\\)"):
-        trace(_Counting(uses_count=True), (torch.randn(3, 2),))
+        trace(_Counting(uses_count=True), (torch.randn(3, 2),), tracer=tracer)
 
     model = _Counting(uses_count=False)
-    traced = trace(model, (torch.randn(3, 2),))
+    traced = trace(model, (torch.randn(3, 2),), tracer=tracer)
 
     assert any("attribute calls" in note for note in traced.report.notes)
     assert model.calls == 0

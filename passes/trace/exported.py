@@ -16,7 +16,7 @@ from pd2bw_fx.ctc import ctc_loss_kept
 from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.size_range import SizeRange
 
-from .chance import BY_CHANCE, calls_by_chance, random_numbers_kept
+from .chance import calls_by_chance, random_numbers_kept, says_that_it_varies
 from .compiling import is_compiling_says, is_raised_by_the_model
 from .custom import custom_functions_kept
 from .diagnose import line_of
@@ -25,7 +25,7 @@ from .inputs import FlatArguments
 from .mapped import write_out_vmap
 from .numbers_of_sizes import sizes_stay_open
 from .program import Program
-from .watch import Change, Watch
+from .watch import Watch
 
 _SMALLEST = 2  # torch takes sizes of 0 and 1 for constants
 _RUNNING_PARTS = {
@@ -224,16 +224,7 @@ def _require_the_same_again(
         program.watch = watch
     if all(other == _text(exported) for other in again):
         return
-    raise TraceError(_varying_message(changes))
-
-
-def _varying_message(changes: tuple[Change, ...]) -> str:
-    if not changes:
-        return BY_CHANCE
-    return (
-        f"the model computes something else from call to call, by its {changes[0]}; a trace would keep the "
-        "first call for ever. Make it a buffer that the forward updates, or an argument of the forward"
-    )
+    raise TraceError(says_that_it_varies(changes))
 
 
 def _text(exported: ExportedProgram) -> list[Any]:

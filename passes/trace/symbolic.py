@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.program import surrounding_autocast
 
-from .chance import BY_CHANCE, calls_by_chance
+from .chance import calls_by_chance, random_numbers_kept, says_that_it_varies
 from .diagnose import is_the_authors, require_nothing_written
 from .program import Program
 from .watch import Watch
@@ -121,22 +121,40 @@ def trace_symbolically(program: Program) -> fx.GraphModule:
     tracer = _Tracer(program.flat.names)
     with _DrawsRefused():  # type: ignore[no-untyped-call]
         graph = tracer.trace(program)
-        if program.watch.drew_python_random:
-            _require_the_same_by_chance(program, graph)
+        if program.watch.changes or program.watch.drew_python_random:
+            _require_the_same_again(program, graph)
     for node in graph.nodes:
         _write_plainly(node)
     return _Uncompiled(tracer.root, graph, type(program.model).__name__)
 
 
-def _require_the_same_by_chance(program: Program, graph: fx.Graph) -> None:
-    watch = program.watch
-    for drawn in calls_by_chance():
+def _require_the_same_again(program: Program, graph: fx.Graph) -> None:
+    """Traces once more as a second call would run, and refuses a program that is another one then."""
+    watch, first = program.watch, _text(program, graph)
+    for drawn in calls_by_chance() if watch.drew_python_random else [random_numbers_kept()]:
         program.watch = Watch()
         with drawn:
             again = _Tracer(program.flat.names).trace(program)
-        if str(again) != str(graph):
-            raise TraceError(BY_CHANCE)
+        if _text(program, again) != first:
+            raise TraceError(says_that_it_varies(watch.changes))
     program.watch = watch
+
+
+def _text(root: nn.Module, graph: fx.Graph) -> list[tuple[str, ...]]:
+    """Whatever torch.fx calls the nodes, and the tensors that it computed while tracing."""
+    number = {node: f"%{at}" for at, node in enumerate(graph.nodes)}
+    return [
+        (
+            node.op,
+            str(getattr(root, node.target).tolist() if _is_constant(node) else node.target),
+            str(fx.node.map_arg((node.args, node.kwargs), lambda n: number[n])),
+        )
+        for node in graph.nodes
+    ]
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return node.op == "get_attr" and str(node.target).startswith("_tensor_constant")
 
 
 def _write_plainly(node: fx.Node) -> None:
