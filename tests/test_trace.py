@@ -320,7 +320,8 @@ def test_a_python_counter_is_refused_where_it_changes_the_program_and_noted_wher
     assert model.calls == 0
 
 
-def test_a_tensor_that_the_forward_keeps_is_noted_and_no_fake_one_is_left_behind() -> None:
+@pytest.mark.parametrize("tracer", ["auto", "fx"])
+def test_a_tensor_that_the_forward_keeps_is_noted_and_no_fake_one_is_left_behind(tracer: str) -> None:
     class Keeping(nn.Linear):
         last: Tensor | None = None
 
@@ -329,7 +330,7 @@ def test_a_tensor_that_the_forward_keeps_is_noted_and_no_fake_one_is_left_behind
             return self.last.sum()
 
     model = Keeping(2, 2)
-    traced = trace(model, (torch.randn(3, 2),))
+    traced = trace(model, (torch.randn(3, 2),), tracer=tracer)
 
     assert any("assigns a tensor to last" in note for note in traced.report.notes)
     assert model.last is None

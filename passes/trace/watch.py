@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pd2bw_fx.modes import LAYERS_WITH_MODES
 
@@ -85,8 +85,9 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _tensor_attributes(module: nn.Module) -> dict[str, int]:
-    """By identity; parameters and buffers are kept elsewhere."""
-    return {name: id(value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+    """By identity, those that torch.fx has in place of tensors too; parameters and buffers are elsewhere."""
+    kinds = torch.Tensor | fx.Proxy
+    return {name: id(value) for name, value in vars(module).items() if isinstance(value, kinds)}
 
 
 def _random_state() -> Any:
