@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -221,37 +220,6 @@ def test_packed_sequences_have_advice_of_their_own() -> None:
         trace(_Packing(), inputs)
 
 
-class _LayerDrop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-
-
-class _DrawnInTheCondition(_LayerDrop):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if self.training and torch.rand(()) < 0.1:
-                continue
-            x = layer(x)
-        return x.sum()
-
-
-class _DrawnBefore(_LayerDrop):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            number = torch.rand([])
-            skip = self.training and number < 0.1
-            if not skip:
-                x = layer(x)
-        return x.sum()
-
-
-@pytest.mark.parametrize("kind", [_DrawnInTheCondition, _DrawnBefore])
-def test_layers_left_out_at_random_have_advice_of_their_own(kind: type[_LayerDrop]) -> None:
-    with pytest.raises(TraceError, match="Try: without leaving layers out at random"):
-        trace(kind(), (torch.randn(4, 3),))
-
-
 def test_inputs_that_the_model_rejects_are_told_from_a_model_that_cannot_be_traced() -> None:
     with pytest.raises(InputError, match="mat1 and mat2 shapes cannot be multiplied"):
         trace(_mlp(), (torch.randn(4, 5),))
@@ -278,62 +246,6 @@ def test_an_autocast_around_the_call_is_not_the_models_own() -> None:
     assert any("autocast" in note for note in traced.report.notes)
     dtypes = {spec.dtype for operator in graph.operators.values() for spec in operator.outputs}
     assert dtypes == {torch.float32}
-
-
-def test_python_random_numbers_that_change_the_program_are_refused() -> None:
-    class LayerDrop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                if random.random() > 0.5:
-                    x = layer(x)
-            return x.sum()
-
-    with pytest.raises(TraceError, match="random numbers"):
-        trace(LayerDrop(), (torch.randn(3, 2),))
-
-
-class _Counting(nn.Module):
-    def __init__(self, *, uses_count: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.calls = 0
-        self.uses_count = uses_count
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.linear(x).sum() * (self.calls if self.uses_count else 1)
-
-
-@pytest.mark.parametrize("tracer", ["auto", "fx"])
-def test_a_python_counter_is_refused_where_it_changes_the_program_and_noted_where_not(tracer: str) -> None:
-    with pytest.raises(TraceError, match="attribute calls \\(0 before the forward, 1 after\\)"):
-        trace(_Counting(uses_count=True), (torch.randn(3, 2),), tracer=tracer)
-
-    model = _Counting(uses_count=False)
-    traced = trace(model, (torch.randn(3, 2),), tracer=tracer)
-
-    assert any("attribute calls" in note for note in traced.report.notes)
-    assert model.calls == 0
-
-
-@pytest.mark.parametrize("tracer", ["auto", "fx"])
-def test_a_tensor_that_the_forward_keeps_is_noted_and_no_fake_one_is_left_behind(tracer: str) -> None:
-    class Keeping(nn.Linear):
-        last: Tensor | None = None
-
-        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-            self.last = super().forward(x)
-            return self.last.sum()
-
-    model = Keeping(2, 2)
-    traced = trace(model, (torch.randn(3, 2),), tracer=tracer)
-
-    assert any("assigns a tensor to last" in note for note in traced.report.notes)
-    assert model.last is None
 
 
 class _SequenceFirst(nn.Module):

@@ -1,4 +1,4 @@
-"""Whether a forward that is called again computes the same, at the extremes of Python's random numbers too.
+"""Python's and numpy's random numbers at their extremes.
 
 A forward that leaves a layer out with a small probability mostly goes the same way twice. With the least and
 the largest numbers that there are it does not.
@@ -8,29 +8,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-
-from .watch import Change
 
 _NUM_WORDS = 624  # of a Mersenne twister's state
 _NUM_EXTREME = 200  # two words a number; fewer than all, for samplers draw until a number pleases them
 _LEAST, _LARGEST = 0x00000040, 0x12DD9BB3  # words that are given out as 0x40 and as all bits
-
-
-def says_that_it_varies(changes: Sequence[Change]) -> str:
-    """Why a second call is traced to another program: by attributes that the first one set, or by chance."""
-    if not changes:
-        return (
-            "the model draws Python or numpy random numbers in its forward and computes something else from "
-            "call to call; a trace would keep one draw for ever. Draw with torch.rand, or set the rate "
-            "(layerdrop) to 0"
-        )
-    return (
-        f"the model computes something else from call to call, by its {changes[0]}; a trace would keep the "
-        "first call for ever. Make it a buffer that the forward updates, or an argument of the forward"
-    )
 
 
 def calls_by_chance() -> list[AbstractContextManager[None]]:

@@ -16,7 +16,6 @@ from pd2bw_fx.ctc import ctc_loss_kept
 from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.size_range import SizeRange
 
-from .chance import calls_by_chance, random_numbers_kept, says_that_it_varies
 from .compiling import is_compiling_says, is_raised_by_the_model
 from .custom import custom_functions_kept
 from .diagnose import line_of
@@ -25,7 +24,7 @@ from .inputs import FlatArguments
 from .mapped import write_out_vmap
 from .numbers_of_sizes import sizes_stay_open
 from .program import Program
-from .watch import Watch
+from .second_call import require_the_same_again
 
 _SMALLEST = 2  # torch takes sizes of 0 and 1 for constants
 _RUNNING_PARTS = {
@@ -51,11 +50,9 @@ def export(program: Program, batch_size: int | None, *, with_lengths: bool = Fal
     exported = _exported(program, batch_size, lengths)
     _require_open(exported, program, lengths)
     _require_single_operators(exported)
-    watch = program.watch
-    if watch.custom_functions:
-        raise TraceError(_custom_function_message(watch.custom_functions[0]))
-    if watch.changes or watch.drew_python_random:
-        _require_the_same_again(program, exported, batch_size, lengths)
+    if program.watch.custom_functions:
+        raise TraceError(_custom_function_message(program.watch.custom_functions[0]))
+    require_the_same_again(program, _text(exported), lambda: _text(_exported(program, batch_size, lengths)))
     return exported
 
 
@@ -201,30 +198,6 @@ def _custom_function_message(name: str) -> str:
         f"the model calls torch's autograd function {name}; a traced program would keep its forward and lose "
         "its backward"
     )
-
-
-def _require_the_same_again(
-    program: Program, exported: ExportedProgram, batch_size: int | None, lengths: Mapping[str, str]
-) -> None:
-    """Traces once more as a second call would run, and refuses a program that is another one then."""
-    watch = program.watch
-    changes = watch.changes
-    numbers = calls_by_chance() if watch.drew_python_random else [random_numbers_kept()]
-    again = []
-    try:
-        for change in changes:
-            setattr(change.module, change.attribute, change.after)
-        program.watch = Watch()
-        for drawn in numbers:
-            with drawn:
-                again.append(_text(_exported(program, batch_size, lengths)))
-    finally:
-        for change in changes:
-            setattr(change.module, change.attribute, change.before)
-        program.watch = watch
-    if all(other == _text(exported) for other in again):
-        return
-    raise TraceError(says_that_it_varies(changes))
 
 
 def _text(exported: ExportedProgram) -> list[Any]:

@@ -15,13 +15,11 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pd2bw_fx.errors import TraceError
 from pd2bw_fx.program import surrounding_autocast
 
-from .chance import calls_by_chance, random_numbers_kept, says_that_it_varies
 from .diagnose import is_the_authors, require_nothing_written
 from .program import Program
-from .watch import Watch
+from .second_call import require_the_same_again
 
 
 class _Proxy(fx.Proxy):
@@ -121,23 +119,14 @@ def trace_symbolically(program: Program) -> fx.GraphModule:
     tracer = _Tracer(program.flat.names)
     with _DrawsRefused():  # type: ignore[no-untyped-call]
         graph = tracer.trace(program)
-        if program.watch.changes or program.watch.drew_python_random:
-            _require_the_same_again(program, graph)
+
+        def text_again() -> list[tuple[str, ...]]:
+            return _text(program, _Tracer(program.flat.names).trace(program))
+
+        require_the_same_again(program, _text(program, graph), text_again)
     for node in graph.nodes:
         _write_plainly(node)
     return _Uncompiled(tracer.root, graph, type(program.model).__name__)
-
-
-def _require_the_same_again(program: Program, graph: fx.Graph) -> None:
-    """Traces once more as a second call would run, and refuses a program that is another one then."""
-    watch, first = program.watch, _text(program, graph)
-    for drawn in calls_by_chance() if watch.drew_python_random else [random_numbers_kept()]:
-        program.watch = Watch()
-        with drawn:
-            again = _Tracer(program.flat.names).trace(program)
-        if _text(program, again) != first:
-            raise TraceError(says_that_it_varies(watch.changes))
-    program.watch = watch
 
 
 def _text(root: nn.Module, graph: fx.Graph) -> list[tuple[str, ...]]:

@@ -1,0 +1,153 @@
+"""What a second call of the forward does otherwise is refused: by chance, or by what the first one set."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx.errors import TraceError
+from pd2bw_fx.passes.trace import trace
+from pd2bw_fx.passes.trace.chance import extreme_numbers
+
+DRAWN: dict[str, Callable[[], float]] = {
+    "random": random.random,
+    "uniform": lambda: random.uniform(0, 1),
+    "numpy": lambda: float(np.random.rand()),
+}
+
+
+class _SeldomLeftOut(nn.Module):
+    def __init__(self, draw: Callable[[], float], rate: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.draw, self.rate = draw, rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.draw() <= self.rate:
+                continue
+            x = layer(x)
+        return (x + torch.arange(3)).sum()
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("tracer", ["auto", "fx"])
+def test_a_layer_that_is_seldom_left_out_is_found(name: str, tracer: str) -> None:
+    with pytest.raises(TraceError, match="draws Python or numpy random numbers"):
+        trace(_SeldomLeftOut(DRAWN[name], 1e-6), (torch.randn(4, 3),), tracer=tracer)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("tracer", ["auto", "fx"])
+def test_a_rate_of_zero_is_no_chance(name: str, tracer: str) -> None:
+    model, x = _SeldomLeftOut(DRAWN[name], 0.0), torch.randn(4, 3)
+    traced = trace(model, (x,), tracer=tracer)
+    assert traced.call is not None
+    assert [value.item() for value in traced.call({"x": x}).values()] == [model(x).item()]
+
+
+def test_extreme_numbers_are_extreme_and_leave_the_generators_alone() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    expected = [random.random(), np.random.rand(), random.gauss(0, 1), np.random.randn()]
+    random.seed(0)
+    np.random.seed(0)
+    with extreme_numbers(largest=False):
+        assert 0 < max(draw() for draw in DRAWN.values()) < 1e-7
+        assert np.isfinite([random.gauss(0, 1), random.normalvariate(0, 1), np.random.randn()]).all()
+    with extreme_numbers(largest=True):
+        assert 1 - 1e-7 < min(draw() for draw in DRAWN.values()) < 1
+        assert np.isfinite([random.gauss(0, 1), random.normalvariate(0, 1), np.random.randn()]).all()
+    assert [random.random(), np.random.rand(), random.gauss(0, 1), np.random.randn()] == expected
+
+
+class _LayerDrop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+
+class _DrawnInTheCondition(_LayerDrop):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.training and torch.rand(()) < 0.1:
+                continue
+            x = layer(x)
+        return x.sum()
+
+
+class _DrawnBefore(_LayerDrop):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            number = torch.rand([])
+            skip = self.training and number < 0.1
+            if not skip:
+                x = layer(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("kind", [_DrawnInTheCondition, _DrawnBefore])
+def test_layers_left_out_at_random_have_advice_of_their_own(kind: type[_LayerDrop]) -> None:
+    with pytest.raises(TraceError, match="Try: without leaving layers out at random"):
+        trace(kind(), (torch.randn(4, 3),))
+
+
+def test_python_random_numbers_that_change_the_program_are_refused() -> None:
+    class LayerDrop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if random.random() > 0.5:
+                    x = layer(x)
+            return x.sum()
+
+    with pytest.raises(TraceError, match="random numbers"):
+        trace(LayerDrop(), (torch.randn(3, 2),))
+
+
+class _Counting(nn.Module):
+    def __init__(self, *, uses_count: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.calls = 0
+        self.uses_count = uses_count
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x).sum() * (self.calls if self.uses_count else 1)
+
+
+@pytest.mark.parametrize("tracer", ["auto", "fx"])
+def test_a_python_counter_is_refused_where_it_changes_the_program_and_noted_where_not(tracer: str) -> None:
+    with pytest.raises(TraceError, match="attribute calls \\(0 before the forward, 1 after\\)"):
+        trace(_Counting(uses_count=True), (torch.randn(3, 2),), tracer=tracer)
+
+    model = _Counting(uses_count=False)
+    traced = trace(model, (torch.randn(3, 2),), tracer=tracer)
+
+    assert any("attribute calls" in note for note in traced.report.notes)
+    assert model.calls == 0
+
+
+@pytest.mark.parametrize("tracer", ["auto", "fx"])
+def test_a_tensor_that_the_forward_keeps_is_noted_and_no_fake_one_is_left_behind(tracer: str) -> None:
+    class Keeping(nn.Linear):
+        last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            self.last = super().forward(x)
+            return self.last.sum()
+
+    model = Keeping(2, 2)
+    traced = trace(model, (torch.randn(3, 2),), tracer=tracer)
+
+    assert any("assigns a tensor to last" in note for note in traced.report.notes)
+    assert model.last is None
