@@ -143,12 +143,11 @@ def evaluate(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops] 
     before = instance.updates_each * kept
     apart_kept = np.where(instance.gradients_wait, np.minimum(gradients, one_held + kept), 0.0)
     apart_again = np.where(instance.gradients_wait, np.minimum(gradients, one_held + before), 0.0)
-    # What the total has of microbatches that are not there while the optimizer steps.
+    # A step takes the place of what the total has of microbatches that are gone by then.
     num_gone = np.where(instance.flushes, instance.in_flight, 1)
-    gone_kept = num_gone * (one_held + kept) - apart_kept
-    gone_again = num_gone * one_held + kept - apart_again
-    besides_kept = np.maximum(workspace, stepped - gone_kept) - apart_kept
-    fits_kept = static + kept * instance.in_flight + held + besides_kept <= instance.limit_bytes
+    work_kept = np.maximum(workspace, stepped - (num_gone * (one_held + kept) - apart_kept))
+    work_again = np.maximum(workspace, stepped - (num_gone * one_held + kept - apart_again))
+    fits_kept = static + kept * instance.in_flight + held + work_kept - apart_kept <= instance.limit_bytes
     if instance.recompute == "auto":
         # It only costs time: worth it just where the stage does not fit without.
         recompute = ~fits_kept & (instance.in_flight > 1)
@@ -156,7 +155,7 @@ def evaluate(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops] 
         recompute = np.broadcast_to(np.array(instance.recompute), (k,))
     saved = np.where(recompute, kept, kept * instance.in_flight)
     apart = np.where(recompute, apart_again, apart_kept)
-    workspace = np.maximum(workspace, stepped - np.where(recompute, gone_again, gone_kept))
+    workspace = np.where(recompute, work_again, work_kept)
     again_s = np.where(recompute, forward_s, 0.0)
     allowed = instance.forbidden is None or not instance.forbidden[stage_of, nodes].any()
     return Loads(
