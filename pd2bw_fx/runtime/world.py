@@ -103,50 +103,51 @@ def job_of_this_rank(
 ) -> Job:
     """Rank 0 sends every rank its job, or the error that all of them raise.
 
-    One rank after another: beside the model there is one job in rank 0's memory at a time, not all of them.
+    One rank after another: beside the model rank 0 holds its own job and one more, not all of them.
     """
-    own, error, failure = b"", None, None
-    if dist.get_rank() == 0:
-        forget()
-        made: tuple[Job, ...] = ()
-        try:
-            if pipeline is None:
-                raise InputError("rank 0 must have the pipeline; the other ranks may pass None")
-            work = _checked_work(
-                pipeline,
-                dist.get_world_size(),
-                method=method,
-                microbatches_per_update=microbatches_per_update,
-                slack=slack,
-                replicas=replicas,
-                vertical_sync=vertical_sync,
-            )
-            made = jobs(pipeline, work)
-            own = encoded(made[0])
-        except Pd2bwError as known:
-            error = known
-        except Exception as unknown:
-            error = WorkerError(f"rank 0 failed making the jobs of all ranks: {unknown!r}")
-            failure = unknown
-        for rank in range(1, dist.get_world_size()):
-            with translated(rank):
-                dist.send_object_list([error if error else encoded(made[rank])], dst=rank)
-    else:
-        own, error = _received()
-    if failure is not None:
-        raise failure
-    if error is not None:
-        raise error
+    if dist.get_rank() != 0:
+        return _received_job()
+    forget()
+    others = range(1, dist.get_world_size())
+    try:
+        if pipeline is None:
+            raise InputError("rank 0 must have the pipeline; the other ranks may pass None")
+        work = _checked_work(
+            pipeline,
+            dist.get_world_size(),
+            method=method,
+            microbatches_per_update=microbatches_per_update,
+            slack=slack,
+            replicas=replicas,
+            vertical_sync=vertical_sync,
+        )
+        made = jobs(pipeline, work)
+        own = encoded(made[0])  # the others' differ from it by their programs and tensors
+    except Exception as error:
+        known = isinstance(error, Pd2bwError)
+        said = error if known else WorkerError(f"rank 0 failed making the jobs of all ranks: {error!r}")
+        for rank in others:
+            _send(said, rank)
+        raise
+    for rank in others:
+        _send(encoded(made[rank]), rank)
     job: Job = decoded(own)
     return job
 
 
-def _received() -> tuple[bytes, Pd2bwError | None]:
+def _send(answer: bytes | Exception, rank: int) -> None:
+    with translated(rank):
+        dist.send_object_list([answer], dst=rank)
+
+
+def _received_job() -> Job:
     received: list[Any] = [None]
     with translated(0):
         dist.recv_object_list(received, src=0)
-    answer = received[0]
-    return (b"", answer) if isinstance(answer, Pd2bwError) else (answer, None)
+    if isinstance(received[0], Pd2bwError):
+        raise received[0]
+    job: Job = decoded(received[0])
+    return job
 
 
 def _checked_work(pipeline: Pipeline, world_size: int, **wanted: Any) -> Work:
