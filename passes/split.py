@@ -14,7 +14,7 @@ from pd2bw_fx.arguments import require_choice
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Costs, MemoryModel
-from pd2bw_fx.modes import asking_for_mode
+from pd2bw_fx.modes import asking_for_mode, has_one_mode
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import Plan, Progress
 
@@ -149,7 +149,7 @@ def split(
     if check and known.example is not None:
         with blaming_the_model(known.graph.model_name, known.reference, known.example):
             pipeline.verify()
-        if isinstance(model, ExportedProgram):
+        if pipeline.graph.root is not None and has_one_mode(pipeline.graph.root):
             _tell_of_the_one_mode(pipeline)
         elif not isinstance(model, Pipeline):
             _tell_of_evaluation(pipeline)

@@ -16,6 +16,11 @@ LAYERS_WITH_MODES = (
 )
 
 
+def has_one_mode(module: nn.Module) -> bool:
+    """Whether it has a program of torch.export in it, which refuses `train()` and `eval()`."""
+    return any("train" in vars(part) for part in module.modules())
+
+
 def passes_through_in_evaluation(module: nn.Module) -> bool:
     """Whether a module that is in training mode, and holds nothing, gives its input back in evaluation.
 
@@ -40,10 +45,11 @@ def passes_through_in_evaluation(module: nn.Module) -> bool:
 
 
 def asking_for_mode(model: nn.Module) -> list[str]:
-    """Modules that do something else in evaluation and are no torch.nn layers, by class: "Name at path"."""
+    """Modules that do something else in evaluation and are no layers of torch.nn's (but may be what it
+    computes weights by), by class: "Name at path"."""
     found: dict[type[nn.Module], str] = {}
     for path, module in model.named_modules():
-        if type(module).__module__.startswith("torch.nn") or not _asks_for_its_mode(module):
+        if type(module).__module__.startswith("torch.nn.modules") or not _asks_for_its_mode(module):
             continue
         if not passes_through_in_evaluation(module):
             found.setdefault(type(module), f"{type(module).__name__} at {path or 'the top'}")

@@ -14,7 +14,7 @@ from pd2bw_fx.arguments import require_kind, require_whole_number
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Calibration, Costs, MemoryModel
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.explanation import Explanation
 from pd2bw_fx.files import writing
 from pd2bw_fx.folder import read_pipeline, save_pipeline
@@ -256,6 +256,9 @@ class Pipeline:
         """
         if self.example is None:
             raise InputError("exporting needs shapes: split the model with example_args")
+        told = "" if training or self.trace_report is None else self.trace_report.evaluation
+        if told:
+            raise ExportError(f"the stages are not for evaluation: {told}, or export with training=True")
         return export_onnx(
             self.programs,
             [stage.module for stage in self.stages],

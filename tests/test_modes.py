@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
-from pd2bw_fx.errors import TraceError
+from pd2bw_fx.errors import ExportError, TraceError
 from pd2bw_fx.modes import passes_through_in_evaluation
 from tests.torchrun import torchrun_of_forks
 
@@ -120,6 +120,36 @@ def test_another_branch_in_evaluation_is_told_and_not_evaluated(tmp_path: Path) 
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean()
+
+
+class PatchDropout(nn.Module):
+    """(batch, 8 patches, 8) -> (batch, 6 patches, 8) of them, drawn; all in evaluation (arXiv 2208.07220)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = torch.rand(x.shape[:2]).topk(6).indices
+        return x[torch.arange(x.shape[0])[:, None], kept]
+
+
+class Flattened(nn.Module):
+    """Rows of one patch after another, however many there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, patches, width = x.shape
+        return x.reshape(batch, width, patches).sum(2)
+
+
+def test_stages_that_evaluation_has_other_sizes_in_are_told_of_and_not_exported(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), PatchDropout(), Flattened(), nn.Linear(8, 1), Mean())
+
+    pipe = pd2bw_fx.split(model, torch.randn(4, 8, 8), cluster=2, num_stages=2, costs="analytic")
+
+    assert pipe.trace_report is not None
+    assert "the stages cannot be run on the example inputs: shape" in pipe.trace_report.evaluation
+    with pytest.raises(ExportError, match=r"not for evaluation: .* split model.eval\(\) to evaluate, or"):
+        pipe.export_onnx(tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
 
 
 def test_a_model_in_evaluation_mode_is_taken_as_it_is() -> None:

@@ -160,6 +160,36 @@ def test_the_masked_part_that_is_exported_is_torchs(before: int) -> None:
     assert torch.equal(found, torch.ops.aten.index_put.default(x, indices, torch.tensor([2.0])))
 
 
+class Squeezing(nn.Module):
+    """x: (batch, time, 4) -> (batch, time); names dimensions that have other sizes than 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.squeeze(self.first(x).squeeze(1), (1,))
+        last: Tensor = self.last(hidden).squeeze(dim=(1, 2)).squeeze(0)
+        return last
+
+
+def test_what_has_nothing_to_squeeze_is_exported(tmp_path: Path) -> None:
+    manifest = pipeline(Squeezing(), torch.randn(4, 3, 4)).export_onnx(tmp_path / "onnx")
+
+    assert manifest["largest_differences_from_model"]["output"] < 1e-6
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, -1, (0, 3), (1, 2, -1), ()])
+def test_the_squeezing_that_is_exported_is_torchs(dim: int | tuple[int, ...] | None) -> None:
+    x = torch.randn(1, 3, 1, 2, 1)
+    named = {} if dim is None else {"dim": dim}
+
+    with spelling.TranslatableSpelling():
+        found = torch.squeeze(x, **named)
+
+    assert torch.equal(found, torch.squeeze(x, **named))
+
+
 class Turning(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -239,8 +269,13 @@ def test_a_buffer_that_the_forward_writes_in_evaluation_too_is_named(tmp_path: P
     normed = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
     model = nn.Sequential(normed, nn.ReLU(), nn.Linear(8, 4))
 
-    with pytest.raises(ExportError, match=r"the forward writes the buffer 0\.parametrizations\.weight\.0\._"):
+    with pytest.raises(
+        ExportError, match=r"_SpectralNorm at 0\.parametrizations\.weight\.0 asks for the mode"
+    ):
         pipeline(model, torch.randn(3, 8)).export_onnx(tmp_path / "onnx")
+    unchecked = pd2bw_fx.split(model, torch.randn(3, 8), cluster=2, costs="analytic", check=False)
+    with pytest.raises(ExportError, match=r"the forward writes the buffer 0\.parametrizations\.weight\.0\._"):
+        unchecked.export_onnx(tmp_path / "onnx")
 
     pipeline(model.eval(), torch.randn(3, 8)).export_onnx(tmp_path / "onnx")
 

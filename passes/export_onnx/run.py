@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pd2bw_fx.errors import ExportError, InputError, PlanMismatchError
 from pd2bw_fx.files import read_manifest
+from pd2bw_fx.modes import has_one_mode
 from pd2bw_fx.onnx_session import Array, first_line, open_session, to_array
 from pd2bw_fx.stage import StageProgram
 
@@ -112,8 +113,9 @@ def run_modules(
 
 
 def turn(module: nn.Module, *, training: bool) -> None:
-    """What is in this mode may have frozen parts that are not: they stay so, as they were traced."""
-    if module.training != training:
+    """What is in this mode may have frozen parts that are not: they stay so, as they were traced. A program
+    of torch.export computes the same in both."""
+    if module.training != training and not has_one_mode(module):
         module.train(training)
 
 

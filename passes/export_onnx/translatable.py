@@ -172,6 +172,15 @@ def _rrelu(
     return NotImplemented if training else functional.leaky_relu(input, (lower + upper) / 2)
 
 
+def _squeeze(self: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
+    """Of the dimensions that were named those of size 1: ONNX's Squeeze takes no others."""
+    named = range(self.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    ones = sorted(d % self.dim() for d in named if isinstance(self.shape[d], int) and self.shape[d] == 1)
+    for place in reversed(ones):
+        self = self.squeeze(place)
+    return self
+
+
 _BY_NAME: Mapping[str, Callable[..., Any]] = {
     "cdist": _cdist,
     "cummax": _cummax,
@@ -184,6 +193,7 @@ _BY_NAME: Mapping[str, Callable[..., Any]] = {
     "median": _median,
     "rrelu": _rrelu,
     "searchsorted": _searchsorted,
+    "squeeze": _squeeze,
 }
 
 TRANSLATABLE: Mapping[Any, Callable[..., Any]] = {

@@ -85,7 +85,7 @@ def accept_graph_module(
     names_out, loss = _names(module.graph.output_node().args[0])
     examples = dict(zip(names, given, strict=False))
     return Traced(
-        program=module,
+        program=_without_guards(module),
         model=module,
         inputs=tuple(names),
         outputs=names_out,
@@ -98,6 +98,19 @@ def accept_graph_module(
         examples=examples,
         call=_caller(module, tuple(args), kwargs, tuple(names), names_out) if examples else None,
     )
+
+
+def _without_guards(module: fx.GraphModule) -> fx.GraphModule:
+    """`ExportedProgram.module()` calls what checks the sizes of its inputs and computes nothing."""
+    guards = module.graph.find_nodes(op="call_module", target="_guards_fn")
+    if not guards:
+        return module
+    kept: dict[fx.Node, fx.Node] = {}
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, kept))
+    for guard in guards:
+        graph.erase_node(kept[guard])
+    return fx.GraphModule(module, graph, type(module).__name__)
 
 
 def _caller(

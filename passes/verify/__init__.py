@@ -131,10 +131,13 @@ def evaluation_differs(
         try:
             expected = forward(example)
         except Exception as error:  # whatever the model's other branch does with the example
-            return f"the model cannot be run in evaluation mode on the example inputs: {error}"
+            return f"the model cannot be run on the example inputs: {error}"
     modules = [build_module(program, tensors).eval() for program in programs]
     with randomness(on=in_order), torch.no_grad():
-        _, produced = run_forwards(programs, modules, example)
+        try:
+            _, produced = run_forwards(programs, modules, example)
+        except RuntimeError as error:  # whatever follows from sizes that the one mode alone has
+            return f"the stages cannot be run on the example inputs: {error}"
     found = model_outputs(programs, produced)
     for name, value in found.items():
         if name not in expected:
