@@ -183,6 +183,26 @@ def test_a_cache_that_was_deleted_or_broken_is_made_again(
     assert path.exists()
 
 
+@pytest.mark.parametrize("others", [True, False], ids=["of another model", "of the same model"])
+def test_times_that_the_machine_was_too_busy_for_are_measured_again(tmp_path: Path, *, others: bool) -> None:
+    profiled(tmp_path)
+    (path,) = (tmp_path / "profiles").iterdir()
+    kept = json.loads(path.read_text())
+    whole = max(kept["seconds"], key=lambda key: sum(kept["seconds"][key]))
+    seconds = {key: [100 * s for s in pair] for key, pair in kept["seconds"].items()}
+    path.write_text(
+        json.dumps(kept | {"seconds": {k: s for k, s in seconds.items() if not others or k != whole}})
+    )
+
+    again = profiled(tmp_path)
+
+    assert sum(cost.forward_s + cost.backward_s for cost in again.operators.values()) < 0.1 * sum(
+        seconds[whole]
+    )
+    assert json.loads(path.read_text())["seconds"][whole] < seconds[whole]
+    assert profiled(tmp_path) == again
+
+
 def test_times_hold_for_one_torch_and_one_number_of_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

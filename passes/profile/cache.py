@@ -57,6 +57,10 @@ class ProfileCache:
         if ONLY_HERE not in repr(key):
             self._new[_digest(key)] = seconds
 
+    def forget(self) -> None:
+        """All is measured again, and replaced when that is saved."""
+        self._seconds = {}
+
     def save(self) -> None:
         """Two processes that save at the same time may lose what one of them measured, and nothing else."""
         if not self._new:
