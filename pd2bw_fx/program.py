@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -81,6 +83,19 @@ def _traced_on(node: fx.Node) -> str:
     return next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
 
 
+def written_by_schema(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes whose values an ATen operator says that it changes in place."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ()
+    written = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        written += [value] if isinstance(value, fx.Node) else []
+    return tuple(written)
+
+
 @contextmanager
 def training_context() -> Iterator[None]:
     """What is traced is the model's training by itself: gradients on, and no autocast but its own."""
@@ -90,6 +105,21 @@ def training_context() -> Iterator[None]:
         for device_type in surrounding_autocast():
             stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+@contextmanager
+def torch_errors_unlogged() -> Iterator[None]:
+    """What torch raises here is told in our own errors and reports; it would print it besides."""
+    names = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    try:
+        for logger in levels:
+            logger.setLevel(logging.CRITICAL)
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def surrounding_autocast() -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import types
 from math import sqrt
 from pathlib import Path
 
+import opt_einsum
 import pytest
 import torch
 from torch import Tensor, nn
@@ -212,3 +213,29 @@ def test_what_a_file_has_for_calls_alone(code: str, called: set[str], tmp_path: 
     file.__file__ = str(tmp_path / "file.py")
 
     assert _only_called(file) == called
+
+
+class Contracting(nn.Module):
+    """(batch, time, 6) -> (batch, time, 4), by three operands, for which there are several orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.down = nn.Parameter(torch.randn(6, 2))
+        self.up = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = torch.einsum("bti,ij,jk->btk", self.first(x), self.down, self.up)
+        by_shapes = opt_einsum.contract_expression("bti,ij,jk->btk", x.shape, (6, 2), (2, 4))
+        again: Tensor = by_shapes(torch.tanh(x), self.down, self.up)
+        return once + again + opt_einsum.contract("bti,ij,jk->btk", x, self.down, self.up)
+
+
+def test_the_order_of_a_contraction_is_found_once_and_the_batch_stays_open() -> None:
+    pipe = pd2bw_fx.split(
+        Contracting(), torch.randn(3, 5, 6), cluster=2, num_stages=2, costs="analytic", check="full"
+    )
+
+    assert pipe.graph.batch_symbol == "batch"
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.tracer == "export"

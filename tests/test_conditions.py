@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,63 @@ def test_what_torch_itself_checks_is_asserted(monkeypatch: pytest.MonkeyPatch) -
     assert pipe.stages[0].source.count(".all()") == 2
     with pytest.raises(RuntimeError, match="values go another way than in the trace"):
         pipe.stages[0].module(*inputs(), torch.tensor([0, 2, 1, 3]))
+
+
+class Solving(nn.Module):
+    """x: (batch, 6), followed through time by Euler's method; what it asks of the times never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = torch.linspace(0, 1, 5)
+        later = times[1:] > times[:-1]
+        assert later.all() or (~later).all()
+        found = torch.empty(len(times), *x.shape)
+        found[0] = x
+        for number, (now, then) in enumerate(itertools.pairwise(times)):
+            if then > 0.9:
+                x = 2 * x
+            x = x + (then - now) * self.slope(x)
+            found[number + 1] = x
+        return found.square().mean()
+
+
+def test_conditions_on_constants_need_no_leave(tmp_path: Path) -> None:
+    model = model_of(Solving)
+
+    pipe = pd2bw_fx.split(model, inputs(), cluster=2, num_stages=2, costs="analytic", check="full")
+
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.notes == ()
+    assert not any("assert" in program.source for program in pipe.programs)
+    assert sum(program.source.count("x * 2") for program in pipe.programs) == 1
+    # What is handed on half written is the same in every run.
+    assert any("torch.zeros((5, x.shape[0], 6)" in program.source for program in pipe.programs)
+    pipe.export_onnx(tmp_path / "onnx")
+
+
+class Written(Solving):
+    """Of an input, though nothing but zeros stands behind it in the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = torch.zeros(3)
+        seen[0] = x.sum()
+        return self.slope(x).mean() if seen.any() else self.slope(x).sum()
+
+
+class Drawing(Solving):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.slope(x).mean() if torch.rand(()) < 0.5 else self.slope(x).sum()
+
+
+class Sized(Solving):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.slope(x).mean() if torch.zeros(x.shape[0]).sum() > 1 else self.slope(x).sum()
+
+
+@pytest.mark.parametrize("kind", [Written, Drawing, Sized])
+def test_what_may_be_otherwise_in_the_next_call_is_no_constant(kind: type[nn.Module]) -> None:
+    with pytest.raises(TraceError):
+        pd2bw_fx.split(model_of(kind), inputs(), cluster=2, costs="analytic")

@@ -9,12 +9,13 @@ from torch import fx
 
 from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.graph import ModelOutput, OperatorGraph
-from pd2bw_fx.program import FxProgram, tensors, training_context
+from pd2bw_fx.program import FxProgram, tensors, torch_errors_unlogged, training_context
 from pd2bw_fx.traced import Traced
 
 from .assume import assume
 from .casts import working_casts
 from .clean import (
+    fill_empty,
     remove_broadcasts,
     remove_dead_code,
     remove_detached_constants,
@@ -47,6 +48,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     remove_detached_constants(draft)
     remove_broadcasts(draft)
     remove_empty_parts(draft)
+    fill_empty(draft)
     write_numbers(draft, traced.model)
     reshape_as_views(draft)
     draft, facts = _observed(draft, traced)
@@ -90,7 +92,8 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts]:
         trainable = {name for name, p in traced.model.named_parameters() if p.requires_grad}
         return draft, assume(draft, trainable)
     try:
-        facts = observe(_program(draft), traced.examples)
+        with torch_errors_unlogged():
+            facts = observe(_program(draft), traced.examples)
     except Pd2bwError:
         raise
     except Exception as error:  # of an operator of the model's, whatever it is

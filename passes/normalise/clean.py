@@ -158,6 +158,33 @@ def remove_empty_parts(draft: Draft) -> None:
             node.args, node.kwargs = (full[0],), {}
 
 
+def fill_empty(draft: Draft) -> None:
+    """What `torch.empty` makes to be written part by part is 0 until then: a stage may hand it on before all
+    is written, and two runs are to give the same."""
+    for node in list(draft.graph.nodes):
+        zeros = _ZEROS.get(operator_name(node)) if node.op == "call_function" else None
+        if zeros is None or not any(operator_name(user) in _OF_PARTS for user in node.users):
+            continue
+        known = {argument.name for argument in zeros._schema.arguments}
+        if node.kwargs.get("memory_format") is not None and "memory_format" not in known:
+            continue
+        with draft.graph.inserting_before(node):
+            filled = draft.graph.call_function(
+                zeros, node.args, {name: value for name, value in node.kwargs.items() if name in known}
+            )
+        filled.meta = dict(node.meta)
+        node.replace_all_uses_with(filled)
+        draft.graph.erase_node(node)
+
+
+_ZEROS = {
+    "empty": torch.ops.aten.zeros.default,
+    "new_empty": torch.ops.aten.new_zeros.default,
+    "empty_like": torch.ops.aten.zeros_like.default,
+}
+_OF_PARTS = {"select", "slice", "diagonal", "index_put_", "index_copy_", "scatter_", "masked_scatter_"}
+
+
 def _full(node: fx.Node) -> list[fx.Node]:
     parts = node.args[0]
     assert isinstance(parts, list | tuple)

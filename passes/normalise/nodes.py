@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pd2bw_fx.program import written_by_schema
 from pd2bw_fx.traced import is_assumption
 
 
@@ -18,17 +19,10 @@ def operator_name(node: fx.Node) -> str:
 
 
 def writes(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes whose values this one changes in place, by its schema."""
+    """The nodes whose values this one changes in place."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return ()
-    schema = node.target._schema
-    written = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        written += [value] if isinstance(value, fx.Node) else []
-    return tuple(written) + _hidden_writes(node)
+    return written_by_schema(node) + _hidden_writes(node)
 
 
 def _hidden_writes(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -3,9 +3,9 @@
 1. `export`: `torch.export.export(strict=False)`; dimension 0 of every input that has the batch's size is
    the named dimension "batch", so that any batch size can be run; of a model that asks for the batch size
    in Python, all sizes with the example's answer.
-2. `export-as-example`: the same where Python asks for the values of tensors, if it does so to assert
-   something or to raise an error, or a layer of torch's does; on request, whatever depends on them. See
-   `conditions.py`.
+2. `export-as-example`: the same where Python asks for the values of tensors, if they are constants, or it
+   does so to assert something or to raise an error, or a layer of torch's does; on request, whatever depends
+   on them. See `conditions.py`.
 3. `export-static`: as the first one, at the example's sizes alone, with a note that says so.
 4. `fx`: `torch.fx` symbolic tracing; the only one where there are no example inputs.
 
@@ -26,7 +26,7 @@ from torch.export import ExportedProgram
 
 from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
-from pd2bw_fx.program import surrounding_autocast, training_context
+from pd2bw_fx.program import surrounding_autocast, torch_errors_unlogged, training_context
 from pd2bw_fx.size_range import ANY_SIZE
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
@@ -39,7 +39,6 @@ from .diagnose import (
     require_nothing_written,
     source_line,
     state_kept,
-    torch_errors_unlogged,
 )
 from .draft import draft_findings
 from .exported import batch_sizes, export, foreign_operators
@@ -137,7 +136,8 @@ def trace(
         attempts += failed
         if traced is not None:
             break
-    findings = draft_findings(program, batch_size) if _failed_to_export(attempts) else ()
+    is_open = traced is not None and traced.report.tracer in _OPEN
+    findings = draft_findings(program, batch_size) if _failed_to_export(attempts) and not is_open else ()
     if traced is None:
         raise _cannot_be_traced(program, attempts, findings)
     report = TraceReport(

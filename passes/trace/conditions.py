@@ -2,6 +2,8 @@
 
 if not torch.isfinite(hidden).all():      the way that the example takes is traced,
     hidden = hidden.clamp(...)            and an assertion that it is the way of every batch
+
+What is asked of constants (`torch.linspace(0, 1, 5)`, the times of an ODE's solver) is the same for all.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._C import TensorBase
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from pd2bw_fx.program import written_by_schema
 from pd2bw_fx.traced import assumption
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -90,6 +94,8 @@ class Conditions:
             if entry is None:
                 return TensorBase.__bool__(tensor)
             coming.remove(entry)
+            if _is_constant(tensor):
+                return entry[1]
             self.asked.append(place)
             holds = tensor if entry[1] else tensor.logical_not()
             torch.ops.aten._assert_async.msg(holds, assumption(place.model, place.line))
@@ -100,6 +106,34 @@ class Conditions:
                 yield
         else:
             yield
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Whether nothing that it is computed from in the trace so far can be otherwise in another call."""
+    mode = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    if slot is None:
+        return False
+    node = slot.proxy.node
+    sources = _sources(node)
+    if any(source.op == "placeholder" or _draws(source) for source in sources):
+        return False
+    others = (other for other in node.graph.nodes if other not in sources)
+    return not any(sources & _sources(place) for other in others for place in written_by_schema(other))
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    found, left = set[fx.Node](), [node]
+    while left:
+        source = left.pop()
+        if source not in found:
+            found.add(source)
+            left += source.all_input_nodes
+    return found
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 @contextmanager

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import linecache
-import logging
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,21 +102,6 @@ def is_the_authors(file: str) -> bool:
     """Whether code of that file is the model's, and not torch's or what traces it."""
     parents = Path(file).resolve().parents
     return _TORCH not in parents and _PACKAGE not in parents
-
-
-@contextmanager
-def torch_errors_unlogged() -> Iterator[None]:
-    """An error that leads to the next front end is kept in the report; torch would print it besides."""
-    names = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
-    try:
-        for logger in levels:
-            logger.setLevel(logging.CRITICAL)
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
 
 
 def require_eager_run(program: Program) -> None:

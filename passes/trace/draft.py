@@ -19,8 +19,10 @@ from torch.export import draft_export
 from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.program import training_context
 
+from .contraction import contractions_stay_open
 from .diagnose import state_kept
 from .exported import open_sizes
+from .numbers_of_sizes import sizes_stay_open
 from .program import Program
 
 _TORCH, _TRACER = (Path(file).resolve().parent for file in (torch.__file__, __file__))
@@ -41,6 +43,8 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
             state_kept(program),
             attributes_kept(program.model),
             _unlogged(),
+            contractions_stay_open(),
+            sizes_stay_open(program.model, program.loss_fn),
             training_context(),
             warnings.catch_warnings(),
         ):

@@ -17,6 +17,7 @@ from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.size_range import SizeRange
 
 from .compiling import is_compiling_says, is_raised_by_the_model
+from .contraction import contractions_stay_open
 from .custom import custom_functions_kept
 from .diagnose import line_of
 from .differentiating import differentiation_named
@@ -119,6 +120,7 @@ def _exported_by_torch(program: Program, tensors: tuple[torch.Tensor, ...], shap
         custom_functions_kept(),
         ctc_loss_kept(),
         differentiation_named(),
+        contractions_stay_open(),
         sizes_stay_open(program.model, program.loss_fn),
     ):
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.

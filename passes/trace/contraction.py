@@ -1,0 +1,51 @@
+"""`torch.einsum` of three operands or more: where opt_einsum is installed, it looks at all sizes to find the
+order that takes the fewest operations, and a trace would be for the example's sizes alone."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def contractions_stay_open() -> Iterator[None]:
+    """While torch traces, the order is the one for the example's sizes, and sizes stay open."""
+    holders = [sys.modules[name] for name in ("opt_einsum", "opt_einsum.contract") if name in sys.modules]
+    before = [holder.contract_path for holder in holders]
+    try:
+        for holder, contract_path in zip(holders, before, strict=True):
+            holder.contract_path = _for_the_example(contract_path)  # type: ignore[attr-defined]
+        yield
+    finally:
+        for holder, contract_path in zip(holders, before, strict=True):
+            holder.contract_path = contract_path  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """All that an order depends on, of a tensor or of what stands for one."""
+
+    of: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(s.node.hint if isinstance(s, torch.SymInt) else s for s in self.of.shape)
+
+
+def _for_the_example(contract_path: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(contract_path)
+    def found(*operands: Any, **options: Any) -> Any:
+        sizes = [_Sizes(given) if hasattr(given, "shape") else given for given in operands]
+        first, rest = contract_path(*sizes, **options)
+        # What opt_einsum.contract asks gives the operands too, in their order, before the steps.
+        if any(isinstance(given, _Sizes) for given in first):
+            first = [given.of if isinstance(given, _Sizes) else given for given in first]
+        return first, rest
+
+    return found
