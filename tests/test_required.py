@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError
@@ -42,6 +44,19 @@ def test_a_hook_that_the_forward_gives_a_tensor_is_refused_with_its_line() -> No
 
     seen: list[Tensor] = []
     torch.ones(1, requires_grad=True).register_hook(seen.append)  # torch's own is back
+
+
+def test_parameters_that_are_sharded_are_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Plain()
+        fully_shard(model.second)
+        with pytest.raises(
+            InputError, match=r"^'second\.weight' is sharded over processes .* before fully_shard"
+        ):
+            pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_batch_norm_without_momentum_is_refused_where_it_averages() -> None:

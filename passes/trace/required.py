@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,12 +35,22 @@ def require_traceable_modules(model: nn.Module) -> None:
                 "momentum (torch's own is 0.1)"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if _is_sharded(tensor):
+            raise InputError(
+                f"{name!r} is sharded over processes (a DTensor), and a stage holds its parameters whole; split "
+                "the model before fully_shard or parallelize_module"
+            )
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise InputError(_hook_message(f"parameter {name!r}"))
         if is_lazy(tensor):
             raise InputError(
                 f"{name!r} of a lazy module has no size yet; run the model once on a batch, then split it"
             )
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    dtensor = sys.modules.get("torch.distributed.tensor")  # a second to import, and nobody has one without it
+    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 
 
 def _counts_its_batches(module: nn.Module) -> bool:
