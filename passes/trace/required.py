@@ -37,8 +37,8 @@ def require_traceable_modules(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if _is_sharded(tensor):
             raise InputError(
-                f"{name!r} is sharded over processes (a DTensor), and a stage holds its parameters whole; split "
-                "the model before fully_shard or parallelize_module"
+                f"{name!r} is sharded over processes (a DTensor), and a stage holds its parameters whole; "
+                "split the model before fully_shard or parallelize_module"
             )
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise InputError(_hook_message(f"parameter {name!r}"))
