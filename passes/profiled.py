@@ -65,6 +65,7 @@ class Pricing:
     costs: Costs | Literal["auto", "measured", "analytic"]
     device: Device
     uses_cache: bool
+    num_threads: int  # of its process, where it is a CPU
 
 
 def profiled(model: nn.Module | ExportedProgram, inputs: Inputs, pricing: Pricing) -> Profiled:
@@ -110,7 +111,8 @@ def profiled_before(pipeline: Pipeline, inputs: Inputs, pricing: Pricing) -> Pro
             "model itself"
         )
     known, device = pipeline.costs, pipeline.cluster.devices[0]
-    if pricing.costs in ("auto", known.origin) and _alike(device, pricing.device):
+    same_threads = pricing.num_threads == pipeline.cluster.threads_each
+    if pricing.costs in ("auto", known.origin) and _alike(device, pricing.device) and same_threads:
         pricing = replace(pricing, costs=known)
     return Profiled(
         graph=pipeline.graph,
@@ -143,6 +145,7 @@ def _priced(
         method=pricing.costs,
         whole=reference,
         cache=default_cache_folder() if pricing.uses_cache else None,
+        num_threads=pricing.num_threads,
     )
 
 

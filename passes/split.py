@@ -122,7 +122,7 @@ def split(
     )
     require_choice("check", check, "fast", "full", True, False)
     inputs = Inputs(example_args, example_kwargs, loss_fn, example_targets, tracer)
-    pricing = Pricing(costs, chosen.devices[0], profile_cache)
+    pricing = Pricing(costs, chosen.devices[0], profile_cache, chosen.threads_each)
     if isinstance(model, Pipeline):
         known = profiled_before(model, inputs, pricing)
     else:

@@ -73,6 +73,7 @@ def tune(
             method=costs,
             whole=traced.call,
             cache=default_cache_folder() if profile_cache else None,
+            num_threads=chosen.threads_each,
         )
         problems[size] = coarsen(graph, measured, chosen)
     return sweep(

@@ -72,6 +72,14 @@ class Cluster:
         return self.latency_s[source][target] + num_bytes / self.bytes_per_s[source][target]
 
     @property
+    def threads_each(self) -> int:
+        """Threads of a process that drives the first device, where it is a CPU of this machine: the devices
+        beside it on its host are CPUs of their own, and all share the cores."""
+        first = self.devices[0]
+        beside = [device for device in self.devices if (device.kind, device.host) == ("cpu", first.host)]
+        return min(torch.get_num_threads(), threads_each(max(1, len(beside))))
+
+    @property
     def is_uniform(self) -> bool:
         """All devices alike but for their names, and all links alike."""
         unnamed = {replace(device, name="", host="") for device in self.devices}
@@ -261,6 +269,11 @@ class Cluster:
             tuple(tuple(row) for row in data["bytes_per_s"]),
             tuple(tuple(row) for row in data["latency_s"]),
         )
+
+
+def threads_each(num_processes: int) -> int:
+    """What each of so many processes on this machine has of its cores."""
+    return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
 
 def machine_memory_bytes() -> int:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Self
@@ -43,7 +43,7 @@ class Metrics:
     losses: tuple[float, ...]
     update_s: tuple[float, ...]
     first_update: int = 0
-    records: tuple[Record, ...] = ()
+    records: tuple[Record, ...] = field(default=(), repr=False)
 
     @property
     def throughput(self) -> float:

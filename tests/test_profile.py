@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pd2bw_fx.cluster import Device
+import pd2bw_fx
+from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.costs import Costs
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.models import build
@@ -407,3 +409,39 @@ def test_what_others_take_of_a_core_is_no_operators_time() -> None:
         torch.set_num_threads(threads)
 
     assert beside_s < 1.5 * alone_s  # on the wall it is twice as long at least
+
+
+def test_a_cpu_is_measured_with_the_threads_that_its_process_will_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight cores for four processes beside one another, and for one alone on its host."""
+    seen: list[int] = []
+
+    class Counting(Uneven):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return super().forward(x)
+
+    beside = Cluster.uniform(4)
+    hosts = [replace(device, host=device.name) for device in beside.devices]
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    try:
+        torch.set_num_threads(8)
+        for cluster, wanted in ((beside, 2), (replace(beside, devices=tuple(hosts)), 8)):
+            seen.clear()
+            pd2bw_fx.split(
+                Counting(),
+                torch.randn(4, 16),
+                cluster=cluster,
+                num_stages=1,
+                check=False,
+                profile_cache=False,
+            )
+
+            assert seen[-1] == wanted  # its last run was the profile's
+            assert torch.get_num_threads() == 8
+        torch.set_num_threads(1)
+        assert beside.threads_each == 1  # as it was wished
+    finally:
+        torch.set_num_threads(threads)

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -47,6 +48,7 @@ def profile(
     method: Literal["auto", "measured", "analytic"] = "auto",
     whole: Forward | None = None,
     cache: Path | None = None,
+    num_threads: int | None = None,
 ) -> Costs:
     """The costs of every operator for one microbatch of the size of `inputs`, on `device`.
 
@@ -55,7 +57,7 @@ def profile(
     state as they were. `whole` runs the model on the inputs: an operator repeated alone finds its operands in
     the cache, so measured times are scaled, all alike, to add up to what the whole model takes. `cache` is a
     folder of times measured before, on the same device with the same torch: what is in it is not timed again,
-    and what is timed is added.
+    and what is timed is added. A CPU is measured with `num_threads` (None: as many as torch has now).
 
     Raises InputError for another method, or to measure what cannot be run here.
     """
@@ -76,7 +78,8 @@ def profile(
         )
     if method == "analytic" or not here or not has_values:
         return _estimated(graph, inputs, device, has_values=has_values)
-    return _measured(graph, inputs, device, whole, cache)
+    with _threads(num_threads):
+        return _measured(graph, inputs, device, whole, cache)
 
 
 def _measured(
@@ -93,6 +96,16 @@ def _measured(
         known.forget()
         costs, _ = _timed(graph, inputs, where, whole, known)
     return Costs(costs, device.kind, _microbatch_size(graph, inputs), origin="measured")
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _timed(
