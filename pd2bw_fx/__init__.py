@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pd2bw_fx.batch import Microbatches
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
@@ -51,6 +52,7 @@ __all__ = [
     "InputError",
     "MemoryModel",
     "Metrics",
+    "Microbatches",
     "OnnxPipeline",
     "Pd2bwError",
     "Pipeline",

@@ -25,6 +25,16 @@ from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 TARGETS = "targets"
 
 
+class Microbatches(tuple[Any, ...]):
+    """An update's microbatches, cut by the caller: each is a batch of the usual form, and their sizes may
+    differ, as those of graphs do, or of what is left at the end of an epoch.
+
+    The loss of the update is the mean of theirs, each counted once however many samples it has.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class BatchInput:
     """One tensor of the batch: the model's input `name` is found at `path` within the call's `argument`.
@@ -143,6 +153,22 @@ class BatchLayout:
             _require_plain(plain, call)
         return {known.name: self._find(known, call) for known in self.inputs}
 
+    def flat_batches(self, batch: Any, num_microbatches: int) -> list[dict[str, Tensor]]:
+        """The whole batch as `flatten` has it; where the caller has cut it, each of its microbatches."""
+        if not isinstance(batch, Microbatches):
+            return [self.flatten(batch)]
+        if len(batch) != num_microbatches:
+            raise InputError(
+                f"{len(batch)} microbatches were given, and an update has {num_microbatches}; pass as many"
+            )
+        return [self.flatten(one) for one in batch]
+
+    def pieces(self, flat: Sequence[Mapping[str, Tensor]], num_microbatches: int) -> list[dict[str, Tensor]]:
+        """The microbatches of what `flat_batches` gives. Raises InputError as `cut` does."""
+        if len(flat) == 1:
+            return self.cut(flat[0], num_microbatches)
+        return [piece for one in flat for piece in self.cut(one, 1)]
+
     def cut(self, flat: Mapping[str, Tensor], num_microbatches: int) -> list[dict[str, Tensor]]:
         """Equal microbatches along dimension 0. Raises InputError for a batch that cannot be cut so."""
         sizes = {known.name: flat[known.name].shape[0] for known in self.inputs if known.batched}
@@ -210,6 +236,8 @@ class BatchLayout:
 
     def _call(self, batch: Any) -> dict[str, Any]:
         """The batch's arguments by name."""
+        if isinstance(batch, Microbatches):
+            raise InputError("Microbatches were given where one batch is expected; pass them one at a time")
         if isinstance(batch, Mapping):
             return dict(batch)
         if isinstance(batch, Tensor):

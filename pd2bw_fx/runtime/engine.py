@@ -209,7 +209,8 @@ class Engine:
         return self.job.stages
 
     def step(self, batch: Any) -> Loss:
-        """One update: the batch is cut into microbatches, which go through the pipeline.
+        """One update: the batch is cut into microbatches, which go through the pipeline. `Microbatches` are a
+        batch that the caller has cut, into parts that may be of unlike sizes.
 
         Returns the mean loss of the batch, under the weights that its forwards ran on. With 2BW the pipeline
         stays filled: when this returns, backwards and the update itself are partly still to come.
@@ -220,12 +221,13 @@ class Engine:
         """
         layout = self.job.layout
         with self._fate.reading_a_batch(f"in update {self.updates}", self.updates):
-            flat = layout.flatten(batch)
+            flat = layout.flat_batches(batch, self.job.microbatches_per_update)
             # What this rank reads may be in flight when the caller fills its tensors anew.
-            flat |= {name: flat[name].clone() for name in self.job.inputs()}
-            pieces = layout.cut(flat, self.job.microbatches_per_update)
+            flat = [one | {name: one[name].clone() for name in self.job.inputs()} for one in flat]
+            pieces = layout.pieces(flat, self.job.microbatches_per_update)
             if self._to_compare:
-                compare_batches(flat, self._control)
+                for one in flat:
+                    compare_batches(one, self._control)
                 self._to_compare -= 1
         return self.step_microbatches([Microbatch.of(piece) for piece in pieces])
 
@@ -240,7 +242,8 @@ class Engine:
     def eval(self, batch: Any) -> Loss:
         """The loss under the newest weights, in evaluation mode and without gradients.
 
-        Flushes first. A batch that cannot be cut into `microbatches_per_update` parts goes through whole.
+        Flushes first. A batch that cannot be cut into `microbatches_per_update` parts goes through whole, and
+        `Microbatches`, as many as one likes, as they are.
         Raises InputError where the model does something else in evaluation than what was traced.
         """
         return self.eval_microbatches(self._pieces(batch, ()))
@@ -271,7 +274,7 @@ class Engine:
         self._require_evaluation()
         self.flush()
         with self._fate.reading_a_batch("in an evaluation", self.updates):
-            pieces = evaluation_pieces(self.job, self.job.layout.flatten(batch), wanted)
+            pieces = evaluation_pieces(self.job, batch, wanted)
         return [Microbatch.of(piece) for piece in pieces]
 
     def _evaluated(self, microbatches: Sequence[Microbatch]) -> tuple[Loss, range]:

@@ -50,6 +50,7 @@ from pd2bw_fx.runtime.nursery import Nursery, Process, nursery
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.reading import updates_apart
+from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.wire import encoded, encoded_with_code
 
 if TYPE_CHECKING:
@@ -195,12 +196,11 @@ class _Workers:
 
     def step(self, batch: Any) -> None:
         """Hand a batch out; returns when the workers have room for another."""
-        layout = self.jobs[0].layout
-        flat = layout.flatten(batch)
-        pieces = layout.cut(flat, self.jobs[0].microbatches_per_update)
-        size = tuple((name, tuple(tensor.shape)) for name, tensor in pieces[0].items())
-        own = [{name: flat[name].detach() for name in job.inputs()} for job in self.jobs]
-        for rank, message in enumerate([encoded(Batch(inputs, size)) for inputs in own]):
+        layout, m = self.jobs[0].layout, self.jobs[0].microbatches_per_update
+        flat = layout.flat_batches(batch, m)
+        sizes = tuple(Microbatch.of(piece).size for piece in layout.pieces(flat, m))
+        own = [[{name: one[name].detach() for name in job.inputs()} for one in flat] for job in self.jobs]
+        for rank, message in enumerate([encoded(Batch(inputs, sizes)) for inputs in own]):
             self._send(rank, message)
             self._sent[rank] += 1
         while self._sent[0] - min(self._done) >= self._ahead:

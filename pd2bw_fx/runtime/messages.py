@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -35,10 +35,11 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One update's inputs of this stage, and what identifies the sizes of all inputs of a microbatch."""
+    """One update's inputs of this stage, whole or microbatch by microbatch, and what identifies the sizes of
+    all inputs in each microbatch."""
 
-    inputs: Mapping[str, Tensor]
-    size: Hashable
+    inputs: Sequence[Mapping[str, Tensor]]
+    sizes: tuple[Hashable, ...]
 
 
 @dataclass(frozen=True, slots=True)

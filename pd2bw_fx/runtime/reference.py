@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
+from pd2bw_fx.batch import Microbatches
 from pd2bw_fx.containers import look_into_dataclasses
 from pd2bw_fx.errors import InputError
 
@@ -102,7 +103,12 @@ def _require_unwritten(model: nn.Module, versions: list[int]) -> None:
 
 
 def _cut(batch: Any, num_parts: int) -> list[Any]:
-    """Equal parts along dimension 0 of every tensor in the batch; what else is in it goes to every part."""
+    """Equal parts along dimension 0 of every tensor in the batch; what else is in it goes to every part.
+    `Microbatches` are cut already."""
+    if isinstance(batch, Microbatches):
+        if len(batch) != num_parts:
+            raise InputError(f"{len(batch)} microbatches were given, and an update has {num_parts}")
+        return list(batch)
     look_into_dataclasses(batch)
     leaves, shape = pytree.tree_flatten(batch)
     pieces = [

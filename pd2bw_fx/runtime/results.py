@@ -6,12 +6,13 @@ In training its numbers alone: the loss, and what else is one number. In an eval
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pd2bw_fx.batch import BatchLayout
+from pd2bw_fx.batch import BatchLayout, Microbatches
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import TensorSpec
 from pd2bw_fx.runtime.job import Job
@@ -71,14 +72,24 @@ class Results:
         return tuple(post.means() for post in self._posts.values())
 
 
-def evaluation_pieces(job: Job, flat: Mapping[str, Tensor], wanted: Sequence[str]) -> list[dict[str, Tensor]]:
+def evaluation_pieces(job: Job, batch: Any, wanted: Sequence[str]) -> list[dict[str, Tensor]]:
     """The batch in as many microbatches as an update has; whole where it cannot be cut into them, or what the
-    model returns for them could not be put together.
+    model returns for them could not be put together; as it was cut, where the caller has cut it.
 
     Raises InputError for a batch that is neither possible for.
     """
     layout, count = job.layout, job.microbatches_per_update
     apart = next((name for name in wanted if not _can_be_joined(job.outputs[name], layout)), None)
+    if isinstance(batch, Microbatches):
+        if not batch:
+            raise InputError("no microbatch was given; at least one was expected")
+        if apart is not None and len(batch) > 1:
+            raise InputError(
+                f"the output {apart!r} has no dimension of the batch, so that those of {len(batch)} "
+                "microbatches cannot be put together; name the outputs that are wanted, or pass one at a time"
+            )
+        return layout.pieces(layout.flat_batches(batch, len(batch)), 1)
+    flat = layout.flatten(batch)
     size = next((flat[known.name].shape[0] for known in layout.inputs if known.batched), 1)
     if not layout.microbatch_sizes.is_one_size:
         return layout.cut(flat, 1 if apart is not None or size % count else count)

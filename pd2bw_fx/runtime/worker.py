@@ -103,8 +103,9 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
         message = messages.get()
         if isinstance(message, Finish):
             break
-        pieces = layout.cut(message.inputs, job.microbatches_per_update)
-        loss = engine.step_microbatches([Microbatch(piece, message.size) for piece in pieces])
+        pieces = layout.pieces(message.inputs, job.microbatches_per_update)
+        sized = zip(pieces, message.sizes, strict=True)
+        loss = engine.step_microbatches([Microbatch(piece, size) for piece, size in sized])
         parent.tell(Done(float(loss), loss.numbers) if tells else Done())
     tensors = {name: tensor.cpu() for name, tensor in engine.tensors().items()}
     records = engine.records() if start.options.record else ()

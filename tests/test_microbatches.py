@@ -1,0 +1,60 @@
+"""Microbatches that the caller has cut, of unlike sizes in one update."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import pd2bw_fx
+from pd2bw_fx import InputError, Microbatches
+from pd2bw_fx.runtime.reference import train_reference
+from tests.programs.unequal import batches, sgd, split
+from tests.torchrun import torchrun_of_forks
+
+
+@pytest.mark.parametrize(("num_stages", "copies"), [(3, 1), (2, 2)])
+def test_an_update_on_unlike_microbatches_is_that_of_the_rule(
+    num_stages: int, copies: int, tmp_path: Path
+) -> None:
+    num_ranks = num_stages * copies
+    finished = torchrun_of_forks(num_ranks, "unequal.py", tmp_path / "found.json", str(num_stages))
+
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    for rank in range(num_ranks):
+        found = json.loads((tmp_path / f"found.json.{rank}").read_text())
+        assert found["losses"] == pytest.approx(found["expected"], rel=1e-12)
+        assert found["apart"] < 1e-12
+        assert found["same_outputs"]
+        assert found["evaluated"] == pytest.approx(found["mean"], rel=1e-12)
+        few, empty, apart, none = found["refused"]
+        assert few.startswith("3 microbatches were given, and an update has 4")
+        assert empty.startswith("'x' has 0 samples")
+        assert "'spread' has no dimension of the batch, so that those of 3 microbatches" in apart
+        assert none.startswith("no microbatch was given")
+
+
+def test_local_workers_take_them_too() -> None:
+    model, pipe = split(3)
+    expected = train_reference(model, batches(), optimizer=sgd, microbatches_per_update=4)
+
+    result = pipe.train_local(batches(), optimizer=sgd, microbatches_per_update=4)
+
+    assert result.losses == pytest.approx(expected.losses, rel=1e-12)
+    for name, weights in pipe.state_dict().items():
+        assert torch.allclose(weights, expected.state_dict[name], rtol=1e-12, atol=1e-13)
+
+
+def test_they_are_refused_where_one_batch_is_expected_and_where_they_are_too_few() -> None:
+    model, pipe = split(3)
+    few = Microbatches(batches()[0][:3])
+
+    with pytest.raises(InputError, match="Microbatches were given where one batch is expected"):
+        pipe.run(few)
+    with pytest.raises(InputError, match="3 microbatches were given, and an update has 4; pass as many"):
+        pipe.train_local([few], optimizer=sgd, microbatches_per_update=4)
+    with pytest.raises(InputError, match="3 microbatches were given, and an update has 4"):
+        train_reference(model, [few], optimizer=sgd, microbatches_per_update=4)
+    assert isinstance(pd2bw_fx.Microbatches([few[0]])[0], torch.Tensor)
