@@ -273,7 +273,9 @@ class Cluster:
 
 def threads_each(num_processes: int) -> int:
     """What each of so many processes on this machine has of its cores."""
-    return max(1, len(os.sched_getaffinity(0)) // num_processes)
+    knows_own = hasattr(os, "sched_getaffinity")  # macOS does not
+    cores = len(os.sched_getaffinity(0)) if knows_own else os.cpu_count() or 1
+    return max(1, cores // num_processes)
 
 
 def machine_memory_bytes() -> int:

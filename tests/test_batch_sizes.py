@@ -231,7 +231,7 @@ class Contracting(nn.Module):
         return once + again + opt_einsum.contract("bti,ij,jk->btk", x, self.down, self.up)
 
 
-def test_the_order_of_a_contraction_is_found_once_and_the_batch_stays_open() -> None:
+def test_the_order_of_a_contraction_is_found_once_and_the_batch_stays_open(tmp_path: Path) -> None:
     pipe = pd2bw_fx.split(
         Contracting(), torch.randn(3, 5, 6), cluster=2, num_stages=2, costs="analytic", check="full"
     )
@@ -239,3 +239,4 @@ def test_the_order_of_a_contraction_is_found_once_and_the_batch_stays_open() -> 
     assert pipe.graph.batch_symbol == "batch"
     assert pipe.trace_report is not None
     assert pipe.trace_report.tracer == "export"
+    assert pipe.export_onnx(tmp_path / "onnx")["batch_sizes_checked"] == [3, 4]

@@ -214,12 +214,24 @@ class Drawing(Solving):
         return self.slope(x).mean() if torch.rand(()) < 0.5 else self.slope(x).sum()
 
 
+class Called(Solving):
+    """Counts in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.slope(x).mean() if self.calls > 2 else self.slope(x).sum()
+
+
 class Sized(Solving):
     def forward(self, x: Tensor) -> Tensor:
         return self.slope(x).mean() if torch.zeros(x.shape[0]).sum() > 1 else self.slope(x).sum()
 
 
-@pytest.mark.parametrize("kind", [Written, Drawing, Sized])
+@pytest.mark.parametrize("kind", [Written, Drawing, Called, Sized])
 def test_what_may_be_otherwise_in_the_next_call_is_no_constant(kind: type[nn.Module]) -> None:
     with pytest.raises(TraceError):
         pd2bw_fx.split(model_of(kind), inputs(), cluster=2, costs="analytic")

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx, nn
 
+from pd2bw_fx.contraction import contractions_stay_open
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import first_line, require
@@ -52,7 +53,12 @@ def stage_model(
     shapes = tuple(_dynamic_axes(program.stage, port) for port in program.inputs)
     _require_known_layers(program, module)
     try:
-        with _quiet(), TranslatableSpelling(), patch.object(fx.graph, "_format_target", _read_attribute):
+        with (
+            _quiet(),
+            TranslatableSpelling(),
+            contractions_stay_open(),
+            patch.object(fx.graph, "_format_target", _read_attribute),
+        ):
             exported = torch.onnx.export(
                 Wrapped(module),
                 tuple(tensor.contiguous() for tensor in inputs),  # strides would be symbols, too

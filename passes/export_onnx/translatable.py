@@ -174,6 +174,8 @@ def _rrelu(
 
 def _squeeze(self: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     """Of the dimensions that were named those of size 1: ONNX's Squeeze takes no others."""
+    if self.dim() == 0:
+        return self
     named = range(self.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
     ones = sorted(d % self.dim() for d in named if isinstance(self.shape[d], int) and self.shape[d] == 1)
     for place in reversed(ones):

@@ -116,7 +116,7 @@ def _is_constant(tensor: Tensor) -> bool:
         return False
     node = slot.proxy.node
     sources = _sources(node)
-    if any(source.op == "placeholder" or _draws(source) for source in sources):
+    if any(source.op == "placeholder" or _draws(source) or _writes_what_stays(source) for source in sources):
         return False
     others = (other for other in node.graph.nodes if other not in sources)
     return not any(sources & _sources(place) for other in others for place in written_by_schema(other))
@@ -130,6 +130,13 @@ def _sources(node: fx.Node) -> set[fx.Node]:
             found.add(source)
             left += source.all_input_nodes
     return found
+
+
+def _writes_what_stays(node: fx.Node) -> bool:
+    """`self.calls += 1`: what is there in the next call."""
+    if node.target is torch.ops.aten.detach_.default:  # of every constant, and changes no value
+        return False
+    return any(source.op == "get_attr" for place in written_by_schema(node) for source in _sources(place))
 
 
 def _draws(node: fx.Node) -> bool:

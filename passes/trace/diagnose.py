@@ -188,13 +188,13 @@ def _run(program: Program) -> None:
 
 @contextmanager
 def state_kept(module: nn.Module) -> Iterator[list[str]]:
-    """Parameters, buffers and random generators come out as they went in.
+    """Parameters, buffers, tensors that are plain attributes and random generators come out as they went in.
 
     The list has the names of those that were written, once the block has ended.
     """
     tensors = {
         name: tensor
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        for name, tensor in (*module.named_parameters(), *module.named_buffers(), *_attributes(module))
         if not (isinstance(tensor, FakeTensor) or tensor.is_meta)
     }
     held = {name: (tensor.data, tensor.detach().clone()) for name, tensor in tensors.items()}
@@ -208,6 +208,13 @@ def state_kept(module: nn.Module) -> Iterator[list[str]]:
                 if tensor.data_ptr() != data.data_ptr() or not _same_bits(data, before):
                     written.append(name)
                     tensor.data = data.copy_(before)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if type(value) is torch.Tensor and value.layout is torch.strided:
+                yield f"{path}.{name}" if path else name, value
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import draft_export
 
 from pd2bw_fx.attributes import attributes_kept
+from pd2bw_fx.contraction import contractions_stay_open
 from pd2bw_fx.program import training_context
 
-from .contraction import contractions_stay_open
 from .diagnose import state_kept
 from .exported import open_sizes
 from .numbers_of_sizes import sizes_stay_open

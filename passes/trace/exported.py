@@ -12,12 +12,12 @@ from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 from torch.utils._sympy.numbers import IntInfinity
 
+from pd2bw_fx.contraction import contractions_stay_open
 from pd2bw_fx.ctc import ctc_loss_kept
 from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.size_range import SizeRange
 
 from .compiling import is_compiling_says, is_raised_by_the_model
-from .contraction import contractions_stay_open
 from .custom import custom_functions_kept
 from .diagnose import line_of
 from .differentiating import differentiation_named

@@ -226,8 +226,7 @@ class Engine:
             flat = [one | {name: one[name].clone() for name in self.job.inputs()} for one in flat]
             pieces = layout.pieces(flat, self.job.microbatches_per_update)
             if self._to_compare:
-                for one in flat:
-                    compare_batches(one, self._control)
+                compare_batches(flat, self._control)
                 self._to_compare -= 1
         return self.step_microbatches([Microbatch.of(piece) for piece in pieces])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -174,16 +174,22 @@ def _wrong_size(num_stages: int, num_ranks: int, world_size: int) -> InputError:
     )
 
 
-def compare_batches(flat: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+def compare_batches(flat: Sequence[Mapping[str, Tensor]], group: dist.ProcessGroup) -> None:
     """Ranks that shuffle differently would train on inputs of one batch and targets of another.
 
-    Raises InputError on every rank, naming the first that differs from rank 0. All ranks call it.
+    `flat` is the batch, or where the caller has cut it each of its microbatches. Raises InputError on every
+    rank, naming the first input that differs from rank 0's. All ranks call it.
     """
     digests: list[Any] = [None] * dist.get_world_size(group)
+    numbered = {
+        name if len(flat) == 1 else f"{name} of microbatch {number}": tensor
+        for number, one in enumerate(flat)
+        for name, tensor in one.items()
+    }
     with translated(None):
-        dist.all_gather_object(digests, _digests(flat), group=group)
+        dist.all_gather_object(digests, _digests(numbered), group=group)
     for rank, theirs in enumerate(digests):
-        different = [name for name in flat if theirs.get(name) != digests[0].get(name)]
+        different = [name for name in digests[0] if theirs.get(name) != digests[0][name]]
         if different:
             raise InputError(
                 f"rank {rank} was given another batch than rank 0 (input {different[0]!r} differs); every "
