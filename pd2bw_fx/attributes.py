@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pd2bw_fx.errors import InputError
+
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
@@ -32,7 +34,10 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def model_kept(model: nn.Module) -> Iterator[None]:
-    """As `attributes_kept`, its modes included, and with the values of its parameters and buffers."""
+    """As `attributes_kept`, its modes included, and with the values of its parameters and buffers.
+
+    Raises InputError for a buffer that is of another size after the run.
+    """
     live: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     before = {name: tensor.detach().clone() for name, tensor in live.items()}
     with attributes_kept(model):
@@ -40,8 +45,17 @@ def model_kept(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
+                resized = {name: t.shape for name, t in live.items() if t.shape != before[name].shape}
                 for name, tensor in live.items():
-                    tensor.copy_(before[name])
+                    if name in resized:
+                        tensor.data = before[name]
+                    else:
+                        tensor.copy_(before[name])
+    for name, shape in resized.items():
+        raise InputError(
+            f"buffer {name!r} has shape {tuple(before[name].shape)}, and {tuple(shape)} after a forward (an "
+            "observer of ranges has no size before its first batch); run the model once, then split it"
+        )
 
 
 def _containers(value: Any, seen: set[int]) -> Iterator[Any]:

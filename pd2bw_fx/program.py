@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 
@@ -81,6 +81,22 @@ def autocast_of(node: fx.Node) -> tuple[str | None, torch.dtype | None, bool] | 
 def _traced_on(node: fx.Node) -> str:
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
+
+
+def without_gradients(
+    forward: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+    inputs: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """What a model returns in evaluation. One that differentiates in its forward (forces of an energy) cannot
+    do without gradients, and is run with them."""
+    try:
+        with torch.no_grad():
+            return dict(forward(inputs))
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    with torch.enable_grad():
+        return {name: value.detach() for name, value in forward(inputs).items()}
 
 
 def written_by_schema(node: fx.Node) -> tuple[fx.Node, ...]:

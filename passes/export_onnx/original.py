@@ -13,6 +13,7 @@ from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import first_line
 from pd2bw_fx.plan import Plan
+from pd2bw_fx.program import without_gradients
 
 from .run import turn
 
@@ -39,13 +40,14 @@ class Original:
         """
         if self.model is None or self.forward is None:
             return None
-        with model_kept(self.model), torch.no_grad():
+        with model_kept(self.model):
             turn(self.model, training=training)
             live: dict[str, Tensor] = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-            for name in live.keys() & weights.keys():
-                live[name].copy_(weights[name])
+            with torch.no_grad():
+                for name in live.keys() & weights.keys():
+                    live[name].copy_(weights[name])
             try:
-                outputs = self.forward(inputs)
+                outputs = without_gradients(self.forward, inputs)
             except Exception as error:  # whatever the model's own code raises
                 mode = "training" if training else "evaluation"
                 raise ExportError(

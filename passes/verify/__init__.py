@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pd2bw_fx.errors import VerificationError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
+from pd2bw_fx.program import without_gradients
 from pd2bw_fx.stage import StageProgram, build_module
 
 from .compare import Difference, coarsest_tolerance, difference, largest_of, rounded, tolerance_of
@@ -126,10 +127,10 @@ def evaluation_differs(
     A trace has one of the two branches of `if self.training`.
     """
     in_order = draws_in_program_order(graph, plan)
-    with weights_of(model, graph, tensors), randomness(on=in_order), torch.no_grad():
+    with weights_of(model, graph, tensors), randomness(on=in_order):
         model.eval()
         try:
-            expected = forward(example)
+            expected = without_gradients(forward, example)
         except Exception as error:  # whatever the model's other branch does with the example
             return f"the model cannot be run on the example inputs: {error}"
     modules = [build_module(program, tensors).eval() for program in programs]
