@@ -203,7 +203,8 @@ class StageTree:
         scope.items = items
 
     def _is_chain(self, scope: Scope) -> bool:
-        """Each member is called once, on what the one before it gave; only identities may be missing.
+        """Each member is called once, on what the one before it gave, and nobody else is given any of that (a
+        hook may take it, or a derivative in the forward); only identities may be missing.
 
         A chain calls what its members do first: of one that does different things, another calls the rest.
         """
@@ -225,7 +226,7 @@ class StageTree:
             if item.path in self._unlike_calls:
                 return False
             handed = self.gives(item)
-        return len(handed) == 1
+        return len(handed) == 1 and self.gives(scope) == handed
 
     def _other_name(self, holder: str, path: str) -> str | None:
         wanted = self.modules[path]

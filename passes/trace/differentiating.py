@@ -1,6 +1,8 @@
 """Models that differentiate in their forward: physics-informed networks, gradient penalties, energies.
 
-torch.export does not see what autograd computes, and fails somewhere behind it with words of its own.
+torch.export sees what autograd computes, but not all that it computes from: what an operator has saved for
+its backward is none of the trace's values. Such a model is exported once more with `saved_values_found`.
+Where that is not enough, torch fails somewhere behind the derivative with words of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch._functorch import eager_transforms
+from torch.fx.experimental import proxy_tensor
 
 from pd2bw_fx.errors import Pd2bwError, TraceError
 
@@ -27,13 +31,20 @@ _DIFFERENTIATE = (
 )
 
 
+class DerivativeError(TraceError):
+    """A derivative in the forward that the trace has not."""
+
+
 @contextmanager
 def differentiation_named() -> Iterator[None]:
-    """What fails in here after a derivative was asked for fails with a TraceError that has the line."""
+    """What fails in here after a derivative was asked for fails with a TraceError that has the line, of
+    autograd's own with a DerivativeError."""
     lines: list[str] = []
+    by_autograd: list[str] = []
     with ExitStack() as stack:
         for owner, name in _DIFFERENTIATE:
-            stack.enter_context(patch.object(owner, name, _noted(getattr(owner, name), lines)))
+            of_its_own = by_autograd if owner is torch.autograd else []
+            stack.enter_context(patch.object(owner, name, _noted(getattr(owner, name), lines, of_its_own)))
         try:
             yield
         except Pd2bwError:
@@ -41,7 +52,50 @@ def differentiation_named() -> Iterator[None]:
         except Exception as error:
             if not lines:
                 raise
-            raise TraceError(differentiation_message(lines[0])) from error
+            kind = DerivativeError if lines == by_autograd else TraceError
+            raise kind(differentiation_message(lines[0])) from error
+
+
+@contextmanager
+def saved_values_found() -> Iterator[None]:
+    """What autograd takes out of an operator is a new tensor, which the trace does not know: here it is known
+    by the memory that it is in, as a value of the trace or its transpose (`linear` saves its weight so)."""
+    known: dict[int, list[Tensor]] = {}
+    track, fetch = proxy_tensor.track_tensor, proxy_tensor.fetch_object_proxy
+
+    def tracked(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        track(tensor, *args, **kwargs)
+        known.setdefault(_memory(tensor), []).append(tensor)
+
+    def fetched(tracer: Any, value: Any) -> Any:
+        found = fetch(tracer, value)
+        if found is not value or not isinstance(value, Tensor):
+            return found
+        for original in reversed(known.get(_memory(value), [])):
+            if _layout(original) == _layout(value):
+                return fetch(tracer, original)
+            if original.dim() == value.dim() == 2 and _layout(original.t()) == _layout(value):
+                operand: Any = fetch(tracer, original)
+                transposed = tracer.create_proxy(
+                    "call_function", torch.ops.aten.t.default, (operand.proxy,), {}
+                )
+                proxy_tensor.track_tensor_tree(value, transposed, constant=None, tracer=tracer)
+                return fetch(tracer, value)
+        return found
+
+    with (
+        patch.object(proxy_tensor, "track_tensor", tracked),
+        patch.object(proxy_tensor, "fetch_object_proxy", fetched),
+    ):
+        yield
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def differentiation_message(line: str) -> str:
@@ -51,9 +105,10 @@ def differentiation_message(line: str) -> str:
     )
 
 
-def _noted(function: Callable[..., Any], lines: list[str]) -> Callable[..., Any]:
+def _noted(function: Callable[..., Any], *notes: list[str]) -> Callable[..., Any]:
     def noted(*args: Any, **kwargs: Any) -> Any:
-        lines.append(_line_outside_torch())
+        for lines in notes:
+            lines.append(_line_outside_torch())
         return function(*args, **kwargs)
 
     return noted

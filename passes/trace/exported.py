@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from pd2bw_fx.size_range import SizeRange
 from .compiling import is_compiling_says, is_raised_by_the_model
 from .custom import custom_functions_kept
 from .diagnose import line_of
-from .differentiating import differentiation_named
+from .differentiating import DerivativeError, differentiation_named, saved_values_found
 from .inputs import FlatArguments
 from .mapped import write_out_vmap
 from .numbers_of_sizes import sizes_stay_open
@@ -115,6 +116,14 @@ def _exported_with(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
 
 
 def _exported_by_torch(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
+    """Once more for a model that differentiates, if what operators have saved is missing in the trace."""
+    with suppress(DerivativeError):
+        return _exported_once(program, tensors, shapes)
+    with saved_values_found():
+        return _exported_once(program, tensors, shapes)
+
+
+def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
     with (
         warnings.catch_warnings(),
         custom_functions_kept(),

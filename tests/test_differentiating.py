@@ -1,0 +1,175 @@
+"""Models that differentiate in their forward: what autograd computes there is operators of the stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import pd2bw_fx
+from pd2bw_fx.errors import TraceError
+from pd2bw_fx.runtime.reference import train_reference
+
+
+def network(inputs: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(inputs, 16), activation(), nn.Linear(16, 16), activation(), nn.Linear(16, 1)
+    )
+
+
+class Burgers(nn.Module):
+    """u_t + u u_x = 0.01 u_xx at points (batch, 2) of place and time: a physics-informed network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = network(2)
+
+    def forward(self, points: Tensor) -> Tensor:
+        points = points.requires_grad_(True)
+        field = self.field(points)
+        (slopes,) = torch.autograd.grad(field, points, torch.ones_like(field), create_graph=True)
+        by_place, by_time = slopes[:, :1], slopes[:, 1:]
+        (curves,) = torch.autograd.grad(by_place, points, torch.ones_like(by_place), create_graph=True)
+        return (by_time + field * by_place - 0.01 * curves[:, :1]).square().mean()
+
+
+class Forces(nn.Module):
+    """Energies and forces of kinds (batch, atoms) at places (batch, atoms, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.Embedding(5, 8)
+        self.pairs = network(17, nn.SiLU)
+
+    def forward(self, kinds: Tensor, places: Tensor, energies: Tensor, forces: Tensor) -> Tensor:
+        places = places.requires_grad_(True)
+        count = places.shape[1]
+        apart = (places[:, :, None] - places[:, None]).square().sum(-1)
+        near = (-(apart + torch.eye(count, dtype=places.dtype)).sqrt()).exp()
+        hidden = self.kinds(kinds)
+        sides = (
+            hidden[:, :, None].expand(-1, -1, count, -1),
+            hidden[:, None].expand(-1, count, -1, -1),
+            near[..., None],
+        )
+        energy = self.pairs(torch.cat(sides, -1)).sum((1, 2, 3))
+        (slope,) = torch.autograd.grad(energy.sum(), places, create_graph=True)
+        return functional.mse_loss(energy, energies) + functional.mse_loss(-slope, forces)
+
+
+class Score(nn.Module):
+    """Denoising score matching of an energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = network(4, nn.Softplus)
+
+    def forward(self, x: Tensor, noise: Tensor) -> Tensor:
+        noisy = (x + 0.1 * noise).requires_grad_(True)
+        (slope,) = torch.autograd.grad(self.energy(noisy).sum(), noisy, create_graph=True)
+        return (noise / 0.1 - slope).square().mean()
+
+
+class Penalty(nn.Module):
+    """A critic of images whose slope is to have length 1 (arXiv 1704.00028)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.LeakyReLU(0.2), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 1)
+        )
+
+    def forward(self, real: Tensor, fake: Tensor) -> Tensor:
+        between = (0.3 * real + 0.7 * fake).requires_grad_(True)
+        (slope,) = torch.autograd.grad(self.critic(between).sum(), between, create_graph=True)
+        penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
+        return self.critic(fake).mean() - self.critic(real).mean() + 10 * penalty
+
+
+class Inner(nn.Module):
+    """Two steps of gradient descent for its last weights, and the loss after them (arXiv 1703.03400)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden, weight = torch.tanh(self.first(x)), self.last.weight
+        for _ in range(2):
+            loss = functional.mse_loss(hidden @ weight.T, y)
+            (slope,) = torch.autograd.grad(loss, weight, create_graph=True)
+            weight = weight - 0.1 * slope
+        return functional.mse_loss(hidden @ weight.T, y)
+
+
+def drawn(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+
+
+CASES: dict[type[nn.Module], tuple[Tensor, ...]] = {
+    Burgers: drawn((8, 2)),
+    Forces: (torch.arange(32).reshape(8, 4) % 5, *drawn((8, 4, 3), (8,), (8, 4, 3))),
+    Score: drawn((8, 4), (8, 4)),
+    Penalty: drawn((8, 1, 8, 8), (8, 1, 8, 8)),
+    Inner: drawn((8, 4), (8, 1)),
+}
+
+
+def split(kind: type[nn.Module], dtype: torch.dtype = torch.float64) -> tuple[nn.Module, pd2bw_fx.Pipeline]:
+    torch.manual_seed(0)
+    model = kind().to(dtype)
+    example = tuple(t.to(dtype) if t.is_floating_point() else t for t in CASES[kind])
+    return model, pd2bw_fx.split(
+        model, example, cluster=2, num_stages=2, costs="analytic", check="full", profile_cache=False
+    )
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_it_is_trained_as_the_rule_says(kind: type[nn.Module]) -> None:
+    model, pipe = split(kind)
+    batches = [tuple(tensor.flip(0) if turn else tensor for tensor in CASES[kind]) for turn in (0, 1, 0)]
+    expected = train_reference(model, batches, optimizer=sgd, microbatches_per_update=2)
+
+    result = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
+
+    assert pipe.graph.batch_symbol == "batch"
+    assert result.losses == pytest.approx(expected.losses, rel=1e-11)
+    for name, weights in pipe.state_dict().items():
+        assert torch.allclose(weights, expected.state_dict[name], rtol=1e-10, atol=1e-12), name
+
+
+@pytest.mark.parametrize("kind", [Burgers, Forces, Score, Inner])
+def test_it_is_exported_with_its_derivative(kind: type[nn.Module], tmp_path: Path) -> None:
+    _, pipe = split(kind, torch.float32)
+
+    manifest = pipe.export_onnx(tmp_path / "onnx")
+
+    assert manifest["compared_with"] == "the original model"
+    assert manifest["largest_differences_from_model"]["loss"] < 1e-5
+
+
+def test_the_network_is_called_part_by_part_where_its_derivative_reads_what_is_in_between() -> None:
+    _, pipe = split(Score)
+
+    source = "".join(program.source for program in pipe.programs)
+    assert "torch.ops.aten.softplus_backward" in source
+    assert "for block in self.energy" in source
+
+
+def test_what_a_layer_saves_within_itself_is_not_found() -> None:
+    class Normed(Score):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+
+    with pytest.raises(TraceError, match=r"differentiates in its forward \(test_differentiating.py:\d+: "):
+        pd2bw_fx.split(Normed().double(), CASES[Score], cluster=2, costs="analytic")
