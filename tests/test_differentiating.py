@@ -74,13 +74,34 @@ class Score(nn.Module):
         return (noise / 0.1 - slope).square().mean()
 
 
+class Attending(nn.Module):
+    """An energy of (batch, time, 6) by attention and a norm, and how it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.norm, self.last = nn.Linear(6, 24), nn.LayerNorm(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_(True)
+        query, key, value = self.parts(x).chunk(3, -1)
+        mixed = torch.softmax(query @ key.mT / 8**0.5, -1) @ value
+        energy = self.last(self.norm(mixed)).sum((1, 2))
+        (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return slope.square().mean() + energy.mean()
+
+
 class Penalty(nn.Module):
     """A critic of images whose slope is to have length 1 (arXiv 1704.00028)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.critic = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.LeakyReLU(0.2), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 1)
+            nn.Conv2d(1, 4, 3),
+            nn.GroupNorm(2, 4),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(4, 4, 3),
+            nn.Flatten(),
+            nn.Linear(64, 1),
         )
 
     def forward(self, real: Tensor, fake: Tensor) -> Tensor:
@@ -115,6 +136,7 @@ CASES: dict[type[nn.Module], tuple[Tensor, ...]] = {
     Burgers: drawn((8, 2)),
     Forces: (torch.arange(32).reshape(8, 4) % 5, *drawn((8, 4, 3), (8,), (8, 4, 3))),
     Score: drawn((8, 4), (8, 4)),
+    Attending: drawn((8, 5, 6)),
     Penalty: drawn((8, 1, 8, 8), (8, 1, 8, 8)),
     Inner: drawn((8, 4), (8, 1)),
 }
@@ -147,7 +169,7 @@ def test_it_is_trained_as_the_rule_says(kind: type[nn.Module]) -> None:
         assert torch.allclose(weights, expected.state_dict[name], rtol=1e-10, atol=1e-12), name
 
 
-@pytest.mark.parametrize("kind", [Burgers, Forces, Score, Inner])
+@pytest.mark.parametrize("kind", [Burgers, Forces, Score, Attending, Inner])
 def test_it_is_exported_with_its_derivative(kind: type[nn.Module], tmp_path: Path) -> None:
     _, pipe = split(kind, torch.float32)
 
@@ -169,7 +191,7 @@ def test_what_a_layer_saves_within_itself_is_not_found() -> None:
     class Normed(Score):
         def __init__(self) -> None:
             super().__init__()
-            self.energy = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+            self.energy = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
     with pytest.raises(TraceError, match=r"differentiates in its forward \(test_differentiating.py:\d+: "):
         pd2bw_fx.split(Normed().double(), CASES[Score], cluster=2, costs="analytic")

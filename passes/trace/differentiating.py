@@ -8,8 +8,9 @@ Where that is not enough, torch fails somewhere behind the derivative with words
 from __future__ import annotations
 
 import linecache
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
 from torch.fx.experimental import proxy_tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from pd2bw_fx.errors import Pd2bwError, TraceError
 
@@ -59,7 +62,10 @@ def differentiation_named() -> Iterator[None]:
 @contextmanager
 def saved_values_found() -> Iterator[None]:
     """What autograd takes out of an operator is a new tensor, which the trace does not know: here it is known
-    by the memory that it is in, as a value of the trace or its transpose (`linear` saves its weight so)."""
+    by the memory that it is in, as a value of the trace or its transpose (`linear` saves its weight so).
+
+    What a norm saves besides is given out by the operator that it is made of.
+    """
     known: dict[int, list[Tensor]] = {}
     track, fetch = proxy_tensor.track_tensor, proxy_tensor.fetch_object_proxy
 
@@ -86,8 +92,41 @@ def saved_values_found() -> Iterator[None]:
     with (
         patch.object(proxy_tensor, "track_tensor", tracked),
         patch.object(proxy_tensor, "fetch_object_proxy", fetched),
+        _OpenNorms(),
     ):
         yield
+
+
+class _OpenNorms(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        opened = {functional.layer_norm: _layer_norm, functional.group_norm: _group_norm}.get(func, func)
+        return opened(*args, **(kwargs or {}))
+
+
+def _layer_norm(
+    input: Tensor,  # noqa: A002 - as torch calls it
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    return torch.native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
+
+
+def _group_norm(
+    input: Tensor,  # noqa: A002 - as torch calls it
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """input: (batch, channels, ...)"""
+    batch, channels = input.shape[:2]
+    each = math.prod(input.shape[2:])
+    given = input.contiguous()
+    return torch.native_group_norm(given, weight, bias, batch, channels, each, num_groups, eps)[0]
 
 
 def _memory(tensor: Tensor) -> int:
