@@ -26,7 +26,7 @@ class Rows(nn.Module):
         hidden = x
         for layer in self.layers:
             hidden = torch.tanh(layer(hidden)) + x
-        return {"loss": (hidden - x.flip(1)).square().mean(), "found": hidden, "spread": hidden.std(0)}
+        return {"loss": (hidden - x.flip(1)).square().mean(), "found": hidden, "spread": hidden.var(0, correction=0)}
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
