@@ -26,7 +26,8 @@ class Rows(nn.Module):
         hidden = x
         for layer in self.layers:
             hidden = torch.tanh(layer(hidden)) + x
-        return {"loss": (hidden - x.flip(1)).square().mean(), "found": hidden, "spread": hidden.var(0, correction=0)}
+        loss, spread = (hidden - x.flip(1)).square().mean(), hidden.var(0, correction=0)
+        return {"loss": loss, "found": hidden, "spread": spread}
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
