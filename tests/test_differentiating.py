@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import grad
 from torch.nn import functional
 
 import pd2bw_fx
@@ -127,6 +128,17 @@ class Inner(nn.Module):
         return functional.mse_loss(hidden @ weight.T, y)
 
 
+class OfFirstOrder(Inner):
+    """The same with slopes that are constants to the loss after them."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden, weight = torch.tanh(self.first(x)), self.last.weight
+        for _ in range(2):
+            loss = functional.mse_loss(hidden @ weight.T, y)
+            weight = weight - 0.1 * grad(loss, weight, retain_graph=True)[0]
+        return functional.mse_loss(hidden @ weight.T, y)
+
+
 def drawn(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
@@ -139,6 +151,7 @@ CASES: dict[type[nn.Module], tuple[Tensor, ...]] = {
     Attending: drawn((8, 5, 6)),
     Penalty: drawn((8, 1, 8, 8), (8, 1, 8, 8)),
     Inner: drawn((8, 4), (8, 1)),
+    OfFirstOrder: drawn((8, 4), (8, 1)),
 }
 
 

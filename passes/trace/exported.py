@@ -21,11 +21,12 @@ from pd2bw_fx.size_range import SizeRange
 from .compiling import is_compiling_says, is_raised_by_the_model
 from .custom import custom_functions_kept
 from .diagnose import line_of
-from .differentiating import DerivativeError, differentiation_named, saved_values_found
+from .differentiating import DerivativeError, derivatives_traced
 from .inputs import FlatArguments
 from .mapped import write_out_vmap
 from .numbers_of_sizes import sizes_stay_open
 from .program import Program
+from .saved_values import saved_values_found
 from .second_call import require_the_same_again
 
 _SMALLEST = 2  # torch takes sizes of 0 and 1 for constants
@@ -128,7 +129,7 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         warnings.catch_warnings(),
         custom_functions_kept(),
         ctc_loss_kept(),
-        differentiation_named(),
+        derivatives_traced(),
         contractions_stay_open(),
         sizes_stay_open(program.model, program.loss_fn),
     ):
