@@ -51,7 +51,8 @@ def model_kept(model: nn.Module) -> Iterator[None]:
                         tensor.data = before[name]
                     else:
                         tensor.copy_(before[name])
-    for name, shape in resized.items():
+    if resized:
+        name, shape = next(iter(resized.items()))
         raise InputError(
             f"buffer {name!r} has shape {tuple(before[name].shape)}, and {tuple(shape)} after a forward (an "
             "observer of ranges has no size before its first batch); run the model once, then split it"

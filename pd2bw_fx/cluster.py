@@ -77,7 +77,7 @@ class Cluster:
         beside it on its host are CPUs of their own, and all share the cores."""
         first = self.devices[0]
         beside = [device for device in self.devices if (device.kind, device.host) == ("cpu", first.host)]
-        return min(torch.get_num_threads(), threads_each(max(1, len(beside))))
+        return min(torch.get_num_threads(), cores_each(max(1, len(beside))))
 
     @property
     def is_uniform(self) -> bool:
@@ -271,7 +271,7 @@ class Cluster:
         )
 
 
-def threads_each(num_processes: int) -> int:
+def cores_each(num_processes: int) -> int:
     """What each of so many processes on this machine has of its cores."""
     knows_own = hasattr(os, "sched_getaffinity")  # macOS does not
     cores = len(os.sched_getaffinity(0)) if knows_own else os.cpu_count() or 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 LAYERS_WITH_MODES = (
     nn.modules.batchnorm._NormBase,
@@ -18,7 +18,7 @@ LAYERS_WITH_MODES = (
 
 def has_one_mode(module: nn.Module) -> bool:
     """Whether it has a program of torch.export in it, which refuses `train()` and `eval()`."""
-    return any("train" in vars(part) for part in module.modules())
+    return any(isinstance(part, fx.GraphModule) and "train" in vars(part) for part in module.modules())
 
 
 def passes_through_in_evaluation(module: nn.Module) -> bool:

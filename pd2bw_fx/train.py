@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pd2bw_fx import errors
-from pd2bw_fx.cluster import threads_each
+from pd2bw_fx.cluster import cores_each
 from pd2bw_fx.errors import InputError, Pd2bwError, UsageError, WorkerError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.metrics import Metrics
@@ -75,7 +75,7 @@ def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
 
     Raises the error of the rank that failed first, WorkerError where it could not tell.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(num_processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores_each(num_processes)))
     # What it would say of a failure is said once, by whoever catches it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     setting = LaunchConfig(

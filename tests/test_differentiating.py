@@ -200,6 +200,15 @@ def test_the_network_is_called_part_by_part_where_its_derivative_reads_what_is_i
     assert "for block in self.energy" in source
 
 
+def test_what_autograd_says_twice_or_by_default_is_not_printed() -> None:
+    _, pipe = split(Burgers)
+
+    source = "".join(program.source for program in pipe.programs)
+    assert ".t().t()" not in source
+    assert "memory_format" not in source
+    assert source.count("slice_backward.default(") == 1  # of the column, and not of all rows
+
+
 def test_what_a_layer_saves_within_itself_is_not_found() -> None:
     class Normed(Score):
         def __init__(self) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 from torch.distributed.fsdp import fully_shard
 
 import pd2bw_fx
@@ -57,6 +58,21 @@ def test_parameters_that_are_sharded_are_refused() -> None:
             pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.ao's words about its future
+def test_an_observer_that_has_seen_no_batch_is_refused_and_left_as_it_was() -> None:
+    model = Plain()
+    model.second.qconfig = get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+    prepare_qat(model.train(), inplace=True)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    with pytest.raises(InputError, match=r"^buffer 'second\.weight_fake_quant.* run the model once, then"):
+        pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
+
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    model(*rows())
+    assert pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic").trace_report is not None
 
 
 def test_batch_norm_without_momentum_is_refused_where_it_averages() -> None:

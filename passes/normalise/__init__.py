@@ -18,6 +18,7 @@ from .clean import (
     fill_empty,
     remove_broadcasts,
     remove_dead_code,
+    remove_default_formats,
     remove_detached_constants,
     remove_empty_parts,
     remove_guards,
@@ -49,6 +50,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     remove_broadcasts(draft)
     remove_empty_parts(draft)
     fill_empty(draft)
+    remove_default_formats(draft)
     write_numbers(draft, traced.model)
     reshape_as_views(draft)
     draft, facts = _observed(draft, traced)

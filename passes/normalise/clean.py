@@ -35,15 +35,29 @@ def remove_guards(draft: Draft) -> None:
 
 
 def remove_identities(draft: Draft, facts: Facts) -> None:
-    """Aliases, casts to the type that the tensor has, reshapes to its shape: the same values and gradient.
+    """Aliases, casts to the type that the tensor has, reshapes to its shape, two transpositions: the same
+    values and gradient.
 
     Casts that have something to do under autocast stay.
     """
     written = _written_storages(facts)
     for node in list(draft.graph.nodes):
-        if node.op == "call_function" and _is_identity(node, facts, written):
+        if node.op != "call_function":
+            continue
+        if _is_identity(node, facts, written):
             node.replace_all_uses_with(node.args[0])
             draft.graph.erase_node(node)
+        elif operator_name(node) == "t" and operator_name(node.args[0]) == "t":
+            node.replace_all_uses_with(node.args[0].args[0])
+            draft.graph.erase_node(node)
+
+
+def remove_default_formats(draft: Draft) -> None:
+    """`torch.ones_like(x, memory_format=torch.preserve_format)`, autograd's way to say `ones_like(x)`."""
+    for node in draft.graph.nodes:
+        is_default = node.kwargs.get("memory_format") is torch.preserve_format
+        if is_default and operator_name(node).endswith("_like"):
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
 
 
 def separate_repeated_outputs(draft: Draft, facts: Facts) -> None:
@@ -89,7 +103,7 @@ def _is_identity(node: fx.Node, facts: Facts, written: set[int]) -> bool:
         return node.args[1:] == (0,) and not node.kwargs and not before.is_floating_point()
     if name in {"mul", "div"}:
         return node.args[1:] == (1,) and not node.kwargs
-    return name in {"slice", "view", "reshape", "expand"}
+    return name in {"slice", "slice_backward", "view", "reshape", "expand"}
 
 
 def remove_true_terms(draft: Draft, facts: Facts) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from pd2bw_fx.arguments import require_function, require_kind, require_whole_number
-from pd2bw_fx.cluster import threads_each
+from pd2bw_fx.cluster import cores_each
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.module import require_operators
@@ -121,7 +121,7 @@ def train_local(
     if on_update is not None:
         require_function("on_update", on_update, "a function of the update's number and its loss")
     require_kind("batches", batches, Iterable, "an iterable of batches, one for each update")
-    threads = threads_per_worker or threads_each(len(prepared))
+    threads = threads_per_worker or cores_each(len(prepared))
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         starts = [
             Start(
