@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,18 +11,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import pd2bw_fx
-from pd2bw_fx.cluster import Cluster, Device
-from pd2bw_fx.costs import Costs
+from pd2bw_fx.cluster import Device
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.models import build
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.profile import measured, profile
 from pd2bw_fx.passes.profile.analytic import LAUNCH_S
-from pd2bw_fx.passes.profile.cache import ProfileCache
 from pd2bw_fx.passes.profile.measured import Stopwatch
-from pd2bw_fx.passes.profile.walk import ONLY_HERE, Walk
+from pd2bw_fx.passes.profile.walk import Walk
 from pd2bw_fx.passes.trace import trace
 
 CPU = Device("cpu:0", 2**33)
@@ -146,77 +137,6 @@ def test_measuring_leaves_weights_buffers_gradients_and_random_state_alone() -> 
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def profiled(tmp_path: Path, width: int = 8) -> Costs:
-    traced = trace(
-        nn.Sequential(nn.Linear(width, 8), nn.GELU(), nn.Linear(8, 8)), (torch.randn(4, width),), {}
-    )
-    graph = normalise(traced)
-    return profile(
-        graph, traced.examples, device=CPU, method="measured", whole=traced.call, cache=tmp_path / "profiles"
-    )
-
-
-def test_what_was_measured_before_is_not_measured_again(tmp_path: Path) -> None:
-    first = profiled(tmp_path)
-
-    again = profiled(tmp_path)
-
-    assert again.operators == first.operators
-    assert profiled(tmp_path, width=16).operators.keys() == first.operators.keys()
-    assert profiled(tmp_path) == first
-    assert [path.suffix for path in (tmp_path / "profiles").iterdir()] == [".json"]
-
-
-def test_a_cache_that_was_deleted_or_broken_is_made_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    profiled(tmp_path)
-    (path,) = (tmp_path / "profiles").iterdir()
-
-    path.write_text(path.read_text()[:-20])
-    profiled(tmp_path)
-
-    assert "what it held is measured again" in caplog.text
-    assert json.loads(path.read_text())["seconds"]
-    path.unlink()
-    profiled(tmp_path)
-    assert path.exists()
-
-
-@pytest.mark.parametrize("others", [True, False], ids=["of another model", "of the same model"])
-def test_times_that_the_machine_was_too_busy_for_are_measured_again(tmp_path: Path, *, others: bool) -> None:
-    profiled(tmp_path)
-    (path,) = (tmp_path / "profiles").iterdir()
-    kept = json.loads(path.read_text())
-    whole = max(kept["seconds"], key=lambda key: sum(kept["seconds"][key]))
-    seconds = {key: [100 * s for s in pair] for key, pair in kept["seconds"].items()}
-    path.write_text(
-        json.dumps(kept | {"seconds": {k: s for k, s in seconds.items() if not others or k != whole}})
-    )
-
-    again = profiled(tmp_path)
-
-    assert sum(cost.forward_s + cost.backward_s for cost in again.operators.values()) < 0.1 * sum(
-        seconds[whole]
-    )
-    assert json.loads(path.read_text())["seconds"][whole] < seconds[whole]
-    assert profiled(tmp_path) == again
-
-
-def test_times_hold_for_one_torch_and_one_number_of_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = ProfileCache(tmp_path, torch.device("cpu"))
-    cache.put(("add", (2, 3)), (1.0, 2.0))
-    cache.put(((ONLY_HERE, "mine"), (2, 3)), (1.0, 2.0))
-    cache.save()
-
-    assert ProfileCache(tmp_path, torch.device("cpu")).get(("add", (2, 3))) == (1.0, 2.0)
-    assert ProfileCache(tmp_path, torch.device("cpu")).get(((ONLY_HERE, "mine"), (2, 3))) is None
-    monkeypatch.setattr(torch, "__version__", "another")
-    assert ProfileCache(tmp_path, torch.device("cpu")).get(("add", (2, 3))) is None
 
 
 def test_operators_too_short_to_be_timed_alone_share_the_time_they_take_together(
@@ -381,67 +301,3 @@ def test_what_cannot_be_measured_is_refused(method: str, kind: str, said: str) -
 
     with pytest.raises(InputError, match=said):
         profile(normalise(traced), traced.examples, device=device, method=method)  # type: ignore[arg-type]
-
-
-def test_what_others_take_of_a_core_is_no_operators_time() -> None:
-    torch.manual_seed(0)
-    model = Uneven()
-    traced = trace(model, (torch.randn(64, 16),), {})
-    graph, cores, threads = normalise(traced), os.sched_getaffinity(0), torch.get_num_threads()
-
-    def total_s() -> float:
-        costs = profile(graph, traced.examples, device=CPU, method="measured", whole=traced.call)
-        return costs.forward_s + costs.backward_s
-
-    core = str(min(cores))
-    spin = f"import os; os.sched_setaffinity(0, [{core}])\nprint(flush=True)\nwhile True: pass"
-    try:
-        torch.set_num_threads(1)
-        os.sched_setaffinity(0, {int(core)})
-        alone_s = total_s()
-        with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as other:
-            assert other.stdout is not None
-            other.stdout.readline()
-            beside_s = min(total_s() for _ in range(2))
-            other.kill()
-    finally:
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(threads)
-
-    assert beside_s < 1.5 * alone_s  # on the wall it is twice as long at least
-
-
-def test_a_cpu_is_measured_with_the_threads_that_its_process_will_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Eight cores for four processes beside one another, and for one alone on its host."""
-    seen: list[int] = []
-
-    class Counting(Uneven):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(torch.get_num_threads())
-            return super().forward(x)
-
-    beside = Cluster.uniform(4)
-    hosts = [replace(device, host=device.name) for device in beside.devices]
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    try:
-        torch.set_num_threads(8)
-        for cluster, wanted in ((beside, 2), (replace(beside, devices=tuple(hosts)), 8)):
-            seen.clear()
-            pd2bw_fx.split(
-                Counting(),
-                torch.randn(4, 16),
-                cluster=cluster,
-                num_stages=1,
-                check=False,
-                profile_cache=False,
-            )
-
-            assert seen[-1] == wanted  # its last run was the profile's
-            assert torch.get_num_threads() == 8
-        torch.set_num_threads(1)
-        assert beside.threads_each == 1  # as it was wished
-    finally:
-        torch.set_num_threads(threads)
