@@ -1,4 +1,5 @@
-"""Branchy graphs with drawn costs, as problems on a cluster and as workloads in the published form."""
+"""Branchy graphs with drawn costs, as problems on a cluster and as workloads in the published form, and
+published workloads with other costs."""
 
 from __future__ import annotations
 
@@ -56,6 +57,27 @@ class Drawn:
             for reader in readers
         )
         return Workload(name, num_accelerators, 1, 1.0, nodes, edges)
+
+
+def altered(
+    workload: Workload, seed: int, *, transfers: float = 1.0, share_of_memory: float | None = None
+) -> Workload:
+    """Every time and transfer half to one and a half times what it was, transfers `transfers` times that.
+
+    `share_of_memory`: each accelerator has so much of its even share of all nodes' bytes.
+    """
+    draw = random.Random(seed)
+    nodes = []
+    for node in workload.nodes:
+        factor = draw.uniform(0.5, 1.5)
+        times = node.accelerator_time * factor, node.cpu_time * factor
+        nodes.append(replace(node, accelerator_time=times[0], cpu_time=times[1]))
+    of_source = {source: draw.uniform(0.5, 1.5) for source in dict.fromkeys(e.source for e in workload.edges)}
+    edges = [replace(edge, cost=edge.cost * transfers * of_source[edge.source]) for edge in workload.edges]
+    memory = workload.accelerator_bytes
+    if share_of_memory is not None:
+        memory = share_of_memory * sum(n.num_bytes for n in nodes) / workload.num_accelerators
+    return replace(workload, nodes=tuple(nodes), edges=tuple(edges), accelerator_bytes=memory)
 
 
 def two_towers(seed: int = 0) -> Drawn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import replace
 from typing import Any
@@ -121,3 +122,21 @@ def test_a_cut_before_a_tensor_that_is_dearer_than_its_work_is_not_left_out() ->
 def test_enumeration_stops_at_the_deadline() -> None:
     with pytest.raises(OutOfTime):
         _down_sets(drawn_workload(3), 10**5).chain_within(1.0, Deadline(0.0))
+
+
+@pytest.mark.parametrize("count", range(20, 40))
+def test_a_set_comes_behind_all_within_it_whatever_the_last_digits_of_their_sums(count: int) -> None:
+    """Weights take bytes and no time: a set without them has as much work, and may add up to more."""
+    draw = random.Random(count)
+    times = [*(draw.uniform(1.0, 12.0) for _ in range(count)), 0.0, 0.0]
+    nodes = [{"id": at, "fpgaLatency": s, "cpuLatency": s, "size": 1.0} for at, s in enumerate(times)]
+    ends = [*((at, at + 1) for at in range(count - 1)), (count - 1, count), (count - 1, count + 1)]
+    edges = [{"sourceId": u, "destId": v, "cost": 0.0} for u, v in ends]
+    data = {"nodes": nodes, "edges": edges, "maxFPGAs": 2, "maxCPUs": 0, "maxSizePerFPGA": 25.0}
+
+    sets = DownSets.of([Kind(choices_of(workload_from_json(data, name="row"))[0][0], 0, 2)], max_sets=1000)
+
+    assert sets is not None
+    for at, member in enumerate(sets.member):
+        within = (sets.member <= member).all(axis=1)
+        assert within[: at + 1].sum() == within.sum()

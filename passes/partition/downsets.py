@@ -60,8 +60,8 @@ class DownSets:
         self.kinds = tuple(kinds)
         instance = kinds[0].instance
         self.member = _members(sets, instance.num_nodes)
-        work_s = self.member @ instance.work_s[kinds[0].stage]
-        order = np.lexsort((self.member.sum(axis=1), work_s))
+        work = self.member @ _in_whole_parts(instance.work_s[kinds[0].stage])
+        order = np.lexsort((self.member.sum(axis=1), work))  # whatever a set has in it comes before it
         self.member = self.member[order]
         self.words = _words(self.member)  # (words, sets)
         self.counts = _counts(self.member, instance)  # (nets, sets): members of a net in the set
@@ -69,6 +69,7 @@ class DownSets:
         partly = (self.counts > 0) & (self.counts < self.sizes[:, None])
         self.crossing = [np.flatnonzero(column) for column in partly.T]
         self.tables = [_Table(kind, self.member, partly) for kind in self.kinds]
+        self.up_to_s: Floats = np.maximum.accumulate(self.tables[0].work_s)
         self.rate = _rate(self.kinds)
 
     @classmethod
@@ -125,7 +126,7 @@ class DownSets:
 
     def enough(self, target_s: float) -> list[Integers]:
         """[devices of the second kind used][of the first kind left]: the first set that these can finish."""
-        work_s = self.tables[0].work_s
+        work_s = self.up_to_s
         few = self.kinds[1].count if len(self.kinds) > 1 else 0
         left = np.arange(self.kinds[0].count + 1)
         room = [left + (few - used) * (self.rate if few > used else 0.0) for used in range(few + 1)]
@@ -139,7 +140,7 @@ class DownSets:
         table = self.tables[kind]
         slack_s = target_s * 1e-12
         start = max(at + 1, start)
-        work_s = self.tables[0].work_s
+        work_s = self.up_to_s
         reach_s = target_s * (self.rate if kind else 1.0) * (1 + 1e-9)
         end = int(np.searchsorted(work_s, work_s[at] + reach_s, side="right"))
         near = slice(start, max(start, end))
@@ -212,6 +213,13 @@ class _NoWorse:
     def of(self, at: int) -> Integers:
         larger: Integers = self._larger[self._starts[at] : self._starts[at + 1]]
         return larger
+
+
+def _in_whole_parts(work_s: Floats) -> Integers:
+    """2**61 of them for all work: sums of floats differ in the last digit by their order, so that a set might
+    have less to do than one within it that lacks a node of no work."""
+    total_s = float(work_s.sum())
+    return np.round(work_s * (2.0**61 / total_s if total_s > 0 else 0.0)).astype(np.int64)
 
 
 def _rate(kinds: Sequence[Kind]) -> float:

@@ -21,7 +21,7 @@ _SLACK = 1 + 1e-9
 def is_refuted(instance: Instance, sets: DownSets, target_s: float, deadline: Any) -> bool:
     """True where no assignment to the stages in this order is within the target. Raises OutOfTime."""
     k = instance.num_stages
-    unit = sets.tables[0].work_s  # which the sets are in the order of, whatever device stage 0 has here
+    unit = sets.up_to_s  # which the sets are in the order of, whatever device stage 0 has here
     rates = [_rate(instance, stage, sets) for stage in range(k)]
     reached = np.zeros(len(sets), dtype=bool)
     reached[0] = True
