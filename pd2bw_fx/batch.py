@@ -179,7 +179,7 @@ class BatchLayout:
             if size == 0 or size % num_microbatches:
                 raise InputError(
                     f"{name!r} has {size} samples, which cannot be cut into {num_microbatches} equal "
-                    f"microbatches; pass a multiple of {num_microbatches}, or leave out the last, short batch"
+                    f"microbatches; pass a multiple of {num_microbatches}, or Microbatches that you have cut"
                 )
             each, right = size // num_microbatches, self.microbatch_sizes
             if each not in right:
