@@ -22,6 +22,7 @@ from .compiling import is_compiling_says, is_raised_by_the_model
 from .custom import custom_functions_kept
 from .diagnose import line_of
 from .differentiating import DerivativeError, derivatives_traced
+from .held import ParametersReadInstead, in_their_modules, parameter_in_memory_of, require_untrained
 from .inputs import FlatArguments
 from .mapped import write_out_vmap
 from .numbers_of_sizes import sizes_stay_open
@@ -117,6 +118,18 @@ def _exported_with(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
 
 
 def _exported_by_torch(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
+    """Once more for a forward that has parameters from elsewhere than their modules."""
+    exported = _exported_with_derivatives(program, tensors, shapes)
+    if parameter_in_memory_of(exported.constants.values(), program.model):
+        with ParametersReadInstead(in_their_modules(program.model)):
+            exported = _exported_with_derivatives(program, tensors, shapes)
+        require_untrained(exported.constants.values(), program.model)
+    return exported
+
+
+def _exported_with_derivatives(
+    program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any
+) -> ExportedProgram:
     """Once more for a model that differentiates, if what operators have saved is missing in the trace."""
     with suppress(DerivativeError):
         return _exported_once(program, tensors, shapes)

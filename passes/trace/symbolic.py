@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pd2bw_fx.program import surrounding_autocast
 
 from .diagnose import is_the_authors, require_nothing_written
+from .held import ParametersReadInstead, require_untrained
 from .program import Program
 from .second_call import require_the_same_again
 
@@ -56,10 +57,20 @@ class _Attribute(fx.proxy.Attribute):
 class _Tracer(fx.Tracer):
     """Traces a `Program` with one proxy for each flat input, and marks the regions that fx does not see."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, program: Program) -> None:
         super().__init__()
         self.record_stack_traces = True
-        self.input_names = names
+        self.input_names = program.flat.names
+        self.parameter_names = {id(parameter): name for name, parameter in program.named_parameters()}
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        with ParametersReadInstead(self.of_parameter):
+            return super().trace(root, concrete_args)
+
+    def of_parameter(self, tensor: torch.Tensor) -> Any:
+        """What its module gives for a parameter that the forward has from elsewhere."""
+        name = self.parameter_names.get(id(tensor))
+        return tensor if name is None else self.create_proxy("get_attr", name, (), {})
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -116,14 +127,16 @@ class _DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def trace_symbolically(program: Program) -> fx.GraphModule:
-    tracer = _Tracer(program.flat.names)
+    tracer = _Tracer(program)
     with _DrawsRefused():  # type: ignore[no-untyped-call]
         graph = tracer.trace(program)
 
         def text_again() -> list[tuple[str, ...]]:
-            return _text(program, _Tracer(program.flat.names).trace(program))
+            return _text(program, _Tracer(program).trace(program))
 
         require_the_same_again(program, _text(program, graph), text_again)
+    read = [operator.attrgetter(str(node.target))(program) for node in graph.find_nodes(op="get_attr")]
+    require_untrained((tensor for tensor in read if not isinstance(tensor, nn.Parameter)), program.model)
     for node in graph.nodes:
         _write_plainly(node)
     return _Uncompiled(tracer.root, graph, type(program.model).__name__)

@@ -1,0 +1,130 @@
+"""Parameters that a forward has from elsewhere than their module: a list beside the layers, a partial, a
+library's own variables.
+
+While it traces, torch has something else in a parameter's place in its module; whoever holds the parameter
+itself would put its values into the trace as a constant, which nothing trains. And a tensor that is none of
+the model's parameters but in the memory of one follows its training, which no stage could.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils._pytree import tree_map
+
+from pd2bw_fx.errors import TraceError
+
+Instead = Callable[[Tensor], Any]
+_Extent = tuple[int, int]  # the first address, and the one behind the last
+
+
+class ParametersReadInstead(TorchFunctionMode):
+    """Every torch function has what `instead` gives for a parameter, wherever its caller has that from."""
+
+    def __init__(self, instead: Instead) -> None:
+        super().__init__()
+        self.instead = instead
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if _is_of_data(func):  # nothing that a trace sees; who writes through it is found by the values
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(self._current, (tuple(args), dict(kwargs or {})))
+        if is_tensor_method_or_property(func) and not isinstance(args[0], Tensor):  # a proxy's
+            if func.__name__ == "__get__":
+                return getattr(args[0], func.__self__.__name__)
+            return getattr(args[0], func.__name__)(*args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def _current(self, value: Any) -> Any:
+        return self.instead(value) if isinstance(value, Tensor) else value
+
+
+def _is_of_data(func: Any) -> bool:
+    return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
+
+
+def in_their_modules(model: nn.Module) -> Instead:
+    """What their modules have in the place of the parameters and buffers that they have now."""
+    places = {
+        id(tensor): (registry, name)
+        for module in model.modules()
+        for registry in (module._parameters, module._buffers)
+        for name, tensor in registry.items()
+        if tensor is not None
+    }
+
+    def instead(tensor: Tensor) -> Any:
+        if id(tensor) not in places:
+            return tensor
+        registry, name = places[id(tensor)]
+        return registry[name]
+
+    return instead
+
+
+def parameter_in_memory_of(tensors: Iterable[Any], model: nn.Module) -> str | None:
+    """The first trainable parameter that has memory in common with one of the tensors; it may be that one."""
+    trained = [
+        (name, _extent(parameter)) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
+    for tensor in tensors:
+        own = _extent(tensor)
+        for name, extent in trained:
+            if own is not None and extent is not None and _overlap(own, extent):
+                return name
+    return None
+
+
+def sharing_memory(model: nn.Module) -> tuple[str, str] | None:
+    """A trainable parameter, and another parameter or a buffer that is in its memory; None if all are apart.
+
+    One tensor that has two names is no two tensors.
+    """
+    tensors = {
+        id(tensor): (name, tensor) for name, tensor in (*model.named_buffers(), *model.named_parameters())
+    }
+    extents = sorted(
+        (e, name, t.requires_grad) for name, t in tensors.values() if (e := _extent(t)) is not None
+    )
+    ends_last: dict[bool, tuple[_Extent, str]] = {}  # of the trained ones so far, and of the others
+    for extent, name, is_trained in extents:
+        for trained in (True, False):
+            if trained in ends_last and (trained or is_trained) and _overlap(ends_last[trained][0], extent):
+                other = ends_last[trained][1]
+                return (other, name) if trained else (name, other)
+        if is_trained not in ends_last or extent[1] > ends_last[is_trained][0][1]:
+            ends_last[is_trained] = extent, name
+    return None
+
+
+def require_untrained(constants: Iterable[Any], model: nn.Module) -> None:
+    """Raises TraceError for a constant of a trace that is in the memory of a parameter."""
+    parameter = parameter_in_memory_of(constants, model)
+    if parameter is not None:
+        raise TraceError(
+            f"the forward reads a tensor in the memory of the parameter {parameter!r} that is not the "
+            "parameter itself (.data or .detach() of it, or a part, kept in an attribute): it changes in "
+            f"training, and a trace would keep its values; write self.{parameter}.detach() in the forward"
+        )
+
+
+def _overlap(one: _Extent, other: _Extent) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _extent(tensor: Any) -> _Extent | None:
+    """The addresses of its memory; None where it has none, or leaves gaps that another may be in."""
+    if type(tensor) not in (Tensor, nn.Parameter):  # a traced one, one of quantized parts
+        return None
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return None
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if length != tensor.numel():
+        return None
+    return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
