@@ -22,6 +22,11 @@ from torch import Tensor, nn
 
 from pd2bw_fx.errors import PlanMismatchError
 
+# Operators of these are there wherever torch and this package are.
+NAMESPACES_OF_TORCH = frozenset(
+    {"pd2bw_fx", "aten", "prims", "prim", "higher_order", "_quantized", "quantized"}
+)
+
 _IMPORTS = {
     "from collections import OrderedDict",
     "import math",

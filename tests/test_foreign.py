@@ -29,7 +29,26 @@ tripled.register_fake(lambda x, times=3.0: torch.empty_like(x))
 tripled.register_autograd(lambda ctx, gradient: (gradient * 3, None))
 """
 
+_LIBRARY = """
+import torch
+
+library = torch.library.Library("elsewhere", "DEF")
+library.define("halved(Tensor x) -> Tensor")
+library.impl("halved", lambda x: x / 2, "CPU")
+torch.library.register_fake("elsewhere::halved", torch.empty_like)
+torch.library.register_autograd("elsewhere::halved", lambda ctx, gradient: gradient / 2)
+
+
+@torch.library.triton_op("kernels::negated", mutates_args=())
+def negated(x: torch.Tensor) -> torch.Tensor:
+    return -x
+
+
+negated.register_autograd(lambda ctx, gradient: -gradient)
+"""
+
 _SCRIPT = """
+import importlib
 import json
 import sys
 
@@ -66,8 +85,9 @@ class Model(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x):
-        hidden = scaled(self.first(x), self.scale)
-        return tripled(self.second(hidden)).square().mean()
+        importlib.import_module("a_library")  # known from the first call on
+        hidden = torch.ops.elsewhere.halved(scaled(self.first(x), self.scale))
+        return tripled(torch.ops.kernels.negated(self.second(hidden))).square().mean()
 
 
 def sgd(parameters):
@@ -87,6 +107,7 @@ if __name__ == "__main__":
 
 def test_local_workers_have_the_operators_of_the_script_and_of_its_modules(tmp_path: Path) -> None:
     (tmp_path / "other_operators.py").write_text(_MODULE)
+    (tmp_path / "a_library.py").write_text(_LIBRARY)
     (tmp_path / "script.py").write_text(_SCRIPT)
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 
@@ -104,15 +125,16 @@ def test_local_workers_have_the_operators_of_the_script_and_of_its_modules(tmp_p
     assert max(abs(a - b) / abs(b) for a, b in zip(found, known, strict=True)) <= 1e-12
 
 
+class Negated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.ops.tests_of_pd2bw_fx.negated(self.first(x))).square().mean()
+
+
 def test_an_operator_that_onnx_or_another_process_does_not_know_is_named(tmp_path: Path) -> None:
-    class Negated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(torch.ops.tests_of_pd2bw_fx.negated(self.first(x))).square().mean()
-
     pipe = pd2bw_fx.split(Negated(), (torch.ones(2, 6),), cluster=2, num_stages=2, costs="analytic")
     with pytest.raises(ExportError, match="tests_of_pd2bw_fx::negated is none of torch's own"):
         pipe.export_onnx(tmp_path / "onnx")
@@ -146,9 +168,16 @@ negated.register_autograd(lambda ctx, gradient: -gradient)
 def test_only_what_is_not_torchs_own_is_told() -> None:
     lines = [
         "return torch.ops.tests_of_pd2bw_fx.negated.default(x)",
-        "return torch.ops.aten._softmax.default(x, 0, False) + torch.ops.unknown.operator(x)",
+        "return torch.ops.aten._softmax.default(x, 0, False)",
     ]
 
-    assert foreign_operators(lines).modules == (__name__,)
-    assert foreign_operators(lines).definitions == ()
-    assert foreign_operators(lines[1:]).modules == ()
+    assert foreign_operators(lines[:1], None).modules == (__name__,)
+    assert foreign_operators(lines[:1], None).definitions == ()
+    assert foreign_operators(lines[1:], None).modules == ()
+
+
+def test_of_an_operator_without_a_module_the_models_and_the_scripts_are_imported() -> None:
+    found = foreign_operators(["return torch.ops.unknown.operator(x)"], Negated()).modules
+
+    assert __name__ in found
+    assert not any(module.partition(".")[0] in ("torch", "pd2bw_fx") for module in found)

@@ -17,6 +17,7 @@ from pd2bw_fx.contraction import contractions_stay_open
 from pd2bw_fx.ctc import ctc_loss_kept
 from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.size_range import SizeRange
+from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
 
 from .compiling import is_compiling_says, is_raised_by_the_model
 from .custom import custom_functions_kept
@@ -39,7 +40,6 @@ _RUNNING_PARTS = {
     "associative_scan": "torch's associative_scan",
     "flex_attention": "flex_attention",
 }
-_OF_TORCH = {"pd2bw_fx", "aten", "prims", "prim", "higher_order", "_quantized", "quantized"}
 
 
 def export(program: Program, batch_size: int | None, *, with_lengths: bool = False) -> ExportedProgram:
@@ -79,7 +79,7 @@ def foreign_operators(exported: ExportedProgram) -> list[str]:
     modules = [module for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule)]
     targets = [node.target for module in modules for node in module.graph.nodes]
     names = [str(target._schema.name) for target in targets if isinstance(target, torch._ops.OpOverload)]
-    return sorted({name for name in names if name.partition("::")[0] not in _OF_TORCH})
+    return sorted({name for name in names if name.partition("::")[0] not in NAMESPACES_OF_TORCH})
 
 
 def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, str]) -> ExportedProgram:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch._library.custom_ops import OPDEFS
+from torch import nn
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload
 
-from pd2bw_fx.source_check import operators_called
+from pd2bw_fx.source_check import NAMESPACES_OF_TORCH, operators_called
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,13 @@ class ForeignOperators:
             definition.register()
 
 
-def foreign_operators(sources: Iterable[str]) -> ForeignOperators:
+def foreign_operators(sources: Iterable[str], model: nn.Module | None) -> ForeignOperators:
     """What the stages of these sources call by `torch.ops`, as it is known in this process.
 
-    Of an operator that was not defined in Python the namespace is taken for the name of its module, which it
-    mostly is (torchvision); where there is none, the worker says which operator is missing.
+    Of an operator that was not defined by `custom_op` the namespace is taken for the name of its module, as
+    it mostly is (torchvision); else it is of the modules that hold it or its library (a `triton_op`). Where
+    there is none of those, whatever the classes of the model are from and the script has imported is imported
+    in the worker too; if the operator is not known then, the worker says which one is missing.
     """
     names = {called for source in sources for called in operators_called(source)}
     modules: dict[str, None] = {}
@@ -75,9 +80,46 @@ def foreign_operators(sources: Iterable[str]) -> ForeignOperators:
         module = namespace if operator is None else operator._init_fn.__module__
         if operator is not None and module == "__main__":
             definitions.append(_definition(operator))
-        elif module.partition(".")[0] != "torch" and module in sys.modules:
-            modules[module] = None
+        elif namespace not in NAMESPACES_OF_TORCH:
+            known = list(_to_import([module])) or list(_to_import(_holders(namespace, name)))
+            modules |= dict.fromkeys(known or _to_import([*_modules_of(model), *_imported_by_the_script()]))
     return ForeignOperators(tuple(modules), tuple(definitions))
+
+
+def _holders(namespace: str, name: str) -> Iterator[str]:
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+
+    def is_of_it(value: Any) -> bool:
+        if isinstance(value, torch.library.Library):
+            return bool(value.ns == namespace)
+        if isinstance(value, CustomOpDef):
+            return value._qualname == f"{namespace}::{name}"
+        return packet is not None and packet is (
+            value.overloadpacket if isinstance(value, OpOverload) else value
+        )
+
+    for module, loaded in list(sys.modules.items()):
+        if any(is_of_it(value) for value in list(getattr(loaded, "__dict__", {}).values())):
+            yield module
+
+
+def _modules_of(model: nn.Module | None) -> list[str]:
+    return [] if model is None else [type(module).__module__ for module in model.modules()]
+
+
+def _imported_by_the_script() -> list[str]:
+    """The modules that it has, and those that it has something from."""
+    values = list(vars(sys.modules["__main__"]).values())
+    names = (getattr(v, "__name__" if isinstance(v, ModuleType) else "__module__", None) for v in values)
+    return [name for name in names if isinstance(name, str)]
+
+
+def _to_import(names: Iterable[str]) -> Iterator[str]:
+    """Those that a worker does not have by itself, and finds."""
+    for name in names:
+        is_own = name.partition(".")[0] in ("torch", "pd2bw_fx", "__main__", "builtins")
+        if not is_own and getattr(sys.modules.get(name), "__spec__", None) is not None:
+            yield name
 
 
 def _definition(operator: Any) -> Definition:

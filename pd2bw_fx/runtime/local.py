@@ -130,7 +130,7 @@ def train_local(
                 rendezvous=str(Path(folder) / "rendezvous"),
                 seed=drawn,
                 num_threads=threads,
-                foreign=foreign_operators(program.source for program in job.programs),
+                foreign=foreign_operators((program.source for program in job.programs), pipeline.graph.root),
                 method=registered_method(method),
             )
             for job in prepared
