@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pd2bw_fx.passes.tune import tune
     from pd2bw_fx.pipeline import Pipeline, load
     from pd2bw_fx.runtime.engine import Engine
+    from pd2bw_fx.untraced_loss import untraced
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ __all__ = [
     "split",
     "split_onnx",
     "tune",
+    "untraced",
 ]
 
 # What traces, plans and draws is imported when it is first asked for: a process that trains a stage does not
@@ -81,6 +83,7 @@ _WHEN_ASKED_FOR = {
     "split": "passes.split",
     "split_onnx": "passes.split_onnx",
     "tune": "passes.tune",
+    "untraced": "untraced_loss",
 }
 _MODULES = ("models", "optim", "passes", "runtime")
 

@@ -92,17 +92,18 @@ def registered(
     differentiable: Callable[..., Any],
     fake: Callable[..., Any],
     tags: Sequence[torch.Tag] = (),
+    namespace: str = _NAMESPACE,
 ) -> torch._ops.OpOverload:
     """A new operator: without gradients, with them, and on tensors without values."""
     name = schema.partition("(")[0]
     make_library: Any = torch.library.Library  # it has no types
-    library = make_library(_NAMESPACE, "FRAGMENT")
+    library = make_library(namespace, "FRAGMENT")
     library.define(schema, tags=tuple(tags))
     library.impl(name, run, "CompositeExplicitAutograd")
     library.impl(name, differentiable, "Autograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
+    torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
     _LIBRARIES.append(library)
-    target: torch._ops.OpOverload = getattr(torch.ops.pd2bw_fx, name).default
+    target: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), name).default
     return target
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pd2bw_fx.errors import PlanMismatchError
 from pd2bw_fx.source_check import allowed_builtins, check_source, operators_called
+from pd2bw_fx.untraced_loss import NAMESPACE
 
 if TYPE_CHECKING:
     from pd2bw_fx.stage import StageProgram
@@ -46,6 +47,11 @@ def require_operators(program: StageProgram) -> None:
     """Raises PlanMismatchError for one that the stage calls by torch.ops and this process does not know."""
     for namespace, name in operators_called(program.source):
         if not hasattr(getattr(torch.ops, namespace), name):
+            if namespace == NAMESPACE:
+                raise PlanMismatchError(
+                    f"stage_{program.stage}.py calls the loss {name!r}, which is not traced and not known in "
+                    f"this process; define it first, as before the split: pd2bw_fx.untraced({name})"
+                )
             raise PlanMismatchError(
                 f"stage_{program.stage}.py calls the operator {namespace}::{name}, which nothing has "
                 "registered in this process; import the module that does before the stages are run"

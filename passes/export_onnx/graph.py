@@ -21,6 +21,7 @@ from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import first_line, require
 from pd2bw_fx.source_check import operators_called
 from pd2bw_fx.stage import Port, StageProgram
+from pd2bw_fx.untraced_loss import NAMESPACE as UNTRACED
 
 from .origin import WRAPPED_PREFIX, Wrapped, describe_nodes
 from .spelling import TranslatableSpelling
@@ -77,11 +78,11 @@ def stage_model(
             describe_nodes(model, program, graph)
     except Exception as error:  # the exporter raises whatever the operator's translation raised
         foreign = [called for called in operators_called(program.source) if called[0] not in _OF_TORCH]
-        advice = (
-            f"another opset ({OLDEST_OPSET} to {NEWEST_OPSET}) may know it"
-            if not foreign
-            else f"{'::'.join(foreign[0])} is none of torch's own, and ONNX knows those alone"
-        )
+        advice = f"another opset ({OLDEST_OPSET} to {NEWEST_OPSET}) may know it"
+        if foreign and foreign[0][0] == UNTRACED:
+            advice = f"{foreign[0][1]} is not traced: split the model without that loss to export it"
+        elif foreign:
+            advice = f"{'::'.join(foreign[0])} is none of torch's own, and ONNX knows those alone"
         raise ExportError(
             f"stage {program.stage} cannot be translated to ONNX opset {opset}: {first_line(error)}; look "
             f"for the operator in its source; {advice}"

@@ -29,6 +29,7 @@ from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 from pd2bw_fx.program import surrounding_autocast, torch_errors_unlogged, training_context
 from pd2bw_fx.size_range import ANY_SIZE
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
+from pd2bw_fx.untraced_loss import NAMESPACE as UNTRACED
 
 from .diagnose import (
     chooses_at_random,
@@ -75,8 +76,8 @@ _NO_CONDITIONS = (
 
 _ADVICE = (
     "take what depends on tensor values out of Python control flow (torch.where), or pass "
-    "tracer='export-as-example' if it always goes the same way, compute the loss outside with loss_fn, or "
-    "pass a program that you exported yourself"
+    "tracer='export-as-example' if it always goes the same way, have a loss run as it is written "
+    "(pd2bw_fx.untraced), or pass a program that you exported yourself"
 )
 _ADVICE_FOR_PACKED = (
     "the recurrent layer on the padded batch, since how long packed sequences are depends on values; what "
@@ -229,12 +230,7 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
                 f"this program is for batches of {sizes}: others may go another way through the model, which "
                 "asks for the batch size",
             )
-        notes += tuple(
-            f"operator {foreign} is none of torch's own: every process that runs the stages needs what "
-            "registers it (a library may have another implementation; Hugging Face experts: "
-            "experts_implementation='batched_mm')"
-            for foreign in foreign_operators(graph)
-        )
+        notes += tuple(map(_said_of_foreign, foreign_operators(graph)))
     return Traced(
         program=graph,
         model=program.model,
@@ -334,6 +330,17 @@ def _unbatched(name: str, shape: tuple[int, ...], batch_size: int) -> str:
     if batch_size not in shape:
         return note
     return f"{note}; if dimension {shape.index(batch_size)} is its batch, transpose it in the forward"
+
+
+def _said_of_foreign(name: str) -> str:
+    namespace, _, own = name.partition("::")
+    if namespace == UNTRACED:
+        return f"{own} is run as it is written; under torchrun every process has to define it"
+    return (
+        f"operator {name} is none of torch's own: every process that runs the stages needs what registers "
+        "it (a library may have another implementation; Hugging Face experts: "
+        "experts_implementation='batched_mm')"
+    )
 
 
 def _said_of(changes: Sequence[Change]) -> list[str]:

@@ -20,7 +20,12 @@ from torch import fx, nn
 from pd2bw_fx.modes import LAYERS_WITH_MODES
 
 # What torch.library makes of a registered operator, and we of a custom function: the trace keeps them whole.
-_KEPT_WHOLE = ("torch._library.autograd", "pd2bw_fx.custom_function", "pd2bw_fx.ctc")
+_KEPT_WHOLE = (
+    "torch._library.autograd",
+    "pd2bw_fx.custom_function",
+    "pd2bw_fx.ctc",
+    "pd2bw_fx.untraced_loss",
+)
 _PLAIN = (bool, int, float, str, type(None))
 
 

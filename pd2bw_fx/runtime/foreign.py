@@ -1,7 +1,7 @@
 """Operators that are not torch's own, for local workers, which do not run the user's script.
 
 What another module registered is there once that module is imported. An operator that the script itself
-defines by `torch.library.custom_op` is sent as it is, like the script's optimizer.
+defines by `torch.library.custom_op` is sent as it is, like the script's optimizer; so is an untraced loss.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload
 
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH, operators_called
+from pd2bw_fx.untraced_loss import NAMESPACE, UntracedLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class ForeignOperators:
     """Modules to import, and operators to define."""
 
     modules: tuple[str, ...]
-    definitions: tuple[Definition, ...]
+    definitions: tuple[Definition | UntracedLoss, ...]
 
     def register(self) -> None:
         for module in self.modules:
@@ -74,11 +75,14 @@ def foreign_operators(sources: Iterable[str], model: nn.Module | None) -> Foreig
     """
     names = {called for source in sources for called in operators_called(source)}
     modules: dict[str, None] = {}
-    definitions: list[Definition] = []
+    definitions: list[Definition | UntracedLoss] = []
     for namespace, name in sorted(names):
         operator: Any = OPDEFS.get(f"{namespace}::{name}")
         module = namespace if operator is None else operator._init_fn.__module__
-        if operator is not None and module == "__main__":
+        loss = UntracedLoss.called(name) if namespace == NAMESPACE else None
+        if loss is not None:
+            definitions.append(loss)
+        elif operator is not None and module == "__main__":
             definitions.append(_definition(operator))
         elif namespace not in NAMESPACES_OF_TORCH:
             known = list(_to_import([module])) or list(_to_import(_holders(namespace, name)))

@@ -1,0 +1,187 @@
+"""Losses that are run instead of traced: one operator of the stages, trained by the single-process rule."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import pd2bw_fx
+from pd2bw_fx.errors import ExportError, InputError, TraceError
+from pd2bw_fx.runtime.reference import train_reference
+
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+class Detector(nn.Module):
+    """Three candidates for each row (batch, 6): scores of 4 kinds and boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 12), nn.Tanh())
+        self.kinds, self.boxes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        candidates = self.body(x).unflatten(1, (3, 4))
+        return {"kinds": self.kinds(candidates), "boxes": self.boxes(candidates).sigmoid()}
+
+
+class Matching:
+    """Gives each target the nearest candidate that is left, which Python finds by the values."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, found: dict[str, Tensor], targets: dict[str, Tensor], scale: float = 1.0) -> Tensor:
+        losses = []
+        for kinds, boxes, wanted, places in zip(*found.values(), *targets.values(), strict=True):
+            free = set(range(len(boxes)))
+            for kind, place in zip(wanted, places, strict=True):
+                nearest = min(free, key=lambda at: float((boxes[at] - place).abs().sum()))
+                free.remove(nearest)
+                apart = functional.l1_loss(boxes[nearest], place)
+                losses.append(functional.cross_entropy(kinds[nearest], kind) + self.weight * apart)
+        return scale * torch.stack(losses).mean()
+
+
+def nearest_row(rows: Tensor, targets: Tensor) -> Tensor:
+    return min((rows - target).square().sum() for target in targets)
+
+
+def targets(size: int = 4) -> dict[str, Tensor]:
+    places = torch.rand(size, 2, 4, dtype=torch.float64)
+    return {"kinds": torch.randint(4, (size, 2)), "boxes": places}
+
+
+def rows(size: int = 4) -> Tensor:
+    return torch.randn(size, 6, dtype=torch.float64)
+
+
+def split(model: nn.Module, *args: Any, **options: Any) -> pd2bw_fx.Pipeline:
+    return pd2bw_fx.split(model.double(), args, cluster=2, num_stages=2, costs="analytic", **options)
+
+
+def test_a_loss_that_matches_in_python_is_trained() -> None:
+    torch.manual_seed(0)
+    model, criterion = Detector(), Matching(2.0)
+    with pytest.raises(TraceError, match=r"pd2bw_fx\.untraced"):
+        split(model, rows(), loss_fn=criterion, example_targets=targets())
+    loss_fn = pd2bw_fx.untraced(criterion)
+    pipe = split(model, rows(), loss_fn=loss_fn, example_targets=targets(), check="full")
+    assert "torch.ops.untraced.Matching" in pipe.stages[1].source
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.tracer == "export"  # any batch size
+
+    batches = [(rows(6), targets(6)) for _ in range(3)]
+    result = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=3)
+    expected = train_reference(
+        model, batches, loss_fn=criterion, optimizer=sgd, microbatches_per_update=3, method="2bw"
+    )
+    assert result.losses == pytest.approx(expected.losses, rel=1e-12)
+    for name, tensor in expected.state_dict.items():
+        torch.testing.assert_close(pipe.state_dict()[name], tensor, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("tracer", ["auto", "fx"])
+def test_in_a_forward_and_with_numbers(tracer: str) -> None:
+    class Judged(Detector):
+        def forward(self, x: Tensor, kinds: Tensor, boxes: Tensor) -> Tensor:  # type: ignore[override]
+            found = super().forward(x)
+            return criterion(found, {"kinds": kinds, "boxes": boxes}, scale=0.5)
+
+    criterion = pd2bw_fx.untraced(Matching(1.0), name="judged")
+    pipe = split(Judged(), rows(), *targets().values(), tracer=tracer)
+    assert "torch.ops.untraced.judged" in pipe.stages[1].source
+    assert "{'kinds': ..., 'boxes': ...}), {'scale': 0.5}" in pipe.stages[1].source
+    pipe.verify()
+
+
+def test_each_has_its_name() -> None:
+    class Scored(nn.Sequential):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            hidden = super().forward(x)
+            return one(hidden, y) + two(hidden, y) + three(hidden, y) + nearest(hidden, y)
+
+    one, two = (pd2bw_fx.untraced(functools.partial(_scaled, by=by), name="scaled") for by in (1.0, 2.0))
+    three = pd2bw_fx.untraced(lambda x, y: (x - y).abs().mean())
+    nearest = pd2bw_fx.untraced(pd2bw_fx.untraced(nearest_row))
+    pipe = split(Scored(nn.Linear(6, 6), nn.Linear(6, 6)), rows(), rows())
+    for name in ("scaled", "scaled_2", "loss", "nearest_row"):
+        assert f"torch.ops.untraced.{name}.default([" in pipe.stages[1].source
+    pipe.verify()
+
+
+def _scaled(x: Tensor, y: Tensor, by: float) -> Tensor:
+    return by * (x - y).square().mean()
+
+
+def test_autocast_does_not_choose_the_precision() -> None:
+    class Under(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return nearest(self.second(self.first(x)), y)
+
+    nearest = pd2bw_fx.untraced(nearest_row)
+    x, y = rows().float(), rows().float()
+    assert nearest(x.bfloat16(), y.bfloat16()).dtype is torch.float32
+    pipe = pd2bw_fx.split(Under(), (x, y), cluster=2, num_stages=2, costs="analytic")
+    pipe.verify()
+
+
+def test_what_cannot_be_is_told() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    hidden = pd2bw_fx.untraced(lambda x, y: scale * (x - y).square().mean(), name="hidden")
+    several = pd2bw_fx.untraced(lambda x, y: (x - y).square().mean(0), name="several")
+    given = pd2bw_fx.untraced(lambda x, y, kind: (x - y).square().mean(), name="given")
+
+    with pytest.raises(InputError, match=r"^hidden reads a parameter that it was not given"):
+        split(model, rows(), loss_fn=hidden, example_targets=rows())
+    with pytest.raises(InputError, match=r"^several returns torch\.float64 of shape \(6,\); a loss, one"):
+        split(model, rows(), loss_fn=several, example_targets=rows())
+    with pytest.raises(InputError, match=r"untraced loss was called with a dtype; expected tensors, numbers"):
+        split(model, rows(), loss_fn=lambda x, y: given(x, y, torch.float64), example_targets=rows())
+    with pytest.raises(InputError, match=r"^'a b' is no name for a function; a word was expected"):
+        pd2bw_fx.untraced(nearest_row, name="a b")
+    with pytest.raises(InputError, match=r"^Bilinear has parameters to train; keep it in the model"):
+        pd2bw_fx.untraced(nn.Bilinear(6, 6, 1))
+
+
+def test_a_process_and_a_file_that_do_not_know_it(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    loss_fn = pd2bw_fx.untraced(nearest_row)
+    pipe = split(model, rows(), loss_fn=loss_fn, example_targets=rows())
+    with pytest.raises(ExportError, match=r"nearest_row is not traced: split the model without that loss"):
+        pipe.export_onnx(tmp_path / "onnx")
+
+    pipe.save(tmp_path / "saved")
+    script = (
+        "import torch, pd2bw_fx\n"
+        f"pipe = pd2bw_fx.load({str(tmp_path / 'saved')!r})\n"
+        "try:\n"
+        "    pipe.stages\n"
+        "except pd2bw_fx.PlanMismatchError as error:\n"
+        "    print(error)\n"
+        "def nearest_row(rows, targets):\n"
+        "    return min((rows - target).square().sum() for target in targets)\n"
+        "pd2bw_fx.untraced(nearest_row)\n"
+        "batch = torch.ones(4, 6).double(), torch.zeros(4, 6).double()\n"
+        "result = pipe.train_local([batch], optimizer=lambda p: torch.optim.SGD(p, lr=.1))\n"
+        "print(len(result.losses))\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    told, num_losses = finished.stdout.splitlines()
+    assert "calls the loss 'nearest_row', which is not traced" in told
+    assert num_losses == "1"
