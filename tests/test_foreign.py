@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
-from pd2bw_fx.errors import ExportError
+from pd2bw_fx.errors import ExportError, WorkerError
 from pd2bw_fx.runtime.foreign import foreign_operators
 
 _MODULE = """
@@ -181,3 +182,27 @@ def test_of_an_operator_without_a_module_the_models_and_the_scripts_are_imported
 
     assert __name__ in found
     assert not any(module.partition(".")[0] in ("torch", "pd2bw_fx") for module in found)
+
+
+def test_a_module_that_a_worker_cannot_import_is_told_by_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_once.py").write_text(
+        "import pathlib, torch\n"
+        "seen = pathlib.Path(__file__).with_suffix('.seen')\n"
+        "if seen.exists():\n"
+        "    raise RuntimeError('there is one of me already')\n"
+        "seen.touch()\n"
+        "def make(parameters):\n"
+        "    return torch.optim.SGD(parameters, lr=0.1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    make = importlib.import_module("imported_once").make
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    pipe = pd2bw_fx.split(
+        model, torch.ones(4, 6), loss_fn=nn.functional.mse_loss, example_targets=torch.ones(4, 6), cluster=2
+    )
+
+    with pytest.raises(WorkerError, match="there is one of me already") as caught:
+        pipe.train_local([(torch.ones(4, 6), torch.ones(4, 6))], optimizer=make)
+    assert "while the worker loaded the optimizer" in str(caught.value)

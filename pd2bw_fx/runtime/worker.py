@@ -26,7 +26,7 @@ from pd2bw_fx.passes.schedule import register_method
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finished, Start, receive
 from pd2bw_fx.runtime.stage_runner import Microbatch
-from pd2bw_fx.runtime.wire import encoded
+from pd2bw_fx.runtime.wire import decoded, encoded
 
 
 def serve(descriptor: int) -> None:
@@ -35,14 +35,14 @@ def serve(descriptor: int) -> None:
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     try:
         sys.path[:] = receive(connection)
-        start: Start = receive(connection)
+        sent = connection.recv_bytes()
     except EOFError:
         return
     parent = _Parent(connection)
     threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
     threading.Thread(target=parent.keep_beating, daemon=True).start()
     try:
-        _work(start, parent, messages)
+        _work(_loaded(sent), parent, messages)
     except Exception as error:
         mine = not isinstance(error, WorkerError)
         text = traceback.format_exc()
@@ -50,6 +50,16 @@ def serve(descriptor: int) -> None:
             text = "\n".join([str(error), *(getattr(error, "__notes__", ()) if mine else ())])
         parent.tell(Failed(text, type(error).__name__, not mine))
         os._exit(1)  # at once: destructors of a torn process group may wait for peers
+
+
+def _loaded(sent: bytes) -> Start:
+    """Imports the modules of the functions and classes in it, which may fail in their own ways."""
+    try:
+        start: Start = decoded(sent)
+    except Exception as error:
+        error.add_note("while the worker loaded the optimizer and the other functions that it was sent")
+        raise
+    return start
 
 
 class _Parent:
