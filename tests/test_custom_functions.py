@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
-from pd2bw_fx.errors import TraceError
 from pd2bw_fx.runtime.reference import train_reference
 
 
@@ -323,70 +322,3 @@ def test_names_of_classes_values_and_functions_do_not_meet() -> None:
         pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
         assert pipe.verify(model).exact
         assert "boom()" not in pipe.stages[0].source
-
-
-class Branching(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2 if x.sum() > 0 else x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class InPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
-class TwiceNoisy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * torch.rand_like(x) + torch.rand_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class Given(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
-        return x / rows
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (Branching, "data-dependent"),
-        (InPlace, "writes to its input"),
-        (TwiceNoisy, "more than once"),
-        (Given, "size as a number"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused_with_the_reason(function: Any, reason: str) -> None:
-    class Refused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            more = (x.shape[0],) if function is Given else ()
-            result: Tensor = function.apply(self.layer(x), *more)
-            return result.sum()
-
-    with pytest.raises(TraceError, match=f"custom autograd function .*{function.__name__}") as raised:
-        pd2bw_fx.split(model_of(Refused), batch(4)[:1], cluster=1, costs="analytic")
-    assert reason in str(raised.value)
-    assert "custom_op" in str(raised.value)

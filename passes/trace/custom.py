@@ -109,9 +109,6 @@ class _FixedSizeError(ValueError):
     """What a function computes depends on sizes: a front end that fixes them may still trace it."""
 
 
-_WRITES = "it writes to its input"
-
-
 class _Context:
     """What a function's forward and backward get for `ctx`."""
 
@@ -130,7 +127,7 @@ class _Context:
         """Gradients that are missing come as zeros, which is what None stands for."""
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        raise ValueError(_WRITES)
+        raise ValueError("it writes to its input")
 
 
 class _Traced:
@@ -143,6 +140,9 @@ class _Traced:
         self.has_setup = cls.setup_context is not _SingleLevelFunction.setup_context
         self.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
         self.context = _Context(args)
+        self.writes = (
+            False  # what it is given, without a word to autograd: scratch memory, which nobody reads
+        )
         self.returns_tuple = False
         self.not_differentiable: tuple[int, ...] = ()
         self.early: set[fx.Node] = set()  # what the forward has traced
@@ -157,8 +157,7 @@ class _Traced:
             tensors = [self._without_data(place, shapes) for place in self.places]
             versions = [tensor._version for tensor in tensors]
             gradients = [torch.empty_like(result) for result in self._forward(tensors)]
-            if [tensor._version for tensor in tensors] != versions:
-                raise ValueError(_WRITES)
+            self.writes = [tensor._version for tensor in tensors] != versions
             joint = make_fx(
                 self._joint, tracing_mode="symbolic", pre_dispatch=True, record_stack_traces=True
             )(*tensors, *gradients)
@@ -179,7 +178,7 @@ class _Traced:
     def _forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         given_args = list(self.args)
         for place, tensor in zip(self.places, tensors, strict=True):
-            given_args[place] = tensor
+            given_args[place] = tensor.clone() if self.writes else tensor
         self.context = _Context(self.args)
         if self.has_setup:
             returned = self.cls.forward(*given_args)
