@@ -40,10 +40,12 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
 
     Casts that have something to do under autocast stay.
     """
-    written = _written_storages(facts)
+    written, differentiated = _written_storages(facts), _written_storages(facts, with_gradients=True)
     for node in list(draft.graph.nodes):
         if node.op != "call_function":
             continue
+        if operator_name(node) == "detach" and facts.storages[node.name] & differentiated:
+            continue  # without it the memory itself would get a gradient's history
         if _is_identity(node, facts, written):
             node.replace_all_uses_with(node.args[0])
             draft.graph.erase_node(node)
@@ -129,10 +131,12 @@ def _is_true(term: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.bool and value.dim() == 0 and read
 
 
-def _written_storages(facts: Facts) -> set[int]:
+def _written_storages(facts: Facts, *, with_gradients: bool = False) -> set[int]:
+    """All, or those that values which a gradient flows to are written into."""
     return {
         storage
-        for targets in facts.written.values()
+        for writer, targets in facts.written.items()
+        if not with_gradients or facts.requires_grad(writer)
         for node in targets
         for storage in facts.storages[node.name]
     }

@@ -29,6 +29,10 @@ from pd2bw_fx.traced import assumption
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _LAYERS = str(Path(nn.__file__).resolve().parent)
+# Torch functions that the model calls pass through these where it is traced, and not where it is run.
+_BETWEEN = tuple(
+    str(Path(__file__).with_name(name)) for name in ("detached.py", "held.py", "saved_values.py")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,7 @@ def _on_truth(answer: Callable[[Tensor, Place], bool]) -> Iterator[None]:
 
 def _place(asking: FrameType) -> Place:
     code, frame = asking.f_code, asking
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, *_BETWEEN)):
         frame = frame.f_back
     file, number = frame.f_code.co_filename, frame.f_lineno
     return Place(

@@ -28,6 +28,12 @@ _CONDITION = re.compile(r"\b(if|while|assert|and|or|not)\b")
 _ASSIGNMENT = re.compile(r"\s*(\w+)\s*=[^=]")
 _DRAWS = re.compile(r"\b(rand|randn|randint|random|uniform_?|bernoulli_?)\b")
 _LINES_BEFORE = 8
+# For who works on torch: its own switches, and a line of its own or of ours where it came upon something.
+_OF_TRACERS = re.compile(
+    r" (For more information, run with TORCH_LOGS=\S+"
+    r"|Caused by: \((?=_|nn/|functional|\S*passes/trace/)[^)]*\)"
+    r"|consider using data-dependent friendly APIs such as \w+, \w+ and \w+\.)"
+)
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in [^\n]*\n([^\n]*)')
 
 
@@ -35,7 +41,7 @@ def one_line(error: BaseException) -> str:
     """The first lines of an error that say something, without torch's advice on its own settings."""
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines if line]
-    text = " ".join(lines[:3]) or type(error).__name__
+    text = _OF_TRACERS.sub("", " ".join(lines[:3])) or type(error).__name__
     text = text if len(text) <= _MAX_LENGTH else text[: _MAX_LENGTH - 3] + "..."
     return f"{type(error).__name__}: {text}" if not text.startswith(type(error).__name__) else text
 

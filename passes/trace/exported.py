@@ -21,6 +21,7 @@ from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
 
 from .compiling import is_compiling_says, is_raised_by_the_model
 from .custom import custom_functions_kept
+from .detached import DataIsDetached
 from .diagnose import line_of
 from .differentiating import DerivativeError, derivatives_traced
 from .held import ParametersReadInstead, in_their_modules, parameter_in_memory_of, require_untrained
@@ -119,11 +120,12 @@ def _exported_with(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
 
 def _exported_by_torch(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
     """Once more for a forward that has parameters from elsewhere than their modules."""
-    exported = _exported_with_derivatives(program, tensors, shapes)
-    if parameter_in_memory_of(exported.constants.values(), program.model):
-        with ParametersReadInstead(in_their_modules(program.model)):
-            exported = _exported_with_derivatives(program, tensors, shapes)
-        require_untrained(exported.constants.values(), program.model)
+    with DataIsDetached():
+        exported = _exported_with_derivatives(program, tensors, shapes)
+        if parameter_in_memory_of(exported.constants.values(), program.model):
+            with ParametersReadInstead(in_their_modules(program.model)):
+                exported = _exported_with_derivatives(program, tensors, shapes)
+            require_untrained(exported.constants.values(), program.model)
     return exported
 
 

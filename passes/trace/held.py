@@ -18,21 +18,27 @@ from torch.utils._pytree import tree_map
 
 from pd2bw_fx.errors import TraceError
 
+from .detached import is_of_data
+
 Instead = Callable[[Tensor], Any]
 _Extent = tuple[int, int]  # the first address, and the one behind the last
 
 
 class ParametersReadInstead(TorchFunctionMode):
-    """Every torch function has what `instead` gives for a parameter, wherever its caller has that from."""
+    """Every torch function has what `instead` gives for a parameter, wherever its caller has that from.
 
-    def __init__(self, instead: Instead) -> None:
+    `but_data`: `.data` is left as it is; who writes through it is found by the values.
+    """
+
+    def __init__(self, instead: Instead, *, but_data: bool = False) -> None:
         super().__init__()
         self.instead = instead
+        self.but_data = but_data
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if _is_of_data(func):  # nothing that a trace sees; who writes through it is found by the values
+        if self.but_data and is_of_data(func):
             return func(*args, **(kwargs or {}))
         args, kwargs = tree_map(self._current, (tuple(args), dict(kwargs or {})))
         if is_tensor_method_or_property(func) and not isinstance(args[0], Tensor):  # a proxy's
@@ -43,10 +49,6 @@ class ParametersReadInstead(TorchFunctionMode):
 
     def _current(self, value: Any) -> Any:
         return self.instead(value) if isinstance(value, Tensor) else value
-
-
-def _is_of_data(func: Any) -> bool:
-    return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
 
 
 def in_their_modules(model: nn.Module) -> Instead:

@@ -64,7 +64,7 @@ class _Tracer(fx.Tracer):
         self.parameter_names = {id(parameter): name for name, parameter in program.named_parameters()}
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        with ParametersReadInstead(self.of_parameter):
+        with ParametersReadInstead(self.of_parameter, but_data=True):
             return super().trace(root, concrete_args)
 
     def of_parameter(self, tensor: torch.Tensor) -> Any:

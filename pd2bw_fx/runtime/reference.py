@@ -58,25 +58,24 @@ def train_reference(
         raise InputError(f"method is {method!r}; the reference knows '2bw' and 'synchronous'")
     newest = copy.deepcopy(model)  # W(t): what the optimizer steps
     # What gradients are taken of: W(max(t-1, 0)), or W(t).
-    differentiated = copy.deepcopy(model) if method == "2bw" else newest
+    differentiated = _another_version(model, newest) if method == "2bw" else newest
     trained = {name: parameter for name, parameter in newest.named_parameters() if parameter.requires_grad}
     options = parameter_options or (lambda name, parameter: {})
     stepped = optimizer([{"params": [p], **options(name, p)} for name, p in trained.items()])
     scheduler = None if lr_scheduler is None else lr_scheduler(stepped)
-    pairs = list(zip(newest.parameters(), differentiated.parameters(), strict=True))
+    both = zip(newest.parameters(), differentiated.parameters(), strict=True)
+    pairs = [(one, other) for one, other in both if one is not other]
     losses: list[float] = []
     for update, batch in enumerate(batches):
         differentiated.zero_grad(set_to_none=True)
-        versions = [parameter._version for parameter in differentiated.parameters()]
+        given = [other.detach().clone() for _, other in pairs]
         total = 0.0
         for microbatch in _cut(batch, microbatches_per_update):
             loss = _loss(differentiated, microbatch, loss_fn) / microbatches_per_update
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
-        before: list[Tensor] = []
-        if method == "2bw":
-            _require_unwritten(differentiated, versions)
-            before = [parameter.detach().clone() for parameter in newest.parameters()]
+        _require_unwritten(differentiated, [other for _, other in pairs], given)
+        before = [parameter.detach().clone() for parameter, _ in pairs]
         for parameter, source in pairs:
             parameter.grad = source.grad
         if max_gradient_norm is not None:
@@ -85,7 +84,7 @@ def train_reference(
         if scheduler is not None:
             scheduler.step()
         with torch.no_grad():
-            for (_, target), value in zip(pairs, before, strict=False):  # nothing where they are one
+            for (_, target), value in zip(pairs, before, strict=True):
                 target.copy_(value)
         losses.append(total)
         if on_update is not None:
@@ -93,9 +92,16 @@ def train_reference(
     return ReferenceResult(tuple(losses), _merged(newest, differentiated))
 
 
-def _require_unwritten(model: nn.Module, versions: list[int]) -> None:
-    for (name, parameter), version in zip(model.named_parameters(), versions, strict=True):
-        if parameter._version != version:
+def _another_version(model: nn.Module, newest: nn.Module) -> nn.Module:
+    """A copy that has its frozen parameters in common: there is one version of what no optimizer steps."""
+    both = zip(model.parameters(), newest.parameters(), strict=True)
+    return copy.deepcopy(model, {id(own): copied for own, copied in both if not own.requires_grad})
+
+
+def _require_unwritten(model: nn.Module, versioned: list[nn.Parameter], given: list[Tensor]) -> None:
+    for parameter, value in zip(versioned, given, strict=True):
+        if not torch.equal(parameter.nan_to_num(), value.nan_to_num()):
+            name = next(name for name, own in model.named_parameters() if own is parameter)
             raise InputError(
                 f"the forward writes parameter {name!r}, of which 2bw has two versions; its rule is of "
                 "weights that the optimizer alone changes"

@@ -1,0 +1,119 @@
+"""`tensor.data` in a forward: the memory without its gradients, read and written."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.errors import InputError, TraceError
+from pd2bw_fx.runtime.reference import train_reference
+from tests.test_user_models import Plain
+
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+class Averaging(Plain):
+    """Has an average of its second layer beside it, as teachers and momentum encoders do."""
+
+    def __init__(self, writes: str) -> None:
+        super().__init__()
+        self.target = nn.Linear(8, 8).requires_grad_(False)
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, target in zip(self.second.parameters(), self.target.parameters(), strict=True):
+                if self.writes == "assigns":
+                    target.data = 0.9 * target.data + 0.1 * own.data
+                elif self.writes == "augmented":
+                    target.data *= 0.9
+                else:
+                    target.data.mul_(0.9).add_(own.data, alpha=0.1)
+        return super().forward(x) + self.target(x).square().mean()
+
+
+class Counting(Plain):
+    """Writes what gradients flow to into its buffers, as codebooks of vector quantization do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("last", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.mean.data.lerp_(hidden.mean(0), 0.1)
+        self.last.data = 0.5 * self.last + hidden.mean(0)
+        return (self.second(hidden) * (1 + self.mean) + self.last).square().mean()
+
+
+class StraightThrough(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.second(hidden + (hidden.sign() - hidden).data).square().mean()
+
+
+def split(model: nn.Module, **options: Any) -> pd2bw_fx.Pipeline:
+    x = torch.randn(4, 8, dtype=torch.float64)
+    return pd2bw_fx.split(model.double(), x, cluster=2, num_stages=2, costs="analytic", **options)
+
+
+WRITES = ("assigns", "augmented", "in place")
+
+
+@pytest.mark.parametrize(
+    "made", [*(functools.partial(Averaging, writes) for writes in WRITES), Counting, StraightThrough]
+)
+def test_it_is_detached_in_the_stages(made: Any) -> None:
+    torch.manual_seed(0)
+    model = made()
+    pipe = split(model)
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.tracer == "export"
+    batches = [torch.randn(6, 8, dtype=torch.float64) for _ in range(4)]
+    expected = train_reference(model, batches, optimizer=sgd, microbatches_per_update=2)
+    result = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
+    assert result.losses == pytest.approx(expected.losses, rel=1e-12)
+    for name, tensor in expected.state_dict.items():
+        torch.testing.assert_close(pipe.state_dict()[name], tensor, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("writes", WRITES)
+def test_what_torch_fx_does_not_see_written_is_refused_and_undone(writes: str) -> None:
+    model = Averaging(writes).double()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    with pytest.raises(TraceError, match=r"the forward writes 'target\.weight' through \.data"):
+        split(model, tracer="fx")
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_weights_that_the_forward_writes_have_no_two_versions() -> None:
+    class Decaying(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            self.second.weight.data *= 0.9
+            return super().forward(x)
+
+    model, batches = Decaying().double(), [torch.randn(4, 8, dtype=torch.float64)]
+    settings: dict[str, Any] = {"optimizer": sgd, "microbatches_per_update": 2}
+    with pytest.raises(InputError, match=r"the forward writes parameter 'second\.weight', of which 2bw has"):
+        train_reference(model, batches, **settings)
+    with pytest.raises(InputError, match=r"writes the parameter 'second\.weight' in its forward.*'1f1b'"):
+        split(model).train_local(batches, **settings)
+
+
+def test_data_of_another_shape_is_no_values_for_what_is_there() -> None:
+    class Growing(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            other = x.clone()
+            other.data = x.repeat(2, 1)
+            return super().forward(x) + other.sum()
+
+    with pytest.raises(TraceError, match=r"shape \(\d, 8\) is given another of shape \(\d, 8\)"):
+        split(Growing(), tracer="export")
