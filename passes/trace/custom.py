@@ -82,7 +82,7 @@ def _call(cls: Any, args: Sequence[Any], names: _Names) -> Any:
         try:
             try:
                 answer.append(_Traced(cls, args, all_open=True).function(names))
-            except _FixedSizeError:  # by those that are fixed in the model too, perhaps
+            except _FixedSizeError:  # by those that are fixed or equal in the model too, perhaps
                 answer.append(_Traced(cls, args, all_open=False).function(names))
         except Exception as error:  # the function is the model's: it may raise anything
             answer.append(error)
@@ -137,6 +137,7 @@ class _Traced:
         self.cls = cls
         self.args = args
         self.all_open = all_open  # also sizes that the model's trace has as numbers
+        self.symbols: dict[Any, Any] = {}  # by the model's own
         self.has_setup = cls.setup_context is not _SingleLevelFunction.setup_context
         self.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
         self.context = _Context(args)
@@ -202,11 +203,19 @@ class _Traced:
             if hint is None:
                 raise ValueError("the size of its operand is known only when it runs")
             is_open = hint > 1 and (self.all_open or isinstance(extent, torch.SymInt))
-            sizes.append(_symbol(hint, shapes, f"operand_{place}_{dimension}") if is_open else hint)
+            sizes.append(self._symbol(extent, shapes, f"operand_{place}_{dimension}") if is_open else hint)
         strides = [_hint(stride) for stride in like.stride()]
         order = sorted(range(like.dim()), key=lambda dimension: -strides[dimension])
         laid_out = torch.empty([sizes[d] for d in order], dtype=like.dtype, device=like.device)
         return laid_out.permute([order.index(dimension) for dimension in range(like.dim())])
+
+    def _symbol(self, extent: Any, shapes: ShapeEnv, name: str) -> Any:
+        """One that two sizes have in common if they are the same in the model, and not all are to be open."""
+        if self.all_open or not isinstance(extent, torch.SymInt):
+            return _symbol(_hint(extent), shapes, name)
+        if extent.node.expr not in self.symbols:
+            self.symbols[extent.node.expr] = _symbol(_hint(extent), shapes, name)
+        return self.symbols[extent.node.expr]
 
     def _require_open(self, shapes: ShapeEnv) -> None:
         for guard in shapes.guards:
