@@ -44,6 +44,7 @@ from .diagnose import (
 from .draft import draft_findings
 from .exported import batch_sizes, export, foreign_operators
 from .given import accept_exported, accept_graph_module
+from .held import require_memory_apart
 from .inputs import (
     FlatArguments,
     arguments_without_examples,
@@ -231,6 +232,7 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
                 "asks for the batch size",
             )
         notes += tuple(map(_said_of_foreign, foreign_operators(graph)))
+    require_memory_apart(graph, program, MODEL_PREFIX)
     return Traced(
         program=graph,
         model=program.model,

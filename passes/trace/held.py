@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_map
 
-from pd2bw_fx.errors import TraceError
+from pd2bw_fx.errors import InputError, TraceError
 
 from .detached import is_of_data
 
@@ -83,19 +84,28 @@ def parameter_in_memory_of(tensors: Iterable[Any], model: nn.Module) -> str | No
     return None
 
 
-def sharing_memory(model: nn.Module) -> tuple[str, str] | None:
-    """A trainable parameter, and another parameter or a buffer that is in its memory; None if all are apart.
-
-    One tensor that has two names is no two tensors.
-    """
-    tensors = {
-        id(tensor): (name, tensor) for name, tensor in (*model.named_buffers(), *model.named_parameters())
-    }
-    extents = sorted(
-        (e, name, t.requires_grad) for name, t in tensors.values() if (e := _extent(t)) is not None
+def require_memory_apart(program: ExportedProgram | fx.GraphModule, root: nn.Module, prefix: str) -> None:
+    """Raises InputError if a trace reads a trainable parameter and another tensor that is in its memory."""
+    names = _read(program, root)
+    pair = _in_one_memory(
+        (name, tensor)
+        for name, tensor in (*root.named_buffers(), *root.named_parameters())
+        if id(tensor) in names
     )
+    if pair is not None:
+        parameter, other = (name.removeprefix(prefix) for name in pair)
+        raise InputError(
+            f"{other!r} is in the memory of the parameter {parameter!r}, but another tensor: training one "
+            "would change the other in the model, and not in the stages. Assign the parameter itself to tie "
+            "them (b.weight = a.weight), or give it a copy (.clone())"
+        )
+
+
+def _in_one_memory(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
+    """A trainable parameter and another tensor, the first that are not apart."""
+    known = [(extent, name, t.requires_grad) for name, t in named if (extent := _extent(t)) is not None]
     ends_last: dict[bool, tuple[_Extent, str]] = {}  # of the trained ones so far, and of the others
-    for extent, name, is_trained in extents:
+    for extent, name, is_trained in sorted(known):
         for trained in (True, False):
             if trained in ends_last and (trained or is_trained) and _overlap(ends_last[trained][0], extent):
                 other = ends_last[trained][1]
@@ -103,6 +113,21 @@ def sharing_memory(model: nn.Module) -> tuple[str, str] | None:
         if is_trained not in ends_last or extent[1] > ends_last[is_trained][0][1]:
             ends_last[is_trained] = extent, name
     return None
+
+
+def _read(program: ExportedProgram | fx.GraphModule, root: nn.Module) -> set[int]:
+    """The parameters and buffers of which a trace reads something, by identity."""
+    named = dict(root.named_parameters(remove_duplicate=False)) | dict(
+        root.named_buffers(remove_duplicate=False)
+    )
+    if isinstance(program, ExportedProgram):
+        read = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
+        names = [spec.target for spec in program.graph_signature.input_specs if spec.arg.name in read]
+    else:
+        whole = [str(node.target) for node in program.graph.find_nodes(op="call_module")]
+        names = [str(node.target) for node in program.graph.find_nodes(op="get_attr")]
+        names += [name for name in named for module in whole if name.startswith(f"{module}.")]
+    return {id(named[name]) for name in names if name in named}
 
 
 def require_untrained(constants: Iterable[Any], model: nn.Module) -> None:

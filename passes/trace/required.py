@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 from pd2bw_fx.errors import InputError
 
 from .diagnose import source_line
-from .held import sharing_memory
 
 
 def require_traceable_modules(model: nn.Module) -> None:
@@ -35,12 +34,6 @@ def require_traceable_modules(model: nn.Module) -> None:
                 "depends on a count that it reads from a buffer as a number, which no stage can; give it a "
                 "momentum (torch's own is 0.1)"
             )
-    if (shared := sharing_memory(model)) is not None:
-        raise InputError(
-            f"{shared[1]!r} is in the memory of the parameter {shared[0]!r}, but another tensor: training "
-            "one would change the other in the model, and not in the stages. Assign the parameter itself to "
-            "tie them (b.weight = a.weight), or give it a copy (.clone())"
-        )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if _is_sharded(tensor):
             raise InputError(
