@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pd2bw_fx
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.passes.trace.chance import extreme_numbers
@@ -151,3 +152,71 @@ def test_a_tensor_that_the_forward_keeps_is_noted_and_no_fake_one_is_left_behind
 
     assert any("assigns a tensor to last" in note for note in traced.report.notes)
     assert model.last is None
+
+
+class Angles(nn.Module):
+    """A table that is made in the first call of a length, as rotary embeddings have it."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.length: int | None = None
+        self.is_made = False
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        is_new = {
+            "length": length != self.length,
+            "flag": not self.is_made,
+            "longer": length > (self.length or 0),
+        }
+        if is_new[self.when]:
+            self.length, self.is_made = length, True
+            self.table = (
+                torch.arange(length, dtype=x.dtype).outer(torch.ones(x.shape[2], dtype=x.dtype)).cos()
+            )
+        assert self.table is not None
+        return x * self.table[:length]
+
+
+@pytest.mark.parametrize("when", ["length", "flag", "longer"])
+def test_what_a_first_call_keeps_in_attributes_is_a_constant(when: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.angles, self.second = nn.Linear(4, 4), Angles(when), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.angles(self.first(x))).square().mean()
+
+    model = Model()
+    pipe = pd2bw_fx.split(model, torch.randn(4, 6, 4), cluster=2, num_stages=2, costs="analytic")
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.tracer == "export"
+    assert any("after its first call, which sets attribute angles." in n for n in pipe.trace_report.notes)
+    assert 'self.register_buffer("table", ' in "".join(stage.source for stage in pipe.stages)
+    assert (model.angles.length, model.angles.is_made, model.angles.table) == (None, False, None)
+    pipe.verify(example={"x": torch.randn(7, 6, 4)})
+
+
+def test_a_first_call_that_writes_parameters_is_for_the_user_to_make() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.shift, self.is_made = nn.Linear(4, 4), nn.Parameter(torch.zeros(4)), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layer(x)
+            if not self.is_made:
+                with torch.no_grad():
+                    self.shift.copy_(-hidden.mean(0))
+                self.is_made = True
+            return (hidden + self.shift).square().mean()
+
+    model, x = Normed(), torch.randn(4, 4)
+    with pytest.raises(TraceError, match=r"attribute is_made .* run the model once, then split it$"):
+        pd2bw_fx.split(model, x, cluster=1, costs="analytic")
+    assert not model.shift.any()
+    model(x)
+    pd2bw_fx.split(model, x, cluster=1, costs="analytic").verify(example={"x": torch.randn(6, 4)})

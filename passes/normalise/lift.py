@@ -24,6 +24,7 @@ from .paths import own_calls, own_name
 # The forward that the tracer was given is ours, around the model's.
 _WRAPPER_FRAME = re.compile(r'\s*File "[^"]*[/\\]trace[/\\]program\.py", line \d+, in forward\n[^\n]*\n?')
 
+_LIFTED = "lifted_"  # how torch.export calls what no module has
 _REGIONS = {"wrap_with_set_grad_enabled", "wrap_with_autocast"}
 
 
@@ -108,10 +109,18 @@ def _state_of(traced: Traced) -> dict[str, Any]:
             value = program.state_dict[target]
         else:
             value = program.constants[target]
-            if attribute(traced.model, name) is not value:
+            if not _may_be_called(name, value, traced.model):
                 name, num_constants = f"constant_{num_constants}", num_constants + 1
         state[entry.arg.name] = _State(name, value, nodes[entry.arg.name].meta)
     return state
+
+
+def _may_be_called(name: str, value: Any, model: nn.Module) -> bool:
+    """Whether it is the attribute's value, or was at the time of the trace: one that a first call sets."""
+    if attribute(model, name) is value:
+        return True
+    own = name.rpartition(".")[2]
+    return attribute(model, name) is None and own.isidentifier() and not own.startswith(_LIFTED)
 
 
 def attribute(model: nn.Module, name: str) -> Any:

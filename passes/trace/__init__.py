@@ -55,6 +55,7 @@ from .inputs import (
 )
 from .program import MODEL_PREFIX, Program
 from .required import require_data, require_loss_function, require_traceable_modules, tensor_hooks_refused
+from .second_call import OtherNextTimeError, called_before
 from .symbolic import trace_symbolically
 from .watch import Change
 
@@ -132,12 +133,19 @@ def trace(
         flat = flatten_arguments(model, () if args is None else args, kwargs or {}, targets)
         require_data(model, flat.names, flat.tensors)
         batch_size, front_ends = common_batch_size(flat), _FRONT_ENDS[tracer]
-    attempts: list[tuple[str, Exception]] = []
-    for arguments, names in _ways(model, flat, (args, kwargs, targets), tracer, front_ends):
-        program, traced, failed = _first_that_works(names, model, arguments, loss_fn, batch_size, tracer)
-        attempts += failed
-        if traced is not None:
-            break
+    ways = list(_ways(model, flat, (args, kwargs, targets), tracer, front_ends))
+    before: list[str] = []
+    try:
+        program, traced, attempts = _tried(ways, model, loss_fn, batch_size, tracer)
+    except OtherNextTimeError as first:
+        with called_before(Program(model, flat, loss_fn)) as is_as_before:
+            try:
+                if not is_as_before:
+                    raise TraceError(str(first)) from first
+                program, traced, attempts = _tried(ways, model, loss_fn, batch_size, tracer)
+            except OtherNextTimeError:  # every time
+                raise TraceError(str(first)) from first
+        before.append(f"traced as the model runs after its first call, which sets {first.change}")
     is_open = traced is not None and traced.report.tracer in _OPEN
     findings = draft_findings(program, batch_size) if _failed_to_export(attempts) and not is_open else ()
     if traced is None:
@@ -145,7 +153,7 @@ def trace(
     report = TraceReport(
         tracer=traced.report.tracer,
         attempts=tuple(Attempt(name, one_line(error)) for name, error in attempts),
-        notes=(*findings, *_notes(program, program.flat, batch_size), *traced.report.notes),
+        notes=(*findings, *before, *_notes(program, program.flat, batch_size), *traced.report.notes),
         duration_s=time.perf_counter() - started,
     )
     return replace(traced, report=report)
@@ -171,6 +179,23 @@ def _ways(
     yield flat, front_ends[:1]
     yield flatten_arguments(model, args or (), uncached, targets), front_ends[:1]
     yield flat, front_ends[1:]
+
+
+def _tried(
+    ways: Sequence[tuple[FlatArguments, tuple[str, ...]]],
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    batch_size: int | None,
+    tracer: str,
+) -> tuple[Program, Traced | None, list[tuple[str, Exception]]]:
+    """The first program, or the last that was tried, and why others could not be traced."""
+    attempts: list[tuple[str, Exception]] = []
+    for arguments, names in ways:
+        program, traced, failed = _first_that_works(names, model, arguments, loss_fn, batch_size, tracer)
+        attempts += failed
+        if traced is not None:
+            break
+    return program, traced, attempts
 
 
 def _failed_to_export(attempts: Sequence[tuple[str, Exception]]) -> bool:

@@ -115,7 +115,7 @@ def require_eager_run(program: Program) -> None:
 
     Buffers and random generators are as before afterwards. Weights that hold no data are not run.
     """
-    if not _holds_data(program):
+    if not holds_data(program):
         return
     try:
         _run(program)
@@ -176,13 +176,13 @@ def _own_words(
 def conditions_of(program: Program) -> Conditions:
     """What the model asks of the values of tensors on the example inputs; nothing where it cannot be run."""
     conditions = Conditions()
-    if _holds_data(program):
+    if holds_data(program):
         with conditions.recorded():
             _run(program)
     return conditions
 
 
-def _holds_data(program: Program) -> bool:
+def holds_data(program: Program) -> bool:
     tensors = [*program.parameters(), *program.buffers(), *program.flat.tensors]
     return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
 

@@ -1,19 +1,58 @@
-"""Whether a second call of the forward is traced to the same program as the first."""
+"""Whether a second call of the forward is traced to the same program as the first, and that one if it is not.
+
+Models keep what they have computed in attributes (tables of angles, masks): a trace of the first call would
+compute it in every call, or fail where a table that the trace has made is read by the next one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from pd2bw_fx.errors import TraceError
+import torch
+
+from pd2bw_fx.attributes import attributes_kept
+from pd2bw_fx.errors import Pd2bwError, TraceError
 
 from .chance import calls_by_chance, random_numbers_kept
+from .diagnose import holds_data, state_kept
 from .program import Program
 from .watch import Change, Watch
 
 
+class OtherNextTimeError(TraceError):
+    """By attributes that the first call sets."""
+
+    def __init__(self, changes: Sequence[Change]) -> None:
+        super().__init__(
+            f"the model computes something else from call to call, by its {changes[0]}; a trace would keep "
+            "the first call for ever. Make it a buffer that the forward updates, or an argument of the "
+            "forward; if only a first call is another one, run the model once, then split it"
+        )
+        self.change = changes[0]
+
+
+@contextmanager
+def called_before(program: Program) -> Iterator[bool]:
+    """The model as it is after a first call on the example inputs; whether attributes are all that it left.
+
+    What the call has in buffers or parameters then is not what the stages begin with.
+    """
+    model = program.model
+    with attributes_kept(model):
+        if not holds_data(program):
+            yield False
+            return
+        buffers = {name for name, _ in model.named_buffers()}
+        with state_kept(program) as written, torch.no_grad():
+            program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
+        yield not written and buffers == {name for name, _ in model.named_buffers()}
+
+
 def require_the_same_again(program: Program, first: Any, traced_again: Callable[[], Any]) -> None:
-    """Traces once more as a second call would run, and refuses a program that is another one then.
+    """Traces once more as a second call would run; raises OtherNextTimeError for a program that is another
+    one then, or TraceError where random numbers make it so.
 
     `first` is what was traced, in a form to be compared. Only where the first call set attributes or drew
     Python's or numpy's random numbers can there be a difference.
@@ -27,22 +66,27 @@ def require_the_same_again(program: Program, first: Any, traced_again: Callable[
         program.watch = Watch()
         for drawn in calls_by_chance() if watch.drew_python_random else [random_numbers_kept()]:
             with drawn:
-                if traced_again() != first:
-                    raise TraceError(_message(watch.changes))
+                _require_equal(first, traced_again, watch.changes)
     finally:
         for change in watch.changes:
             setattr(change.module, change.attribute, change.before)
         program.watch = watch
 
 
-def _message(changes: Sequence[Change]) -> str:
-    if not changes:
-        return (
-            "the model draws Python or numpy random numbers in its forward and computes something else from "
-            "call to call; a trace would keep one draw for ever. Draw with torch.rand, or set the rate "
-            "(layerdrop) to 0"
-        )
-    return (
-        f"the model computes something else from call to call, by its {changes[0]}; a trace would keep the "
-        "first call for ever. Make it a buffer that the forward updates, or an argument of the forward"
+def _require_equal(first: Any, traced_again: Callable[[], Any], changes: Sequence[Change]) -> None:
+    try:
+        if traced_again() == first:
+            return
+    except Pd2bwError:
+        raise
+    except Exception as error:
+        if not changes:
+            raise
+        raise OtherNextTimeError(changes) from error
+    if changes:
+        raise OtherNextTimeError(changes)
+    raise TraceError(
+        "the model draws Python or numpy random numbers in its forward and computes something else from "
+        "call to call; a trace would keep one draw for ever. Draw with torch.rand, or set the rate "
+        "(layerdrop) to 0"
     )
