@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx import ctc
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, TraceError
 from pd2bw_fx.passes.verify.compare import coarsest_tolerance, tolerance_of
 from pd2bw_fx.runtime.reference import train_reference
 
@@ -344,6 +344,26 @@ def test_a_parameter_that_a_forward_writes_is_trained_by_synchronous_methods_alo
     assert reference.losses == pytest.approx(expected, rel=1e-6)
     for name, trained in model.state_dict().items():
         torch.testing.assert_close(reference.state_dict[name], trained)
+
+
+@pytest.mark.parametrize("moved", [nn.Module.float, nn.Module.cpu, lambda layer: layer.to(torch.float32)])
+def test_a_layer_that_is_moved_to_where_it_is_stays(moved: Callable[[nn.Module], Any]) -> None:
+    class Moving(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            moved(self.second.to(x.device))
+            return super().forward(x)
+
+    pipe = pd2bw_fx.split(Moving(), rows(), cluster=2, num_stages=2, costs="analytic")
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.tracer == "export"
+    with pytest.raises(TraceError, match=r"stopped at .*to_double"):
+        pd2bw_fx.split(Doubling(), rows(), cluster=2, num_stages=2, costs="analytic")
+
+
+class Doubling(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        to_double = self.second.double()
+        return to_double(self.first(x).double()).square().mean()
 
 
 def test_what_has_no_gradient_is_not_trained() -> None:

@@ -27,6 +27,7 @@ from .differentiating import DerivativeError, derivatives_traced
 from .held import ParametersReadInstead, in_their_modules, parameter_in_memory_of, require_untrained
 from .inputs import FlatArguments
 from .mapped import write_out_vmap
+from .moved import moves_to_where_it_is_left_out
 from .numbers_of_sizes import sizes_stay_open
 from .program import Program
 from .saved_values import saved_values_found
@@ -145,6 +146,7 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         custom_functions_kept(),
         ctc_loss_kept(),
         derivatives_traced(),
+        moves_to_where_it_is_left_out(),
         contractions_stay_open(),
         sizes_stay_open(program.model, program.loss_fn),
     ):
