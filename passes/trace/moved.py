@@ -15,14 +15,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 @contextmanager
 def moves_to_where_it_is_left_out() -> Iterator[None]:
     """A module's `to`, `float`, `cuda` and the like do nothing where they would change nothing."""
-    own = nn.Module._apply
+    own: Any = nn.Module._apply
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         kinds = {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             examples = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
-            changed = {(fn(t).dtype, fn(t).device) for t in examples} != kinds
-        return own(module, fn, *args, **kwargs) if changed else module
+            changed = {(moved.dtype, moved.device) for moved in map(fn, examples)} != kinds
+        if not changed:
+            return module
+        result: nn.Module = own(module, fn, *args, **kwargs)
+        return result
 
     with patch.object(nn.Module, "_apply", apply):
         yield
