@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import types
 from math import sqrt
@@ -240,3 +241,30 @@ def test_the_order_of_a_contraction_is_found_once_and_the_batch_stays_open(tmp_p
     assert pipe.trace_report is not None
     assert pipe.trace_report.tracer == "export"
     assert pipe.export_onnx(tmp_path / "onnx")["batch_sizes_checked"] == [3, 4]
+
+
+def test_a_batch_that_helpers_of_the_models_file_count_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "masks_of_lengths.py").write_text(
+        "import torch\n"
+        "def mask_of(lengths, longest):\n"
+        "    return torch.arange(longest).expand(len(lengths), longest) < lengths.unsqueeze(1)\n"
+    )
+    (tmp_path / "masked_model.py").write_text(
+        "from torch import nn\n"
+        "from masks_of_lengths import mask_of\n"
+        "class Masked(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Linear(6, 6)\n"
+        "    def forward(self, x, lengths):\n"
+        "        return (self.layer(x) * mask_of(lengths, x.shape[1])).square().mean()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = importlib.import_module("masked_model").Masked()
+
+    example = (torch.randn(4, 6), torch.tensor([2, 3, 6, 1]))
+    pipe = pd2bw_fx.split(model, example, cluster=1, costs="analytic")
+
+    pipe.verify(example={"x": torch.randn(7, 6), "lengths": torch.arange(7)})

@@ -32,7 +32,7 @@ _LINES_BEFORE = 8
 _OF_TRACERS = re.compile(
     r" (For more information, run with TORCH_LOGS=\S+"
     r"|Caused by: \((?=_|nn/|functional|\S*passes/trace/)[^)]*\)"
-    r"|consider using data-dependent friendly APIs such as \w+, \w+ and \w+\.)"
+    r"|consider using data-dependent friendly APIs such as \w+, \w+ and \w+\.|Suggested fixes:$)"
 )
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in [^\n]*\n([^\n]*)')
 

@@ -4,14 +4,13 @@ be for the example's size alone."""
 from __future__ import annotations
 
 import ast
-import builtins
 import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from torch import nn
 
 @contextmanager
 def sizes_stay_open(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[None]:
-    """While torch traces, these give sizes of sizes in the files that define the model and its loss.
+    """While torch traces, these give sizes of sizes in the files that define the model and its loss, and
+    `len` in the files that these have functions from or share a package with.
 
     What else is called `len` (`int`, `float`) there stays, other files see the built-in, and a file that has
     `int` or `float` for something else than calls keeps it. `math.sqrt` is another one everywhere, and so are
@@ -28,11 +28,14 @@ def sizes_stay_open(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Ite
     """
     names = {type(module).__module__ for module in model.modules()}
     names |= {getattr(loss_fn, "__module__", None) or "", type(loss_fn).__module__}
-    files = [sys.modules[name] for name in names if name in sys.modules and not _is_of_torch(name)]
+    files = _loaded(names)
     changed: list[tuple[dict[str, Any], str, Any]] = []  # with what stood there, or _NOTHING
     try:
-        for file in files:
-            for name, value in _replacements(file).items():
+        for file, found in (
+            *((file, _replacements(file)) for file in files),
+            *((file, {"len": _len}) for file in _helpers(files) if "len" not in vars(file)),
+        ):
+            for name, value in found.items():
                 changed.append((vars(file), name, vars(file).get(name, _NOTHING)))
                 vars(file)[name] = value
         for module, name, value in _EVERYWHERE:
@@ -47,7 +50,23 @@ def sizes_stay_open(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Ite
                 found[name] = before
 
 
+def _loaded(names: Iterable[str]) -> list[ModuleType]:
+    found = {name: sys.modules.get(name) for name in names if not _is_of_others(name)}
+    return [file for file in found.values() if isinstance(file, ModuleType)]
+
+
+def _helpers(files: Sequence[ModuleType]) -> list[ModuleType]:
+    """Where the functions come from that these files call."""
+    packages = {file.__name__.partition(".")[0] for file in files}
+    names = {name for name in sys.modules if name.partition(".")[0] in packages}
+    for file in files:
+        names |= {value.__module__ for value in vars(file).values() if isinstance(value, FunctionType)}
+    own = {file.__name__ for file in files}
+    return _loaded(name for name in names if name not in own)
+
+
 _NOTHING = object()
+_OF_OTHERS = {"torch", "pd2bw_fx", *sys.stdlib_module_names}
 _plain_sqrt = math.sqrt
 
 
@@ -141,5 +160,5 @@ def _only_called(file: ModuleType) -> frozenset[str]:
     return frozenset(called - {name.id for name in names if id(name) not in harmless})
 
 
-def _is_of_torch(name: str) -> bool:
-    return name.partition(".")[0] in ("torch", builtins.__name__, "pd2bw_fx")
+def _is_of_others(name: str) -> bool:
+    return name.partition(".")[0] in _OF_OTHERS
