@@ -60,7 +60,7 @@ def _helpers(files: Sequence[ModuleType]) -> list[ModuleType]:
     packages = {file.__name__.partition(".")[0] for file in files}
     names = {name for name in sys.modules if name.partition(".")[0] in packages}
     for file in files:
-        names |= {value.__module__ for value in vars(file).values() if isinstance(value, FunctionType)}
+        names |= {value.__module__ or "" for value in vars(file).values() if isinstance(value, FunctionType)}
     own = {file.__name__ for file in files}
     return _loaded(name for name in names if name not in own)
 

@@ -39,15 +39,18 @@ def called_before(program: Program) -> Iterator[bool]:
 
     What the call has in buffers or parameters then is not what the stages begin with.
     """
-    model = program.model
-    with attributes_kept(model):
-        if not holds_data(program):
-            yield False
-            return
-        buffers = {name for name, _ in model.named_buffers()}
-        with state_kept(program) as written, torch.no_grad():
+    with attributes_kept(program.model):
+        yield holds_data(program) and _leaves_only_attributes(program)
+
+
+def _leaves_only_attributes(program: Program) -> bool:
+    buffers = {name for name, _ in program.model.named_buffers()}
+    with state_kept(program) as written, torch.no_grad():
+        try:
             program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
-        yield not written and buffers == {name for name, _ in model.named_buffers()}
+        except Exception:  # the model's own; what is told is why its trace is no good
+            return False
+    return not written and buffers == {name for name, _ in program.model.named_buffers()}
 
 
 def require_the_same_again(program: Program, first: Any, traced_again: Callable[[], Any]) -> None:

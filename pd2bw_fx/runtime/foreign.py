@@ -94,13 +94,12 @@ def _holders(namespace: str, name: str) -> Iterator[str]:
     packet = getattr(getattr(torch.ops, namespace), name, None)
 
     def is_of_it(value: Any) -> bool:
-        if isinstance(value, torch.library.Library):
+        kind = type(value)  # a lazy object of another library's may not like to be asked for its class
+        if issubclass(kind, torch.library.Library):
             return bool(value.ns == namespace)
-        if isinstance(value, CustomOpDef):
-            return value._qualname == f"{namespace}::{name}"
-        return packet is not None and packet is (
-            value.overloadpacket if isinstance(value, OpOverload) else value
-        )
+        if issubclass(kind, CustomOpDef):
+            return bool(value._qualname == f"{namespace}::{name}")
+        return packet is not None and packet is (value.overloadpacket if kind is OpOverload else value)
 
     for module, loaded in list(sys.modules.items()):
         if any(is_of_it(value) for value in list(getattr(loaded, "__dict__", {}).values())):
