@@ -141,9 +141,8 @@ class _Traced:
         self.has_setup = cls.setup_context is not _SingleLevelFunction.setup_context
         self.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
         self.context = _Context(args)
-        self.writes = (
-            False  # what it is given, without a word to autograd: scratch memory, which nobody reads
-        )
+        # What it is given, without a word to autograd: scratch memory, which nobody reads.
+        self.writes = False
         self.returns_tuple = False
         self.not_differentiable: tuple[int, ...] = ()
         self.early: set[fx.Node] = set()  # what the forward has traced
