@@ -20,6 +20,7 @@ from torch._functorch import eager_transforms
 from pd2bw_fx.errors import Pd2bwError, TraceError
 
 from .diagnose import is_the_authors
+from .function_transforms import levels_left_out
 
 
 class DerivativeError(TraceError):
@@ -44,9 +45,10 @@ def derivatives_traced() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run_backward))
-        for name in ("grad_increment_nesting", "jvp_increment_nesting"):
-            nested = _noted(getattr(eager_transforms, name), TraceError, asked)
-            stack.enter_context(patch.object(eager_transforms, name, nested))
+        nested = _noted(eager_transforms.grad_increment_nesting, TraceError, asked)
+        stack.enter_context(levels_left_out(nested))
+        forward_mode = _noted(eager_transforms.jvp_increment_nesting, TraceError, asked)
+        stack.enter_context(patch.object(eager_transforms, "jvp_increment_nesting", forward_mode))
         try:
             yield
         except Pd2bwError:
