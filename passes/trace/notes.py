@@ -1,0 +1,102 @@
+"""What a trace says of itself: what is otherwise in the stages than a reader of the model would think."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from pd2bw_fx.program import surrounding_autocast
+from pd2bw_fx.untraced_loss import NAMESPACE as UNTRACED
+
+from .program import Program
+from .watch import Change
+
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def notes_of(program: Program, batch_size: int | None) -> list[str]:
+    """What whoever trains the stages should know of the program that was traced."""
+    flat = program.flat
+    notes = [f"{what} is no tensor and was left out of the outputs" for what in program.record.left_out]
+    notes += [
+        f"buffer {name} gets another shape in the forward; the stages make it again in every call"
+        for name in program.record.resized
+    ]
+    if program.record.has_checkpoints:
+        notes.append(
+            "the model's own activation checkpoints (torch.utils.checkpoint) are not in the stages; "
+            'split(recompute=True) or recompute="auto" computes a stage\'s activations again'
+        )
+    if surrounding_autocast():
+        notes.append(
+            "traced without the autocast around this call; enter torch.autocast in the model's forward to "
+            "have it in the stages"
+        )
+    if program.as_uncompiled:
+        notes.append(
+            "traced as the model runs where torch.compiler.is_compiling() is false: where it is true, the "
+            "model fails"
+        )
+    is_compiled = "_orig_mod" in program.model._modules  # to import the class takes a second
+    if is_compiled or isinstance(program.model, _WRAPPERS):
+        inner = "_orig_mod" if is_compiled else "module"
+        notes.append(
+            f"the model is wrapped in {type(program.model).__name__}; split model.{inner} for stages that "
+            "read as the model does, with its own names"
+        )
+    if not program.model.training:
+        notes.append(
+            "the model is in evaluation mode, and so are the stages: no dropout, no batch statistics; call "
+            "model.train() before splitting to train it"
+        )
+    if batch_size is not None:
+        batched = flat.batched(batch_size)
+        for name, tensor in zip(flat.names, flat.tensors, strict=True):
+            if name not in batched:
+                notes.append(_unbatched(name, tuple(tensor.shape), batch_size))
+    notes += _said_of(program.watch.changes)
+    notes += [
+        f"the forward assigns a tensor to {name}, which the stages do not; register it as a buffer if a "
+        "later call reads it"
+        for name in program.watch.assigned_tensors
+    ]
+    return notes
+
+
+def _unbatched(name: str, shape: tuple[int, ...], batch_size: int) -> str:
+    note = (
+        f"input {name} of shape {shape} does not have the batch size {batch_size} in dimension 0: every "
+        "microbatch gets all of it"
+    )
+    if batch_size not in shape:
+        return note
+    return f"{note}; if dimension {shape.index(batch_size)} is its batch, transpose it in the forward"
+
+
+def note_on_operator(name: str) -> str:
+    namespace, _, own = name.partition("::")
+    if namespace == UNTRACED:
+        return f"{own} is run as it is written; under torchrun every process has to define it"
+    return (
+        f"operator {name} is none of torch's own: every process that runs the stages needs what registers "
+        "it (a library may have another implementation; Hugging Face experts: "
+        "experts_implementation='batched_mm')"
+    )
+
+
+def _said_of(changes: Sequence[Change]) -> list[str]:
+    """Of modules within one another that change their mode the outermost alone is named."""
+    turned = [f"{change.path}." for change in changes if change.attribute == "training" and change.path]
+    said = []
+    for change in changes:
+        if change.attribute == "training":
+            if not change.path.startswith(tuple(turned)):
+                mode = "training" if change.after else "evaluation"
+                name = change.path or "the model"
+                said.append(f"the forward puts {name} in {mode} mode, and so do the stages")
+        elif change.is_of_a_layer:
+            said.append(f"{change}: the stages have it as it is after the forward")
+        else:
+            said.append(f"{change} is not read by what was traced")
+    return said
