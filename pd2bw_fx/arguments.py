@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torch import nn
+
 from pd2bw_fx.errors import InputError
 
 
@@ -44,6 +46,21 @@ def require_kind(name: str, value: Any, kind: type | tuple[type, ...], expected:
 def require_function(name: str, value: Any, expected: str) -> None:
     if not callable(value):
         raise _wrong(name, value, expected)
+
+
+def require_loss_function(name: str, value: Any) -> None:
+    """Raises InputError for what cannot be called, or has parameters to train."""
+    if isinstance(value, type):
+        raise InputError(f"{name} is the class {value.__name__}; give one of it: {value.__name__}()")
+    require_function(name, value, "a function of output and targets")
+    if not isinstance(value, nn.Module):
+        return
+    trainable = [own for own, parameter in value.named_parameters() if parameter.requires_grad]
+    if trainable:
+        raise InputError(
+            f"{name} has the trainable parameter {trainable[0]!r}, which no stage would own; make it a part "
+            "of the model, and let the model return its loss"
+        )
 
 
 def _is_number(value: Any) -> bool:

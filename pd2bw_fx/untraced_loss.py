@@ -14,12 +14,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from pd2bw_fx.arguments import require_loss_function
 from pd2bw_fx.custom_function import registered
 from pd2bw_fx.errors import InputError
 
@@ -38,14 +39,10 @@ def untraced(function: _Loss, *, name: str | None = None) -> _Loss:
     sent the function; under torchrun, and where a saved pipeline is loaded, it has to be defined the same
     way. No ONNX file can have it.
 
-    Raises InputError for a name that is none, and when it is run where the result is no scalar or depends on
-    a parameter that was not given.
+    Raises InputError for what is no function, has parameters to train or a name that is none, and when it is
+    run where the result is no scalar or depends on a parameter that was not given.
     """
-    if isinstance(function, nn.Module) and any(p.requires_grad for p in function.parameters()):
-        raise InputError(
-            f"{type(function).__name__} has parameters to train; keep it in the model, and let an untraced "
-            "function have them as arguments"
-        )
+    require_loss_function("function", function)
     known = _name_of(function, name)
     UntracedLoss(known, function).register()
     operator = _operator(known)

@@ -13,6 +13,7 @@ import pd2bw_fx
 from pd2bw_fx.errors import InputError, TraceError
 from pd2bw_fx.runtime.reference import train_reference
 from tests.test_user_models import Plain
+from tests.trained import assert_trained_by_the_rule
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -76,11 +77,7 @@ def test_it_is_detached_in_the_stages(made: Any) -> None:
     assert pipe.trace_report is not None
     assert pipe.trace_report.tracer == "export"
     batches = [torch.randn(6, 8, dtype=torch.float64) for _ in range(4)]
-    expected = train_reference(model, batches, optimizer=sgd, microbatches_per_update=2)
-    result = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
-    assert result.losses == pytest.approx(expected.losses, rel=1e-12)
-    for name, tensor in expected.state_dict.items():
-        torch.testing.assert_close(pipe.state_dict()[name], tensor, rtol=1e-12, atol=1e-15)
+    assert_trained_by_the_rule(model, pipe, batches)
 
 
 @pytest.mark.parametrize("writes", WRITES)

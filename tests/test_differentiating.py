@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError
-from pd2bw_fx.runtime.reference import train_reference
+from tests.trained import assert_trained_by_the_rule
 
 
 def network(inputs: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
@@ -164,22 +163,13 @@ def split(kind: type[nn.Module], dtype: torch.dtype = torch.float64) -> tuple[nn
     )
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01)
-
-
 @pytest.mark.parametrize("kind", CASES)
 def test_it_is_trained_as_the_rule_says(kind: type[nn.Module]) -> None:
     model, pipe = split(kind)
     batches = [tuple(tensor.flip(0) if turn else tensor for tensor in CASES[kind]) for turn in (0, 1, 0)]
-    expected = train_reference(model, batches, optimizer=sgd, microbatches_per_update=2)
-
-    result = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
 
     assert pipe.graph.batch_symbol == "batch"
-    assert result.losses == pytest.approx(expected.losses, rel=1e-11)
-    for name, weights in pipe.state_dict().items():
-        assert torch.allclose(weights, expected.state_dict[name], rtol=1e-10, atol=1e-12), name
+    assert_trained_by_the_rule(model, pipe, batches)
 
 
 @pytest.mark.parametrize("kind", [Burgers, Forces, Score, Attending, Inner])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,9 +9,7 @@ from torch.func import functional_call, grad, grad_and_value, vjp, vmap
 
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError
-from pd2bw_fx.runtime.reference import train_reference
-
-sgd = functools.partial(torch.optim.SGD, lr=0.05)
+from tests.trained import assert_trained_by_the_rule
 
 
 class Field(nn.Module):
@@ -84,14 +80,9 @@ def test_it_is_trained_as_the_rule_says(kind: type[Field]) -> None:
     pipe = pd2bw_fx.split(
         model, batches[0], cluster=2, num_stages=2, costs="analytic", check="full", profile_cache=False
     )
-    expected = train_reference(model, batches, optimizer=sgd, microbatches_per_update=2)
-
-    result = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
 
     assert pipe.graph.batch_symbol == "batch"
-    assert result.losses == pytest.approx(expected.losses, rel=1e-11)
-    for name, weights in pipe.state_dict().items():
-        assert torch.allclose(weights, expected.state_dict[name], rtol=1e-10, atol=1e-12), name
+    assert_trained_by_the_rule(model, pipe, batches)
 
 
 def test_what_a_map_differentiates_is_refused_with_its_line() -> None:

@@ -15,9 +15,7 @@ from torch.nn import functional
 
 import pd2bw_fx
 from pd2bw_fx.errors import ExportError, InputError, TraceError
-from pd2bw_fx.runtime.reference import train_reference
-
-sgd = functools.partial(torch.optim.SGD, lr=0.1)
+from tests.trained import assert_trained_by_the_rule
 
 
 class Detector(nn.Module):
@@ -80,13 +78,7 @@ def test_a_loss_that_matches_in_python_is_trained() -> None:
     assert pipe.trace_report.tracer == "export"  # any batch size
 
     batches = [(rows(6), targets(6)) for _ in range(3)]
-    result = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=3)
-    expected = train_reference(
-        model, batches, loss_fn=criterion, optimizer=sgd, microbatches_per_update=3, method="2bw"
-    )
-    assert result.losses == pytest.approx(expected.losses, rel=1e-12)
-    for name, tensor in expected.state_dict.items():
-        torch.testing.assert_close(pipe.state_dict()[name], tensor, rtol=1e-12, atol=0)
+    assert_trained_by_the_rule(model, pipe, batches, loss_fn=criterion)
 
 
 @pytest.mark.parametrize("tracer", ["auto", "fx"])
@@ -154,8 +146,13 @@ def test_what_cannot_be_is_told() -> None:
         split(model, rows(), loss_fn=lambda x, y: given(x, y, torch.float64), example_targets=rows())
     with pytest.raises(InputError, match=r"^'a b' is no name for a function; a word was expected"):
         pd2bw_fx.untraced(nearest_row, name="a b")
-    with pytest.raises(InputError, match=r"^Bilinear has parameters to train; keep it in the model"):
+    with pytest.raises(InputError, match=r"^function has the trainable parameter 'weight', which no stage"):
         pd2bw_fx.untraced(nn.Bilinear(6, 6, 1))
+    with pytest.raises(InputError, match=r"^function is the class Matching; give one of it: Matching\(\)$"):
+        pd2bw_fx.untraced(Matching)
+    for wrong in (None, 3):
+        with pytest.raises(InputError, match=rf"^function is {wrong}; a function "):
+            pd2bw_fx.untraced(wrong)  # type: ignore[arg-type]
 
 
 def test_a_process_and_a_file_that_do_not_know_it(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from pd2bw_fx.arguments import require_loss_function
 from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 from pd2bw_fx.program import torch_errors_unlogged, training_context
@@ -54,7 +55,7 @@ from .inputs import (
 )
 from .notes import note_on_operator, notes_of
 from .program import MODEL_PREFIX, Program
-from .required import require_data, require_loss_function, require_traceable_modules, tensor_hooks_refused
+from .required import require_data, require_traceable_modules, tensor_hooks_refused
 from .second_call import OtherNextTimeError, called_before
 from .symbolic import trace_symbolically
 
@@ -118,8 +119,11 @@ def trace(
             "arguments; several positional ones are given as a tuple: split(model, (x, y))"
         )
     if isinstance(model, ExportedProgram) or (isinstance(model, fx.GraphModule) and loss_fn is None):
-        return _accepted(model, args or (), kwargs or {}, loss_fn)
-    require_loss_function(loss_fn)
+        given = _accepted(model, args or (), kwargs or {}, loss_fn)
+        require_memory_apart(given)
+        return given
+    if loss_fn is not None:
+        require_loss_function("loss_fn", loss_fn)
     require_traceable_modules(model)
     started = time.perf_counter()
     if args is None and kwargs is None:
@@ -148,6 +152,7 @@ def trace(
     findings = draft_findings(program, batch_size) if _failed_to_export(attempts) and not is_open else ()
     if traced is None:
         raise _cannot_be_traced(program, attempts, findings)
+    require_memory_apart(traced)
     report = TraceReport(
         tracer=traced.report.tracer,
         attempts=tuple(Attempt(name, one_line(error)) for name, error in attempts),
@@ -255,7 +260,6 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
                 "asks for the batch size",
             )
         notes += tuple(map(note_on_operator, foreign_operators(graph)))
-    require_memory_apart(graph, program, MODEL_PREFIX)
     return Traced(
         program=graph,
         model=program.model,

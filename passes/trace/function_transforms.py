@@ -28,7 +28,6 @@ class _Level:
 @contextmanager
 def levels_left_out(nested: Callable[[], Any]) -> Iterator[None]:
     """`nested` opens a level where one cannot be left out."""
-
     replacements = {
         "_wrap_all_tensors": lambda value, level: tree_map_only(Tensor, torch.ops.aten.alias.default, value),
         "_create_differentiable": lambda value, level: tree_map_only(Tensor, Tensor.requires_grad_, value),

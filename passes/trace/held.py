@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_map
 
 from pd2bw_fx.errors import InputError, TraceError
+from pd2bw_fx.traced import Traced
 
 from .detached import is_of_data
 
@@ -84,16 +85,16 @@ def parameter_in_memory_of(tensors: Iterable[Any], model: nn.Module) -> str | No
     return None
 
 
-def require_memory_apart(program: ExportedProgram | fx.GraphModule, root: nn.Module, prefix: str) -> None:
+def require_memory_apart(traced: Traced) -> None:
     """Raises InputError if a trace reads a trainable parameter and another tensor that is in its memory."""
-    names = _read(program, root)
+    read, model = _read(traced), traced.model
     pair = _in_one_memory(
         (name, tensor)
-        for name, tensor in (*root.named_buffers(), *root.named_parameters())
-        if id(tensor) in names
+        for name, tensor in (*model.named_buffers(), *model.named_parameters())
+        if id(tensor) in read
     )
     if pair is not None:
-        parameter, other = (name.removeprefix(prefix) for name in pair)
+        parameter, other = pair
         raise InputError(
             f"{other!r} is in the memory of the parameter {parameter!r}, but another tensor: training one "
             "would change the other in the model, and not in the stages. Assign the parameter itself to tie "
@@ -115,11 +116,11 @@ def _in_one_memory(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | Non
     return None
 
 
-def _read(program: ExportedProgram | fx.GraphModule, root: nn.Module) -> set[int]:
+def _read(traced: Traced) -> set[int]:
     """The parameters and buffers of which a trace reads something, by identity."""
-    named = dict(root.named_parameters(remove_duplicate=False)) | dict(
-        root.named_buffers(remove_duplicate=False)
-    )
+    program, model = traced.program, traced.model
+    state = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    named = {f"{traced.prefix}{name}": tensor for name, tensor in state}
     if isinstance(program, ExportedProgram):
         read = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
         names = [spec.target for spec in program.graph_signature.input_specs if spec.arg.name in read]

@@ -72,22 +72,6 @@ def require_data(model: nn.Module, names: Sequence[str], tensors: Sequence[Tenso
             )
 
 
-def require_loss_function(loss_fn: Callable[..., Any] | None) -> None:
-    """Raises InputError for what cannot be called with an output and targets, or has parameters to train."""
-    if isinstance(loss_fn, type):
-        raise InputError(f"loss_fn is the class {loss_fn.__name__}; give one of it: {loss_fn.__name__}()")
-    if loss_fn is not None and not callable(loss_fn):
-        raise InputError(f"loss_fn is {loss_fn!r}; a function of output and targets was expected")
-    if not isinstance(loss_fn, nn.Module):
-        return
-    trainable = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
-    if trainable:
-        raise InputError(
-            f"loss_fn has the trainable parameter {trainable[0]!r}, which no stage would own; make it a part "
-            "of the model, and let the model return its loss"
-        )
-
-
 @contextlib.contextmanager
 def tensor_hooks_refused() -> Iterator[None]:
     """Where the forward gives a tensor a hook, InputError is raised: export would leave it out."""
