@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from pd2bw_fx.errors import Pd2bwError
 from pd2bw_fx.graph import OperatorGraph
 
 
@@ -47,6 +49,15 @@ class ProgramInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         with region(n):
             return super().run_node(n)
+
+    @property
+    def extra_traceback(self) -> bool:
+        """Whether torch writes the node into an error's text: our own say themselves what they are about."""
+        return not isinstance(sys.exc_info()[1], Pd2bwError)
+
+    @extra_traceback.setter
+    def extra_traceback(self, value: bool) -> None:
+        """Torch's constructor sets it."""
 
 
 @contextmanager

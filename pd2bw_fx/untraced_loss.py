@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -160,6 +161,8 @@ class _Differentiable(torch.autograd.Function):
         if any(all(leaf is not tensor for tensor in given) for leaf in _leaves(loss)):
             raise InputError(f"{name} reads a parameter that it was not given; pass it as an argument")
         gradients = torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else ()
+        if trained and not gradients:  # which a batch without targets may do, and detach() always does
+            warnings.warn(f"no gradient flows from the loss that {name} returned", stacklevel=2)
         ctx.is_trained = [tensor.requires_grad for tensor in given]
         ctx.save_for_backward(*gradients)
         return loss.detach()
