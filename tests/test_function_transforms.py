@@ -1,11 +1,13 @@
-"""`torch.func.grad`, `grad_and_value` and `vjp` in a forward are operators of the stages."""
+"""What the transforms of torch.func compute in a forward is operators of the stages."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, grad_and_value, vjp, vmap
+from torch.autograd import forward_ad
+from torch.autograd.functional import hessian as hessian_of
+from torch.func import functional_call, grad, grad_and_value, jacfwd, jacrev, jvp, vjp
 
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError
@@ -69,7 +71,37 @@ class Constant(Field):
         return result
 
 
-KINDS = (Slope, Curvature, Product, Step, Constant)
+class Jacobian(Field):
+    """Of weights, outside of a map: what is mapped here is the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        correlation = jacrev(lambda weight: torch.tanh(weight @ weight.t()).diagonal())(self.layers[2].weight)
+        columns = jacfwd(lambda weight: torch.tanh(weight).sum(0))(self.layers[0].weight)
+        return self.total(x).square() * (correlation.square().mean() + columns.square().mean())
+
+
+class Displacement(Field):
+    """A flow's change along a path, as MeanFlow's loss has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        velocity, change = jvp(self.layers, (x,), (x.flip(0),))
+        (_, bent) = jvp(grad(self.total), (x,), (torch.ones_like(x),))
+        return (velocity - (x - change).detach()).square().mean() + bent.square().mean()
+
+
+class Vectorized(Field):
+    """torch.autograd's own way to map over gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias, points = self.layers[0].bias, x.clone().requires_grad_()
+        bends = hessian_of(lambda b: (torch.tanh(b) ** 3).sum(), bias, create_graph=True, vectorize=True)
+        hidden = self.layers[:2](points)
+        seeds = torch.eye(16, dtype=x.dtype)[:, None, :].expand(16, x.shape[0], 16)
+        (slopes,) = torch.autograd.grad(hidden, points, seeds, is_grads_batched=True, create_graph=True)
+        return self.total(x).square() * bends.square().mean() + slopes.square().mean()
+
+
+KINDS = (Slope, Curvature, Product, Step, Constant, Jacobian, Displacement, Vectorized)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,10 +117,13 @@ def test_it_is_trained_as_the_rule_says(kind: type[Field]) -> None:
     assert_trained_by_the_rule(model, pipe, batches)
 
 
-def test_what_a_map_differentiates_is_refused_with_its_line() -> None:
-    class Mapped(Field):
+def test_dual_numbers_are_refused_with_their_line() -> None:
+    class Dual(Field):
         def forward(self, x: Tensor) -> Tensor:
-            return vmap(grad(self.total))(x).square().mean()
+            with forward_ad.dual_level():
+                result = self.layers(forward_ad.make_dual(x, torch.ones_like(x)))
+                slope: Tensor = forward_ad.unpack_dual(result).tangent
+            return slope.square().mean()
 
-    with pytest.raises(TraceError, match=r"\(test_function_transforms.py:\d+: return vmap\(grad\(self.total"):
-        pd2bw_fx.split(Mapped(), torch.randn(4, 3), cluster=1, costs="analytic")
+    with pytest.raises(TraceError, match=r"dual numbers \(test_function_transforms.py:\d+: with .*func\.jvp"):
+        pd2bw_fx.split(Dual(), torch.randn(4, 3), cluster=1, costs="analytic")

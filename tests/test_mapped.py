@@ -1,5 +1,5 @@
-"""torch.vmap in a forward is written out as operators on whole batches; derivatives and what else runs
-parts of the model by itself are refused.
+"""torch.vmap in a forward is written out as operators on whole batches; what else runs parts of the model by
+itself is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jvp
+from torch.func import functional_call
 
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError
@@ -147,34 +147,6 @@ def test_a_map_that_fixes_the_batch_is_traced_at_that_size() -> None:
 
     assert pipe.graph.batch_symbol is None
     assert "traced at batch size 4 alone" in str(pipe.trace_report)
-
-
-class Differentiating(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 1)
-        self.how = how
-
-    def field(self, x: Tensor) -> Tensor:
-        field: Tensor = self.last(self.hidden(x).tanh()).sum()
-        return field
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "grad":
-            return torch.vmap(grad(self.field))(x)
-        if self.how == "hessian":
-            return torch.vmap(hessian(self.field))(x)
-        forward: Tensor = jvp(self.hidden, (x,), (x,))[1]
-        return forward
-
-
-@pytest.mark.parametrize("how", ["grad", "hessian", "jvp"])
-def test_a_derivative_in_the_forward_is_refused_with_its_line(how: str) -> None:
-    with pytest.raises(TraceError, match=rf"differentiates in its forward \(.*{how}\(.*write the derivative"):
-        pd2bw_fx.split(Differentiating(how), torch.randn(4, 8), cluster=2, costs="analytic")
-
-    pd2bw_fx.split(Mapping(rows), torch.randn(4, 8), cluster=2, costs="analytic")  # torch is as it was
 
 
 def test_an_exported_program_that_maps_is_refused() -> None:

@@ -35,8 +35,8 @@ def remove_guards(draft: Draft) -> None:
 
 
 def remove_identities(draft: Draft, facts: Facts) -> None:
-    """Aliases, casts to the type that the tensor has, reshapes to its shape, two transpositions: the same
-    values and gradient.
+    """Aliases, casts to the type that the tensor has, reshapes to its shape, also by way of others, two
+    transpositions: the same values and gradient.
 
     Casts that have something to do under autocast stay.
     """
@@ -51,6 +51,9 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
             draft.graph.erase_node(node)
         elif operator_name(node) == "t" and operator_name(node.args[0]) == "t":
             node.replace_all_uses_with(node.args[0].args[0])
+            draft.graph.erase_node(node)
+        elif (same := _of_the_same_shape_before(node)) and not facts.storages[node.name] & written:
+            node.replace_all_uses_with(same)
             draft.graph.erase_node(node)
 
 
@@ -106,6 +109,19 @@ def _is_identity(node: fx.Node, facts: Facts, written: set[int]) -> bool:
     if name in {"mul", "div"}:
         return node.args[1:] == (1,) and not node.kwargs
     return name in {"slice", "slice_backward", "view", "reshape", "expand"}
+
+
+def _of_the_same_shape_before(node: fx.Node) -> fx.Node | None:
+    """What `node` is after reshapes one after the other, as around what a map makes of a layer."""
+    source: Any = node
+    while isinstance(source, fx.Node) and source.op == "call_function" and operator_name(source) in _RESHAPES:
+        source = source.args[0]
+        if isinstance(source, fx.Node) and _sizes_and_type(source) == _sizes_and_type(node):
+            return source
+    return None
+
+
+_RESHAPES = {"view", "reshape", "unsqueeze", "squeeze"}
 
 
 def remove_true_terms(draft: Draft, facts: Facts) -> None:

@@ -16,9 +16,11 @@ from unittest.mock import patch
 
 import torch
 from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
 
 from pd2bw_fx.errors import Pd2bwError, TraceError
 
+from .below_autograd import is_traced_above
 from .diagnose import is_the_authors
 from .function_transforms import levels_left_out
 
@@ -46,12 +48,20 @@ def derivatives_traced() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run_backward))
         nested = _noted(eager_transforms.grad_increment_nesting, TraceError, asked)
-        stack.enter_context(levels_left_out(nested))
-        forward_mode = _noted(eager_transforms.jvp_increment_nesting, TraceError, asked)
-        stack.enter_context(patch.object(eager_transforms, "jvp_increment_nesting", forward_mode))
+
+        def within_a_map() -> Any:
+            if is_traced_above():
+                raise DerivativeError(_message(_line_of_the_authors()))
+            return nested()
+
+        def dual_level() -> Any:
+            raise TraceError(_dual_message(_line_of_the_authors()))
+
+        stack.enter_context(levels_left_out(within_a_map))
+        stack.enter_context(patch.object(forward_ad, "enter_dual_level", dual_level))
         try:
             yield
-        except Pd2bwError:
+        except (Pd2bwError, torch._dynamo.exc.UserError):  # the latter: sizes cannot be open
             raise
         except Exception as error:
             if not asked:
@@ -59,10 +69,17 @@ def derivatives_traced() -> Iterator[None]:
             raise asked[0] from error
 
 
-def differentiation_message(line: str) -> str:
+def _message(line: str) -> str:
     return (
         f"the model differentiates in its forward ({line}), and what autograd computes there is in no trace; "
         "expected a forward of operators alone: write the derivative out"
+    )
+
+
+def _dual_message(line: str) -> str:
+    return (
+        f"the model differentiates by dual numbers ({line}), which are in no trace; expected torch.func.jvp "
+        "or jacfwd, which go through"
     )
 
 
@@ -70,7 +87,7 @@ def _noted(
     function: Callable[..., Any], kind: type[TraceError], asked: list[TraceError]
 ) -> Callable[..., Any]:
     def noted(*args: Any, **kwargs: Any) -> Any:
-        asked.append(kind(differentiation_message(_line_of_the_authors())))
+        asked.append(kind(_message(_line_of_the_authors())))
         return function(*args, **kwargs)
 
     return noted

@@ -19,6 +19,8 @@ from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
 
+from .batch_rules import maps_for_all_sizes
+from .below_autograd import maps_traced_below
 from .compiling import is_compiling_says, is_raised_by_the_model
 from .custom import custom_functions_kept
 from .detached import DataIsDetached
@@ -136,7 +138,7 @@ def _exported_with_derivatives(
     """Once more for a model that differentiates, if what operators have saved is missing in the trace."""
     with suppress(DerivativeError):
         return _exported_once(program, tensors, shapes)
-    with saved_values_found():
+    with saved_values_found(), maps_traced_below():
         return _exported_once(program, tensors, shapes)
 
 
@@ -149,11 +151,12 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         moves_to_where_it_is_left_out(),
         contractions_stay_open(),
         sizes_stay_open(program.model, program.loss_fn),
+        maps_for_all_sizes(),
     ):
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")
         exported = torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
-    write_out_vmap(exported.graph_module)
+        write_out_vmap(exported.graph_module)
     return exported
 
 

@@ -1,7 +1,7 @@
-"""`torch.func.grad`, `grad_and_value` and `vjp` in a forward, by the autograd that a trace can follow.
+"""The transforms of torch.func in a forward, by the autograd that a trace can follow.
 
 They wrap tensors for a level of their own, which no trace has. An alias of each does as well: what is
-differentiated by it is what the function does with it. Within `torch.vmap` they stay as they are.
+differentiated by it is what the function does with it. Within `torch.vmap` they stay (`below_autograd.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, _vmap_internals
 from torch._functorch import eager_transforms
 from torch.utils._pytree import tree_map_only
 
@@ -37,11 +37,65 @@ def levels_left_out(nested: Callable[[], Any]) -> Iterator[None]:
         stack.enter_context(
             patch.object(eager_transforms, "grad_increment_nesting", lambda: _open_level(nested))
         )
+        stack.enter_context(patch.object(eager_transforms, "_jvp_with_argnums", _jvp_by_vjps))
         stack.enter_context(patch.object(eager_transforms, "_autograd_grad", _graph_kept))
+        for user in (_vmap_internals, torch.autograd.functional):
+            stack.enter_context(patch.object(user, "_vmap", _mapped))
         for name, replacement in replacements.items():
             own = getattr(eager_transforms, name)
             stack.enter_context(patch.object(eager_transforms, name, _where_left_out(replacement, own)))
         yield
+
+
+def _jvp_by_vjps(
+    func: Callable[..., Any],
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    argnums: Any = None,
+    *,
+    strict: bool = False,
+    has_aux: bool,
+) -> tuple[Any, ...]:
+    """What a vjp is of its cotangents is linear, and the vjp of that is the jvp.
+
+    Forward mode has zeros in places of tangents that fix the batch size in a trace.
+    """
+    chosen = primals if argnums is None else eager_transforms._slice_argnums(primals, argnums)
+
+    def of_chosen(*values: Any) -> Any:
+        return func(
+            *(values if argnums is None else eager_transforms._replace_args(primals, values, argnums))
+        )
+
+    results, backward, *aux = _vjp(of_chosen, *chosen, has_aux=has_aux)
+    seeds = tree_map_only(Tensor, torch.zeros_like, results)
+    _, forward = _vjp(backward, seeds)
+    (tangents_out,) = forward(tangents)
+    return results, tangents_out, *aux
+
+
+def _mapped(
+    func: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, allow_none_pass_through: bool = False
+) -> Callable[..., Any]:
+    """What autograd maps over batches of gradients, by `torch.vmap`, which a trace knows."""
+
+    def mapped(*args: Any) -> Any:
+        missing: list[bool] = []
+
+        def present(*operands: Any) -> Any:
+            results = func(*operands)
+            if not allow_none_pass_through:
+                return results
+            missing[:] = [result is None for result in results]
+            return tuple(result for result in results if result is not None)
+
+        found = torch.vmap(present, in_dims, out_dims)(*args)
+        if not allow_none_pass_through:
+            return found
+        remaining = iter(found)
+        return tuple(None if is_missing else next(remaining) for is_missing in missing)
+
+    return mapped
 
 
 def _open_level(nested: Callable[[], Any]) -> Any:
@@ -51,6 +105,7 @@ def _open_level(nested: Callable[[], Any]) -> Any:
 
 
 _autograd_grad: Any = eager_transforms._autograd_grad
+_vjp: Any = eager_transforms._vjp_with_argnums
 
 
 def _graph_kept(*args: Any, **options: Any) -> Any:

@@ -17,15 +17,9 @@ from torch._C import _functorch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
-from pd2bw_fx.errors import TraceError
-
-from .diagnose import line_of
-from .differentiating import differentiation_message
-
 _OF_TRANSFORMS = "torch._functorch.predispatch"
 _IDLE = "lazy_load_decompositions"
 _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
-_OF_VMAP = {_OPENS, _CLOSES, "_add_batch_dim", "_remove_batch_dim"}
 # The same values and gradients, in words that people write.
 _PLAIN = MappingProxyType(
     {
@@ -39,8 +33,7 @@ _PLAIN = MappingProxyType(
 def write_out_vmap(module: fx.GraphModule) -> None:
     """Rewrites every mapped region of an exported program.
 
-    Raises TraceError for another transform of torch.func, and what torch raises where it cannot map an
-    operator over batches of an open size.
+    Raises what torch raises where it cannot map an operator over batches of an open size.
     """
     for part in _parts_with_transforms(module):
         _write_out_each(part)
@@ -66,8 +59,6 @@ def _write_out_each(module: fx.GraphModule) -> None:
         if name == _IDLE:
             module.graph.erase_node(node)
             continue
-        if name and name not in _OF_VMAP:
-            raise TraceError(differentiation_message(line_of(node)))
         depth += (name == _OPENS) - (name == _CLOSES)
         if depth or name == _CLOSES:
             region.append(node)
@@ -99,7 +90,7 @@ def _write_out(module: fx.GraphModule, region: Sequence[fx.Node]) -> None:
         new = dict(zip(written.find_nodes(op="placeholder"), read, strict=True))
         for node in written.nodes:
             if node.op == "call_function":
-                new[node] = _in_plain_words(module.graph.node_copy(node, new.__getitem__))
+                new[node] = in_plain_words(module.graph.node_copy(node, new.__getitem__))
     returned: Any = written.output_node().args[0]
     for node, result in zip(results, returned, strict=True):
         node.replace_all_uses_with(new[result])
@@ -107,7 +98,8 @@ def _write_out(module: fx.GraphModule, region: Sequence[fx.Node]) -> None:
         module.graph.erase_node(node)
 
 
-def _in_plain_words(node: fx.Node) -> fx.Node:
+def in_plain_words(node: fx.Node) -> fx.Node:
+    """The same node; what torch runs for an operator is called as the operator."""
     plain = _PLAIN.get(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
     if plain is not None and not any(argument is True for argument in node.args):  # of a softmax: to float32
         node.target = plain

@@ -93,6 +93,9 @@ _OPEN: Mapping[Any, Callable[..., Any]] = {
 
 
 def _memory(tensor: Tensor) -> int:
+    """0 for what has none of its own: a value of one sample within a map."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return 0
     return int(tensor.untyped_storage()._cdata)
 
 

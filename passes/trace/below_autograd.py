@@ -1,0 +1,114 @@
+"""What a map differentiates, in the trace of a model that does so in its forward.
+
+torch.export notes a mapped function as its author wrote it, and what autograd computes for all samples at
+once has no place in there. Below autograd there are no maps and no levels any more: what is noted there,
+where a map is called, is operators on whole batches, for values and derivatives, as torch runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch._functorch import apis
+from torch.fx.experimental import proxy_tensor
+from torch.overrides import TorchFunctionMode
+
+from .detached import is_of_data
+from .mapped import in_plain_words
+
+_DETACHING = (Tensor.detach, torch.detach, Tensor.detach_, torch.detach_)
+_ops: Any = torch._ops
+_apis: Any = apis
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+@contextmanager
+def maps_traced_below() -> Iterator[None]:
+    """For all maps of a trace, also those that differentiate nothing."""
+    own = _apis.vmap_impl
+
+    def vmap_impl(*args: Any, **kwargs: Any) -> Any:
+        with _below_autograd():
+            return own(*args, **kwargs)
+
+    with patch.object(apis, "vmap_impl", vmap_impl):
+        yield
+
+
+def is_traced_above() -> bool:
+    """Whether operators are noted as their author wrote them."""
+    return _ops._get_dispatch_mode_pre_dispatch(_PROXY) is not None
+
+
+@contextmanager
+def _below_autograd() -> Iterator[None]:
+    """The same trace goes on there. Operators belong to the module that calls the map, as in `mapped.py`."""
+    above = _ops._get_dispatch_mode_pre_dispatch(_PROXY)
+    if above is None:  # within another map, or in no trace
+        yield
+        return
+    tracer = above.tracer
+    place = dict(tracer.module_stack)
+    create_node = tracer.create_node
+    asked = _Asked()
+
+    def create_below(kind: str, target: Any, args: Any, *others: Any, **more: Any) -> fx.Node:
+        if target is torch.ops.aten.detach.default and not asked.detaches:
+            saved: fx.Node = args[0]
+            return saved
+        node: fx.Node = create_node(kind, target, args, *others, **more)
+        node.meta["nn_module_stack"] = _described(place)
+        if not torch.is_grad_enabled():
+            node.meta["no_grad"] = True
+        return in_plain_words(node)
+
+    _ops.unset_mode_pre_dispatch(_PROXY)
+    try:
+        with (
+            patch.object(tracer, "create_node", create_below),
+            proxy_tensor._temp_remove_pre_dispatch_torch_function_mode(),
+            proxy_tensor.ProxyTorchDispatchMode(tracer, above.tracing_mode),
+            asked,
+        ):
+            yield
+    finally:
+        _ops._set_mode_pre_dispatch(above)
+
+
+def _described(stack: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """As a trace notes modules: path and class by name."""
+    return {
+        key: (path, f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else kind)
+        for key, (path, kind) in stack.items()
+    }
+
+
+class _Asked(TorchFunctionMode):
+    """What the forward itself asks for.
+
+    `detaches`: whether it asks for a value without its history now. Autograd detaches what it saves, whose
+    history it knows; in a trace that would be its end. A Jacobian is split into those of each result; where
+    there is one, that is left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.detaches = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.split, Tensor.split) and isinstance(args[1], Sequence) and len(args[1]) == 1:
+            return (args[0],)
+        if func not in _DETACHING and not is_of_data(func):
+            return func(*args, **(kwargs or {}))
+        self.detaches = True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.detaches = False
