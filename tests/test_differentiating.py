@@ -11,7 +11,6 @@ from torch.autograd import grad
 from torch.nn import functional
 
 import pd2bw_fx
-from pd2bw_fx.errors import TraceError
 from tests.trained import assert_trained_by_the_rule
 
 
@@ -197,13 +196,3 @@ def test_what_autograd_says_twice_or_by_default_is_not_printed() -> None:
     assert ".t().t()" not in source
     assert "memory_format" not in source
     assert source.count("slice_backward.default(") == 1  # of the column, and not of all rows
-
-
-def test_what_a_layer_saves_within_itself_is_not_found() -> None:
-    class Normed(Score):
-        def __init__(self) -> None:
-            super().__init__()
-            self.energy = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-
-    with pytest.raises(TraceError, match=r"differentiates in its forward \(test_differentiating.py:\d+: "):
-        pd2bw_fx.split(Normed().double(), CASES[Score], cluster=2, costs="analytic")

@@ -177,6 +177,11 @@ _OTHERWISE_IN_PUBLIC = {"max_unpool2d", "max_unpool3d"}
 _FUNCTIONS = {"addmm", "baddbmm", "addcmul", "addcdiv", "minimum", "maximum", "outer"}
 
 
+def _has_statistics(target: torch._ops.OpOverload, values: Mapping[str, Any]) -> bool:
+    """A batch norm that keeps none takes those of the batch in evaluation too."""
+    return "batch_norm" not in target._schema.name or values.get("running_mean") is not None
+
+
 def _by_schema(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: Scene) -> str:
     """By position as long as nothing is left out, then by name."""
     texts: list[str] = []
@@ -192,7 +197,8 @@ def _by_schema(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: 
             value = tuple(value) if str(argument.type) in ("List[int]", "Optional[List[int]]") else value
         if argument.name == "dim" and isinstance(value, list | tuple) and len(value) == 1:
             value = value[0] if target._schema.name in _OVER_ONE_OR_MORE else value
-        text = "self.training" if argument.name in _MODES and value is True else scene.text(value)
+        is_mode = argument.name in _MODES and value is True and _has_statistics(target, values)
+        text = "self.training" if is_mode else scene.text(value)
         named = isinstance(value, bool) or (argument.name == "dim" and texts)
         positional = positional and not (argument.kwarg_only or named)
         by_name = not positional

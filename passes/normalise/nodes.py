@@ -26,11 +26,10 @@ def writes(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _hidden_writes(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Running statistics: aten.batch_norm and aten.instance_norm write them without saying so."""
-    position = {"batch_norm": 3, "instance_norm": 3}.get(operator_name(node))
-    if position is None or not node.args[5]:
+    """Running statistics, which these write without saying so."""
+    if operator_name(node) not in {"batch_norm", "native_batch_norm", "instance_norm"} or not node.args[5]:
         return ()
-    return tuple(arg for arg in node.args[position : position + 2] if isinstance(arg, fx.Node))
+    return tuple(arg for arg in node.args[3:5] if isinstance(arg, fx.Node))
 
 
 def _drops(layer: nn.Module) -> bool:

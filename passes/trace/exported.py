@@ -135,10 +135,13 @@ def _exported_by_torch(program: Program, tensors: tuple[torch.Tensor, ...], shap
 def _exported_with_derivatives(
     program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any
 ) -> ExportedProgram:
-    """Once more for a model that differentiates, if what operators have saved is missing in the trace."""
+    """Again for a model that differentiates, if what operators have saved is missing in the trace: with the
+    parts of those that are known to save more than operands and results, and then with the parts of all."""
     with suppress(DerivativeError):
         return _exported_once(program, tensors, shapes)
-    with saved_values_found(), maps_traced_below():
+    with suppress(DerivativeError), saved_values_found(all_composite=False), maps_traced_below():
+        return _exported_once(program, tensors, shapes)
+    with saved_values_found(all_composite=True), maps_traced_below():
         return _exported_once(program, tensors, shapes)
 
 

@@ -6,8 +6,7 @@ operator as a new tensor, which the trace does not know.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -15,17 +14,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.fx.experimental import proxy_tensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 
 @contextmanager
-def saved_values_found() -> Iterator[None]:
+def saved_values_found(*, all_composite: bool) -> Iterator[None]:
     """A saved value is known by the memory that it is in, as a value of the trace or its transpose (`linear`
-    saves its weight so). What a norm saves besides is given out by the operator that it is made of.
+    saves its weight so). What operators of several parts save besides are results of those, which are noted
+    in their place: of norms, pools and the like, or `all_composite`.
     """
     known: dict[int, list[Tensor]] = {}
     track, fetch = proxy_tensor.track_tensor, proxy_tensor.fetch_object_proxy
+    handle = proxy_tensor.maybe_handle_decomp
 
     def tracked(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         track(tensor, *args, **kwargs)
@@ -47,49 +46,78 @@ def saved_values_found() -> Iterator[None]:
                 return fetch(tracer, value)
         return found
 
+    def opened(mode: Any, operator: Any, args: Any, kwargs: Any) -> Any:
+        if mode.pre_dispatch and operator is torch.ops.aten.batch_norm.default:
+            with mode:
+                return _batch_norm(*args, **kwargs)
+        if mode.pre_dispatch and _is_opened(operator, all_composite=all_composite):
+            with mode:
+                return operator.decompose(*args, **kwargs)
+        return handle(mode, operator, args, kwargs)
+
     with (
         patch.object(proxy_tensor, "track_tensor", tracked),
         patch.object(proxy_tensor, "fetch_object_proxy", fetched),
-        _OpenNorms(),
+        patch.object(proxy_tensor, "maybe_handle_decomp", opened),
     ):
         yield
 
 
-class _OpenNorms(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return _OPEN.get(func, func)(*args, **(kwargs or {}))
-
-
-def _layer_norm(
-    input: Tensor,  # noqa: A002 - as torch calls it
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
+def _batch_norm(
+    given: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
 ) -> Tensor:
-    return torch.native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
+    """Its decomposition chooses between libraries, and ends the process where there are no statistics."""
+    rates = training, momentum, eps
+    if running_mean is None:
+        results = torch.ops.aten._native_batch_norm_legit.no_stats(given, weight, bias, *rates)
+    else:
+        results = torch.native_batch_norm(given, weight, bias, running_mean, running_var, *rates)
+    result: Tensor = results[0]
+    return result
 
 
-def _group_norm(
-    input: Tensor,  # noqa: A002 - as torch calls it
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    """input: (batch, channels, ...)"""
-    batch, channels = input.shape[:2]
-    each = math.prod(input.shape[2:])
-    given = input.contiguous()
-    return torch.native_group_norm(given, weight, bias, batch, channels, each, num_groups, eps)[0]
+def _is_opened(operator: Any, *, all_composite: bool) -> bool:
+    name = operator.overloadpacket.__name__
+    if name == "scaled_dot_product_attention" and torch._C._get_flash_sdp_enabled():
+        return all_composite  # its own kernel cannot be differentiated twice, and is of this device
+    if name in _KEEPING_NOTHING or (not all_composite and name not in _COMPOSITE):
+        return False
+    return bool(operator._can_decompose())
 
 
-_OPEN: Mapping[Any, Callable[..., Any]] = {
-    functional.layer_norm: _layer_norm,
-    functional.group_norm: _group_norm,
-}
+_COMPOSITE = frozenset(
+    {
+        "_scaled_dot_product_attention_math",
+        "group_norm",
+        "instance_norm",
+        "layer_norm",
+        "max_pool1d",
+        "max_pool2d",
+        "max_pool3d",
+        "prelu",
+        "rms_norm",
+        "rrelu",
+        "scaled_dot_product_attention",
+        "upsample_bicubic2d",
+        "upsample_bilinear2d",
+        "upsample_linear1d",
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "upsample_nearest3d",
+        "upsample_trilinear3d",
+    }
+)
+# Composite, and all that their parts save is an operand or the result.
+_KEEPING_NOTHING = frozenset({"contiguous", "flatten", "log_softmax", "reshape", "softmax", "to"})
+_KEEPING_NOTHING |= {"size", "stride", "storage_offset"}
 
 
 def _memory(tensor: Tensor) -> int:
