@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pd2bw_fx.passes.tune import tune
     from pd2bw_fx.pipeline import Pipeline, load
     from pd2bw_fx.runtime.engine import Engine
-    from pd2bw_fx.untraced_loss import untraced
+    from pd2bw_fx.untraced_call import untraced
 
 __version__ = "0.1.0"
 
@@ -83,7 +83,7 @@ _WHEN_ASKED_FOR = {
     "split": "passes.split",
     "split_onnx": "passes.split_onnx",
     "tune": "passes.tune",
-    "untraced": "untraced_loss",
+    "untraced": "untraced_call",
 }
 _MODULES = ("models", "optim", "passes", "runtime")
 

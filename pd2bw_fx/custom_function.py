@@ -103,7 +103,10 @@ def registered(
     library.impl(name, differentiable, "Autograd")
     torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
     _LIBRARIES.append(library)
-    target: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), name).default
+    packet, _, overload = name.partition(".")
+    target: torch._ops.OpOverload = getattr(
+        getattr(getattr(torch.ops, namespace), packet), overload or "default"
+    )
     return target
 
 

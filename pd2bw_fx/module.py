@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pd2bw_fx.errors import PlanMismatchError
 from pd2bw_fx.source_check import allowed_builtins, check_source, operators_called
-from pd2bw_fx.untraced_loss import NAMESPACE
+from pd2bw_fx.untraced_operands import NAMESPACE
 
 if TYPE_CHECKING:
     from pd2bw_fx.stage import StageProgram
@@ -49,7 +49,7 @@ def require_operators(program: StageProgram) -> None:
         if not hasattr(getattr(torch.ops, namespace), name):
             if namespace == NAMESPACE:
                 raise PlanMismatchError(
-                    f"stage_{program.stage}.py calls the loss {name!r}, which is not traced and not known in "
+                    f"stage_{program.stage}.py calls {name!r}, which is not traced and not known in "
                     f"this process; define it first, as before the split: pd2bw_fx.untraced({name})"
                 )
             raise PlanMismatchError(

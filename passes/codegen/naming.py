@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from pd2bw_fx.custom_function import custom_function
-from pd2bw_fx.untraced_loss import NAMESPACE as UNTRACED
+from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 
 from .layers import RECURRENT_LAYERS
 from .literals import identifier
@@ -160,8 +160,8 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
     custom = custom_function(result.target)
     if custom is not None:
         return identifier(custom.name.lower())
-    if str(result.target).startswith(f"{UNTRACED}."):
-        return "loss"
+    if getattr(result.target, "namespace", None) == UNTRACED:
+        return identifier(operator_name(result).lower()) if "training" in result.kwargs else "loss"
     special = _part_in_attention(result) or place_in_mask(result)
     if special is not None:
         return special

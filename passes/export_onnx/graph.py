@@ -21,7 +21,7 @@ from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import first_line, require
 from pd2bw_fx.source_check import operators_called
 from pd2bw_fx.stage import Port, StageProgram
-from pd2bw_fx.untraced_loss import NAMESPACE as UNTRACED
+from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 
 from .origin import WRAPPED_PREFIX, Wrapped, describe_nodes
 from .spelling import TranslatableSpelling
@@ -80,7 +80,7 @@ def stage_model(
         foreign = [called for called in operators_called(program.source) if called[0] not in _OF_TORCH]
         advice = f"another opset ({OLDEST_OPSET} to {NEWEST_OPSET}) may know it"
         if foreign and foreign[0][0] == UNTRACED:
-            advice = f"{foreign[0][1]} is not traced: split the model without that loss to export it"
+            advice = f"{foreign[0][1]} is not traced: split the model without it to export it"
         elif foreign:
             advice = f"{'::'.join(foreign[0])} is none of torch's own, and ONNX knows those alone"
         raise ExportError(

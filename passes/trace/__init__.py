@@ -77,12 +77,13 @@ _NO_CONDITIONS = (
 
 _ADVICE = (
     "take what depends on tensor values out of Python control flow (torch.where), or pass "
-    "tracer='export-as-example' if it always goes the same way, have a loss run as it is written "
-    "(pd2bw_fx.untraced), or pass a program that you exported yourself"
+    "tracer='export-as-example' if it always goes the same way, have a loss or a part of the model run as it "
+    "is written (pd2bw_fx.untraced), or pass a program that you exported yourself"
 )
 _ADVICE_FOR_PACKED = (
     "the recurrent layer on the padded batch, since how long packed sequences are depends on values; what "
-    "comes behind a sequence's end is taken out with a mask, its last state with gather"
+    "comes behind a sequence's end is taken out with a mask, its last state with gather; or have the module "
+    "that packs and pads run as it is written (pd2bw_fx.untraced)"
 )
 _ADVICE_AT_RANDOM = (
     "without leaving layers out at random (layerdrop=0 or the like; a graph has them all), or with a choice "

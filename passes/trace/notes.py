@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from pd2bw_fx.program import surrounding_autocast
-from pd2bw_fx.untraced_loss import NAMESPACE as UNTRACED
+from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 
 from .program import Program
 from .watch import Change

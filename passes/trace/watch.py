@@ -25,6 +25,7 @@ _KEPT_WHOLE = (
     "pd2bw_fx.custom_function",
     "pd2bw_fx.ctc",
     "pd2bw_fx.untraced_loss",
+    "pd2bw_fx.untraced_part",
 )
 _PLAIN = (bool, int, float, str, type(None))
 

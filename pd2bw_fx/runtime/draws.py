@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from pd2bw_fx.untraced_operands import NAMESPACE
+
 _SOURCES = {"bernoulli", "exponential", "multinomial", "normal", "random", "randperm", "rrelu", "uniform"}
 _SOURCES |= {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like"}
 _WHOLE_MODEL = -1
@@ -75,9 +77,15 @@ class _BeforeDrawing(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if _draws(getattr(func, "__name__", ""), args, given):
+        if _may_draw(func) or _draws(getattr(func, "__name__", ""), args, given):
             self._begin()
         return func(*args, **given)
+
+
+def _may_draw(func: Any) -> bool:
+    """Whether it is an untraced part of the model: what it draws is one operator's, and not counted here."""
+    is_operator = isinstance(func, torch._ops.OpOverload) and func.namespace == NAMESPACE
+    return is_operator and torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -19,7 +19,8 @@ from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload
 
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH, operators_called
-from pd2bw_fx.untraced_loss import NAMESPACE, UntracedLoss
+from pd2bw_fx.untraced_call import UntracedFunction
+from pd2bw_fx.untraced_operands import NAMESPACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class ForeignOperators:
     """Modules to import, and operators to define."""
 
     modules: tuple[str, ...]
-    definitions: tuple[Definition | UntracedLoss, ...]
+    definitions: tuple[Definition | UntracedFunction, ...]
 
     def register(self) -> None:
         for module in self.modules:
@@ -75,11 +76,11 @@ def foreign_operators(sources: Iterable[str], model: nn.Module | None) -> Foreig
     """
     names = {called for source in sources for called in operators_called(source)}
     modules: dict[str, None] = {}
-    definitions: list[Definition | UntracedLoss] = []
+    definitions: list[Definition | UntracedFunction] = []
     for namespace, name in sorted(names):
         operator: Any = OPDEFS.get(f"{namespace}::{name}")
         module = namespace if operator is None else operator._init_fn.__module__
-        loss = UntracedLoss.called(name) if namespace == NAMESPACE else None
+        loss = UntracedFunction.called(name) if namespace == NAMESPACE else None
         if loss is not None:
             definitions.append(loss)
         elif operator is not None and module == "__main__":

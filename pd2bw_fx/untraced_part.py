@@ -1,0 +1,200 @@
+"""The operator that an untraced part of a model is: tensors of the shapes that its author says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pd2bw_fx.custom_function import registered
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.untraced_operands import (
+    NAMESPACE,
+    has_no_values,
+    is_tensor,
+    leaves_of,
+    operator_of,
+    read,
+    written,
+)
+
+if TYPE_CHECKING:
+    from pd2bw_fx.untraced_call import UntracedFunction
+
+    Known = Callable[[], UntracedFunction]
+
+_Shapes = list[tuple[torch.Size, torch.dtype]]
+_is_single: dict[str, bool] = {}  # by operator name: one tensor is returned, and no tuple
+_shapes: dict[Any, _Shapes] = {}  # of results, by what was given
+
+
+class Part:
+    """A module as a function of its parameters and buffers, and of what it is called with."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module  # without weights
+        self.names = [name for name, _ in state_of(module)]
+
+    def __call__(self, state: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        return functional_call(self.module, dict(zip(self.names, state, strict=True)), args, kwargs)
+
+
+def state_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def register(name: str, known: Known) -> None:
+    for overload, result in ((name, "Tensor"), (f"{name}.several", "Tensor[]")):
+        is_single = result == "Tensor"
+        registered(
+            f"{overload}(Tensor[] tensors, str structure='', *, bool training) -> {result}",
+            run=functools.partial(_given_back, _run, known, is_single),
+            differentiable=functools.partial(_given_back, _differentiable, known, is_single),
+            fake=functools.partial(_given_back, _expected, known, is_single),
+            tags=(torch.Tag.nondeterministic_seeded,),  # it may draw
+            namespace=NAMESPACE,
+        )
+
+
+def _given_back(
+    function: Callable[..., list[Tensor]],
+    known: Known,
+    is_single: bool,
+    tensors: Sequence[Tensor],
+    structure: str = "",
+    *,
+    training: bool = True,
+) -> Tensor | list[Tensor]:
+    results = function(known, tensors, structure, training)
+    return results[0] if is_single else results
+
+
+def call(known: UntracedFunction, args: Any, kwargs: Any, tensors: Sequence[Any], *, training: bool) -> Any:
+    if any(isinstance(tensor, fx.Proxy) for tensor in tensors):
+        raise InputError(f"{known.name} is traced by torch.export alone, which did not get through the model")
+    assert known.returns is not None
+    if known.name not in _is_single:
+        with _disable_current_modes():  # a trace needs not have it
+            _is_single[known.name] = isinstance(known.returns(*args, **kwargs), Tensor)
+    operator = operator_of(known.name, "default" if _is_single[known.name] else "several")
+    is_plain = not kwargs and all(map(is_tensor, args))
+    results = operator(tensors, *(() if is_plain else (written(args, kwargs),)), training=training)
+    return results if _is_single[known.name] else tuple(results)
+
+
+def _run(known: Known, tensors: Sequence[Tensor], structure: str, training: bool) -> list[Tensor]:
+    own = known()
+    versions = [tensor._version for tensor in tensors]
+    args, kwargs = _arguments(own, tensors, structure)
+    if isinstance(own.function, Part):
+        own.function.module.train(training)
+        args = (tensors[: len(own.function.names)], *args)
+    found = own.function(*args, **kwargs)
+    for place, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+        if tensor._version != version:
+            names = own.function.names if isinstance(own.function, Part) else []
+            what = f"its {names[place]}" if place < len(names) else "what it is given"
+            raise InputError(
+                f"{own.name} writes in place into {what}; expected a part that leaves it as it is"
+            )
+    results = _checked(own, found, _shapes_of(own, tensors, structure, training))
+    memory = {tensor.untyped_storage()._cdata for tensor in tensors}
+    return [r.clone() if r.untyped_storage()._cdata in memory else r for r in results]
+
+
+def _arguments(own: UntracedFunction, tensors: Sequence[Tensor], structure: str) -> tuple[Any, Any]:
+    """Without the state of a module, with which the tensors begin."""
+    rest = tensors[len(own.function.names) :] if isinstance(own.function, Part) else tensors
+    return read(rest, structure) if structure else (tuple(rest), {})
+
+
+def _checked(own: UntracedFunction, found: Any, shapes: _Shapes) -> list[Tensor]:
+    """In the precision that was said: under autocast a function may choose another."""
+    results = [found] if isinstance(found, Tensor) else found
+    is_right = isinstance(results, (tuple, list)) and len(results) == len(shapes)
+    if is_right and all(
+        isinstance(result, Tensor)
+        and (result.shape, result.is_floating_point()) == (shape, dtype.is_floating_point)
+        for result, (shape, dtype) in zip(results, shapes, strict=True)
+    ):
+        return [result.to(dtype) for result, (_, dtype) in zip(results, shapes, strict=True)]
+    said = ", ".join(f"{dtype} of shape {tuple(shape)}" for shape, dtype in shapes)
+    raise InputError(f"{own.name} returns {_described(found)}, and by its `returns` it would be {said}")
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, Tensor):
+        return f"{found.dtype} of shape {tuple(found.shape)}"
+    if isinstance(found, (tuple, list)):
+        return ", ".join(map(_described, found)) or "nothing"
+    return f"a {type(found).__name__}"
+
+
+def _shapes_of(own: UntracedFunction, tensors: Sequence[Tensor], structure: str, training: bool) -> _Shapes:
+    key = (own.name, own.returns, structure, *((tensor.shape, tensor.dtype) for tensor in tensors))
+    if key not in _shapes:
+        with torch.no_grad():
+            expected = _expected(lambda: own, tensors, structure, training)
+        _shapes[key] = [(tensor.shape, tensor.dtype) for tensor in expected]
+    return _shapes[key]
+
+
+def _expected(known: Known, tensors: Sequence[Tensor], structure: str, training: bool) -> list[Tensor]:
+    own = known()
+    assert own.returns is not None
+    args, kwargs = _arguments(own, tensors, structure)
+    found = own.returns(*args, **kwargs)
+    results = [found] if isinstance(found, Tensor) else found
+    if not isinstance(results, (tuple, list)) or not all(isinstance(result, Tensor) for result in results):
+        raise InputError(
+            f"`returns` of {own.name} gives {_described(found)}; expected a tensor, or a tuple of tensors"
+        )
+    return list(results)
+
+
+def _differentiable(known: Known, tensors: Sequence[Tensor], structure: str, training: bool) -> list[Tensor]:
+    results: Any = _Differentiable.apply(known, structure, training, *tensors)  # type: ignore[no-untyped-call]
+    return list(results)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The graph of the forward is kept for the backward, which may be asked twice."""
+
+    @staticmethod
+    def forward(ctx: Any, known: Known, structure: str, training: bool, *tensors: Tensor) -> Any:
+        if any(map(has_no_values, tensors)):
+            ctx.given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+            ctx.results = ()
+            with torch._C._AutoDispatchBelowAutograd():
+                results = operator_of(known().name, "several")(list(tensors), structure, training=training)
+                return tuple(results)
+        given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        with torch.enable_grad():
+            results = _run(known, given, structure, training)
+        for leaf in {id(leaf): leaf for result in results for leaf in leaves_of(result)}.values():
+            if all(leaf is not tensor for tensor in given):
+                raise InputError(
+                    f"{known().name} reads a parameter that it was not given; pass it as an argument"
+                )
+        ctx.given, ctx.results = given, results
+        ctx.mark_non_differentiable(*(result for result in results if not result.requires_grad))
+        return tuple(result.detach() if result.requires_grad else result for result in results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *of_results: Tensor) -> Any:
+        trained = [tensor for tensor in ctx.given if tensor.requires_grad]
+        if not ctx.results:
+            return None, None, None, *(torch.zeros_like(t) if t.requires_grad else None for t in ctx.given)
+        pairs = [(r, g) for r, g in zip(ctx.results, of_results, strict=True) if r.requires_grad]
+        results, seeds = zip(*pairs, strict=True)
+        found = torch.autograd.grad(results, trained, seeds, allow_unused=True, retain_graph=True)
+        gradients = iter(found)
+        own = [next(gradients) if tensor.requires_grad else None for tensor in ctx.given]
+        return None, None, None, *own
