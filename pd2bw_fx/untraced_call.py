@@ -84,7 +84,10 @@ def _untraced_module(module: nn.Module, name: str | None, returns: Callable[...,
         module.__class__ = own
     kept: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in module.parameters()}
     kept |= {id(buffer): buffer.to("meta") for buffer in module.buffers()}
-    known = _register(untraced_part.Part(copy.deepcopy(module, kept)), name or own.__name__, returns)
+    bare = copy.deepcopy(module, kept)
+    bare._forward_hooks.clear()  # the module itself calls them
+    bare._forward_pre_hooks.clear()
+    known = _register(untraced_part.Part(bare), name or own.__name__, returns)
 
     def run(self: Any, args: Any, kwargs: Any) -> Any:
         state = [tensor for _, tensor in untraced_part.state_of(self)]
@@ -102,12 +105,9 @@ def _untraced_module(module: nn.Module, name: str | None, returns: Callable[...,
 def _at_the_line_of(forward: Any, run: Callable[..., Any]) -> Any:
     """A forward that traces and errors find where the author wrote that of the module."""
     code = getattr(forward, "__code__", run.__code__)
-    text = (
-        "\n" * (code.co_firstlineno - 1)
-        + "def forward(self, *args, **kwargs): return run(self, args, kwargs)"
-    )
+    line = "def forward(self, *args, **kwargs): return run(self, args, kwargs)"
     namespace: dict[str, Any] = {"run": run}
-    exec(compile(text, code.co_filename, "exec"), namespace)
+    exec(compile("\n" * (code.co_firstlineno - 1) + line, code.co_filename, "exec"), namespace)
     return namespace["forward"]
 
 

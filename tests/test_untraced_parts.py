@@ -188,6 +188,17 @@ def test_a_function_is_one_too() -> None:
     assert "torch.ops.untraced.sorted_by_python.default([x.tanh()]" in pipe.stages[0].source
 
 
+def test_hooks_run_once() -> None:
+    model, before = tagger()
+    for reader in (model.reader, before.reader):
+        reader.register_forward_hook(lambda module, args, result: 2 * result)
+    again = pd2bw_fx.untraced(model.reader, returns=as_read)
+    example = texts()
+    assert torch.equal(model(*example), before(*example))
+    assert again is model.reader
+    split(model, example, check="full")
+
+
 class _Counting(Reader):
     def __init__(self) -> None:
         super().__init__()
