@@ -30,8 +30,8 @@ def untraced(
     """A function, or a module of the model, that is run instead of traced.
 
     Without `returns` it is a loss, in the model's forward or as the `loss_fn` of `split`: `function` returns
-    a scalar tensor. `returns` is for all else. It is called with the same arguments, and gives tensors of the
-    shapes and types that the function returns, one or a tuple of them, whatever their values:
+    a scalar tensor. `returns` is for all else. It is called with the same arguments, and gives what the
+    function returns, a tensor or several in a tuple, a dict or the like, but for their values:
 
         def like(x, lengths):
             return x.new_empty(x.shape[0], x.shape[1], 64)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pd2bw_fx.custom_function import registered
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     Known = Callable[[], UntracedFunction]
 
 _Shapes = list[tuple[torch.Size, torch.dtype]]
-_is_single: dict[str, bool] = {}  # by operator name: one tensor is returned, and no tuple
+_Leaf = (Tensor, int, float, str, type(None))  # of results
 _shapes: dict[Any, _Shapes] = {}  # of results, by what was given
 
 
@@ -79,13 +80,14 @@ def call(known: UntracedFunction, args: Any, kwargs: Any, tensors: Sequence[Any]
     if any(isinstance(tensor, fx.Proxy) for tensor in tensors):
         raise InputError(f"{known.name} is traced by torch.export alone, which did not get through the model")
     assert known.returns is not None
-    if known.name not in _is_single:
-        with _disable_current_modes():  # a trace needs not have it
-            _is_single[known.name] = isinstance(known.returns(*args, **kwargs), Tensor)
-    operator = operator_of(known.name, "default" if _is_single[known.name] else "several")
+    with _disable_current_modes():  # a trace needs not have it
+        said = known.returns(*args, **kwargs)
+    leaves, structure = pytree.tree_flatten(said)
+    operator = operator_of(known.name, "default" if isinstance(said, Tensor) else "several")
     is_plain = not kwargs and all(map(is_tensor, args))
-    results = operator(tensors, *(() if is_plain else (written(args, kwargs),)), training=training)
-    return results if _is_single[known.name] else tuple(results)
+    found = operator(tensors, *(() if is_plain else (written(args, kwargs),)), training=training)
+    results = iter([found] if isinstance(said, Tensor) else found)
+    return pytree.tree_unflatten([next(results) if is_tensor(leaf) else leaf for leaf in leaves], structure)
 
 
 def _run(known: Known, tensors: Sequence[Tensor], structure: str, training: bool) -> list[Tensor]:
@@ -116,24 +118,16 @@ def _arguments(own: UntracedFunction, tensors: Sequence[Tensor], structure: str)
 
 def _checked(own: UntracedFunction, found: Any, shapes: _Shapes) -> list[Tensor]:
     """In the precision that was said: under autocast a function may choose another."""
-    results = [found] if isinstance(found, Tensor) else found
-    is_right = isinstance(results, (tuple, list)) and len(results) == len(shapes)
-    if is_right and all(
-        isinstance(result, Tensor)
-        and (result.shape, result.is_floating_point()) == (shape, dtype.is_floating_point)
-        for result, (shape, dtype) in zip(results, shapes, strict=True)
-    ):
+    results = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+    of_results = [(result.shape, result.is_floating_point()) for result in results]
+    if of_results == [(shape, dtype.is_floating_point) for shape, dtype in shapes]:
         return [result.to(dtype) for result, (_, dtype) in zip(results, shapes, strict=True)]
-    said = ", ".join(f"{dtype} of shape {tuple(shape)}" for shape, dtype in shapes)
-    raise InputError(f"{own.name} returns {_described(found)}, and by its `returns` it would be {said}")
+    listed, said = _listed([(r.shape, r.dtype) for r in results]), _listed(shapes)
+    raise InputError(f"{own.name} returns {listed}, and by its `returns` it would be {said}")
 
 
-def _described(found: Any) -> str:
-    if isinstance(found, Tensor):
-        return f"{found.dtype} of shape {tuple(found.shape)}"
-    if isinstance(found, (tuple, list)):
-        return ", ".join(map(_described, found)) or "nothing"
-    return f"a {type(found).__name__}"
+def _listed(shapes: _Shapes) -> str:
+    return ", ".join(f"{dtype} of shape {tuple(shape)}" for shape, dtype in shapes) or "no tensor"
 
 
 def _shapes_of(own: UntracedFunction, tensors: Sequence[Tensor], structure: str, training: bool) -> _Shapes:
@@ -149,16 +143,18 @@ def _expected(known: Known, tensors: Sequence[Tensor], structure: str, training:
     own = known()
     assert own.returns is not None
     args, kwargs = _arguments(own, tensors, structure)
-    found = own.returns(*args, **kwargs)
-    results = [found] if isinstance(found, Tensor) else found
-    if not isinstance(results, (tuple, list)) or not all(isinstance(result, Tensor) for result in results):
-        raise InputError(
-            f"`returns` of {own.name} gives {_described(found)}; expected a tensor, or a tuple of tensors"
-        )
-    return list(results)
+    leaves = pytree.tree_leaves(own.returns(*args, **kwargs))
+    strange = [leaf for leaf in leaves if not isinstance(leaf, _Leaf)]
+    results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if strange or not results:
+        what = f"a {type(strange[0]).__name__}" if strange else "no tensor"
+        raise InputError(f"`returns` of {own.name} gives {what}; expected tensors of the results' shapes")
+    return results
 
 
 def _differentiable(known: Known, tensors: Sequence[Tensor], structure: str, training: bool) -> list[Tensor]:
+    if not torch.is_grad_enabled() and not any(map(has_no_values, tensors)):
+        return _run(known, tensors, structure, training)
     results: Any = _Differentiable.apply(known, structure, training, *tensors)  # type: ignore[no-untyped-call]
     return list(results)
 

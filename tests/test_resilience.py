@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from pd2bw_fx.errors import WorkerError
 from pd2bw_fx.runtime.meeting import _Arrival
-from tests.torchrun import PROGRAMS, environment, free_port
+from tests.torchrun import PROGRAMS, environment, free_port, torchrun_of_forks
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -66,6 +67,14 @@ def test_a_rank_whose_program_ends_between_steps_is_named_with_its_reason(how: s
         assert f"WorkerError: {reason}" in error
         assert f"(seen by rank {rank}, stage {rank}, in update" in error
         assert ("ArithmeticError: the fourth batch went wrong" in error) == (how == "error")
+
+
+def test_a_rank_that_is_done_keeps_its_connections_until_all_are(tmp_path: Path) -> None:
+    """What it has sent last would be lost with them; and it waits for nobody longer than some seconds."""
+    finished = torchrun_of_forks(2, "closes.py", "1.5", tmp_path / "waited")
+
+    assert finished.returncode == 0, finished.stderr
+    assert 1.0 < float((tmp_path / "waited").read_text()) < 4.0
 
 
 def test_ranks_with_different_numbers_of_batches_end_with_what_each_is_at() -> None:

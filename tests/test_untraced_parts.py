@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import textwrap
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,32 @@ def test_several_results_and_several_parts_of_a_kind() -> None:
     assert_trained_by_the_rule(before, pipe, [torch.randn_like(example) for _ in range(3)])
 
 
+def test_results_have_the_structure_that_was_said() -> None:
+    class Classified(nn.Module):
+        """An adaptive softmax: which cluster a row is of depends on its target."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
+            self.softmax = nn.AdaptiveLogSoftmaxWithLoss(16, 20, cutoffs=[4, 10])
+
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            loss: Tensor = self.softmax(self.body(x), targets).loss
+            return loss
+
+    torch.manual_seed(0)
+    model = Classified().double()
+    before = copy.deepcopy(model)
+
+    def said(x: Tensor, targets: Tensor) -> Any:
+        return namedtuple("Found", ["output", "loss"])(x.new_empty(x.shape[0]), x.new_empty(()))
+
+    pd2bw_fx.untraced(model.softmax, returns=said)
+    batches = [(torch.randn(6, 6, dtype=torch.float64), torch.randint(20, (6,))) for _ in range(3)]
+    pipe = split(model, batches[0], check="full")
+    assert_trained_by_the_rule(before, pipe, batches)
+
+
 def test_a_function_is_one_too() -> None:
     def sorted_by_python(x: Tensor) -> Tensor:
         return torch.stack(sorted(x, key=lambda row: float(row.sum())))
@@ -214,7 +241,16 @@ class _Counting(Reader):
     [
         (Reader, lambda x, lengths: x, r"^Reader returns .*\(6, 7, 12\), and by its .* be .*\(6, 7, 8\)"),
         (Reader, lambda x, lengths: (x, x), r"^Reader returns .* and by its `returns` it would be .*, torch"),
-        (Reader, lambda x, lengths: 3, r"^`returns` of Reader\w* gives a int; expected a tensor, or a tuple"),
+        (
+            Reader,
+            lambda x, lengths: 3,
+            r"^`returns` of Reader\w* gives no tensor; expected tensors of the res",
+        ),
+        (
+            Reader,
+            lambda x, lengths: [x, {1}],
+            r"^`returns` of Reader\w* gives a set; expected tensors of the",
+        ),
         (
             _Counting,
             as_read,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pd2bw_fx.errors import WorkerError
 
 _MAKING = "making an engine"
-_REFUSING_S = 5.0  # until all ranks have come to a batch that one of them cannot take
+_MEETING_S = 5.0  # until all ranks have come to where one is: a batch that it cannot take, the end
 _GRACE_S = 2.0  # between the end of a connection and the word of the rank that ended it
 
 
@@ -81,19 +81,19 @@ def shared_fate(
         raise
 
 
-def is_refused_by_all(what: str, num_ranks: int) -> bool:
+def is_met_by_all(what: str, num_ranks: int) -> bool:
     """Whether every rank calls this of the same thing in a few seconds: then nobody waits for this one.
 
     `what` is a name that is used for nothing else.
     """
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
-        store.add(f"pd2bw_fx/refused/{what}", 1)
-        deadline_s = time.monotonic() + _REFUSING_S
+        store.add(f"pd2bw_fx/met/{what}", 1)
+        deadline_s = time.monotonic() + _MEETING_S
         while time.monotonic() < deadline_s:
-            if store.add(f"pd2bw_fx/refused/{what}", 0) == num_ranks:
+            if store.add(f"pd2bw_fx/met/{what}", 0) == num_ranks:
                 return True
-            time.sleep(_REFUSING_S / 100)
+            time.sleep(_MEETING_S / 100)
     return False
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from pd2bw_fx.errors import InputError, WorkerError
-from pd2bw_fx.runtime.failure import forget, is_refused_by_all, shared_fate, tell
+from pd2bw_fx.runtime.failure import forget, is_met_by_all, shared_fate, tell
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.world import World
@@ -32,6 +32,7 @@ class Fate:
         self._described = job.described()
         self._name = control.group_name
         self._num_refused = 0
+        self._has_told = False  # why this rank ends
         if self._rank == 0:
             forget(self._name)
 
@@ -65,8 +66,8 @@ class Fate:
                 yield
             except InputError as error:
                 self._num_refused += 1
-                what = f"{self._name}/{self._num_refused}/{update}"
-                if not is_refused_by_all(what, self._num_ranks):
+                what = f"{self._name}/refused/{self._num_refused}/{update}"
+                if not is_met_by_all(what, self._num_ranks):
                     raise
                 refused = error
         if refused is not None:
@@ -80,11 +81,17 @@ class Fate:
     def tell(self, error: BaseException, when: str) -> None:
         """The user's program on this rank fails outside of the engine's calls: others may wait for it."""
         if not self.is_closed and not self.is_broken:
+            self._has_told = True
             shown = "".join(traceback.format_exception(error))
             tell(self._name, f"the program of rank {self._rank} ({self._described}) failed {when}:\n{shown}")
 
     def close(self) -> None:
+        """Connections are not closed before all ranks are through with them: what this one has sent last may
+        still be on its way, and would be lost. Nobody is waited for longer than some seconds."""
         self.is_closed = True
         if self.world is not None:
+            if not self.is_broken and not self._has_told:
+                with self.world.watch:
+                    is_met_by_all(f"{self._name}/closed", self._num_ranks)
             self.world.leave()
             self.world = None
