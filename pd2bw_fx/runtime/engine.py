@@ -286,9 +286,9 @@ class Engine:
             self._runner.run(self._course.evaluation(numbers), training=False)
             self._runner.settle()
             self._weights.train(on=True)
-            loss = self._told(self._losses.of_evaluation(self.updates))
-            loss.wait()
-            return loss, numbers
+            loss = self._losses.of_evaluation(self.updates)
+            loss.wait()  # where it is known too: the others are to have it before the program can end here
+            return self._told(loss), numbers
 
     def flush(self) -> None:
         """Bring the microbatches in flight home and apply the last update. Training may go on afterwards."""

@@ -86,7 +86,7 @@ def is_met_by_all(what: str, num_ranks: int) -> bool:
 
     `what` is a name that is used for nothing else.
     """
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, ValueError):  # the store has gone, or torch.distributed with it
         store = dist.distributed_c10d._get_default_store()
         store.add(f"pd2bw_fx/met/{what}", 1)
         deadline_s = time.monotonic() + _MEETING_S
