@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
@@ -78,10 +80,9 @@ def _given_back(
 
 def call(known: UntracedFunction, args: Any, kwargs: Any, tensors: Sequence[Any], *, training: bool) -> Any:
     if any(isinstance(tensor, fx.Proxy) for tensor in tensors):
-        raise InputError(f"{known.name} is traced by torch.export alone, which did not get through the model")
-    assert known.returns is not None
-    with _disable_current_modes():  # a trace needs not have it
-        said = known.returns(*args, **kwargs)
+        raise RuntimeError(f"{known.name} is run as it is written, which torch.export alone can trace")
+    with _disable_current_modes(), detect_fake_mode(tensors) or nullcontext():  # a trace needs not have it
+        said = _said(known, args, kwargs)
     leaves, structure = pytree.tree_flatten(said)
     operator = operator_of(known.name, "default" if isinstance(said, Tensor) else "several")
     is_plain = not kwargs and all(map(is_tensor, args))
@@ -141,15 +142,24 @@ def _shapes_of(own: UntracedFunction, tensors: Sequence[Tensor], structure: str,
 
 def _expected(known: Known, tensors: Sequence[Tensor], structure: str, training: bool) -> list[Tensor]:
     own = known()
-    assert own.returns is not None
     args, kwargs = _arguments(own, tensors, structure)
-    leaves = pytree.tree_leaves(own.returns(*args, **kwargs))
+    leaves = pytree.tree_leaves(_said(own, args, kwargs))
     strange = [leaf for leaf in leaves if not isinstance(leaf, _Leaf)]
     results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if strange or not results:
         what = f"a {type(strange[0]).__name__}" if strange else "no tensor"
         raise InputError(f"`returns` of {own.name} gives {what}; expected tensors of the results' shapes")
     return results
+
+
+def _said(own: UntracedFunction, args: Any, kwargs: Any) -> Any:
+    assert own.returns is not None
+    try:
+        return own.returns(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"`returns` of {own.name} raises TypeError: {error}; expected a function of the same arguments"
+        ) from error
 
 
 def _differentiable(known: Known, tensors: Sequence[Tensor], structure: str, training: bool) -> list[Tensor]:
