@@ -12,7 +12,8 @@ Normal form of `fx` (what `passes/normalise.py` promises and everything after it
   `call_module` and `call_method` occur only where symbolic tracing was the front end;
 - `output`: one flat tuple, in the order of `outputs`.
 
-Every call node has an entry of the same name in `operators`.
+Every call node has an entry of the same name in `operators`. `meta["nn_module_stack"]` has the calls of
+modules that it is in, by keys of which those of layers within a `torch.vmap` end in `OF_A_MAP`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 
 if TYPE_CHECKING:
     from pd2bw_fx.program import FxProgram
+
+OF_A_MAP = " of a map"
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ class _Draft:
 
     def _inner_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
         """For `hidden, balance = block(hidden)`: what the block calls them, the rest by elimination."""
-        if not isinstance(item, Scope):
+        if not isinstance(item, Scope) or item.is_of_a_map:
             return None
         results = self.body.results(item)
         inner = {r: name_within(self.body.tree, r, item.depth) for r in results}

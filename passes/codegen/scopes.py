@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.graph import OF_A_MAP, OperatorGraph
 
 from .cut import is_size
 from .literals import identifier
@@ -61,6 +61,11 @@ class Scope:
                 yield from item.nodes
             else:
                 yield item
+
+    @property
+    def is_of_a_map(self) -> bool:
+        """Whether it is a layer of what the line of its call maps."""
+        return self.key.endswith(OF_A_MAP)
 
     @property
     def type_name(self) -> str:

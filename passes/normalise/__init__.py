@@ -29,6 +29,7 @@ from .clean import (
 from .describe import Describer, parameter_specs
 from .facts import Facts, observe
 from .functional import make_functional, reshape_as_views
+from .layers import call_mapped_layers
 from .lift import Draft, canonical_names, lift
 from .memory import find_memory_groups
 from .numbers import write_numbers
@@ -58,6 +59,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
         facts.working_casts = working_casts(_program(draft), facts, traced.examples)
     remove_identities(draft, facts)
     remove_true_terms(draft, facts)
+    call_mapped_layers(draft, traced.model)
     remove_dead_code(draft, facts)
     separate_repeated_outputs(draft, facts)
     placeholders = draft.graph.find_nodes(op="placeholder")

@@ -215,9 +215,17 @@ class _Copier:
         return self.copy(body.value, inner, marks)
 
     def _meta(self, node: fx.Node) -> dict[str, Any]:
-        kept = ("val", "stack_trace", "no_grad", "autocast", "autocast_region")
+        kept = ("val", "stack_trace", "no_grad", "autocast", "autocast_region", "of_map")
         meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
         if "stack_trace" in meta:
             meta["stack_trace"] = _WRAPPER_FRAME.sub("", meta["stack_trace"] or "", count=1)
         meta["nn_module_stack"] = own_calls(node.meta.get("nn_module_stack", {}), self.traced)
+        if "stack_trace" in meta and meta.get("of_map"):
+            meta["stack_trace"] = _outermost_frames(meta["stack_trace"], len(meta["nn_module_stack"]))
         return meta
+
+
+def _outermost_frames(stack_trace: str, number: int) -> str:
+    """Without those of layers that run within a map: they are no calls of the module that maps them."""
+    before, *frames = re.split(r'(?=  File ")', stack_trace)
+    return "".join([before, *frames[:number]])

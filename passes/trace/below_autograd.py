@@ -62,7 +62,7 @@ def _below_autograd() -> Iterator[None]:
             saved: fx.Node = args[0]
             return saved
         node: fx.Node = create_node(kind, target, args, *others, **more)
-        node.meta["nn_module_stack"] = _described(place)
+        node.meta |= {"nn_module_stack": _described(place), "of_map": True}
         if not torch.is_grad_enabled():
             node.meta["no_grad"] = True
         return in_plain_words(node)

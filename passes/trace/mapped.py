@@ -84,6 +84,7 @@ def _write_out(module: fx.GraphModule, region: Sequence[fx.Node]) -> None:
     body.output([copies[node] for node in results])
     # A layer that is mapped is another function than the layer: its operators belong to who maps it.
     place = {key: region[0].meta[key] for key in ("nn_module_stack",) if key in region[0].meta}
+    place["of_map"] = True
     written = _traced(fx.GraphModule(module, body), [node.meta["val"] for node in read], place)
 
     with module.graph.inserting_before(region[0]):
