@@ -187,6 +187,7 @@ RULES: dict[str, tuple[Function, tuple[Tensor, ...], tuple[int | None, ...]]] = 
     "layer_norm, the bias": (_normed, (ONE, ONE + 1, ROW), (None, None, 0)),
     "layer_norm, rows": (_normed, (ROWS, ROW, ROW + 1), (0, 0, 0)),
     "cat, one shared": (lambda x, y: torch.cat([x, x * y, ONE]).prod(), (ROW, ROW + 1), (0, 0)),
+    "cat, nothing first": (lambda x: torch.cat([x.new_empty(0), x, x.sin()]).prod(), (ROWS,), (0,)),
     "cat, from behind": (lambda x: torch.cat([x, x.sin()], -1).prod(), (ROWS,), (1,)),
     "gelu": (lambda x: F.gelu(x).square().sum(), (ROW,), (0,)),
     "gelu, tanh": (lambda x: F.gelu(x, approximate="tanh").square().sum(), (ROW,), (0,)),

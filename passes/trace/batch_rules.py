@@ -71,7 +71,9 @@ def _cat(level: int, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     samples = _Samples(level, tensors)
     if samples.number is None:
         return torch.cat(list(tensors), dim)
-    parts = [samples.of_each(place) for place in range(len(tensors))]
+    # What `torch.cat` leaves out: a tensor of no elements and one dimension goes with any shape.
+    parts = [samples.of_each(place) for place, tensor in enumerate(tensors) if list(tensor.shape) != [0]]
+    parts = parts or [samples.of_each(0)]
     return samples.result(torch.cat(parts, dim if dim < 0 else dim + 1))
 
 

@@ -103,7 +103,8 @@ class _Asked(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in (torch.split, Tensor.split) and isinstance(args[1], Sequence) and len(args[1]) == 1:
+        parts = args[1] if func in (torch.split, Tensor.split) and len(args) > 1 else None
+        if isinstance(parts, Sequence) and len(parts) == 1:
             return (args[0],)
         if func not in _DETACHING and not is_of_data(func):
             return func(*args, **(kwargs or {}))
