@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,22 +82,22 @@ class Pictures(Score):
         return result
 
 
-CASES: dict[str, tuple[Score, int]] = {
-    "BatchNorm": (Normed(nn.BatchNorm1d(8)), 4),
-    "BatchNorm without statistics": (Normed(nn.BatchNorm1d(8, track_running_stats=False)), 4),
-    "RMSNorm": (Normed(nn.RMSNorm(8)), 4),
-    "PReLU": (Normed(nn.PReLU()), 4),
-    "LSTM": (Recurrent(), 4),
-    "attention": (Heads(), 4),
-    "pictures": (Pictures(), 16),
+CASES: dict[str, tuple[Callable[[], Score], int]] = {
+    "BatchNorm": (lambda: Normed(nn.BatchNorm1d(8)), 4),
+    "BatchNorm without statistics": (lambda: Normed(nn.BatchNorm1d(8, track_running_stats=False)), 4),
+    "RMSNorm": (lambda: Normed(nn.RMSNorm(8)), 4),
+    "PReLU": (lambda: Normed(nn.PReLU()), 4),
+    "LSTM": (Recurrent, 4),
+    "attention": (Heads, 4),
+    "pictures": (Pictures, 16),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_trained_as_the_rule_says(name: str) -> None:
-    model, width = CASES[name]
-    model.double()
+    make, width = CASES[name]
     torch.manual_seed(0)
+    model = make().double()
     batches = [torch.randn(6, width, dtype=torch.float64) for _ in range(3)]
     pipe = pd2bw_fx.split(
         model, batches[0], cluster=2, num_stages=2, costs="analytic", check="full", profile_cache=False
