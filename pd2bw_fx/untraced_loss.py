@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +25,7 @@ from pd2bw_fx.untraced_operands import (
 
 if TYPE_CHECKING:
     from pd2bw_fx.untraced_call import UntracedFunction
-
-    Known = Callable[[], UntracedFunction]
+    from pd2bw_fx.untraced_operands import Known
 
 
 def register(name: str, known: Known) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -13,6 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from pd2bw_fx.errors import InputError
+
+if TYPE_CHECKING:
+    from pd2bw_fx.untraced_call import UntracedFunction
+
+    Known = Callable[[], UntracedFunction]  # what an operator calls may be defined anew
 
 NAMESPACE = "untraced"  # of the operators
 

@@ -29,8 +29,7 @@ from pd2bw_fx.untraced_operands import (
 
 if TYPE_CHECKING:
     from pd2bw_fx.untraced_call import UntracedFunction
-
-    Known = Callable[[], UntracedFunction]
+    from pd2bw_fx.untraced_operands import Known
 
 _Shapes = list[tuple[torch.Size, torch.dtype]]
 _Leaf = (Tensor, int, float, str, type(None))  # of results

@@ -52,7 +52,13 @@ class _Masks(_Layers):
         return F.softmax(self.last(hidden).masked_fill(mask, -9.0) @ others.float(), -1)[..., 0].mean()
 
 
-@pytest.mark.parametrize("kind", [_Parts, _PartsByName, _Attributes, _Tables, _Masks])
+class _Reshapes(_Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.squeeze(self.last(torch.unsqueeze(self.first(x), 1)), 1)
+        return torch.reshape(hidden, (-1, 2, 2)).square().sum((1, 2)).mean()
+
+
+@pytest.mark.parametrize("kind", [_Parts, _PartsByName, _Attributes, _Tables, _Masks, _Reshapes])
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_the_stages_compute_what_the_model_does(kind: type[nn.Module], num_stages: int) -> None:
     torch.manual_seed(0)

@@ -113,12 +113,15 @@ def _is_identity(node: fx.Node, facts: Facts, written: set[int]) -> bool:
 
 def _of_the_same_shape_before(node: fx.Node) -> fx.Node | None:
     """What `node` is after reshapes one after the other, as around what a map makes of a layer."""
-    source: Any = node
-    while isinstance(source, fx.Node) and source.op == "call_function" and operator_name(source) in _RESHAPES:
-        source = source.args[0]
-        if isinstance(source, fx.Node) and _sizes_and_type(source) == _sizes_and_type(node):
+    shape, source = _sizes_and_type(node), node
+    while shape is not None and source.op == "call_function" and operator_name(source) in _RESHAPES:
+        before = source.args[0]
+        if not isinstance(before, fx.Node):
+            return None
+        source = before
+        if _sizes_and_type(source) == shape:
             return source
-    return None
+    return None  # torch.fx knows no shapes
 
 
 _RESHAPES = {"view", "reshape", "unsqueeze", "squeeze"}
