@@ -339,3 +339,23 @@ def test_a_module_is_called_by_others_that_do_not_hold_it() -> None:
         found = compared(case, plan, generate(case.graph, plan))
         # On several stages the table's gradients are added up in another order.
         assert found.exact if num_stages == 1 else found.worst.relative <= 1e-14
+
+
+class _Remembering(nn.Module):
+    """Reads its memory, by way of a reshape that copies it, and writes it then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("memory", torch.arange(16.0).view(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.memory.t().reshape(16).view(4, 4)
+        self.memory.add_(1.0)
+        return (self.layer(x) @ before + x @ self.memory).square().mean()
+
+
+def test_a_reshape_that_copies_what_is_written_stays() -> None:
+    pipe = pd2bw_fx.split(_Remembering(), torch.randn(6, 4), cluster=1, costs="analytic", check="full")
+
+    assert "self.memory.t().reshape(16).view(4, 4)" in pipe.stages[0].source

@@ -52,7 +52,9 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
         elif operator_name(node) == "t" and operator_name(node.args[0]) == "t":
             node.replace_all_uses_with(node.args[0].args[0])
             draft.graph.erase_node(node)
-        elif (same := _of_the_same_shape_before(node)) and not facts.storages[node.name] & written:
+        elif same := _of_the_same_shape_before(node):
+            if (facts.storages[node.name] | facts.storages[same.name]) & written:
+                continue  # a reshape on the way may have copied
             node.replace_all_uses_with(same)
             draft.graph.erase_node(node)
 
