@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pd2bw_fx
+from pd2bw_fx.drawing import function_draws, operator_draws
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.draws import Draws
 from pd2bw_fx.runtime.local import TrainResult
@@ -34,12 +35,26 @@ DRAWING: dict[str, Callable[[], Any]] = {
     "in place": lambda: torch.empty(3).bernoulli_(0.5) + torch.empty(3).uniform_(),
     "noise": lambda: torch.randn_like(X),
     "rrelu": lambda: F.rrelu(-X, training=True),
+    "an rrelu layer": lambda: nn.RReLU()(-X),
+    "counts": lambda: torch.poisson(3 * X),
+    "trials": lambda: torch.binomial(9 * X, X / 2),
+    "a geometric one": lambda: torch.empty(3).geometric_(0.3),
+    "heavy tails": lambda: torch.empty(3).cauchy_(),
+    "of a logarithm": lambda: torch.empty(3).log_normal_(),
+    "a gamma distribution": lambda: torch._standard_gamma(X),
+    "a dirichlet distribution": lambda: torch._sample_dirichlet(X),
+    "gumbel": lambda: F.gumbel_softmax(X),
+    "a pool": lambda: nn.FractionalMaxPool2d(2, output_size=2)(torch.arange(64.0).view(1, 8, 8)),
+    "an operator": lambda: torch.ops.aten.poisson.default(3 * X),
+    "an operator without its overload": lambda: torch.ops.aten.native_dropout(X, 0.5, True)[0],
 }
 STILL: dict[str, Callable[[], Any]] = {
     "nothing to drop": lambda: F.dropout(X, 0.0),
     "not in training": lambda: F.dropout(X, 0.5, training=False),
     "attention": lambda: F.scaled_dot_product_attention(X, X, X),
     "a recurrent layer": lambda: PLAIN(X)[0],
+    "rrelu": lambda: F.rrelu(-X),
+    "an operator of attention": lambda: torch.ops.aten._scaled_dot_product_attention_math(X, X, X)[0],
 }
 
 
@@ -58,6 +73,22 @@ def test_an_operator_draws_the_same_on_whichever_stage_it_is(name: str) -> None:
 
     assert len({tuple(t.tolist()) for t in before}) == 3
     torch.testing.assert_close(drawn, expected, rtol=0, atol=0)
+
+
+def test_every_function_of_torch_that_may_draw_is_known() -> None:
+    names = {name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    overloads = [
+        getattr(packet, overload)
+        for packet in (getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name))
+        for overload in packet.overloads()
+        if hasattr(torch, packet.__name__) or hasattr(Tensor, packet.__name__)
+    ]
+    drawing = [o for o in overloads if operator_draws(o, (), {"dropout": 0.5, "dropout_p": 0.5, "p": 0.5})]
+
+    told = {"dropout": 0.5, "training": True}
+    unknown = {o._opname for o in drawing if not function_draws(o._opname, (), told)}
+    assert len(drawing) > 60
+    assert {name for name in unknown if not name.startswith("_")} == {"miopen_rnn"}  # of AMD's devices
 
 
 @pytest.mark.parametrize("name", STILL)

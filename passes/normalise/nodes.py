@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pd2bw_fx.drawing import function_draws, layer_draws, operator_draws
 from pd2bw_fx.program import written_by_schema
 from pd2bw_fx.traced import is_assumption
 
@@ -32,13 +33,6 @@ def _hidden_writes(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(arg for arg in node.args[3:5] if isinstance(arg, fx.Node))
 
 
-def _drops(layer: nn.Module) -> bool:
-    rate = getattr(layer, "p", 0) if isinstance(layer, nn.modules.dropout._DropoutNd) else 0
-    if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)):
-        rate = layer.dropout
-    return layer.training and bool(rate)
-
-
 def argument(node: fx.Node, name: str) -> Any:
     """An ATen operator's argument by its name in the schema; its default where it was left out."""
     assert isinstance(node.target, torch._ops.OpOverload)
@@ -59,23 +53,10 @@ _DRAWING = {"rand", "randn", "randint", "randperm", "bernoulli", "normal", "mult
 _DRAWING |= {"randn_like", "randint_like", "uniform", "exponential", "random"}
 
 
-_RECURRENT = {"lstm", "gru", "rnn_relu", "rnn_tanh"}
-
-
 def is_random(node: fx.Node, module: nn.Module | None) -> bool:
     """Whether it draws from the generator; dropout with nothing to drop does not."""
-    name = operator_name(node)
     if module is not None:
-        return any(_drops(layer) for layer in module.modules())
-    if not isinstance(node.target, torch._ops.OpOverload):
-        training = node.kwargs.get("training", True) is not False
-        return name.removesuffix("_") in _DRAWING or ("dropout" in name and training)
-    if name == "scaled_dot_product_attention":
-        return bool(argument(node, "dropout_p"))
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    if name in _RECURRENT:
-        return bool(argument(node, "dropout")) and argument(node, "train") is not False
-    if "dropout" in name:
-        return bool(argument(node, "p")) and argument(node, "train") is not False
-    return True
+        return any(layer_draws(layer) for layer in module.modules())
+    if isinstance(node.target, torch._ops.OpOverload):
+        return operator_draws(node.target, node.args, node.kwargs)
+    return function_draws(operator_name(node), node.args, node.kwargs)

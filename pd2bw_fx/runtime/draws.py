@@ -19,12 +19,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pd2bw_fx.untraced_operands import NAMESPACE
+from pd2bw_fx.drawing import call_draws
 
-_SOURCES = {"bernoulli", "exponential", "multinomial", "normal", "random", "randperm", "rrelu", "uniform"}
-_SOURCES |= {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like"}
 _WHOLE_MODEL = -1
-_RECURRENT = frozenset(("gru", "lstm", "rnn_relu", "rnn_tanh"))
 
 
 class Draws:
@@ -77,31 +74,6 @@ class _BeforeDrawing(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if _may_draw(func) or _draws(getattr(func, "__name__", ""), args, given):
+        if call_draws(func, args, given):
             self._begin()
         return func(*args, **given)
-
-
-def _may_draw(func: Any) -> bool:
-    """Whether it is an untraced part of the model: what it draws is one operator's, and not counted here."""
-    is_operator = isinstance(func, torch._ops.OpOverload) and func.namespace == NAMESPACE
-    return is_operator and torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Dropout with nothing to drop does not, as in the operator graph."""
-    if "dropout" in name:
-        rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-        return bool(rate) and training is not False
-    if name == "scaled_dot_product_attention":
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    if name == "multi_head_attention_forward":
-        return bool(args[10]) and bool(kwargs.get("training", True))
-    if name in _RECURRENT:
-        if "dropout" in kwargs:
-            return bool(kwargs["dropout"]) and bool(kwargs.get("train", True))
-        # (..., dropout, train, bidirectional, batch_first); packed sequences have no batch_first.
-        dropout, training = args[-3:-1] if isinstance(args[3], (list, tuple)) else args[-4:-2]
-        return bool(dropout) and bool(training)
-    return name.removesuffix("_") in _SOURCES
