@@ -45,6 +45,22 @@ def told(folder: Path) -> list[list[str]]:
     return [file.read_text().split() for file in sorted(folder.iterdir())]
 
 
+def test_what_workers_printed_is_seen_when_one_of_them_fails(
+    pipe: pd2bw_fx.Pipeline, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def failing(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (as a file is written: in blocks)
+        print("a worker's own word")
+        (tmp_path / "there").mkdir()  # which the second finds
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    assert pipe.example is not None
+    with pytest.raises(pd2bw_fx.WorkerError, match="FileExistsError"):
+        pipe.train_local([tuple(pipe.example.values())], optimizer=failing, microbatches_per_update=2)
+
+    assert capfd.readouterr().out.count("a worker's own word") == 2
+
+
 def test_workers_have_the_environment_the_folder_and_the_output_of_now(
     pipe: pd2bw_fx.Pipeline,
     tmp_path: Path,

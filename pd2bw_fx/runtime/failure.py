@@ -9,10 +9,13 @@ import contextlib
 import datetime
 import json
 import os
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -20,7 +23,22 @@ from pd2bw_fx.errors import WorkerError
 
 _MAKING = "making an engine"
 _MEETING_S = 5.0  # until all ranks have come to where one is: a batch that it cannot take, the end
+_FLUSH_S = 1.0
 _GRACE_S = 2.0  # between the end of a connection and the word of the rank that ended it
+
+
+def end_now() -> NoReturn:
+    """End this process, for destructors of a torn process group may wait for peers; print what is to be."""
+    flushing = threading.Thread(target=_flush, daemon=True)  # a reader that has stopped would hold it up
+    flushing.start()
+    flushing.join(_FLUSH_S)
+    os._exit(1)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 class LinkDownError(WorkerError):

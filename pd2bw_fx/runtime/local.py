@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from multiprocessing import connection as mp
 from multiprocessing.connection import Connection
 from pathlib import Path
-from socket import socketpair
+from socket import SHUT_RDWR, socket, socketpair
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
 _AHEAD = 2  # batches sent to a worker beyond the ones that it has done, or can without more
+_LEAVING_S, _ENDING_S = 5.0, 2.0  # until a worker is killed that has finished, that its run has failed
 _REASONS_S = 3.0  # after a first failure, how long to wait for a better reason
 
 
@@ -234,14 +235,17 @@ class _Workers:
         return TrainResult(losses, tensors, metrics, numbers)
 
     def end(self) -> None:
-        """No process outlives the run, whatever happened."""
-        for rank, process in enumerate(self._processes):
-            if rank in self._finished:
-                try:
-                    process.wait(timeout=5.0)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-            else:
+        """No process outlives the run, whatever happened; one that ends by itself prints what it has to."""
+        for rank, connection in enumerate(self._connections):
+            if rank not in self._finished:
+                _hang_up(connection)
+        until_s = time.monotonic() + (
+            _LEAVING_S if len(self._finished) == len(self._processes) else _ENDING_S
+        )
+        for process in self._processes:
+            try:
+                process.wait(timeout=max(until_s - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
                 process.kill()
         for process in self._processes:
             process.wait()
@@ -360,6 +364,12 @@ def _write(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> N
     with contextlib.suppress(OSError, ValueError):
         while (message := outbox.get()) is not None:
             connection.send_bytes(message)
+
+
+def _hang_up(connection: Connection) -> None:
+    """The worker ends when it sees this; whatever writes or reads here may go on doing so."""
+    with contextlib.suppress(OSError), socket(fileno=os.dup(connection.fileno())) as pair:
+        pair.shutdown(SHUT_RDWR)
 
 
 def _pickled(start: Start) -> bytes:

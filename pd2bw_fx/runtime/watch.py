@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from pd2bw_fx.runtime.failure import end_now
+
 _BEAT_S = 1.0
 _LOST_S = 3.5  # of silence, after which the one that is longest silent has caused the end of a connection
 _MAKING = 3.0  # times the silence while engines are made: what is imported then may hold the interpreter
@@ -189,8 +191,7 @@ class Watch:
 
     def _end_for(self, reason: str) -> None:
         sys.stderr.write(f"WorkerError: {reason}\n(seen by {self._described(self._rank)}, {self._doing()})\n")
-        sys.stderr.flush()
-        os._exit(1)
+        end_now()
 
 
 def _key(rank: int) -> str:

@@ -7,7 +7,6 @@ end is gone, so is the worker.
 
 from __future__ import annotations
 
-import os
 import queue
 import signal
 import sys
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from pd2bw_fx.errors import Pd2bwError, WorkerError
 from pd2bw_fx.passes.schedule import register_method
 from pd2bw_fx.runtime.engine import Engine
+from pd2bw_fx.runtime.failure import end_now
 from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finished, Start, receive
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.wire import decoded, encoded
@@ -49,7 +49,7 @@ def serve(descriptor: int) -> None:
         if isinstance(error, Pd2bwError):  # which says itself what it is about
             text = "\n".join([str(error), *(getattr(error, "__notes__", ()) if mine else ())])
         parent.tell(Failed(text, type(error).__name__, not mine))
-        os._exit(1)  # at once: destructors of a torn process group may wait for peers
+        end_now()
 
 
 def _loaded(sent: bytes) -> Start:
@@ -80,7 +80,7 @@ class _Parent:
             try:
                 self.tell(Alive())
             except OSError:
-                os._exit(1)
+                end_now()
 
 
 def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
@@ -89,7 +89,7 @@ def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
         try:
             messages.put(receive(connection))
         except (EOFError, OSError):
-            os._exit(1)
+            end_now()
 
 
 def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> None:
