@@ -29,7 +29,7 @@ from pd2bw_fx.passes.simulate import calibrate, peak_memory_bytes, simulate
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
 from pd2bw_fx.passes.verify import Forward, Verification, verify
-from pd2bw_fx.plan import Plan, whole
+from pd2bw_fx.plan import Plan, as_one_stage
 from pd2bw_fx.report.notebook import pipeline_html
 from pd2bw_fx.report.page import page_html
 from pd2bw_fx.report.parts import Part, picture_of
@@ -301,7 +301,7 @@ class Pipeline:
             method = method or plan.method
             if method == "ddp" and plan.num_stages > 1:
                 replicas = replicas or plan.num_stages
-                plan = whole(plan)
+                plan = self._as_one_stage()
             shape = self.shape(
                 method,
                 microbatches_per_update=microbatches_per_update,
@@ -327,9 +327,17 @@ class Pipeline:
         """What each rank of a timeline from `simulate` (of three updates or more) holds at its worst moment:
         the plan's sizes, times the weight versions and microbatches that the timeline has at one time.
         """
-        plan = whole(self.plan) if timeline.method == "ddp" else self.plan
-        model = self.setting.get("memory_model", MemoryModel())
-        return peak_memory_bytes(timeline, plan, model)
+        plan = self._as_one_stage() if timeline.method == "ddp" else self.plan
+        return peak_memory_bytes(timeline, plan, self._memory_model)
+
+    @property
+    def _memory_model(self) -> MemoryModel:
+        model: MemoryModel = self.setting.get("memory_model", MemoryModel())
+        return model
+
+    def _as_one_stage(self) -> Plan:
+        sizes = coarsen(self.graph, self.costs, self.cluster).parameters
+        return as_one_stage(self.plan, sizes, self._memory_model)
 
     def shape(
         self,

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from pd2bw_fx.costs import Kept, StageMemory
+from pd2bw_fx.costs import Kept, MemoryModel, StageMemory
 from pd2bw_fx.errors import PlanMismatchError
+from pd2bw_fx.problem import ParameterSize
 from pd2bw_fx.schema import check_against, schema_of
 from pd2bw_fx.units import format_seconds
 
@@ -205,30 +206,33 @@ class Plan:
         return cls.from_json(data)
 
 
-def whole(plan: Plan) -> Plan:
+def as_one_stage(plan: Plan, sizes: Mapping[str, ParameterSize], memory_model: MemoryModel) -> Plan:
     """The plan's stages as one, on the first one's device: what data parallelism runs on every rank.
 
-    Its memory is the sum of theirs, with the activations of one microbatch.
+    Its memory is the sum of theirs with the activations of one microbatch, and its weights, of which there is
+    one version, once where stages share them. `sizes` are the problem's.
     """
     stages = plan.stages
-    first = stages[0]
     held = [max(1, stage.microbatches_in_flight) for stage in stages]
+    parameters = tuple(dict.fromkeys(name for stage in stages for name in stage.parameters))
+    trainable = sum(sizes[name].trainable_bytes for name in parameters)
+    frozen = sum(sizes[name].frozen_bytes for name in parameters)
     memory = StageMemory(
-        weight_bytes=sum(stage.memory.weight_bytes for stage in stages),
-        gradient_bytes=sum(stage.memory.gradient_bytes for stage in stages),
-        optimizer_bytes=sum(stage.memory.optimizer_bytes for stage in stages),
+        weight_bytes=trainable + frozen,
+        gradient_bytes=memory_model.gradient_copies * trainable,
+        optimizer_bytes=memory_model.optimizer_copies * trainable,
         activation_bytes=sum(
             stage.memory.activation_bytes // (1 if stage.recompute else count)
             for stage, count in zip(stages, held, strict=True)
         ),
-        transfer_bytes=sum(s.memory.transfer_bytes // count for s, count in zip(stages, held, strict=True)),
+        transfer_bytes=0,
         workspace_bytes=max(stage.memory.workspace_bytes for stage in stages),
     )
     again_s = sum(stage.forward_s for stage in stages if stage.recompute)
     together = replace(
-        first,
+        stages[0],
         operators=tuple(name for stage in stages for name in stage.operators),
-        parameters=tuple(dict.fromkeys(name for stage in stages for name in stage.parameters)),
+        parameters=parameters,
         forward_s=sum(stage.forward_s for stage in stages),
         backward_s=sum(stage.backward_s for stage in stages) + again_s,
         send_s=0.0,
@@ -237,6 +241,10 @@ def whole(plan: Plan) -> Plan:
         microbatches_in_flight=1,
         recompute=False,
         weight_versions=1,
+        gradients_wait=False,
+        updates_each=False,
+        correction_copies=0,
+        flushes=True,
         replicas=1,
         gradient_sum_s=0.0,
     )

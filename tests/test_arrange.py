@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.actions import Kind, Shape
+from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.models import build
+from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.schedule import METHODS, check_schedule, schedule_of
 from pd2bw_fx.passes.simulate import Durations, simulate_durations, versions_alive
 from pd2bw_fx.pipeline import Pipeline
-from pd2bw_fx.plan import whole
+from pd2bw_fx.plan import as_one_stage
 
 
 class Net(nn.Module):
@@ -113,13 +116,27 @@ def test_replicas_wait_for_one_another_at_an_update(on_two: Pipeline) -> None:
 
 
 def test_data_parallelism_has_the_whole_model_on_every_rank(on_two: Pipeline) -> None:
-    together = whole(on_two.plan)
+    sizes = coarsen(on_two.graph, on_two.costs, on_two.cluster).parameters
+    together = as_one_stage(on_two.plan, sizes, MemoryModel())
     timeline = on_two.simulate(method="ddp", num_updates=1)
 
     m, d = on_two.plan.microbatches_per_update, on_two.plan.num_stages
     assert together.stages[0].forward_s == sum(stage.forward_s for stage in on_two.plan.stages)
     work_s = together.stages[0].forward_s + together.stages[0].backward_s
     assert timeline.busy_s == pytest.approx([m / d * work_s] * d)
+
+
+@pytest.mark.parametrize("method", ["2bw", "gpipe", "pipedream"])
+def test_data_parallelism_holds_what_a_plan_for_it_does(method: str) -> None:
+    model = build("gpt")  # one matrix of it is the first stage's and the last one's
+    cut = pd2bw_fx.split(model, cluster=2, num_stages=2, method=method, costs="analytic", check=False)
+    planned = pd2bw_fx.split(model, cluster=2, method="ddp", costs="analytic", check=False)
+
+    found, expected = (
+        pipe.peak_memory_bytes(pipe.simulate(method="ddp", microbatches_per_update=4, num_updates=3))
+        for pipe in (cut, planned)
+    )
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 def test_the_peak_of_a_timeline_is_what_the_plan_allows_for(on_two: Pipeline) -> None:
