@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.actions import Schedule, Shape
@@ -121,16 +122,33 @@ class Pipeline:
         return merged
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace weights, by name in the graph or any tied name; names that it does not have are refused."""
-        canonical = {
-            alias: spec.name
+        """Replace weights, by name in the graph or any tied name; each becomes the type that the model has.
+
+        Raises InputError for a name that the model does not have, another shape, and unlike values under the
+        names of one tied parameter; nothing is replaced then.
+        """
+        specs = {
+            name: spec
             for spec in (*self.graph.parameters.values(), *self.graph.buffers.values())
-            for alias in (spec.name, *spec.tied_names)
+            for name in (spec.name, *spec.tied_names)
         }
-        unknown = sorted(tensors.keys() - canonical.keys())
-        if unknown:
-            raise InputError(f"{self.graph.model_name} has no tensor named {unknown[0]!r}")
-        new = {canonical[name]: tensor.detach() for name, tensor in tensors.items()}
+        new: dict[str, Tensor] = {}
+        for name, given in tensors.items():
+            spec = specs.get(name)
+            if spec is None:
+                raise InputError(f"{self.graph.model_name} has no tensor named {name!r}")
+            if spec.persistent and tuple(given.shape) != spec.spec.example_shape:
+                raise InputError(
+                    f"{name!r} has shape {tuple(given.shape)}, and {self.graph.model_name}'s has "
+                    f"{spec.spec.example_shape}"
+                )
+            tensor = given.detach().to(spec.spec.dtype)
+            other = new.setdefault(spec.name, tensor)
+            if other is not tensor and not torch.equal(other, tensor):
+                names = ", ".join((spec.name, *spec.tied_names))
+                raise InputError(
+                    f"{name!r} is given other values than it has by another name; of one are {names}"
+                )
         self._tensors = {**self._tensors, **new}
         self._stages = None
 
@@ -184,10 +202,17 @@ class Pipeline:
         what suits the type (equal bits are expected, 1e-12 in float64 allowed), or four times what rounding
         its weights does to the model itself.
 
-        Raises VerificationError naming the first tensor that differs by more, InputError without a model.
+        Raises VerificationError naming the first tensor that differs by more, InputError without a model, or
+        where arguments are given and the model that they are for is not.
         """
+        plain = not example_args and example_kwargs is None
         if model is not None:
             require_kind("model", model, nn.Module, "the model that was split, an nn.Module")
+        elif not plain or loss_fn is not None or example_targets is not None:
+            raise InputError(
+                "example_args, example_kwargs, loss_fn and example_targets are for the model that the stages "
+                "are compared with: pass it too, or other inputs by name as example={..}"
+            )
         if self.example is None:
             raise InputError("comparing needs example inputs: split the model with example_args")
         if any(tensor.is_meta for tensor in self._tensors.values()):
@@ -195,7 +220,6 @@ class Pipeline:
                 "weights on the meta device have no values to compare; split the model with check=False"
             )
         reference, original = self.reference, self.graph.root
-        plain = not example_args and example_kwargs is None
         is_own = plain and loss_fn is None and model is original and reference is not None
         if model is not None and not is_own:
             kwargs = self._plain_arguments(model) if plain else example_kwargs or {}

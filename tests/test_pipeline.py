@@ -1,0 +1,59 @@
+"""What a pipeline is given after the split: other weights, and arguments to be compared on."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import pd2bw_fx
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.models.gpt import GPT, GPTConfig
+
+SHARED = ("tokens.weight", "head.weight")
+
+
+@pytest.fixture
+def pipe() -> pd2bw_fx.Pipeline:
+    torch.manual_seed(0)
+    model = GPT.from_config(GPTConfig(num_layers=2, width=16, num_heads=2, sequence_length=8))
+    return pd2bw_fx.split(model, model.example_inputs(), cluster=2, costs="analytic", check=False)
+
+
+def test_weights_take_the_models_type_and_go_to_all_their_names(pipe: pd2bw_fx.Pipeline) -> None:
+    matrix = torch.randn(256, 16, dtype=torch.float64)
+
+    pipe.load_tensors({"head.weight": matrix})
+
+    assert all(torch.equal(pipe.state_dict()[name], matrix.float()) for name in SHARED)
+    pipe.load_tensors(pipe.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error"),
+    [
+        ({"head.wait": torch.zeros(3)}, "GPT has no tensor named 'head.wait'"),
+        ({"head.weight": torch.zeros(3)}, "'head.weight' has shape (3,), and GPT's has (256, 16)"),
+        (
+            {name: torch.full((256, 16), float(place)) for place, name in enumerate(SHARED)},
+            "'head.weight' is given other values than it has by another name",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_are_refused_and_none_replaced(
+    pipe: pd2bw_fx.Pipeline, tensors: dict[str, Tensor], error: str
+) -> None:
+    before = pipe.state_dict()
+
+    with pytest.raises(InputError, match=re.escape(error)):
+        pipe.load_tensors({"norm.weight": torch.zeros(16), **tensors})
+
+    after = pipe.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_arguments_of_a_model_that_is_not_given_are_not_passed_over(pipe: pd2bw_fx.Pipeline) -> None:
+    with pytest.raises(InputError, match="are for the model that the stages are compared with: pass it too"):
+        pipe.verify(example_args=(torch.zeros(2, 8),))
