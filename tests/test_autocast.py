@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pd2bw_fx import Pipeline, split
+from pd2bw_fx import Pipeline, load, split
+from pd2bw_fx.errors import VerificationError
 
 
 class Model(nn.Module):
@@ -115,3 +118,83 @@ def test_limits_are_those_of_the_type(batch: tuple[Tensor, Tensor]) -> None:
     source = "".join(stage.source for stage in _split(MaskedOfAnExpression(), batch).stages)
     assert "product.clamp(torch.finfo(product.dtype).min)" in source
     assert "product_2.masked_fill(triu, torch.finfo(product_2.dtype).min)" in source
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x.float() + self.inner(x.float())
+
+
+class Chain(nn.Sequential):
+    """Of a class of its own, with torch's forward."""
+
+
+class Of(nn.Module):
+    """Members that no forward of the author's calls one by one."""
+
+    def __init__(self, *members: nn.Module) -> None:
+        super().__init__()
+        self.before = nn.Linear(16, 16)
+        self.members = nn.ModuleList(members)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.before(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            for member in self.members:
+                hidden = member(hidden)
+        return F.cross_entropy(self.head(hidden.float()).mean(1), y)
+
+
+class WithoutGradients(Of):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = self.members[1](self.members[0](x))
+        return F.cross_entropy(self.head(self.before(hidden)).mean(1), y)
+
+
+class Decorated(Of):
+    @torch.autocast("cpu", torch.bfloat16)
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.members[1](self.members[0](x))).mean(1), y)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(16, 16)
+
+
+IN_A_ROW = {
+    "torch's own": lambda: Of(nn.Sequential(linear(), nn.ReLU()), nn.Sequential(linear(), nn.ReLU())),
+    "one in another": lambda: Of(nn.Sequential(nn.Sequential(linear(), nn.ReLU()), linear()), linear()),
+    "of another class": lambda: Of(Chain(linear(), nn.ReLU()), Chain(linear(), nn.ReLU())),
+    "with a block": lambda: Of(nn.Sequential(Block(), linear()), nn.Sequential(linear(), Block())),
+    "of blocks": lambda: Of(nn.Sequential(Block(), Block()), linear()),
+    "without gradients": lambda: WithoutGradients(nn.Sequential(linear(), nn.ReLU()), Chain(linear())),
+    "decorated": lambda: Decorated(nn.Sequential(linear(), nn.ReLU()), nn.Sequential(linear())),
+}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", IN_A_ROW)
+def test_a_region_around_members_that_torch_calls_one_by_one(
+    name: str, stages: int, batch: tuple[Tensor, Tensor]
+) -> None:
+    pipe = split(IN_A_ROW[name](), batch, cluster=stages, num_stages=stages, costs="analytic", check="full")
+
+    assert pipe.verify().exact
+
+
+def test_another_type_than_the_models_is_told(batch: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    pipe = split(IN_A_ROW["torch's own"](), batch, cluster=2, num_stages=2, costs="analytic", check=False)
+    pipe.save(tmp_path / "saved")
+    written = tmp_path / "saved" / "stage_0.py"
+    written.write_text(written.read_text().replace("dtype=torch.bfloat16", "enabled=False"))
+
+    edited = load(tmp_path / "saved", edited=True)
+    with pytest.raises(VerificationError, match="as float32, the model has it as bfloat16"):
+        edited.verify(pipe.graph.root)

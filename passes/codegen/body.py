@@ -20,6 +20,8 @@ from .stage_tree import StageTree, occurrences
 # no_grad, autocast, and a number that tells apart autocast regions which are alike and touch.
 Region = tuple[object, Any, int]
 NO_REGION: Region = (None, None, 0)
+Marks = tuple[object, Any, str]  # of an operator: as the trace has them
+NO_MARKS: Marks = (None, None, "")
 
 
 class Body:
@@ -84,16 +86,22 @@ class Body:
             found.append((no_grad, autocast, number))
         return found
 
-    def _marks(self, item: fx.Node | Scope) -> tuple[object, object, str]:
+    def _marks(self, item: fx.Node | Scope) -> Marks:
         if not isinstance(item, Scope):
             return item.meta.get("no_grad"), autocast_of(item), item.meta.get("autocast_region", "")
         first = next(item.nodes)
         if self.tree.is_layer(item) or item.function is not None:
             return self._marks(first)
+        if self.tree.is_sequence(item):  # a forward of torch's, which enters none: for all layers in it
+            return next((self._marks(member) for member in item.items if self._is_bare(member)), NO_MARKS)
         around = {node.meta.get("autocast_region") for node in item.nodes}
         if around == {first.meta.get("autocast_region")} != {None} and self._is_shared(item, around):
             return None, autocast_of(first), first.meta["autocast_region"]
-        return None, None, ""
+        return NO_MARKS
+
+    def _is_bare(self, item: fx.Node | Scope) -> bool:
+        """Whether it has no forward of ours, in which the region would be entered."""
+        return not isinstance(item, Scope) or self.tree.is_layer(item) or self.tree.is_sequence(item)
 
     def _is_shared(self, call: Scope, around: set[str | None]) -> bool:
         """Whether another item of the same region reads a weight that this call does."""

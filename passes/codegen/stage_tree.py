@@ -63,6 +63,10 @@ class StageTree:
     def is_chain(self, scope: Scope) -> bool:
         return id(scope) in self.chains
 
+    def is_sequence(self, scope: Scope) -> bool:
+        """Whether what runs its members is nn.Sequential's own forward."""
+        return id(scope) in self.chains or id(scope) in self.sequences
+
     def are_sequences(self, calls: Sequence[Scope]) -> bool:
         """Whether a module holds nothing itself, and all its calls are its members', one after another."""
         return not self.owned[calls[0].path] and all(id(scope) in self.sequences for scope in calls)

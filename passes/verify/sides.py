@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pd2bw_fx.attributes import model_kept
-from pd2bw_fx.errors import InputError, models_own_backward
-from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.errors import InputError, VerificationError, models_own_backward
+from pd2bw_fx.graph import OperatorGraph, dtype_name
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import Port, StageProgram, build_module, held_buffers, held_parameters
 
@@ -92,6 +92,7 @@ def run_stages(
     modules = [build_module(program, tensors) for program in programs]
     with randomness(on=random):
         received, produced = run_forwards(programs, modules, example)
+    _require_types(programs, produced)
     outputs = model_outputs(programs, produced)
     _backward(graph, programs, received, produced)
     return Run(
@@ -103,6 +104,18 @@ def run_stages(
             for name, buffer in held_buffers(program, module).items()
         },
     )
+
+
+def _require_types(programs: Sequence[StageProgram], produced: Sequence[Mapping[str, Tensor]]) -> None:
+    """Values of lower precision than meant may differ by no more than the model is exact to."""
+    for program, values in zip(programs, produced, strict=True):
+        for port in program.outputs:
+            found, expected = values[port.value].dtype, port.spec.dtype
+            if port.spec.example_shape is not None and found != expected:
+                raise VerificationError(
+                    f"stage {program.stage} gives {port.name!r} as {dtype_name(found)}, the model has it as "
+                    f"{dtype_name(expected)}"
+                )
 
 
 def run_forwards(
