@@ -77,6 +77,15 @@ def operators_called(source: str) -> list[tuple[str, str]]:
     return sorted(set(re.findall(r"torch\.ops\.(\w+)\.(\w+)", source)))
 
 
+def uses_vary(source: str) -> bool:
+    """Whether which parameters a stage uses may change from call to call: it asks something, by a hand that
+    edited it, or calls what is not torch's and may ask."""
+    if any(namespace not in NAMESPACES_OF_TORCH for namespace, _ in operators_called(source)):
+        return True
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    return any(isinstance(node, ast.If | ast.IfExp) for made in classes for node in ast.walk(made))
+
+
 def allowed_builtins() -> dict[str, object]:
     """What a stage that is run has of Python's own: its imports were checked."""
     return {name: getattr(builtins, name) for name in (*_BUILTINS, "__build_class__", "__import__")}

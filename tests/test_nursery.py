@@ -45,6 +45,39 @@ def told(folder: Path) -> list[list[str]]:
     return [file.read_text().split() for file in sorted(folder.iterdir())]
 
 
+class ByIntegers(nn.Module):
+    """Divides an integer, which gives a tensor of the default type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)) * torch.sin(age / 7)[:, None]).square().mean()
+
+
+def test_workers_compute_with_what_the_script_has_set_for_its_process() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        torch.manual_seed(0)
+        model, batch = ByIntegers(), (torch.randn(4, 4), torch.arange(4))
+        pipe = pd2bw_fx.split(model, batch, cluster=2, num_stages=2, costs="analytic", check=False)
+
+        def still(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            assert torch.get_float32_matmul_precision() == "high"
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+            return torch.optim.SGD(parameters, lr=0.0)
+
+        losses = pipe.train_local([batch], optimizer=still, microbatches_per_update=2).losses
+        assert losses == pytest.approx([model(*batch).item()], rel=1e-14)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+
+
 def test_what_workers_printed_is_seen_when_one_of_them_fails(
     pipe: pd2bw_fx.Pipeline, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -143,7 +143,7 @@ class Outbox:
         header = _header(self.values, layout, tickets).to(self.route.wire_device)
         works = [(self.route.isend(header, self.route.tag(microbatch, 0)), header)]
         if any(ticket is not _NO_TICKET for ticket in tickets):
-            answer = torch.empty(1)
+            answer = torch.empty(1, dtype=torch.float32)  # whatever either side's default is
             works.append((self.route.irecv(answer, self.route.tag(microbatch, _ANSWER)), answer))
         return works
 
@@ -222,7 +222,9 @@ class Inbox:
                     self._shared[size, position] = SharedPlaces.attach((process, memory), *entry)
                     self._notes = self._notes or Notes.attach((process, notes))
         if any(row[-3] for row in header):
-            self.route.wait(self.route.isend(torch.zeros(1), self.route.tag(microbatch, _ANSWER)))
+            self.route.wait(
+                self.route.isend(torch.zeros(1, dtype=torch.float32), self.route.tag(microbatch, _ANSWER))
+            )
 
     def _value(self, microbatch: int, posted: _Posted, position: int) -> Tensor | None:
         shared = self._shared.get((posted.size, position))

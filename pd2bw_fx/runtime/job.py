@@ -14,6 +14,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec, TensorSpec
 from pd2bw_fx.passes.schedule import METHODS, Method, check_schedule, method_of, schedule_of
 from pd2bw_fx.plan import Plan
+from pd2bw_fx.source_check import uses_vary
 from pd2bw_fx.stage import StageProgram
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Job:
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[ParameterSpec, ...]
     holders: Mapping[str, tuple[int, ...]]
+    uses_vary: bool  # which parameters an update has gradients for is not the same in all of them
     evaluation: str  # what the stages do otherwise than the model in evaluation mode
 
     @property
@@ -240,6 +242,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
                 parameters=tuple(graph.parameters.values()),
                 buffers=tuple(graph.buffers.values()),
                 holders=_holders(programs, stages_of, ranks),
+                uses_vary=any(uses_vary(program.source) for program in programs),
                 evaluation="" if report is None else report.evaluation,
             )
         )

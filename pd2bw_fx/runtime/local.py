@@ -50,6 +50,7 @@ from pd2bw_fx.runtime.nursery import Nursery, Process, nursery
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.reading import updates_apart
+from pd2bw_fx.runtime.settings import ProcessSettings
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.wire import encoded, encoded_with_code
 
@@ -131,6 +132,7 @@ def train_local(
                 rendezvous=str(Path(folder) / "rendezvous"),
                 seed=drawn,
                 num_threads=threads,
+                settings=ProcessSettings.of_this_process(),
                 foreign=foreign_operators((program.source for program in job.programs), pipeline.graph.root),
                 method=registered_method(method),
             )

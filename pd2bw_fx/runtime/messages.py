@@ -14,6 +14,7 @@ from pd2bw_fx.passes.schedule import Method
 from pd2bw_fx.runtime.foreign import ForeignOperators
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.options import EngineOptions
+from pd2bw_fx.runtime.settings import ProcessSettings
 from pd2bw_fx.runtime.wire import decoded
 
 BEAT_S = 1.0
@@ -29,6 +30,7 @@ class Start:
     rendezvous: str
     seed: int
     num_threads: int
+    settings: ProcessSettings
     foreign: ForeignOperators
     method: Method | None  # one of the user's own
 

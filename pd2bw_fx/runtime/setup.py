@@ -98,6 +98,7 @@ def make_weights(
         device=device,
         keeps_versions=rules.keeps_versions,
         ties=join_ties(holders, job.rank, groups.of),
+        uses_vary=job.uses_vary,
         # Its sums start while others of the engine are still to come, each rank at its own time.
         clipping=None if limit is None else Clipping(limit, groups.of_all(), counts),
         loss_scale=LossScale() if precision == "fp16" else None,

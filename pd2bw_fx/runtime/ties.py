@@ -71,10 +71,16 @@ class GradientSums:
     """One update's gradients of tied parameters, on their way over the holders.
 
     The buckets of a group start in their order on all its ranks, whatever order gradients come in.
+    `counted`: with each bucket goes who has gradients of its own, and where nobody has one there is no sum:
+    torch's optimizers leave such a parameter alone, which they would not with a sum of zeros.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], like: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, buckets: Iterable[Bucket], like: Mapping[str, Tensor], *, counted: bool = False
+    ) -> None:
         self._like = like
+        self._counted = counted
+        self._without: set[str] = set()
         self._waiting: dict[dist.ProcessGroup, deque[Bucket]] = {}
         for bucket in buckets:
             self._waiting.setdefault(bucket.group, deque()).append(bucket)
@@ -95,6 +101,8 @@ class GradientSums:
         for queue in self._waiting.values():
             for name in (name for bucket in queue for name in bucket.names):
                 own = gradients.get(name)
+                if own is None:
+                    self._without.add(name)
                 self._complete[name] = empty(name) if own is None else own
             self._start(queue)
 
@@ -111,14 +119,23 @@ class GradientSums:
         sums: dict[str, Tensor] = {}
         for bucket, flat, work in self._adding:
             wait_for(work)
-            sums |= self._views(bucket, flat)
+            views = self._views(bucket, flat)
+            if self._counted:
+                counts = flat[-len(bucket.names) :].tolist()
+                views = {n: views[n] for n, count in zip(bucket.names, counts, strict=True) if count}
+            sums |= views
         return sums
 
     def _start(self, queue: deque[Bucket]) -> None:
         while queue and all(name in self._complete for name in queue[0].names):
             bucket = queue.popleft()
             likes = [self._like[name] for name in bucket.names]
-            flat = torch.empty(sum(t.numel() for t in likes), dtype=likes[0].dtype, device=likes[0].device)
+            num_counts = len(likes) if self._counted else 0
+            size = sum(t.numel() for t in likes) + num_counts
+            flat = torch.empty(size, dtype=likes[0].dtype, device=likes[0].device)
+            if num_counts:
+                own = [float(name not in self._without) for name in bucket.names]
+                flat[-num_counts:] = torch.tensor(own, dtype=flat.dtype, device=flat.device)
             for name, view in self._views(bucket, flat).items():
                 view.copy_(self._complete[name])
             self._adding.append((bucket, flat, start_adding(bucket, flat)))
@@ -133,7 +150,8 @@ class GradientSums:
 
 
 class UseQuestion:
-    """Which tied parameters have a gradient on any of their holders: asked once, with the first update.
+    """Which tied parameters have a gradient on any of their holders, where that is so in every update: asked
+    once, with the first one.
 
     Where all holders have none, torch's optimizers leave the parameter alone, which a sum of zeros would not.
     """
@@ -144,7 +162,7 @@ class UseQuestion:
         self._asked: list[tuple[list[str], Tensor, dist.Work]] = []
         self._answer: frozenset[str] | None = None
         for group, names in groups.items():
-            flags = torch.tensor([float(name in here) for name in names], device=device)
+            flags = torch.tensor([name in here for name in names], dtype=torch.float32, device=device)
             self._asked.append((names, flags, start_adding(Bucket(group, tuple(names)), flags)))
 
     def answer(self) -> frozenset[str]:

@@ -87,14 +87,14 @@ class Step:
 class PendingUpdate:
     """`gradients` by parameter, those that there are; those of `sums` come from all holders.
 
-    `question`: whether anybody has them. `scale`: what the loss was multiplied by, and
-    `may_overflow`: for which the update is left out, at a scale of 1 too.
+    `question`: whether anybody has them, None where the sums tell it themselves. `scale`: what the loss was
+    multiplied by, and `may_overflow`: for which the update is left out, at a scale of 1 too.
     """
 
     version: int
     gradients: dict[str, Tensor]
     sums: GradientSums
-    question: UseQuestion
+    question: UseQuestion | None
     clipping: Clipping | None
     device: torch.device
     scale: float = 1.0
@@ -141,8 +141,8 @@ class PendingUpdate:
             return
         self._have_arrived = True
         sums = self.sums.wait()
-        self.used = used = self.question.answer()
-        self.gradients |= {name: total for name, total in sums.items() if name in used}
+        self.used = frozenset(sums) if self.question is None else self.question.answer()
+        self.gradients |= {name: total for name, total in sums.items() if name in self.used}
 
     def _start_squares(self, clipping: Clipping) -> None:
         squares = torch.zeros(1, dtype=torch.float64, device=self.device)

@@ -45,7 +45,8 @@ _RATES_KEPT = 1024  # a loss is told some updates late, fewer than that
 class WeightStore:
     """Versions W(v) of the parameters of a rank's stages, `num_versions` of them alive at a time.
 
-    `keeps_versions`: no version is overwritten while a microbatch that began on it is in flight.
+    `keeps_versions`: no version is overwritten while a microbatch that began on it is in flight. `uses_vary`:
+    a tied parameter may have a gradient in one update and none in another.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class WeightStore:
         device: torch.device,
         keeps_versions: bool = True,
         ties: Sequence[TiedParameter] = (),
+        uses_vary: bool = False,
         clipping: Clipping | None = None,
         loss_scale: LossScale | None = None,
         corrector: Corrector | None = None,
@@ -69,6 +71,7 @@ class WeightStore:
         self._slots = Slots(programs, tensors, trainable=set(trainable), count=num_versions, device=device)
         self._places = self._slots.places
         self._ties = tuple(tied for tied in ties if tied.name in self._places)
+        self._uses_vary = uses_vary
         self._clipping = clipping
         self._loss_scale = loss_scale
         self._corrector = corrector
@@ -150,10 +153,14 @@ class WeightStore:
             self._finish_first()
         assert version == self.newest + len(self._pending) + 1, f"W{version} made after W{self.newest}"
         gradients = self._taken_gradients()
-        is_first = self._question is None
-        if self._question is None:
+        is_first = self._question is None and not self._uses_vary
+        if is_first:
             self._question = UseQuestion(self._ties, gradients, self._device)
+        if self._sums is None and (is_first or self._uses_vary):
             self._sums = self._new_sums()
+        if self._used_ties is not None:
+            late = sorted(t.name for t in self._ties if t.name in gradients.keys() - self._used_ties)
+            assert not late, f"{late[0]} has a gradient in W{version} for the first time: it is not added up"
         assert self._sums is not None, "the first update is made before the third is given"
         self._sums.close(gradients, self._empty_gradient)
         pending = PendingUpdate(
@@ -168,7 +175,8 @@ class WeightStore:
         )
         self._pending.append(pending)
         # The second update is of all ties too, on all ranks: not all need have the answer by then.
-        self._sums = self._new_sums() if is_first or self._used_ties is not None else None
+        is_known = is_first or self._uses_vary or self._used_ties is not None
+        self._sums = self._new_sums() if is_known else None
         self.progress()
         while self._pending and not self._pending[0].can_wait:
             self._finish_first()
@@ -190,7 +198,7 @@ class WeightStore:
         began_s = time.perf_counter()
         gradients = pending.finish()
         added_s = time.perf_counter()
-        if self._used_ties is None:
+        if self._used_ties is None and not self._uses_vary:
             self._use_only(pending.used)
         source, target = self.newest % self.num_versions, pending.version % self.num_versions
         assert self._users[target] == 0, f"W{pending.version} overwrites weights that a microbatch needs"
@@ -338,7 +346,7 @@ class WeightStore:
             self._sums = self._new_sums()
 
     def _new_sums(self) -> GradientSums:
-        return GradientSums(self._buckets, self._aliases)
+        return GradientSums(self._buckets, self._aliases, counted=self._uses_vary)
 
     def _empty_gradient(self, name: str) -> Tensor:
         return torch.zeros_like(self._aliases[name], memory_format=torch.contiguous_format)

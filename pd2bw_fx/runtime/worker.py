@@ -95,6 +95,7 @@ def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
 def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> None:
     job = start.job
     torch.set_num_threads(start.num_threads)
+    start.settings.take_over()
     torch.manual_seed(start.seed + job.rank)
     start.foreign.register()
     if start.method is not None:
