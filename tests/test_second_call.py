@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
-from pd2bw_fx.errors import TraceError
+from pd2bw_fx.errors import TraceError, VerificationError
 from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.passes.trace.chance import extreme_numbers
 
@@ -220,3 +221,49 @@ def test_a_first_call_that_writes_parameters_is_for_the_user_to_make() -> None:
     assert not model.shift.any()
     model(x)
     pd2bw_fx.split(model, x, cluster=1, costs="analytic").verify(example={"x": torch.randn(6, 4)})
+
+
+_GENERATOR, _RANDOM = np.random.default_rng(0), random.Random(0)
+
+
+class _Masked(nn.Module):
+    """What it draws is in the trace as a constant, which looks alike whatever was drawn."""
+
+    def __init__(self, draw: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.draw = draw
+        self.generator, self.random = np.random.default_rng(0), random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.as_tensor(self.draw(self), dtype=torch.float32)
+        return self.last(torch.relu(self.first(x)) * (1 + 1e-5 * drawn)).square().mean()
+
+
+@pytest.mark.parametrize("tracer", ["export", "fx"])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda model: np.random.rand(8) > 0.5,
+        lambda model: [random.uniform(0, 1) for _ in range(8)],
+        lambda model: np.random.permutation(8),
+        lambda model: model.generator.random(8),
+        lambda model: model.random.random(),
+    ],
+)
+def test_constants_that_are_drawn_anew_are_refused(draw: Callable[[nn.Module], Any], tracer: str) -> None:
+    with pytest.raises(TraceError, match="draws Python or numpy random numbers"):
+        pd2bw_fx.split(
+            _Masked(draw), torch.randn(4, 8), cluster=2, costs="analytic", tracer=tracer, check=False
+        )
+
+
+@pytest.mark.parametrize("draw", [lambda _: _GENERATOR.random(8), lambda _: _RANDOM.random()])
+def test_a_generator_from_elsewhere_is_seen_by_comparing(draw: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(VerificationError, match="the model computes something else from call to call"):
+        pd2bw_fx.split(
+            _Masked(lambda model: 1e5 * np.asarray(draw(model))),
+            torch.randn(4, 8),
+            cluster=2,
+            costs="analytic",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -236,4 +237,12 @@ def _custom_function_message(name: str) -> str:
 
 
 def _text(exported: ExportedProgram) -> list[Any]:
-    return [(node.op, str(node.target), str(node.args), str(node.kwargs)) for node in exported.graph.nodes]
+    """With the tensors that the trace has computed itself."""
+    nodes = [(node.op, str(node.target), str(node.args), str(node.kwargs)) for node in exported.graph.nodes]
+    return [*nodes, {name: _value(constant) for name, constant in exported.constants.items()}]
+
+
+def _value(constant: Any) -> Any:
+    if not isinstance(constant, torch.Tensor) or constant.is_meta:
+        return type(constant)
+    return constant.dtype, tuple(constant.shape), hashlib.sha256(repr(constant.tolist()).encode()).digest()

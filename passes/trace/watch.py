@@ -67,10 +67,10 @@ class Watch:
     def before(self, model: nn.Module) -> None:
         self._attributes = {module: _plain_attributes(module) for module in model.modules()}
         self._tensors = {module: _tensor_attributes(module) for module in model.modules()}
-        self._random = _random_state()
+        self._random = _random_state(), _own_generators(model)
 
     def after(self, model: nn.Module, results: Iterable[Any]) -> None:
-        self.drew_python_random = _random_state() != self._random
+        self.drew_python_random = (_random_state(), _own_generators(model)) != self._random
         self.custom_functions = tuple(_custom_functions(results))
         self.assigned_tensors = tuple(
             f"{path}.{name}" if path else name
@@ -101,6 +101,23 @@ def _random_state() -> Any:
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
     return random.getstate(), None if state is None else (state[1].tolist(), state[2:])
+
+
+def _own_generators(model: nn.Module) -> list[Any]:
+    """The states of those of Python and numpy that modules keep in attributes."""
+    held = (value for module in model.modules() for value in vars(module).values())
+    return [state for state in map(_state_of, held) if state is not None]
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, random.Random):
+        return value.getstate()
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.Generator):
+        return repr(value.bit_generator.state)
+    return repr(value.get_state()) if isinstance(value, numpy.random.RandomState) else None
 
 
 def _custom_functions(results: Iterable[Any]) -> list[str]:

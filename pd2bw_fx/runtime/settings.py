@@ -1,4 +1,4 @@
-"""What a script has set for its whole process, and results depend on: local workers are to compute as it does."""
+"""What a script has set for its whole process and results depend on; local workers compute as it does."""
 
 from __future__ import annotations
 
