@@ -157,3 +157,17 @@ def test_dropout_is_the_same_on_any_number_of_stages(
 
 def assert_equal(one: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_a_generator_of_the_models_own_is_refused_by_line() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.generator = torch.Generator().manual_seed(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) * torch.rand(4, generator=self.generator)).mean()
+
+    with pytest.raises(pd2bw_fx.TraceError, match=r"Generator of its own \(test_draws.py:\d+: return"):
+        pd2bw_fx.split(Model(), torch.randn(2, 4), cluster=1, costs="analytic")

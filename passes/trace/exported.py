@@ -59,6 +59,7 @@ def export(program: Program, batch_size: int | None, *, with_lengths: bool = Fal
     exported = _exported(program, batch_size, lengths)
     _require_open(exported, program, lengths)
     _require_single_operators(exported)
+    _require_no_generator(exported)
     if program.watch.custom_functions:
         raise TraceError(_custom_function_message(program.watch.custom_functions[0]))
     require_the_same_again(program, _text(exported), lambda: _text(_exported(program, batch_size, lengths)))
@@ -77,6 +78,16 @@ def _require_single_operators(exported: ExportedProgram) -> None:
                     "between values with torch.where, write loops in Python or with torch.vmap, and use "
                     "scaled_dot_product_attention"
                 )
+
+
+def _require_no_generator(exported: ExportedProgram) -> None:
+    """Raises TraceError for draws from a generator that the model keeps: each stage would need a part of it."""
+    if any(isinstance(constant, torch.Generator) for constant in exported.constants.values()):
+        drawing = next(node for node in exported.graph.nodes if node.kwargs.get("generator") is not None)
+        raise TraceError(
+            f"the model draws from a torch.Generator of its own ({line_of(drawing)}); leave generator= out: "
+            "while it trains, the seed, the microbatch and the place of an operator decide what it draws"
+        )
 
 
 def foreign_operators(exported: ExportedProgram) -> list[str]:
