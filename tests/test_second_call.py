@@ -267,3 +267,31 @@ def test_a_generator_from_elsewhere_is_seen_by_comparing(draw: Callable[[nn.Modu
             cluster=2,
             costs="analytic",
         )
+
+
+class _MakesLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        if self.last is None:
+            self.last = nn.Linear(hidden.shape[-1], 1)
+        if not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.ones(1))
+        return (self.last(hidden) * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("tracer", ["auto", "export"])
+def test_layers_that_a_first_call_makes_are_asked_for(tracer: str) -> None:
+    model, x = _MakesLayers(), torch.randn(4, 8)
+
+    with pytest.raises(TraceError, match=r"makes the parameter '(scale|last.weight)' .* run the model once"):
+        pd2bw_fx.split(model, x, cluster=2, costs="analytic", tracer=tracer)
+    assert model.last is None
+    assert [name for name, _ in model.named_parameters()] == ["first.weight", "first.bias"]
+
+    model(x)
+    assert pd2bw_fx.split(model, x, cluster=2, costs="analytic", tracer=tracer).verify().exact

@@ -81,7 +81,7 @@ def _require_single_operators(exported: ExportedProgram) -> None:
 
 
 def _require_no_generator(exported: ExportedProgram) -> None:
-    """Raises TraceError for draws from a generator that the model keeps: each stage would need a part of it."""
+    """Raises TraceError for draws from a generator that the model keeps: stages would each need a part."""
     if any(isinstance(constant, torch.Generator) for constant in exported.constants.values()):
         drawing = next(node for node in exported.graph.nodes if node.kwargs.get("generator") is not None)
         raise TraceError(

@@ -55,12 +55,17 @@ def _leaves_only_attributes(program: Program) -> bool:
 
 def require_the_same_again(program: Program, first: Any, traced_again: Callable[[], Any]) -> None:
     """Traces once more as a second call would run; raises OtherNextTimeError for a program that is another
-    one then, or TraceError where random numbers make it so.
+    one then, or TraceError where random numbers make it so, or where the first call made parameters.
 
     `first` is what was traced, in a form to be compared. Only where the first call set attributes or drew
     Python's or numpy's random numbers can there be a difference.
     """
     watch = program.watch
+    if watch.made:
+        raise TraceError(
+            f"the forward makes the parameter {watch.made[0]!r} when it is first called; run the model once "
+            "on a batch, then split it"
+        )
     if not watch.changes and not watch.drew_python_random:
         return
     try:

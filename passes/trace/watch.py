@@ -2,6 +2,7 @@
 
 - A custom autograd function: the tracer keeps its forward and differentiates through that, whatever its
   backward says.
+- Layers that a first call makes: they would be made anew, with other weights, in every call.
 - Python's own random numbers, and attributes that change from call to call: their values at the time of
   tracing would be baked in.
 """
@@ -60,16 +61,20 @@ class Watch:
     changes: tuple[Change, ...] = ()
     assigned_tensors: tuple[str, ...] = ()  # attributes that are no buffers: nothing keeps them
     drew_python_random: bool = False
+    made: tuple[str, ...] = ()  # parameters that were not there before
+    _parameters: frozenset[str] = frozenset()
     _attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
     _tensors: dict[nn.Module, dict[str, int]] = field(default_factory=dict)
     _random: Any = None
 
     def before(self, model: nn.Module) -> None:
+        self._parameters = frozenset(name for name, _ in model.named_parameters())
         self._attributes = {module: _plain_attributes(module) for module in model.modules()}
         self._tensors = {module: _tensor_attributes(module) for module in model.modules()}
         self._random = _random_state(), _own_generators(model)
 
     def after(self, model: nn.Module, results: Iterable[Any]) -> None:
+        self.made = tuple(name for name, _ in model.named_parameters() if name not in self._parameters)
         self.drew_python_random = (_random_state(), _own_generators(model)) != self._random
         self.custom_functions = tuple(_custom_functions(results))
         self.assigned_tensors = tuple(
