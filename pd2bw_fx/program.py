@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pd2bw_fx.errors import Pd2bwError
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.value_checks import checks_passed_in
 
 
 class FxProgram:
@@ -47,7 +48,7 @@ class ProgramInterpreter(fx.Interpreter):
         return self._values[target]
 
     def run_node(self, n: fx.Node) -> Any:
-        with region(n):
+        with region(n), checks_passed_in(n.target):
             return super().run_node(n)
 
     @property

@@ -140,7 +140,8 @@ def _public(target: torch._ops.OpOverload, name: str, values: Mapping[str, Any],
     takes_self = takes_self and "self" in values
     rest = _by_schema(target, {k: v for k, v in values.items() if k != "self"}, scene)
     writes_out = any(argument.is_out for argument in target._schema.arguments if argument.name in values)
-    is_method = takes_self and isinstance(values["self"], fx.Node) and name not in _FUNCTIONS
+    is_tensor = takes_self and isinstance(target._schema.arguments[0].type, torch.TensorType)
+    is_method = is_tensor and isinstance(values["self"], fx.Node) and name not in _FUNCTIONS
     is_method = is_method and not writes_out
     if is_method and hasattr(torch.Tensor, name):
         return Source(f"{scene.receiver(values['self'])}.{name}({rest})")

@@ -257,6 +257,8 @@ class StageTree:
         if isinstance(module, LAYERS_OF_TWO):
             (given,) = self.gives(scope)
             return len(reads) == 2 and list(given.args[:2]) == reads
+        if isinstance(module, nn.EmbeddingBag) and len(reads) == 1:
+            return bool(reads[0].meta["val"].ndim == 2)  # bags of one length; a row of words has offsets
         return len(reads) == 1 or self._given_to_an_operator_of_several(scope) == reads
 
     def _given_to_an_operator_of_several(self, scope: Scope) -> list[Any]:

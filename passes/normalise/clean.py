@@ -55,6 +55,8 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
         elif same := _of_the_same_shape_before(node):
             if (facts.storages[node.name] | facts.storages[same.name]) & written:
                 continue  # a reshape on the way may have copied
+            if any(operator_name(reader) == "embedding_bag" for reader in node.users):
+                continue  # F.embedding_bag's own, of bags of one word each
             node.replace_all_uses_with(same)
             draft.graph.erase_node(node)
 

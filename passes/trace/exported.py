@@ -19,6 +19,7 @@ from pd2bw_fx.ctc import ctc_loss_kept
 from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
+from pd2bw_fx.value_checks import checks_passed_while_traced
 
 from .batch_rules import maps_for_all_sizes
 from .below_autograd import maps_traced_below
@@ -166,6 +167,7 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         moves_to_where_it_is_left_out(),
         contractions_stay_open(),
         sizes_stay_open(program.model, program.loss_fn),
+        checks_passed_while_traced(),
         maps_for_all_sizes(),
     ):
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.

@@ -1,0 +1,72 @@
+"""Functions of torch that take their operands in ways of their own, in models with an open batch size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from tests.trained import assert_trained_by_the_rule
+
+WINDOW = torch.hann_window(16, dtype=torch.float64)
+
+
+class Model(nn.Module):
+    def __init__(self, function: Callable[[Model, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 8), nn.Linear(8, 1)
+        self.bags = nn.EmbeddingBag(10, 8)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x).square().mean() + self.last(self.first(x)).square().mean()
+
+
+def resynthesised(model: Model, x: Tensor) -> Tensor:
+    spectrum = torch.stft(x, 16, 4, window=WINDOW, return_complex=True) * model.first.weight.mean()
+    return torch.istft(spectrum, 16, 4, window=WINDOW, length=x.shape[1]) - x
+
+
+def words(x: Tensor) -> Tensor:
+    return (x * 10).long().clamp(0, 9)
+
+
+FUNCTIONS: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    "istft": resynthesised,
+    "cov": lambda model, x: torch.cov(model.first(x).T),
+    "cov of one row": lambda model, x: torch.cov(model.first(x)[:, 0], correction=0),
+    "corrcoef": lambda model, x: model.first(x).T.corrcoef(),
+    "corrcoef of complex numbers": lambda model, x: torch.corrcoef(
+        torch.complex(model.first(x), model.first(x).flip(1) ** 2).T
+    ).abs(),
+    "the batch's size to the power": lambda model, x: (1 / x.shape[0]) ** torch.sigmoid(model.first(x)),
+    "pow of the batch's size": lambda model, x: torch.pow(x.shape[0], torch.sigmoid(model.first(x))),
+    "bags of one word": lambda model, x: model.last(model.bags(words(x)[:, 0].unsqueeze(1))),
+    "bags of one word, as a view": lambda model, x: model.last(model.bags(words(x[:, :1]).view(-1, 1))),
+    "bags of several": lambda model, x: model.last(model.bags(words(x[:, :3]))),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_stages_are_the_model_at_any_batch_size(name: str) -> None:
+    torch.manual_seed(0)
+    model = Model(FUNCTIONS[name]).double()
+    before = copy.deepcopy(model)
+    pipe = pd2bw_fx.split(
+        model, torch.rand(6, 32).double(), cluster=2, num_stages=2, costs="analytic", check="full"
+    )
+
+    assert pipe.verify().worst.relative < 1e-14
+    assert_trained_by_the_rule(before, pipe, [torch.rand(10, 32).double() for _ in range(3)])
+
+
+def test_a_bag_of_one_word_is_called_as_the_layer() -> None:
+    model = Model(FUNCTIONS["bags of one word"])
+    (stage,) = pd2bw_fx.split(model, torch.rand(6, 32), cluster=1, costs="analytic", check=False).stages
+
+    assert "self.bags(" in stage.source
+    assert "nn.EmbeddingBag(10, 8)" in stage.source
