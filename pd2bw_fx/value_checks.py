@@ -1,8 +1,8 @@
 """Functions of torch that check values on the way: without values, it is taken that the check is passed.
 
 torch.istft asks whether its windows leave a gap, and raises in the stages as it does in the model. torch.cov
-and torch.corrcoef ask whether there are samples enough, and would be for one number of them: they are traced in
-parts.
+and torch.corrcoef ask whether there are enough samples, and would be traced for one number of them: a trace
+has what they compute instead.
 """
 
 from __future__ import annotations
