@@ -225,6 +225,17 @@ def _is_off_in_evaluation(operator: Operator) -> bool:
 
 def _facts(job: _Job, original: Original | None, *, opset: int, training: bool) -> dict[str, Any]:
     live = original is not None and original.model is not None
+    inputs = [_tensor(port, job.names) | {"name": port.value} for port in job.inputs.values()]
+    outputs = [
+        _tensor(port, job.names) | {"name": port.model_output, "stage": program.stage}
+        for program in job.programs
+        for port in program.outputs
+        if port.model_output is not None
+    ]
+    if original is not None:  # whatever stages read and make them: who calls the model goes by its order
+        graph = original.graph
+        inputs.sort(key=lambda entry: list(graph.inputs).index(entry["name"]))
+        outputs.sort(key=lambda entry: [output.name for output in graph.outputs].index(entry["name"]))
     return {
         "kind": KIND,
         "schema": SCHEMA,
@@ -234,13 +245,8 @@ def _facts(job: _Job, original: Original | None, *, opset: int, training: bool) 
         "versions": {"torch": torch.__version__}
         | {name: require(name).__version__ for name in ("onnx", "onnxscript", "onnxruntime")},
         "compared_with": "the original model" if live else "the stages in torch",
-        "inputs": [_tensor(port, job.names) | {"name": port.value} for port in job.inputs.values()],
-        "outputs": [
-            _tensor(port, job.names) | {"name": port.model_output, "stage": program.stage}
-            for program in job.programs
-            for port in program.outputs
-            if port.model_output is not None
-        ],
+        "inputs": inputs,
+        "outputs": outputs,
     }
 
 

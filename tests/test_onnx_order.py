@@ -1,0 +1,48 @@
+"""Files that are the whole model have its inputs and outputs in its own order, whoever reads and makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.passes.export_onnx import merge_onnx, run_onnx
+
+
+class Matched(nn.Module):
+    """`key` is read first and `keys` made first, on a stage before all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        keys = torch.relu(self.right(key))
+        return self.left(query) + keys, keys
+
+
+def test_they_can_be_given_and_taken_by_place(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, given = Matched().eval(), (torch.randn(3, 4), torch.randn(3, 4))
+    constraints = pd2bw_fx.Constraints(stage_of={"right": 0, "left": 1})
+    pipe = pd2bw_fx.split(model, given, cluster=2, costs="analytic", constraints=constraints)
+    expected = [tensor.detach().numpy() for tensor in model(*given)]
+
+    pipe.export_onnx(tmp_path / "files", form="both")
+    merge_onnx(tmp_path / "files", tmp_path / "merged.onnx")
+
+    for file in (tmp_path / "files" / "model.onnx", tmp_path / "merged.onnx"):
+        session = onnxruntime.InferenceSession(file)
+        names = [value.name for value in session.get_inputs()]
+        fed = dict(zip(names, (tensor.numpy() for tensor in given), strict=True))
+        assert names == ["query", "key"]
+        assert [value.name for value in session.get_outputs()] == ["output_0", "output_1"]
+        for found, right in zip(session.run(None, fed), expected, strict=True):
+            assert np.asarray(found) == pytest.approx(right, abs=1e-6)
+    found_by_name = run_onnx(tmp_path / "files", dict(zip(("query", "key"), given, strict=True)))
+    assert list(found_by_name) == ["output_0", "output_1"]
