@@ -1,4 +1,4 @@
-"""Files that are the whole model have its inputs and outputs in its own order, whoever reads and makes them."""
+"""Files that are the whole model have its inputs and outputs in its order, whoever reads and makes them."""
 
 from __future__ import annotations
 
