@@ -24,6 +24,7 @@ from pd2bw_fx.errors import SolverError
 Variable = Any
 _TOLERANCE = 1e-6
 _WAIT_S = 1.0
+_FEASIBILITY = 1e-9
 _FEW_ROWS = 1500
 # Two to nine times faster on programs without a solution: no heuristics, no restarts.
 _REFUTING = {
@@ -81,6 +82,7 @@ class IntegerProgram:
         self._problem = _Problem(name, pulp.LpMinimize)
         self._rows: list[Any] = []
         self._objective: list[tuple[Variable, float]] = []
+        self._is_contradiction = False
 
     def binary(self, name: str) -> Variable:
         return self._problem.add_variable(name, 0, 1, cat=pulp.LpInteger)
@@ -89,8 +91,12 @@ class IntegerProgram:
         return self._problem.add_variable(name, low, high)
 
     def at_most(self, terms: Terms, bound: float) -> None:
-        """Add the row: sum of coefficient * variable <= bound."""
-        expression = pulp.LpAffineExpression(list(terms))
+        """Add the row: sum of coefficient * variable <= bound. No terms are a sum of 0."""
+        given = list(terms)
+        if not given:  # which HiGHS does not hold against the bound
+            self._is_contradiction |= bound < -_FEASIBILITY
+            return
+        expression = pulp.LpAffineExpression(given)
         row = pulp.LpConstraint(expression, sense=pulp.LpConstraintLE, rhs=bound)
         self._problem.addConstraint(row, f"r{len(self._rows)}")
         self._rows.append(row)
@@ -115,6 +121,8 @@ class IntegerProgram:
         self._problem.setObjective(pulp.LpAffineExpression(self._objective))
         if time_limit_s is not None and time_limit_s <= 0:
             return Outcome(Status.UNKNOWN, {})
+        if self._is_contradiction:
+            return Outcome(Status.INFEASIBLE, {})
         engine = _engine(solver, time_limit_s)
         if not isinstance(engine, _Highs):
             return _pulp_outcome(self._problem, self._run(engine))
@@ -262,6 +270,8 @@ def _highs_outcome(highs: Any, values: Mapping[str, float]) -> Outcome:
         return Outcome(Status.INFEASIBLE, {})
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     bound = float(info.mip_dual_bound) if np.isfinite(info.mip_dual_bound) else None
+    if status == kinds.kModelEmpty:  # all is fixed, and no row is left to break
+        return Outcome(Status.OPTIMAL, values, info.objective_function_value)
     if status == kinds.kOptimal and found:
         return Outcome(Status.OPTIMAL, values, bound)
     if status in (kinds.kTimeLimit, kinds.kInterrupt, kinds.kIterationLimit, kinds.kSolutionLimit):

@@ -14,9 +14,11 @@ import pytest
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.commands.progress import ProgressLine
-from pd2bw_fx.passes.partition import partition
+from pd2bw_fx.passes.partition import partition, placement
+from pd2bw_fx.passes.partition.standing import Standing
 from pd2bw_fx.plan import Progress
 from pd2bw_fx.problem import Block, Problem, Value
+from pd2bw_fx.workload import workload_from_json
 
 
 def hard(num_nodes: int = 400) -> dict[str, object]:
@@ -73,6 +75,29 @@ def test_ctrl_c_in_the_middle_of_a_search_gives_a_plan_that_states_its_gap() -> 
 
     assert plan.bound_s <= plan.bottleneck_s
     assert sum(len(stage.operators) for stage in plan.stages) == 60
+
+
+def test_ctrl_c_before_there_is_any_plan_gives_a_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(placement, "in_company", interrupt)
+    found = placement.plan_workload(workload_from_json(hard(), name="hard"))
+    assert 0 < found.bound <= found.objective
+    assert len(found.assignment) == 400
+
+    monkeypatch.undo()
+    asked = iter([KeyboardInterrupt()])
+    cut = Standing.first_assignments
+
+    def interrupted_once(standing: Standing) -> None:
+        for interruption in asked:
+            raise interruption
+        cut(standing)
+
+    monkeypatch.setattr(Standing, "first_assignments", interrupted_once)
+    again = placement.plan_workload(workload_from_json(hard(), name="hard"))
+    assert 0 < again.bound <= again.objective
 
 
 @pytest.mark.parametrize(

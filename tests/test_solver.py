@@ -61,6 +61,20 @@ def test_contradiction_is_infeasible(solver: str) -> None:
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
+@pytest.mark.parametrize(("bound", "status"), [(0.0, Status.OPTIMAL), (-1.0, Status.INFEASIBLE)])
+@pytest.mark.parametrize("num_variables", [0, 1])
+def test_rows_without_terms_hold_or_do_not(
+    solver: str, bound: float, status: Status, num_variables: int
+) -> None:
+    program = IntegerProgram("nothing to choose")
+    for number in range(num_variables):
+        program.binary(f"free_{number}")
+    program.at_most([], bound)
+    for refuting in (False, True):
+        assert program.solve(solver=solver, refuting=refuting).status is status
+
+
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
 def test_contradiction_of_whole_numbers_only_is_infeasible(solver: str) -> None:
     program = IntegerProgram("half")
     a, b = program.binary("a"), program.binary("b")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -227,6 +228,27 @@ def test_edges_of_one_source_must_cost_the_same() -> None:
     data["edges"].append({"sourceId": 1, "destId": 3, "cost": 0.75})
     with pytest.raises(InputError, match=r"output of node 1 costs 0\.5 .* and 0\.75"):
         workload_from_json(data, name="small")
+
+
+def chain(num_nodes: int, devices_of_each_kind: int) -> Workload:
+    draw = random.Random(0)
+    node = small()["nodes"][0]
+    nodes = [
+        node | {"id": at, "fpgaLatency": draw.uniform(1, 3), "cpuLatency": draw.uniform(3, 9)}
+        for at in range(num_nodes)
+    ]
+    edges = [{"sourceId": at, "destId": at + 1, "cost": 1.0} for at in range(num_nodes - 1)]
+    counts = {"maxFPGAs": devices_of_each_kind, "maxCPUs": devices_of_each_kind, "maxSizePerFPGA": 1e9}
+    return workload_from_json({"nodes": nodes, "edges": edges, **counts}, name="chain")
+
+
+def test_many_devices_of_both_kinds_take_no_longer_than_they_are_given() -> None:
+    few = plan_workload(chain(5, 5), time_limit_s=5.0)
+    many = plan_workload(chain(5, 40), time_limit_s=5.0)
+    assert many.objective == few.objective  # no more devices than nodes have one
+    assert plan_workload(chain(30, 8), time_limit_s=2.0).planning_s < 8.0  # of 12,870 orders
+    with pytest.raises(InputError, match=r"16 accelerators and 16 CPUs can stand in 601,080,390 orders"):
+        plan_workload(chain(30, 16))
 
 
 def test_zero_devices_are_refused() -> None:

@@ -8,9 +8,11 @@ has it. Two sets that no path leaves and comes back to, and that feed each other
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,7 @@ from .search import Enumeration, search
 _FEW_DOWN_SETS = 10_000
 _MAX_DOWN_SETS = 400_000
 _FEW_WITH_CPUS = 40_000
+_MOST_ORDERS = 200_000  # of accelerators and CPUs
 _COMPANY_SHARE = 0.25  # of the time, to find it
 _SHARES_BESIDE = (1 / 4, 1 / 6, 1 / 8, 1 / 10, 1 / 12, 1 / 16, 1 / 32, 1 / 64, 0)
 
@@ -95,11 +98,16 @@ def plan_workload(
         raise InputError("the workload has no accelerators; plan it with its CPUs")
     deadline = Deadline(time_limit_s)
     groups = with_followers(workload, groups_of(workload), with_cpus=num_cpus > 0)
-    share = Deadline(deadline.left_s * _COMPANY_SHARE)
-    if num_cpus == 0 and not _has_few_down_sets(groups, _FEW_DOWN_SETS):
-        groups = in_company(workload, groups, share).groups  # at no loss, where no CPU sees it otherwise
-    milder = _milder(workload, groups, share, with_cpus=num_cpus > 0)
-    orders = list(_device_orders(workload.num_accelerators, num_cpus))
+    milder = None
+    try:
+        share = Deadline(deadline.left_s * _COMPANY_SHARE)
+        if num_cpus == 0 and not _has_few_down_sets(groups, _FEW_DOWN_SETS):
+            groups = in_company(workload, groups, share).groups  # at no loss, where no CPU sees it otherwise
+        milder = _milder(workload, groups, share, with_cpus=num_cpus > 0)
+    except KeyboardInterrupt:
+        deadline = Deadline(0.0)  # for a first placement, which is the best so far
+    most = len(groups.members)  # devices of a kind that can have a node
+    orders = _device_orders(min(workload.num_accelerators, most), min(num_cpus, most))
     choices = _choices(workload, groups, orders)
     of_groups = _Enumeration(choices, orders)
     enumerations: list[Enumeration] = [of_groups]
@@ -245,15 +253,19 @@ class _OfMilder:
         return status if is_real else Status.UNKNOWN, choice, stage_of
 
 
-def _device_orders(num_accelerators: int, num_cpus: int) -> Iterator[tuple[bool, ...]]:
-    """True for a CPU, by stage; every order of the two kinds."""
-    if num_accelerators == 0 or num_cpus == 0:
-        yield (num_accelerators == 0,) * (num_accelerators + num_cpus)
-        return
-    for rest in _device_orders(num_accelerators - 1, num_cpus):
-        yield (False, *rest)
-    for rest in _device_orders(num_accelerators, num_cpus - 1):
-        yield (True, *rest)
+def _device_orders(num_accelerators: int, num_cpus: int) -> list[tuple[bool, ...]]:
+    """True for a CPU, by stage; every order of the two kinds. Raises InputError for too many to look at."""
+    count = math.comb(num_accelerators + num_cpus, num_cpus)
+    if count > _MOST_ORDERS:
+        raise InputError(
+            f"{num_accelerators} accelerators and {num_cpus} CPUs can stand in {count:,} orders; "
+            f"at most {_MOST_ORDERS:,} are looked at: plan for fewer of the kind that there is more of"
+        )
+    places = range(num_accelerators + num_cpus)
+    return [
+        tuple(place not in accelerators for place in places)
+        for accelerators in map(set, itertools.combinations(places, num_accelerators))
+    ]
 
 
 def _device_names(order: tuple[bool, ...]) -> list[str]:
@@ -273,7 +285,11 @@ def _choices(
     """`asked`, in place of the sums over each group."""
     tensors = tensors_between(workload, groups)
     of = totals(workload, groups) if asked is None else asked
-    return Choices(len(orders), lambda choice: _instance(workload, groups, tensors, orders[choice], of))
+
+    def of_order(choice: int) -> Instance:
+        return _instance(workload, groups, tensors, orders[choice], of)
+
+    return Choices(len(orders), of_order, work_s=of_order(0).work_s)
 
 
 def _instance(

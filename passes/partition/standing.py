@@ -92,9 +92,9 @@ class Standing:
 
     def first_assignments(self) -> None:
         """The best cut of a few topological orders, on as many choices as a third of the time allows."""
-        enough_s = self.deadline.left_s * 2 / 3
+        share = Deadline(self.deadline.left_s / 3)
         for choice in range(len(self.choices)):
-            if choice > 0 and self.deadline.left_s < enough_s:
+            if choice > 0 and share.left_s == 0:
                 break
             instance = self.choices[choice]
             # Of many device orders few are worth a close look: a rough one tells which.
