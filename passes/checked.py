@@ -20,6 +20,8 @@ from .schedule import keeping, keeping_copies, shape_of
 
 _AS_PLANNED = ("bapipe", "inference")  # what they keep goes by more than their name
 
+_MOST_MICROBATCHES = 10_000
+
 
 def checked(
     plan: Plan,
@@ -33,6 +35,13 @@ def checked(
 
     Raises what `check_plan` raises, and InputError for a method that is unknown or cannot have such a plan.
     """
+    if not plan.stages:
+        raise PlanMismatchError("the plan has no stages; one has a part of the operators at least")
+    if plan.microbatches_per_update > _MOST_MICROBATCHES:
+        raise PlanMismatchError(
+            f"the plan has {plan.microbatches_per_update} microbatches an update; the schedule of at most "
+            f"{_MOST_MICROBATCHES} is laid out"
+        )
     shape = shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)
     if plan.method not in _AS_PLANNED:
         plan = _with(plan, _kept(plan, shape, cluster))

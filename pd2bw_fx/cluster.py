@@ -13,12 +13,9 @@ from typing import Any, Self
 
 import torch
 
+from pd2bw_fx.cluster_file import parts_of
 from pd2bw_fx.errors import ClusterError
 from pd2bw_fx.units import parse_bytes
-
-_DEVICE_KEYS = {"name", "kind", "memory", "speed", "flops_per_s", "memory_bytes_per_s", "host"}
-_NODE_KEYS = (_DEVICE_KEYS - {"host"}) | {"count", "inside"}
-_LINK_KEYS = {"bytes_per_s", "latency_s"}
 
 # What a gloo pair on one host does; measured links come from a cluster file.
 LOCAL_BYTES_PER_S = 2e9
@@ -168,64 +165,15 @@ class Cluster:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ClusterError(f"cluster file {path} is no valid TOML: {error}") from error
         try:
-            return cls._from_tables(data)
+            parts = parts_of(data)
+            cluster = cls(
+                tuple(Device(**given) for given in parts.devices), parts.bytes_per_s, parts.latency_s
+            )
+            if not parts.asymmetric:
+                cluster._check_symmetric()
         except ClusterError as error:
             raise ClusterError(f"cluster file {path}: {error}") from None
-
-    @classmethod
-    def _from_tables(cls, data: dict[str, Any]) -> Self:
-        _check_keys("the file", data, {"device", "node", "between", "asymmetric", *_LINK_KEYS})
-        if ("device" in data) == ("node" in data):
-            raise ClusterError("give either [[device]] tables with full matrices, or [[node]] groups")
-        cluster = cls._from_nodes(data) if "node" in data else cls._from_devices(data)
-        if not data.get("asymmetric", False):
-            cluster._check_symmetric()
         return cluster
-
-    @classmethod
-    def _from_devices(cls, data: dict[str, Any]) -> Self:
-        devices = tuple(
-            _device_from_table(f"device {index}", _table(f"device {index}", table), index)
-            for index, table in enumerate(data["device"])
-        )
-        missing = sorted(_LINK_KEYS - data.keys())
-        if missing and len(devices) > 1:
-            raise ClusterError(
-                f"{len(devices)} devices but no {' and no '.join(missing)} matrix; add one row a sending "
-                f"device, e.g. {missing[0]} = [[0, 1e9], [1e9, 0]]"
-            )
-        return cls(
-            devices,
-            _matrix("bytes_per_s", data.get("bytes_per_s", [[0]])),
-            _matrix("latency_s", data.get("latency_s", [[0]])),
-        )
-
-    @classmethod
-    def _from_nodes(cls, data: dict[str, Any]) -> Self:
-        devices: list[Device] = []
-        inside: list[Mapping[str, float]] = []
-        for number, raw in enumerate(data["node"]):
-            where = f"node {raw.get('name', number)!r}" if isinstance(raw, dict) else f"node {number}"
-            table = _table(where, raw)
-            _check_keys(where, table, _NODE_KEYS)
-            count = table.get("count", 1)
-            if not isinstance(count, int) or count < 1:
-                raise ClusterError(f"{where}: count is {count!r}; a node has at least one device")
-            link = _link(f"{where}, inside", table.get("inside"), needed=count > 1)
-            name = str(table.get("name", f"node{number}"))
-            shared = {key: value for key, value in table.items() if key in _DEVICE_KEYS} | {"host": name}
-            for local in range(count):
-                devices.append(_device_from_table(where, shared | {"name": f"{name}:{local}"}, len(devices)))
-                inside.append(link)
-        between = _link("[between]", data.get("between"), needed=len(data["node"]) > 1)
-
-        def links(key: str) -> tuple[tuple[float, ...], ...]:
-            return tuple(
-                tuple(0.0 if a is b else (inside[row] if a.host == b.host else between)[key] for b in devices)
-                for row, a in enumerate(devices)
-            )
-
-        return cls(tuple(devices), links("bytes_per_s"), links("latency_s"))
 
     def _check_symmetric(self) -> None:
         for key, matrix in (("bytes_per_s", self.bytes_per_s), ("latency_s", self.latency_s)):
@@ -295,70 +243,6 @@ def _cuda_device(index: int) -> Device:
 
 def _constant(size: int, value: float) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(0.0 if a == b else value for b in range(size)) for a in range(size))
-
-
-def _table(where: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ClusterError(f"{where} is {value!r}; a table was expected")
-    return value
-
-
-def _check_keys(where: str, table: Mapping[str, Any], known: set[str]) -> None:
-    unknown = sorted(table.keys() - known)
-    if unknown:
-        raise ClusterError(
-            f"{where} has an unknown entry {unknown[0]!r}; known are {', '.join(sorted(known))}"
-        )
-
-
-def _device_from_table(where: str, table: Mapping[str, Any], index: int) -> Device:
-    _check_keys(where, table, _DEVICE_KEYS)
-    if "memory" not in table:
-        raise ClusterError(f'{where} has no memory; add e.g. memory = "16 GiB"')
-    kind = str(table.get("kind", "cuda"))
-    rates = {
-        key: _number(f"{where}, {key}", table[key])
-        for key in ("speed", "flops_per_s", "memory_bytes_per_s")
-        if key in table
-    }
-    try:
-        memory_bytes = parse_bytes(table["memory"])
-    except ValueError as error:
-        raise ClusterError(f"{where}: {error}") from None
-    return Device(
-        name=str(table.get("name", f"{kind}:{index}")),
-        memory_bytes=memory_bytes,
-        kind=kind,
-        host=str(table.get("host", "localhost")),
-        **rates,
-    )
-
-
-def _link(where: str, table: Any, *, needed: bool) -> Mapping[str, float]:
-    if table is None and not needed:
-        return {"bytes_per_s": 1.0, "latency_s": 0.0}
-    if table is None:
-        raise ClusterError(f"{where} is missing; add {{ bytes_per_s = 25e9, latency_s = 10e-6 }}")
-    table = _table(where, table)
-    _check_keys(where, table, _LINK_KEYS)
-    missing = sorted(_LINK_KEYS - table.keys())
-    if missing:
-        raise ClusterError(f"{where} has no {missing[0]}")
-    return {key: _number(f"{where}, {key}", table[key]) for key in _LINK_KEYS}
-
-
-def _matrix(key: str, rows: Any) -> tuple[tuple[float, ...], ...]:
-    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-        raise ClusterError(f"{key} must be a list of rows, one a sending device")
-    return tuple(
-        tuple(_number(f"{key}[{a}][{b}]", entry) for b, entry in enumerate(row)) for a, row in enumerate(rows)
-    )
-
-
-def _number(where: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ClusterError(f"{where} is {value!r}; a number was expected")
-    return float(value)
 
 
 def _check_devices(devices: Sequence[Device]) -> None:

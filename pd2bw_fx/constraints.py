@@ -37,6 +37,12 @@ class Constraints:
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise InputError(f"{name} is {value!r}; a tuple was expected, such as ({value!r},)")
+        for names in (self.whole, *self.together):
+            wrong = [name for name in names if not isinstance(name, str)]
+            if wrong:
+                raise InputError(
+                    f"{wrong[0]!r} among together or whole; the name of an operator or a module was expected"
+                )
         for device, limit in self.memory_bytes.items():
             if isinstance(limit, bool) or not isinstance(limit, int | float | str):
                 raise InputError(

@@ -28,7 +28,7 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Costs, MemoryModel
 from pd2bw_fx.errors import Pd2bwError, PlanMismatchError
-from pd2bw_fx.files import read_manifest, whole_folder, write_manifest
+from pd2bw_fx.files import read_manifest, sha256, whole_folder, write_manifest
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
@@ -105,6 +105,16 @@ def read_pipeline(folder: str | Path, *, edited: bool = False) -> dict[str, Any]
         "trace_report": _read(trace, TraceReport.from_json) if trace.is_file() else None,
         "setting": _read(folder / "setting.json", _setting),
     }
+
+
+def require_plan_of_stages(folder: str | Path) -> None:
+    """Raises PlanMismatchError for a plan that was edited since the stages beside it were written."""
+    plan = Path(folder) / "plan.json"
+    if sha256(plan) != read_manifest(folder, kind=KIND, check=False)["files"].get(plan.name):
+        raise PlanMismatchError(
+            f"{plan} was edited, and the stages beside it are cut by the plan before; give it to "
+            "split(model, .., plan=Plan.loads(text)), which writes stages for it"
+        )
 
 
 def _setting(data: Mapping[str, Any]) -> dict[str, Any]:

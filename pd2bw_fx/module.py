@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,14 +35,27 @@ def build_module(program: StageProgram, tensors: Mapping[str, Tensor]) -> nn.Mod
         "__name__": f"stage_{program.stage}",
         "__builtins__": allowed_builtins(),
     }
-    exec(compile(tree, filename, "exec"), namespace)
+    with _told_by_line(where, filename):
+        exec(compile(tree, filename, "exec"), namespace)
     made = namespace.get(program.class_name)
     if not isinstance(made, type) or not issubclass(made, nn.Module):
         raise PlanMismatchError(f"{where} defines no module class {program.class_name!r}")
-    with torch.device("meta"):  # the weights come from `tensors`: drawing random ones would be lost time
+    # The weights come from `tensors`: drawing random ones would be lost time.
+    with torch.device("meta"), _told_by_line(where, filename):
         module: nn.Module = made()
     _fill(module, program, tensors, where)
     return module.train()
+
+
+@contextmanager
+def _told_by_line(where: str, filename: str) -> Iterator[None]:
+    """Raises PlanMismatchError for whatever fails in a stage that was edited by hand."""
+    try:
+        yield
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == filename]
+        line = f", line {frames[-1].lineno}" if frames else ""
+        raise PlanMismatchError(f"{where}{line}: {type(error).__name__}: {error}") from error
 
 
 def require_operators(program: StageProgram) -> None:

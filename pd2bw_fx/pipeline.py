@@ -18,7 +18,7 @@ from pd2bw_fx.costs import Calibration, Costs, MemoryModel
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.explanation import Explanation
 from pd2bw_fx.files import writing
-from pd2bw_fx.folder import read_pipeline, save_pipeline
+from pd2bw_fx.folder import read_pipeline, require_plan_of_stages, save_pipeline
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.passes.checked import checked
@@ -499,7 +499,10 @@ class Pipeline:
 def load(folder: str | Path, *, edited: bool = False) -> Pipeline:
     """A pipeline that `Pipeline.save` wrote, without the original model's code.
 
-    Files are checked against the manifest's hashes first; `edited=True` accepts stages changed by hand.
+    Files are checked against the manifest's hashes first; `edited=True` accepts stages changed by hand. A
+    plan that was changed needs other stages: give it to `split`.
     Raises PlanMismatchError naming the file that is missing, altered, or made for another model.
     """
-    return Pipeline(**read_pipeline(folder, edited=edited))
+    read = read_pipeline(folder, edited=edited)
+    require_plan_of_stages(folder)
+    return Pipeline(**read)

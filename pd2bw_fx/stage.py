@@ -8,8 +8,10 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from pd2bw_fx.errors import PlanMismatchError
 from pd2bw_fx.graph import TensorSpec
 from pd2bw_fx.module import build_module, held_buffers, held_parameters
+from pd2bw_fx.units import counted
 
 __all__ = ["Port", "Stage", "StageProgram", "build_module", "held_buffers", "held_parameters"]
 
@@ -111,15 +113,25 @@ class Stage:
         return self.program.source
 
 
+def outputs_of(program: StageProgram, returned: Any) -> dict[str, Tensor]:
+    """What a stage returned, by value. Raises PlanMismatchError where that is not what its ports say."""
+    values = (returned,) if isinstance(returned, Tensor) else returned
+    if not isinstance(values, tuple) or len(values) != len(program.outputs):
+        found = counted(len(values), "value") if isinstance(values, tuple) else type(values).__name__
+        names = ", ".join(port.name for port in program.outputs)
+        raise PlanMismatchError(f"stage_{program.stage}.py returns {found}; expected were {names}")
+    return {port.value: value for port, value in zip(program.outputs, values, strict=True)}
+
+
 def run_in_turn(stages: Sequence[Stage], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Each stage on what the ones before it gave, in one process: what the model returns, by output name."""
     values = dict(inputs)
     outputs: dict[str, Tensor] = {}
     for stage in stages:
         returned = stage.module(*(values[port.value] for port in stage.program.inputs))
-        results = (returned,) if isinstance(returned, Tensor) else returned
-        for port, result in zip(stage.program.outputs, results, strict=True):
-            values[port.value] = result
+        results = outputs_of(stage.program, returned)
+        values |= results
+        for port in stage.program.outputs:
             if port.model_output is not None:
-                outputs[port.model_output] = result
+                outputs[port.model_output] = results[port.value]
     return outputs

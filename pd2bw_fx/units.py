@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNITS = {
@@ -14,14 +15,19 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*")
 
 def parse_bytes(text: int | float | str) -> int:
     """A number of bytes from 17179869184, "16 GiB" or "16GB". Raises ValueError for anything else."""
-    if isinstance(text, bool):
-        raise ValueError(f"{text!r} is no number of bytes")
-    if isinstance(text, int | float):
-        return int(text)
-    match = _SIZE.fullmatch(text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f'{text!r} is no number of bytes; write e.g. 17179869184, "16 GiB" or "16 GB"')
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    expected = 'write e.g. 17179869184, "16 GiB" or "16 GB"'
+    if isinstance(text, bool) or not isinstance(text, int | float | str):
+        raise ValueError(f"{text!r} is no number of bytes; {expected}")
+    if isinstance(text, str):
+        match = _SIZE.fullmatch(text)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(f"{text!r} is no number of bytes; {expected}")
+        number = float(match[1]) * _UNITS[match[2].lower()]
+    else:
+        number = text
+    if not math.isfinite(number):
+        raise ValueError(f"{text!r} is no finite number of bytes; {expected}")
+    return int(number)
 
 
 def counted(number: int, noun: str) -> str:

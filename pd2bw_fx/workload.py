@@ -4,7 +4,7 @@ Operators" (arXiv 2006.16423): operators with their times on an accelerator and 
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +168,7 @@ def _is_whole(value: Any) -> TypeGuard[int]:
 def _amount(where: str, key: str, table: Mapping[str, Any]) -> float:
     value = table.get(key)
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not math.isfinite(float(value)) or float(value) < 0:  # type: ignore[arg-type]
+    if not good or not 0 <= value <= sys.float_info.max:  # type: ignore[operator]
         found = "missing" if value is None else repr(value)
         raise InputError(f"{where}: {key} is {found}; a finite number of zero or more was expected")
     return float(value)  # type: ignore[arg-type]

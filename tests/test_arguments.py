@@ -35,6 +35,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         InputError,
     ),
     "whole is 'blocks.0'; a tuple": (lambda: Constraints(whole="blocks.0"), InputError),  # type: ignore[arg-type]
+    "1 among together or whole": (lambda: Constraints(whole=(1,)), InputError),  # type: ignore[arg-type]
+    "2 among together": (lambda: Constraints(together=(("a", 2),)), InputError),  # type: ignore[arg-type]
     "optimizer_copies is -1": (lambda: MemoryModel(optimizer_copies=-1), InputError),
     r"order is \(0, 0\); expected 2 different devices of 0 to 2": (
         lambda: partition(PROBLEM, CLUSTER, num_stages=2, order=(0, 0)),

@@ -1,5 +1,6 @@
 """Clusters: what a file says, and what a wrong one is told."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,14 @@ def test_a_full_matrix_is_read_row_by_row_as_sender_to_receiver(tmp_path: Path) 
         (two_devices(latency="'fast'"), r"latency_s\[0\]\[1\] is 'fast'; a number"),
         (two_devices(memory="much"), r"device 0: 'much' is no number of bytes"),
         (two_devices(memory="0"), r"device 'fast': memory_bytes is 0"),
+        (two_devices(memory="1e400 GiB"), r"'1e400 GiB' is no finite number of bytes"),
+        ("device = 3", r"device is 3; tables \[\[device\]\] were expected"),
+        ("node = 3", r"node is 3; tables \[\[node\]\] were expected"),
+        ('[[node]]\ncount = true\nmemory = "1 GiB"', r"count is True"),
+        (
+            two_devices().replace("asymmetric = false", 'asymmetric = "no"'),
+            r"asymmetric is 'no'; true or false was expected",
+        ),
         (two_devices().replace("latency_s", "# "), r"no latency_s matrix"),
         (two_devices().replace("[1e9, 0]", "[1e9]"), r"bytes_per_s\[1\] has 1 entries for 2 devices"),
         (two_devices().replace(", [1e-5, 0]", ""), r"latency_s has 1 rows for 2 devices"),
@@ -131,3 +140,9 @@ def test_a_cluster_survives_json() -> None:
 )
 def test_sizes_are_read_as_people_write_them(text: int | str, number: int) -> None:
     assert parse_bytes(text) == number
+
+
+@pytest.mark.parametrize("wrong", ["lots", True, [1], {"a": 1}, math.inf, math.nan, "1e400 GiB"])
+def test_what_is_no_size_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match="number of bytes"):
+        parse_bytes(wrong)  # type: ignore[arg-type]

@@ -206,6 +206,7 @@ def test_same_workload_gives_the_same_placement() -> None:
         (("nodes", 0, "supportedOnFpga"), float("nan"), "supportedOnFpga is nan; 0, 1, true or false"),
         (("nodes", 0, "isBackwardNode"), "no", "isBackwardNode is 'no'"),
         (("nodes", 0, "colorClass"), float("nan"), "colorClass is nan; a whole number or a name"),
+        (("nodes", 0, "fpgaLatency"), 10**400, "fpgaLatency is 10000"),
         (("maxFPGAs",), -1, "maxFPGAs is -1"),
         (("maxSizePerFPGA",), None, "maxSizePerFPGA is missing"),
         (("nodes",), [], "nodes is empty"),

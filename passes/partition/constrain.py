@@ -120,6 +120,8 @@ def _device(cluster: Cluster, given: str | int) -> int:
         return given
     if given in names:
         return names.index(str(given))
+    if isinstance(given, str) and given.isdecimal() and int(given) < len(names):
+        return int(given)  # a key of a TOML file is a text
     raise InputError(f"the cluster has no device {given!r}; it has {', '.join(names)}")
 
 

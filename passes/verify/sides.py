@@ -14,7 +14,7 @@ from pd2bw_fx.attributes import model_kept
 from pd2bw_fx.errors import InputError, VerificationError, models_own_backward
 from pd2bw_fx.graph import OperatorGraph, dtype_name
 from pd2bw_fx.plan import Plan
-from pd2bw_fx.stage import Port, StageProgram, build_module, held_buffers, held_parameters
+from pd2bw_fx.stage import Port, StageProgram, build_module, held_buffers, held_parameters, outputs_of
 
 Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
@@ -127,7 +127,7 @@ def run_forwards(
     for program, module in zip(programs, modules, strict=True):
         arguments = {port.value: _argument(port, example, produced) for port in program.inputs}
         received.append(arguments)
-        produced.append(_named_outputs(program, module(*arguments.values())))
+        produced.append(outputs_of(program, module(*arguments.values())))
     return received, produced
 
 
@@ -147,11 +147,6 @@ def _argument(port: Port, example: Mapping[str, Tensor], produced: Sequence[Mapp
         return example[port.value]
     # A leaf, as a tensor that came over a link is.
     return produced[port.source][port.value].detach().requires_grad_(port.needs_gradient)
-
-
-def _named_outputs(program: StageProgram, returned: Tensor | tuple[Tensor, ...]) -> dict[str, Tensor]:
-    values = (returned,) if isinstance(returned, Tensor) else returned
-    return {port.value: value for port, value in zip(program.outputs, values, strict=True)}
 
 
 def _trained_on(graph: OperatorGraph, outputs: Mapping[str, Tensor]) -> Tensor | None:

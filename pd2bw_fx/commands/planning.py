@@ -25,10 +25,11 @@ from pd2bw_fx.commands.common import (
 from pd2bw_fx.commands.options import planning, search_options
 from pd2bw_fx.commands.progress import ProgressLine, in_workload_units
 from pd2bw_fx.errors import InputError, UsageError
+from pd2bw_fx.folder import read_pipeline
 from pd2bw_fx.metrics import FILE, Metrics
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.partition import plan_workload
-from pd2bw_fx.pipeline import load
+from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.report.page import page_html
 from pd2bw_fx.report.parts import PARTS, picture_of, write_timeline
@@ -211,7 +212,7 @@ def _check(options: argparse.Namespace) -> int:
     if not options.plan.exists():
         raise UsageError(f"{options.plan} is not there; name plan.json in a folder written by split")
     folder = options.plan if options.plan.is_dir() else options.plan.parent
-    pipe = load(folder, edited=True)
+    pipe = Pipeline(**read_pipeline(folder, edited=True))
     try:
         text = (folder / "plan.json" if options.plan.is_dir() else options.plan).read_text()
     except OSError as error:

@@ -25,7 +25,7 @@ from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Links
 from pd2bw_fx.runtime.split_backward import WeightHalf, input_half
 from pd2bw_fx.runtime.weights import WeightStore
-from pd2bw_fx.stage import StageProgram
+from pd2bw_fx.stage import StageProgram, outputs_of
 
 OnOutput = Callable[[int, str, Tensor], None]
 """Is told what the model returns for a microbatch: by its number, the output's name and value."""
@@ -169,9 +169,7 @@ class StageRunner:
             if torch.is_grad_enabled() and port.needs_gradient:
                 arguments[-1].requires_grad_()
         with self._autocast():
-            returned = module(*arguments)
-        values = (returned,) if isinstance(returned, Tensor) else returned
-        return {port.value: value for port, value in zip(self.program.outputs, values, strict=True)}
+            return outputs_of(self.program, module(*arguments))
 
     def _drawing(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
         if self.training and (self.program.draws or self._recompute):

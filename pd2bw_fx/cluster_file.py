@@ -1,0 +1,155 @@
+"""The tables of a cluster file: devices with full matrices, or nodes of equal devices and their links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pd2bw_fx.errors import ClusterError
+from pd2bw_fx.units import parse_bytes
+
+_DEVICE_KEYS = {"name", "kind", "memory", "speed", "flops_per_s", "memory_bytes_per_s", "host"}
+_NODE_KEYS = (_DEVICE_KEYS - {"host"}) | {"count", "inside"}
+_LINK_KEYS = {"bytes_per_s", "latency_s"}
+
+Matrix = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a `Cluster` is made of; `devices` have the arguments of each `Device`."""
+
+    devices: tuple[dict[str, Any], ...]
+    bytes_per_s: Matrix
+    latency_s: Matrix
+    asymmetric: bool
+
+
+def parts_of(data: Mapping[str, Any]) -> Parts:
+    """What the tables of a TOML file describe. Raises ClusterError naming the entry that cannot be."""
+    _check_keys("the file", data, {"device", "node", "between", "asymmetric", *_LINK_KEYS})
+    if ("device" in data) == ("node" in data):
+        raise ClusterError("give either [[device]] tables with full matrices, or [[node]] groups")
+    asymmetric = data.get("asymmetric", False)
+    if not isinstance(asymmetric, bool):
+        raise ClusterError(f"asymmetric is {asymmetric!r}; true or false was expected")
+    made = _of_nodes(data) if "node" in data else _of_devices(data)
+    return Parts(*made, asymmetric)
+
+
+def _of_devices(data: Mapping[str, Any]) -> tuple[tuple[dict[str, Any], ...], Matrix, Matrix]:
+    devices = tuple(
+        _device(f"device {index}", _table(f"device {index}", table), index)
+        for index, table in enumerate(_tables("device", data["device"]))
+    )
+    missing = sorted(_LINK_KEYS - data.keys())
+    if missing and len(devices) > 1:
+        raise ClusterError(
+            f"{len(devices)} devices but no {' and no '.join(missing)} matrix; add one row a sending "
+            f"device, e.g. {missing[0]} = [[0, 1e9], [1e9, 0]]"
+        )
+    return (
+        devices,
+        _matrix("bytes_per_s", data.get("bytes_per_s", [[0]])),
+        _matrix("latency_s", data.get("latency_s", [[0]])),
+    )
+
+
+def _of_nodes(data: Mapping[str, Any]) -> tuple[tuple[dict[str, Any], ...], Matrix, Matrix]:
+    devices: list[dict[str, Any]] = []
+    inside: list[Mapping[str, float]] = []
+    for number, raw in enumerate(_tables("node", data["node"])):
+        where = f"node {raw.get('name', number)!r}" if isinstance(raw, dict) else f"node {number}"
+        table = _table(where, raw)
+        _check_keys(where, table, _NODE_KEYS)
+        count = table.get("count", 1)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ClusterError(f"{where}: count is {count!r}; a node has at least one device")
+        link = _link(f"{where}, inside", table.get("inside"), needed=count > 1)
+        name = str(table.get("name", f"node{number}"))
+        shared = {key: value for key, value in table.items() if key in _DEVICE_KEYS} | {"host": name}
+        for local in range(count):
+            devices.append(_device(where, shared | {"name": f"{name}:{local}"}, len(devices)))
+            inside.append(link)
+    between = _link("[between]", data.get("between"), needed=len(data["node"]) > 1)
+
+    def links(key: str) -> Matrix:
+        return tuple(
+            tuple(
+                0.0 if a is b else (inside[row] if a["host"] == b["host"] else between)[key] for b in devices
+            )
+            for row, a in enumerate(devices)
+        )
+
+    return tuple(devices), links("bytes_per_s"), links("latency_s")
+
+
+def _table(where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ClusterError(f"{where} is {value!r}; a table was expected")
+    return value
+
+
+def _tables(key: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ClusterError(f"{key} is {value!r}; tables [[{key}]] were expected")
+    return value
+
+
+def _check_keys(where: str, table: Mapping[str, Any], known: set[str]) -> None:
+    unknown = sorted(table.keys() - known)
+    if unknown:
+        raise ClusterError(
+            f"{where} has an unknown entry {unknown[0]!r}; known are {', '.join(sorted(known))}"
+        )
+
+
+def _device(where: str, table: Mapping[str, Any], index: int) -> dict[str, Any]:
+    _check_keys(where, table, _DEVICE_KEYS)
+    if "memory" not in table:
+        raise ClusterError(f'{where} has no memory; add e.g. memory = "16 GiB"')
+    kind = str(table.get("kind", "cuda"))
+    rates = {
+        key: _number(f"{where}, {key}", table[key])
+        for key in ("speed", "flops_per_s", "memory_bytes_per_s")
+        if key in table
+    }
+    try:
+        memory_bytes = parse_bytes(table["memory"])
+    except ValueError as error:
+        raise ClusterError(f"{where}: {error}") from None
+    return dict(
+        name=str(table.get("name", f"{kind}:{index}")),
+        memory_bytes=memory_bytes,
+        kind=kind,
+        host=str(table.get("host", "localhost")),
+        **rates,
+    )
+
+
+def _link(where: str, table: Any, *, needed: bool) -> Mapping[str, float]:
+    if table is None and not needed:
+        return {"bytes_per_s": 1.0, "latency_s": 0.0}
+    if table is None:
+        raise ClusterError(f"{where} is missing; add {{ bytes_per_s = 25e9, latency_s = 10e-6 }}")
+    table = _table(where, table)
+    _check_keys(where, table, _LINK_KEYS)
+    missing = sorted(_LINK_KEYS - table.keys())
+    if missing:
+        raise ClusterError(f"{where} has no {missing[0]}")
+    return {key: _number(f"{where}, {key}", table[key]) for key in _LINK_KEYS}
+
+
+def _matrix(key: str, rows: Any) -> Matrix:
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ClusterError(f"{key} must be a list of rows, one a sending device")
+    return tuple(
+        tuple(_number(f"{key}[{a}][{b}]", entry) for b, entry in enumerate(row)) for a, row in enumerate(rows)
+    )
+
+
+def _number(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ClusterError(f"{where} is {value!r}; a number was expected")
+    return float(value)
