@@ -438,7 +438,8 @@ class Pipeline:
         method: str | None = None,
         **options: Any,
     ) -> Engine:
-        """This rank's part of the training, under torchrun with one process a stage.
+        """This rank's part of the training, under torchrun with one process a rank: a stage each, unless
+        the method has it otherwise (chunks, copies).
 
         `engine.step(batch) -> loss` trains one update, `engine.eval(batch)` evaluates the newest weights,
         `engine.flush()` brings the last microbatches home. The pipeline of rank 0 is the one that is trained.
@@ -462,7 +463,7 @@ class Pipeline:
         method: str | None = None,
         **options: Any,
     ) -> TrainResult:
-        """Train on this machine, one local process a stage, one update for each batch; ends with a flush.
+        """Train on this machine, one local process a rank, one update for each batch; ends with a flush.
 
         Works from a plain script or a notebook. The pipeline has the trained weights afterwards, also where a
         batch was wrong, `on_update` raised an error or returned False, or Ctrl-C was pressed. Every call

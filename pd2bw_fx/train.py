@@ -1,4 +1,4 @@
-"""`pd2bw-fx train`: one process a stage, under torchrun or started here."""
+"""`pd2bw-fx train`: one process a rank, under torchrun or started here."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def is_under_torchrun() -> bool:
 
 
 def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
-    """This very command by torchrun's launcher, with one process a stage.
+    """This very command by torchrun's launcher, with one process a rank.
 
     Raises the error of the rank that failed first, WorkerError where it could not tell.
     """

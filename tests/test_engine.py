@@ -44,6 +44,7 @@ def test_an_engine_evaluates_on_its_newest_weights_and_goes_on_training(
     assert "differ in dimension 0" in result["refused"]
     assert result["again"] == result["losses"][0]
     assert result["closed"] == "this engine was closed; make a new one"
+    assert "destroyed while the engine was open; call engine.close() before" in result["without group"]
 
 
 def test_a_loss_behaves_as_the_number_that_it_is() -> None:
@@ -57,6 +58,14 @@ def test_a_loss_behaves_as_the_number_that_it_is() -> None:
     assert min(loss, other) is other
     assert loss == 0.75
     assert f"{loss:.1f} {round(loss, 1)} {abs(loss)}" == "0.8 0.8 0.75"
+    assert (int(loss), loss // 0.5, 2 // loss, loss % 0.5, 2 % loss, 4**other) == (
+        0,
+        1.0,
+        2.0,
+        0.25,
+        0.5,
+        2.0,
+    )
 
 
 MISTAKES = {

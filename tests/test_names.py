@@ -72,3 +72,20 @@ def test_an_export_leaves_the_modes_of_layers_alone(tmp_path: Path) -> None:
     pipe.export_onnx(tmp_path / "onnx", training=True)
 
     assert [part.training for part in pipe.stages[0].module.modules()] == modes
+
+
+def test_a_line_of_several_statements_gives_no_name_to_the_wrong_value() -> None:
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        # fmt: off
+        def forward(self, x: Tensor) -> Tensor:
+            query = self.first(x).sin(); keys = self.last(x).cos()  # noqa: E702
+            return query * keys
+        # fmt: on
+
+    pipe = pd2bw_fx.split(Several(), torch.randn(2, 4), cluster=1, costs="analytic", check=False)
+    assert "query = self.last" not in pipe.stages[0].source
+    assert "query = self.first" not in pipe.stages[0].source

@@ -98,6 +98,34 @@ class Overwriting(Stepping):
         (Overwriting, "measured", "modified by an inplace operation"),
     ],
 )
+class Noisy(nn.Module):
+    """Noise of no layer's can be drawn on the first stage, before what the layers draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(torch.tanh(self.first(x)))
+        return (self.last(hidden) + torch.randn(x.shape[0], 3, 6)).square().mean()
+
+
+def test_draws_in_another_order_are_compared_without_dropout() -> None:
+    pipe = pd2bw_fx.split(Noisy(), torch.randn(4, 3, 6), cluster=2, costs="analytic", check=False)
+    names = list(pipe.plan.stages[0].operators + pipe.plan.stages[1].operators)
+    noise = next(name for name in names if "randn" in name)
+    norm = names.index(next(name for name in names if name.startswith("layer_norm")))
+    data = pipe.plan.to_json()
+    data["stages"][0]["operators"] = [*(name for name in names[:norm] if name != noise), noise]
+    data["stages"][1]["operators"] = [name for name in names[norm:] if name != noise]
+    edited = pd2bw_fx.split(pipe, cluster=2, plan=pd2bw_fx.Plan.from_json(data), check=False)
+
+    verification = edited.verify()
+    assert verification.exact
+    assert not verification.with_random_numbers
+
+
 def test_a_model_without_a_backward_of_its_own_is_told_so(
     model: type[nn.Module], costs: Literal["analytic", "measured"], reason: str
 ) -> None:

@@ -142,7 +142,10 @@ def frames_of(node: fx.Node) -> list[Line]:
 
 
 def assigned_names(code: str) -> tuple[str, ...]:
-    """The names that a line of the author's assigns: "q, k = f(" -> ("q", "k"); nothing for other lines."""
+    """The names that a line of the author's assigns: "q, k = f(" -> ("q", "k"); nothing for other lines, and
+    for one of several statements, of which a traced node does not say which it comes from."""
+    if ";" in code and _num_statements(code) != 1:
+        return ()
     match = re.match(r"^([A-Za-z_][\w, ()]*?)\s*(?::[^=]*)?(?<![=!<>+*/%&|^@-])=(?!=)", code)
     if match is None:
         return ()
@@ -153,6 +156,13 @@ def assigned_names(code: str) -> tuple[str, ...]:
     names = target.elts if isinstance(target, ast.Tuple) else [target]
     found = tuple(name.id if isinstance(name, ast.Name) else "" for name in names)
     return tuple(identifier(name) if name not in ("", "_") else "_" for name in found)
+
+
+def _num_statements(code: str) -> int:
+    try:
+        return len(ast.parse(code).body)
+    except SyntaxError:  # it goes on below
+        return 0
 
 
 _SIGNS: dict[type[ast.operator], str] = {

@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
     train = model_command(
         commands,
         "train",
-        "train with one process a stage, started here or by torchrun",
+        "train with one process a rank, started here or by torchrun",
         "pd2bw-fx train gpt --cluster 2 --updates 300 --lr 3e-4 --checkpoint gpt_run",
         runs=True,
     )

@@ -40,13 +40,18 @@ class Fate:
     def shared(self, doing: str, *, alone: bool = False) -> Iterator[None]:
         """A call on all ranks, or (`alone`) one that waits for others and that not all need make.
 
-        Raises InputError for an engine that was closed, WorkerError for one that failed before, and with the
-        reason of a rank that fails in here.
+        Raises InputError for an engine that was closed or has lost its process group, WorkerError for one
+        that failed before, and with the reason of a rank that fails in here.
         """
         if self.is_closed:
             raise InputError("this engine was closed; make a new one")
         if self.is_broken:
             raise WorkerError("this engine failed before and its pipeline is torn; make a new one")
+        if not dist.is_initialized():
+            raise InputError(
+                "the process group was destroyed while the engine was open; call engine.close() before "
+                "dist.destroy_process_group(), or make the engine in a with statement"
+            )
         try:
             watch = _NOBODY if self.world is None else self.world.watch
             if not alone:

@@ -1,4 +1,4 @@
-"""Training on this machine: one worker process a stage, started and ended here.
+"""Training on this machine: one worker process a rank, started and ended here.
 
 this process --(socket pair)-- worker 0        batches go out as they are asked for, losses come back;
              --(socket pair)-- worker 1        between themselves the workers use torch.distributed
@@ -94,8 +94,8 @@ def train_local(
     """Train with local worker processes, one update for each batch, and a flush at the end.
 
     `on_update(update, loss)` is called here as losses come back, from update 0 on; where it returns False, no
-    further batch is asked for. Workers draw random numbers from
-    `seed + rank` (None: torch's seed in this process). `threads_per_worker` divides the cores by default.
+    further batch is asked for. What the model draws depends on `seed` (None: torch's in this process), the
+    microbatch and the operator. `threads_per_worker` divides the cores by default.
     `options` are the engine's (`Engine.from_pipeline`).
 
     Raises InputError for a batch that does not fit, PlanMismatchError for an operator that nothing has

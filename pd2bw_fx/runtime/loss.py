@@ -74,7 +74,8 @@ def _nothing() -> None:
 
 
 class Loss:
-    """Behaves as the float that it is; reading it waits until the last stage has it.
+    """Behaves as the float that it is; reading it waits until the last stage has it. Where only a float
+    will do (json.dumps, torch.tensor), give float(loss).
 
     On all but the rank of the loss, a read right after `step` stands still until the update's last
     microbatch has gone through the whole pipeline. Read the loss of the step before, or every tenth one,
@@ -122,6 +123,9 @@ class Loss:
     def __float__(self) -> float:
         return self.item()
 
+    def __int__(self) -> int:
+        return int(self.item())
+
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
 
@@ -136,7 +140,12 @@ class Loss:
     __rmul__ = _of_float("__rmul__")
     __truediv__ = _of_float("__truediv__")
     __rtruediv__ = _of_float("__rtruediv__")
+    __floordiv__ = _of_float("__floordiv__")
+    __rfloordiv__ = _of_float("__rfloordiv__")
+    __mod__ = _of_float("__mod__")
+    __rmod__ = _of_float("__rmod__")
     __pow__ = _of_float("__pow__")
+    __rpow__ = _of_float("__rpow__")
     __neg__ = _of_float("__neg__")
     __abs__ = _of_float("__abs__")
     __round__ = _of_float("__round__")

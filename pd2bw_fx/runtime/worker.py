@@ -1,8 +1,8 @@
 """A local worker process, started by train_local and by nothing else: forked by `nursery.py`, or by itself as
 `python -m pd2bw_fx.runtime.worker FD`.
 
-FD is its end of a socket pair. Commands come as pickled tuples, answers go back the same way; when the other
-end is gone, so is the worker.
+FD is its end of a socket pair. Commands come as the dataclasses of `messages.py`, answers go back the same
+way; when the other end is gone, so is the worker.
 """
 
 from __future__ import annotations

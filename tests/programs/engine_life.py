@@ -57,6 +57,14 @@ def main() -> None:
     except pd2bw_fx.InputError as error:
         results["closed"] = str(error)
 
+    torch.distributed.init_process_group("gloo")
+    orphan = pipe.engine(optimizer=sgd, microbatches_per_update=num_stages)
+    torch.distributed.destroy_process_group()
+    try:
+        orphan.step(batches[0])
+    except pd2bw_fx.InputError as error:
+        results["without group"] = str(error)
+
     if rank == 0:
         reference = train_reference(
             model, [*batches, larger], optimizer=sgd, microbatches_per_update=num_stages
