@@ -76,6 +76,27 @@ def test_assertions_are_kept_in_the_stages() -> None:
         pipe.train_local([inputs(8, times=1e4)], optimizer=sgd, microbatches_per_update=2)
 
 
+def test_what_is_asked_by_item_is_a_condition_too() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.isfinite(x).all().item():
+                raise ValueError("no number")
+            return self.second(self.first(x)).square().mean()
+
+    model = model_of(Asking)
+    pipe = pd2bw_fx.split(model, inputs(), cluster=2, num_stages=2, costs="analytic")
+
+    assert pipe.verify(model).exact
+    with pytest.raises(
+        WorkerError, match=r"another way than in the trace, at test_conditions\.py:\d+: if not"
+    ):
+        pipe.train_local([inputs(8, times=float("nan"))], optimizer=sgd, microbatches_per_update=2)
+
+
 def test_a_condition_that_chooses_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
     model = model_of(Clamping)
     with pytest.raises(

@@ -149,7 +149,7 @@ def _draws(node: fx.Node) -> bool:
 
 @contextmanager
 def _on_truth(answer: Callable[[Tensor, Place], bool]) -> Iterator[None]:
-    """Whenever this thread's Python wants to know whether a tensor is true, it asks `answer`.
+    """Whenever this thread's Python wants to know whether a tensor is true, also by `.item()`, it asks `answer`.
 
     A torch function mode would not see what functions of torch's ask.
     """
@@ -160,11 +160,17 @@ def _on_truth(answer: Callable[[Tensor, Place], bool]) -> Iterator[None]:
             return TensorBase.__bool__(tensor)
         return answer(tensor, _place(sys._getframe(1)))
 
+    def item(tensor: Tensor) -> float | bool:
+        if threading.get_ident() != thread or tensor.dtype != torch.bool:
+            return TensorBase.item(tensor)
+        return answer(tensor, _place(sys._getframe(1)))
+
     Tensor.__bool__ = truth  # type: ignore[method-assign, assignment]
+    Tensor.item = item  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        del Tensor.__bool__
+        del Tensor.__bool__, Tensor.item
 
 
 def _place(asking: FrameType) -> Place:
