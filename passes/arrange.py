@@ -22,6 +22,7 @@ from pd2bw_fx.errors import InfeasibleError, InputError
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 
+from .partition import METHODS as TUNED
 from .partition import partition, partition_replicated
 from .schedule import UPDATES_OF_ONE, StageMethod, keeping, keeping_copies, method_of, schedule_of, shape_of
 from .simulate import simulate
@@ -134,7 +135,7 @@ def share_out(
     elif not chosen.may_be_unequal:
         raise InputError(
             f'replicas="auto" is for pipedream, whose stages may have unequal ones; for {method} give a '
-            "number, or let tune choose one"
+            "number" + (", or let tune choose one" if method in TUNED else "")
         )
     if counts is not None:
         if m is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pd2bw_fx.arguments import require_choice
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.containers import look_into_dataclasses
@@ -20,7 +21,7 @@ from pd2bw_fx.sweep import Sweep
 
 from .coarsen import coarsen
 from .normalise import normalise
-from .partition import sweep
+from .partition import METHODS, sweep
 from .profile import default_cache_folder, profile
 from .trace import find_example_inputs, trace
 
@@ -51,10 +52,12 @@ def tune(
     The example inputs are as `split` takes them; dimension 0 of the first tensor is the batch, and tensors
     that have the same there are cut or repeated to each of `microbatch_sizes` (left out: the powers of two
     that divide the batch, up to 32). For each size the model is traced and profiled anew. `num_stages` and
-    `num_replicas` are what may be chosen; equal copies need devices and links that are alike.
+    `num_replicas` are what may be chosen; equal copies need devices and links that are alike. `method` is
+    2bw, 1f1b or gpipe.
 
     Raises what `split` raises, and InputError where no size divides the batch into enough microbatches.
     """
+    require_choice("method", method, *METHODS)
     chosen = Cluster.of(cluster)
     args, kwargs = _inputs(model, example_args, example_kwargs)
     given = _batch_size((args, kwargs))

@@ -20,6 +20,7 @@ from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.runtime.nursery import kept_nursery
 from pd2bw_fx.runtime.optimizing import ParameterOptions
+from pd2bw_fx.stage import run_in_turn
 from pd2bw_fx.timeline import Timeline
 
 _UPDATES_SIMULATED = 8
@@ -208,27 +209,25 @@ class _Contender:
         )
 
 
-def _loss_of(pipe: Pipeline, batch: Any) -> float:
+def _loss_of(pipe: Pipeline, batch: Any) -> float | None:
     """Of the weights as they are now. (A method's own last loss is of those that its forwards ran on, which
-    one that delays gradients has older ones of.)
+    one that delays gradients has older ones of.) None where the stages are not for evaluation.
     """
-    layout, m = pipe.batch_layout, pipe.plan.microbatches_per_update
+    layout, m, loss = pipe.batch_layout, pipe.plan.microbatches_per_update, pipe.graph.loss
     assert layout is not None
-    losses = []
-    with torch.no_grad():
-        for piece in layout.cut(layout.flatten(batch), m):
-            values: dict[str, Tensor] = dict(piece)
-            for stage in pipe.stages:
-                returned = stage.module.eval()(*(values[port.value] for port in stage.program.inputs))
-                outputs = (returned,) if isinstance(returned, Tensor) else returned
-                values |= {
-                    port.value: made for port, made in zip(stage.program.outputs, outputs, strict=True)
-                }
-                losses += [
-                    float(values[port.value])
-                    for port in stage.program.outputs
-                    if port.model_output is not None and port.model_output == pipe.graph.loss
-                ]
+    assert loss is not None
+    if pipe.trace_report is not None and pipe.trace_report.evaluation:
+        return None
+    modules = [stage.module for stage in pipe.stages]
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad():
+            pieces = layout.cut(layout.flatten(batch), m)
+            losses = [float(run_in_turn(pipe.stages, piece)[loss]) for piece in pieces]
+    finally:
+        for module in modules:
+            module.train()
     return sum(losses) / len(losses)
 
 

@@ -44,6 +44,7 @@ def test_an_engine_evaluates_on_its_newest_weights_and_goes_on_training(
     assert "differ in dimension 0" in result["refused"]
     assert result["again"] == result["losses"][0]
     assert result["closed"] == "this engine was closed; make a new one"
+    assert result["too few"] == f"0 microbatches were given; an update has {num_stages}"
     assert "destroyed while the engine was open; call engine.close() before" in result["without group"]
 
 

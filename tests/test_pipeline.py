@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import networkx
 import pytest
 import torch
 from torch import Tensor
@@ -57,3 +58,13 @@ def test_weights_that_cannot_be_are_refused_and_none_replaced(
 def test_arguments_of_a_model_that_is_not_given_are_not_passed_over(pipe: pd2bw_fx.Pipeline) -> None:
     with pytest.raises(InputError, match="are for the model that the stages are compared with: pass it too"):
         pipe.verify(example_args=(torch.zeros(2, 8),))
+
+
+def test_the_operator_graph_is_one_of_networkx(pipe: pd2bw_fx.Pipeline) -> None:
+    graph = pipe.graph.digraph()
+
+    assert networkx.is_directed_acyclic_graph(graph)
+    assert list(graph) == list(pipe.graph.operators)
+    name, operator = next((n, o) for n, o in pipe.graph.operators.items() if len(o.reads) > 1)
+    assert set(graph.predecessors(name)) == set(operator.reads) & pipe.graph.operators.keys()
+    assert graph.nodes[name]["operator"] is operator

@@ -65,6 +65,7 @@ def test_memory_guards_the_microbatch() -> None:
     [
         ({"batch_size": 7, "microbatch_sizes": (2,)}, "divides a batch of 7"),
         ({"batch_size": 8, "microbatch_sizes": (0,)}, "microbatch of 0 samples"),
+        ({"batch_size": 8, "method": "zb-h1"}, "method is 'zb-h1'; '2bw' or '1f1b' or 'gpipe'"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(arguments: dict[str, object], message: str) -> None:

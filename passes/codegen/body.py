@@ -133,7 +133,7 @@ class Body:
         """What the author's statement calls its result, if this is it."""
         line = self.line(item)
         names = assigned_names(line.code) if line is not None else ()
-        if len(names) != 1 or names[0] == "_" or not is_final(self.tree, result, self.scope.depth):
+        if len(names) != 1 or names[0] == "_" or not is_final(result, self.scope.depth):
             return None
         return names[0]
 

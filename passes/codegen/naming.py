@@ -88,7 +88,7 @@ def _is_operator(node: fx.Node, name: str) -> bool:
     return node.op == "call_function" and operator_name(node) == name
 
 
-def is_final(tree: StageTree, node: fx.Node, depth: int) -> bool:
+def is_final(node: fx.Node, depth: int) -> bool:
     """Whether a value is what its author's statement is for, not an inner part of it.
 
     In a loop the next round reads it on the same line; then it is the statement's own if the statement
@@ -106,7 +106,7 @@ def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
     for inner in range(depth, len(module_calls(node)) + 1):
         line = line_at(node, inner)
         names = assigned_names(line.code) if line is not None else ()
-        if len(names) == 1 and names[0] != "_" and is_final(tree, node, inner):
+        if len(names) == 1 and names[0] != "_" and is_final(node, inner):
             return names[0]
     return None
 

@@ -147,7 +147,7 @@ class StageTree:
         """The name under which a parameter is within reach of a call, or None."""
         if scope.function is not None:
             return None
-        return _name_under(scope.path, self._spec(node), self.graph)
+        return _name_under(scope.path, self._spec(node))
 
     def _spec(self, node: fx.Node) -> ParameterSpec:
         name = str(node.target)
@@ -366,7 +366,7 @@ def _readers(graph: OperatorGraph, stage: Cut) -> dict[fx.Node, list[fx.Node]]:
     return readers
 
 
-def _name_under(path: str, spec: ParameterSpec, graph: OperatorGraph) -> str | None:
+def _name_under(path: str, spec: ParameterSpec) -> str | None:
     prefix = path + "." if path else ""
     names: Sequence[str] = (spec.name, *spec.tied_names)
     return next((name for name in names if name.startswith(prefix)), None)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.files import whole_folder, write_manifest
-from pd2bw_fx.graph import Operator, dtype_name
+from pd2bw_fx.graph import dtype_name
 from pd2bw_fx.onnx_session import require, to_array
 from pd2bw_fx.stage import Port, StageProgram, held_buffers, held_parameters
 
@@ -31,6 +31,7 @@ from .graph import NEWEST_OPSET, OLDEST_OPSET, produced, stage_model
 from .merge import EXTERNAL_ABOVE_BYTES, merged, save
 from .original import Original
 from .run import KIND, SCHEMA, in_mode, run_files, run_modules, run_whole
+from .varying import changed_value, why_it_varies, written_by
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -169,58 +170,12 @@ def _truths(
         outputs = None if original is None else original.run(example, weights, training=training)
         fed = {name: example[name] for name in job.inputs}
         values = run_modules(job.programs, modules, fed)
-        changed = _changed(values, run_modules(job.programs, modules, fed))
+        changed = changed_value(values, run_modules(job.programs, modules, fed))
         if changed is not None:
-            written = _written_buffer(job, modules, fed)
-            raise ExportError(_varying(changed, written, original, training=training))
+            written = written_by(job.programs, modules, fed)
+            raise ExportError(why_it_varies(changed, written, original, training=training))
         truths.append(_Truth(values, outputs))
     return truths
-
-
-def _changed(first: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> str | None:
-    """A value that two runs on the same inputs do not agree about."""
-    return next((n for n, v in first.items() if not torch.equal(v.nan_to_num(), again[n].nan_to_num())), None)
-
-
-def _written_buffer(job: _Job, modules: Sequence[nn.Module], fed: Mapping[str, Tensor]) -> str | None:
-    """A buffer that one more run of the stages changes."""
-    pairs = list(zip(job.programs, modules, strict=True))
-    before = [{n: b.clone() for n, b in held_buffers(*pair).items()} for pair in pairs]
-    run_modules(job.programs, modules, fed)
-    after = [held_buffers(*pair) for pair in pairs]
-    return next(
-        (
-            n
-            for old, new in zip(before, after, strict=True)
-            for n, b in old.items()
-            if not torch.equal(b, new[n])
-        ),
-        None,
-    )
-
-
-def _varying(value: str, written: str | None, original: Original | None, *, training: bool) -> str:
-    """Why no file could be compared with stages that compute something else each time, and what to do."""
-    if training:
-        return (
-            f"{value} differs between two runs on the same inputs in training mode, so that no file could be "
-            "compared with it; export with training=False, or set the model's dropout to 0"
-        )
-    operators = () if original is None else original.graph.operators.values()
-    drawing = [o for o in operators if o.is_random and not _is_off_in_evaluation(o)]
-    places = [f"{o.module_path or 'the model'} ({o.module_type}, {o.source_line})" for o in drawing]
-    why = f"random numbers are drawn{f' by {places[0]}' if places else ''}"
-    if written is not None and not places:
-        why = f"the forward writes the buffer {written}"
-    return (
-        f"{value} differs between two runs on the same inputs in evaluation mode too: {why}. Code that asks "
-        "`if self.training` is traced in the mode that the model is in when it is split: split "
-        "`model.eval()`, and export that"
-    )
-
-
-def _is_off_in_evaluation(operator: Operator) -> bool:
-    return any(word in operator.target for word in ("dropout", "attention"))
 
 
 def _facts(job: _Job, original: Original | None, *, opset: int, training: bool) -> dict[str, Any]:

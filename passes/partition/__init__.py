@@ -17,11 +17,13 @@ from .check import check_plan
 from .explain import explain
 from .face import partition
 from .instance import evaluate
+from .kept import METHODS
 from .placement import Placement, plan_workload
 from .replicas import partition_replicated
 from .sweep import sweep
 
 __all__ = [
+    "METHODS",
     "Baseline",
     "Placement",
     "baselines",

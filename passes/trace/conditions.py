@@ -149,7 +149,7 @@ def _draws(node: fx.Node) -> bool:
 
 @contextmanager
 def _on_truth(answer: Callable[[Tensor, Place], bool]) -> Iterator[None]:
-    """Whenever this thread's Python wants to know whether a tensor is true, also by `.item()`, it asks `answer`.
+    """Whenever this thread's Python wants to know whether a tensor is true, by `item` too, it asks `answer`.
 
     A torch function mode would not see what functions of torch's ask.
     """

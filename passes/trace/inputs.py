@@ -195,11 +195,6 @@ def common_batch_size(flat: FlatArguments) -> int:
     return batch_size
 
 
-def named_paths(root: str, value: Any) -> list[tuple[str, Any]]:
-    """Every leaf of a nested value with its path joined by underscores, in pytree order."""
-    return list(zip(_paths(root, value), pytree.tree_leaves(value), strict=True))
-
-
 def _listing(flat: FlatArguments) -> str:
     found = [f"{name}: {tuple(t.shape)}" for name, t in zip(flat.names, flat.tensors, strict=True)]
     return ", ".join(found) or "no tensor at all"

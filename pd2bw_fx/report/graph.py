@@ -73,7 +73,7 @@ def graph_data(
             "saved_bytes": cost.saved_bytes if cost else 0,
             "saved": format_bytes(cost.saved_bytes if cost else 0),
             "line": lines.get(name),
-            "why": _why(operator, graph, plan, stage),
+            "why": _why(operator, plan, stage),
         })  # fmt: skip
     edges = [
         [index[read], index[name]]
@@ -165,7 +165,7 @@ def label_of(operator: Operator) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
-def _why(operator: Operator, graph: OperatorGraph, plan: Plan, stage: int) -> str:
+def _why(operator: Operator, plan: Plan, stage: int) -> str:
     """Why the operator is where it is, in a sentence or two."""
     if stage == EVERYWHERE:
         return "Depends on inputs and sizes alone: each stage that reads it computes it by itself."

@@ -48,6 +48,7 @@ from pd2bw_fx.runtime.world import (
     job_of_this_rank,
     local_device,
 )
+from pd2bw_fx.units import counted
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -231,8 +232,15 @@ class Engine:
         return self.step_microbatches([Microbatch.of(piece) for piece in pieces])
 
     def step_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
-        """One update on microbatches that are cut already and have at least this stage's inputs."""
-        update = self.updates
+        """One update on microbatches that are cut already and have at least this stage's inputs.
+
+        Raises InputError for another number of them than an update has.
+        """
+        update, expected = self.updates, self.job.microbatches_per_update
+        if len(microbatches) != expected:
+            raise InputError(
+                f"{counted(len(microbatches), 'microbatch')} were given; an update has {expected}"
+            )
         with self._fate.shared(f"in update {update}"):
             self._add(microbatches)
             self._runner.run(self._course.next_update())

@@ -59,6 +59,10 @@ def main() -> None:
 
     torch.distributed.init_process_group("gloo")
     orphan = pipe.engine(optimizer=sgd, microbatches_per_update=num_stages)
+    try:
+        orphan.step_microbatches([])
+    except pd2bw_fx.InputError as error:
+        results["too few"] = str(error)
     torch.distributed.destroy_process_group()
     try:
         orphan.step(batches[0])

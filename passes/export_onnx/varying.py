@@ -1,0 +1,62 @@
+"""Stages that compute something else each time, which no file can be compared with: what varies, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx.graph import Operator
+from pd2bw_fx.stage import StageProgram, held_buffers, held_parameters
+
+from .original import Original
+from .run import run_modules
+
+
+def changed_value(first: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> str | None:
+    """A value that two runs on the same inputs do not agree about."""
+    return next((n for n, v in first.items() if not torch.equal(v.nan_to_num(), again[n].nan_to_num())), None)
+
+
+def written_by(
+    programs: Sequence[StageProgram], modules: Sequence[nn.Module], fed: Mapping[str, Tensor]
+) -> str | None:
+    """A buffer or parameter that one more run of the stages changes."""
+    pairs = list(zip(programs, modules, strict=True))
+    before = [{name: held.clone() for name, held in _held(*pair).items()} for pair in pairs]
+    run_modules(programs, modules, fed)
+    both = zip(before, (_held(*pair) for pair in pairs), strict=True)
+    return next((n for old, new in both for n, held in old.items() if not torch.equal(held, new[n])), None)
+
+
+def why_it_varies(value: str, written: str | None, original: Original | None, *, training: bool) -> str:
+    """And what to do."""
+    if training:
+        return (
+            f"{value} differs between two runs on the same inputs in training mode, so that no file could be "
+            "compared with it; export with training=False, or set the model's dropout to 0"
+        )
+    told = f"{value} differs between two runs on the same inputs in evaluation mode too"
+    operators = () if original is None else original.graph.operators.values()
+    drawing = [o for o in operators if o.is_random and not _is_off_in_evaluation(o)]
+    places = [f"{o.module_path or 'the model'} ({o.module_type}, {o.source_line})" for o in drawing]
+    if written is not None and not places:
+        return (
+            f"{told}: the forward writes {written}, and a file keeps nothing from one run to the next. Split "
+            "the part of the model that does not write, or let it write `if self.training` alone and split "
+            "`model.eval()`"
+        )
+    return (
+        f"{told}: random numbers are drawn{f' by {places[0]}' if places else ''}. Code that asks "
+        "`if self.training` is traced in the mode that the model is in when it is split: split "
+        "`model.eval()`, and export that"
+    )
+
+
+def _held(program: StageProgram, module: nn.Module) -> dict[str, Tensor]:
+    return {**held_buffers(program, module), **held_parameters(program, module)}
+
+
+def _is_off_in_evaluation(operator: Operator) -> bool:
+    return any(word in operator.target for word in ("dropout", "attention"))
