@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.runtime.meeting import meet
 from pd2bw_fx.runtime.world import collected
 
 
@@ -44,3 +46,13 @@ def test_weights_that_share_a_block_are_collected_without_the_block(alone: dist.
         assert tensor.untyped_storage().nbytes() == own[name].nbytes, name
         assert own[name].numel() == 0 or tensor.data_ptr() != own[name].data_ptr(), name
     assert found["channels last"].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group_for_gpus_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")  # which no machine without one makes
+
+    with pytest.raises(
+        InputError, match=r"initialised for cuda:nccl.*init_process_group\('cpu:gloo,cuda:nccl'\)"
+    ):
+        meet(timeout_s=1.0)

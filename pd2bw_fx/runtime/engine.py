@@ -163,7 +163,8 @@ class Engine:
         `seed` of dropout and all else that the model draws (None: torch's initial seed on rank 0): by it, the
         microbatch and the operator, so that a run repeats whatever the number of stages and replicas. torch's
         own generator is left alone. `record`: of how many last calls `records` tells what was done when.
-        `device` completes the options.
+        `device` is this rank's, in place of the one that the plan names. `timeout_s`: how many seconds
+        anything that another rank owes is waited for.
 
         Joins the process group that torchrun describes, if none is there: gloo for CPU, nccl for GPU.
         Raises InputError on every rank where there are not as many processes as the method needs, where it

@@ -43,14 +43,20 @@ class Meeting:
 def meet(timeout_s: float) -> Meeting:
     """Wait for the ranks that torchrun describes, or take those that torch.distributed has.
 
-    Raises InputError where there are neither, WorkerError with the ranks that did not come in time.
+    Raises InputError where there are neither, or where torch.distributed has a way between GPUs alone,
+    WorkerError with the ranks that did not come in time.
     """
     if dist.is_initialized():
+        if "cpu:" not in (backends := dist.get_backend_config()):
+            raise InputError(
+                f"torch.distributed was initialised for {backends}, and losses and digests of batches are on "
+                "the CPU; give init_process_group('cpu:gloo,cuda:nccl'), or leave it to the engine"
+            )
         store = dist.distributed_c10d._get_default_store()
         return Meeting(store, dist.get_rank(), dist.get_world_size(), is_joined=True)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise InputError(
-            "an engine needs one process for each stage: start the script with torchrun --nproc-per-node N, "
+            "an engine needs one process for each rank: start the script with torchrun --nproc-per-node N, "
             "or train with pipe.train_local(...), which starts local processes itself"
         )
     store, rank, num_ranks = _rendezvous(timeout_s)
