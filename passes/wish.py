@@ -58,6 +58,11 @@ class Wish:
                 require_whole_number(name, value)
         if isinstance(self.replicas, str):
             require_choice("replicas", self.replicas, "auto")
+        elif isinstance(self.replicas, Sequence):
+            for stage, count in enumerate(self.replicas):
+                require_whole_number(f"replicas[{stage}]", count)
+        elif self.replicas is not None:
+            require_whole_number("replicas", self.replicas)
         require_kind("memory_model", self.memory_model, MemoryModel, "a MemoryModel")
         require_choice("recompute", self.recompute, True, False, "auto")
         if self.constraints is not None:
