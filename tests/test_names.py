@@ -89,3 +89,25 @@ def test_a_line_of_several_statements_gives_no_name_to_the_wrong_value() -> None
     pipe = pd2bw_fx.split(Several(), torch.randn(2, 4), cluster=1, costs="analytic", check=False)
     assert "query = self.last" not in pipe.stages[0].source
     assert "query = self.first" not in pipe.stages[0].source
+
+
+def test_values_that_a_line_makes_one_by_one_have_the_names_that_it_gives_them() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.to_q, self.to_k, self.to_v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, context: Tensor) -> Tensor:
+            q, k, v = self.to_q(x), self.to_k(context), self.to_v(context)
+            q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (q, k, v))
+            scaled, _ = q * 0.5, k.sum()
+            weights = torch.softmax(scaled @ k.transpose(-2, -1), dim=-1)
+            return (weights @ v).transpose(1, 2).flatten(2)
+
+    model = Attending()
+    pipe = pd2bw_fx.split(model, (torch.randn(2, 3, 8),) * 2, cluster=1, costs="analytic")
+
+    source = pipe.stages[0].source
+    for name in "qkv":
+        assert f"{name} = self.to_{name}(" in source
+        assert f"{name} = {name}.unflatten(-1, (2, -1)).transpose(1, 2)" in source

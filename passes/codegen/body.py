@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from .cut import is_size, tensors_read
 from .layers import RECURRENT_LAYERS
 from .limits import is_asked_for_a_limit
 from .naming import is_final, operator_name, place_in_mask
-from .scopes import Line, Scope, assigned_names, line_at
+from .scopes import Line, Scope, assigned_names, line_at, makes_one_by_one
 from .stage_tree import StageTree, occurrences
 
 # no_grad, autocast, and a number that tells apart autocast regions which are alike and touch.
@@ -37,6 +38,7 @@ class Body:
         self._operands = {id(item): self._read_by(item) for item in self.items}
         self._read = {operand for operands in self._operands.values() for operand in operands}
         self._elements = self._elements_taken()
+        self._names_by_place = self._named_by_place()
         self._regions = dict(zip(map(id, self.items), self._told_apart(), strict=True))
 
     def _is_inlined(self, item: fx.Node | Scope) -> bool:
@@ -133,9 +135,26 @@ class Body:
         """What the author's statement calls its result, if this is it."""
         line = self.line(item)
         names = assigned_names(line.code) if line is not None else ()
+        if len(names) > 1:
+            return self._names_by_place.get(id(item))
         if len(names) != 1 or names[0] == "_" or not is_final(result, self.scope.depth):
             return None
         return names[0]
+
+    def _named_by_place(self) -> dict[int, str]:
+        """Of `q, k = self.q(x), self.k(x)` and `q, k = (cut(t) for t in (q, k))`: what makes each value."""
+        named: dict[int, str] = {}
+        for line, group in itertools.groupby(self.items, key=self.line):
+            names = assigned_names(line.code) if line is not None and makes_one_by_one(line.code) else ()
+            final = [item for item in group if self._makes_what_is_assigned(item)] if names else []
+            if len(final) == len(names):
+                both = zip(final, names, strict=True)
+                named |= {id(item): name for item, name in both if name != "_"}
+        return named
+
+    def _makes_what_is_assigned(self, item: fx.Node | Scope) -> bool:
+        results = self.results(item)
+        return len(results) == 1 and is_final(results[0], self.scope.depth)
 
     def is_element(self, item: fx.Node | Scope) -> bool:
         """An element of a tuple that an operator of this body makes: it is bound there."""

@@ -158,6 +158,17 @@ def assigned_names(code: str) -> tuple[str, ...]:
     return tuple(identifier(name) if name not in ("", "_") else "_" for name in found)
 
 
+def makes_one_by_one(code: str) -> bool:
+    """Whether a line assigns several names, each from an expression of its own or a round of one."""
+    try:
+        (statement,) = ast.parse(code).body
+    except (SyntaxError, ValueError):
+        return False
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Tuple):
+        return False
+    return isinstance(statement.value, ast.Tuple | ast.GeneratorExp | ast.ListComp)
+
+
 def _num_statements(code: str) -> int:
     try:
         return len(ast.parse(code).body)
