@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -144,3 +145,40 @@ def test_a_checkpoint_is_never_deleted_for_one_that_is_called_later(tmp_path: Pa
     assert published(tmp_path, 1) == ["update_000001", "update_000003", "update_000006"]  # once more
     published(tmp_path, 999_999)
     assert published(tmp_path, 1_000_000) == ["update_1000000", "update_999999"]
+
+
+@pytest.mark.parametrize("num_renames", [0, 1, 2])
+def test_a_kill_while_one_takes_the_place_of_another_of_the_same_update_leaves_one(
+    num_renames: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "update_000004"
+
+    def written(seed: int) -> Path:
+        partial = tmp_path / f".{name}.partial"
+        partial.mkdir()
+        header = {"updates": 4, "method": "2bw", "num_stages": 1, "num_ranks": 0, "seed": seed}
+        (partial / "checkpoint.json").write_text(json.dumps({"schema": 3} | header))
+        return partial
+
+    rename, left = Path.rename, iter(range(num_renames))
+
+    def killed(path: Path, target: Path) -> Path:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    _publish(tmp_path, written(seed=1), name)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        partial = written(seed=2)
+        if num_renames < 2:
+            with pytest.raises(KeyboardInterrupt):
+                _publish(tmp_path, partial, name)
+        else:
+            _publish(tmp_path, partial, name)
+
+    assert Checkpoint(tmp_path).header.seed == (2 if num_renames == 2 else 1)
+    shutil.rmtree(partial, ignore_errors=True)
+    _publish(tmp_path, written(seed=3), name)
+    assert Checkpoint(tmp_path).header.seed == 3
+    assert not list(tmp_path.glob(".update*"))

@@ -89,8 +89,9 @@ def save(
 
 
 def _publish(folder: Path, partial: Path, name: str) -> None:
-    before = folder / f".{name}.before"  # a second one of the same update: whole until the new one is there
+    before = _before(folder, name)  # a second one of the same update: what is read until the new one is there
     if (folder / name).exists():
+        shutil.rmtree(before, ignore_errors=True)
         (folder / name).rename(before)
     partial.rename(folder / name)
     shutil.rmtree(before, ignore_errors=True)
@@ -106,6 +107,10 @@ def _publish(folder: Path, partial: Path, name: str) -> None:
     for path in whole:
         if _number(path.name) in earlier[: 1 - _KEPT]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _before(folder: Path, name: str) -> Path:
+    return folder / f".{name}.before"
 
 
 def _number(name: str) -> int:
@@ -133,7 +138,10 @@ class Checkpoint:
         pointer = Path(folder) / _LATEST
         if not pointer.exists():
             raise InputError(f"{folder} holds no checkpoint; expected the file {_LATEST!r} in it")
-        self.path = Path(folder) / pointer.read_text()
+        name = pointer.read_text()
+        self.path = Path(folder) / name
+        if not self.path.exists() and _before(Path(folder), name).exists():
+            self.path = _before(Path(folder), name)  # killed while another of the same update took its place
         described = self._json("checkpoint.json")
         if described.pop("schema", None) != _SCHEMA:
             raise PlanMismatchError(f"{self.path} was written by another version; expected schema {_SCHEMA}")
