@@ -170,6 +170,11 @@ def test_an_optimizer_that_computes_losses_itself_is_refused() -> None:
         RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.LBFGS)
 
 
+def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
+    with pytest.raises(InputError, match="SparseAdam takes sparse gradients"):
+        RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.SparseAdam)
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -162,6 +162,11 @@ def _require_optimizer(made: Any, parameters: Iterable[nn.Parameter]) -> None:
             "optimizer steps parameters that it was not given, such as those of the model itself; "
             + EXPECTED_OPTIMIZER
         )
+    if isinstance(made, torch.optim.SparseAdam):
+        raise InputError(
+            "SparseAdam takes sparse gradients, and those of microbatches are added up in dense ones; use an "
+            "optimizer that takes those, such as AdamW"
+        )
     takes = list(inspect.signature(type(made).step).parameters.values())[1:]
     if any(taken.default is taken.empty and taken.kind is taken.POSITIONAL_OR_KEYWORD for taken in takes):
         raise InputError(
