@@ -15,6 +15,7 @@ machine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -91,15 +92,14 @@ Cases = dict[str, list[tuple[Workload, bool]]]  # by name; whether on accelerato
 
 
 def others(names: Sequence[str]) -> Cases:
-    """Published workloads (all if no name is given) on 2 to 16 accelerators with up to 2 CPUs, and then the
-    branchy graphs on 4 to 16."""
+    """Published workloads (all if no name is given) on 2 to 16 accelerators with up to 2 CPUs, and on 16
+    devices of which 4 to 12 are CPUs; then the branchy graphs on 4 to 16."""
     cases: Cases = {}
+    counts = [*itertools.product((2, 3, 4, 6, 8, 12, 16), (0, 1, 2)), (12, 4), (8, 8), (4, 12)]
     for published in names or [reference.name for reference in REFERENCES]:
         workload = read_workload(FOLDER / f"{published}.json")
         cases[published] = [
-            (replace(workload, num_accelerators=devices, num_cpus=cpus), False)
-            for devices in (2, 3, 4, 6, 8, 12, 16)
-            for cpus in (0, 1, 2)
+            (replace(workload, num_accelerators=devices, num_cpus=cpus), False) for devices, cpus in counts
         ]
     for name, make in () if names else (BRANCHY | MORE).items():
         for devices in (4, 8, 16):
