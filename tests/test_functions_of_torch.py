@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pd2bw_fx
@@ -31,6 +32,10 @@ def resynthesised(model: Model, x: Tensor) -> Tensor:
     return torch.istft(spectrum, 16, 4, window=WINDOW, length=x.shape[1]) - x
 
 
+def picked(model: Model, x: Tensor) -> Tensor:
+    return model.first(x)[x[:, 0] > 0.05]
+
+
 def words(x: Tensor) -> Tensor:
     return (x * 10).long().clamp(0, 9)
 
@@ -45,6 +50,7 @@ FUNCTIONS: dict[str, Callable[[Model, Tensor], Tensor]] = {
     ).abs(),
     "the batch's size to the power": lambda model, x: (1 / x.shape[0]) ** torch.sigmoid(model.first(x)),
     "pow of the batch's size": lambda model, x: torch.pow(x.shape[0], torch.sigmoid(model.first(x))),
+    "a pad of rows that a mask picks": lambda model, x: F.pad(picked(model, x).cumsum(-1), (1, 0)),
     "bags of one word": lambda model, x: model.last(model.bags(words(x)[:, 0].unsqueeze(1))),
     "bags of one word, as a view": lambda model, x: model.last(model.bags(words(x[:, :1]).view(-1, 1))),
     "bags of several": lambda model, x: model.last(model.bags(words(x[:, :3]))),

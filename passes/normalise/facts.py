@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 
 from pd2bw_fx.program import FxProgram, ProgramInterpreter
@@ -70,6 +71,15 @@ class FakeRun(ProgramInterpreter):
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
         return _fake(self.mode, value) if isinstance(value, torch.Tensor) else value
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except (
+            GuardOnDataDependentSymNode
+        ):  # a kernel in C++ that asks for sizes as numbers: by Python's rules
+            with enable_python_dispatcher():
+                return super().run_node(n)
 
     def run_on(self, example: Mapping[str, torch.Tensor]) -> None:
         """`example` holds a tensor for each placeholder."""
