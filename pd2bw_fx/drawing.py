@@ -16,18 +16,9 @@ Operator = torch._ops.OpOverload | torch._ops.OpOverloadPacket
 
 RECURRENT = frozenset(("gru", "lstm", "rnn_relu", "rnn_tanh"))
 # Without the "_" of those that write in place.
-_ALWAYS = {
-    "bernoulli",
-    "binomial",
-    "cauchy",
-    "exponential",
-    "geometric",
-    "log_normal",
-    "multinomial",
-    "normal",
-}
+_ALWAYS = {"bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "multinomial"}
 _ALWAYS |= {"poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random"}
-_ALWAYS |= {"randperm", "uniform", "gumbel_softmax", "_sample_dirichlet", "_standard_gamma"}
+_ALWAYS |= {"normal", "randperm", "uniform", "gumbel_softmax", "_sample_dirichlet", "_standard_gamma"}
 # Of nn.functional; the operators are given what is drawn.
 _POOLS = tuple(f"fractional_max_pool{d}d{indices}" for d in (2, 3) for indices in ("", "_with_indices"))
 

@@ -137,7 +137,7 @@ class Body:
         names = assigned_names(line.code) if line is not None else ()
         if len(names) > 1:
             return self._names_by_place.get(id(item))
-        if len(names) != 1 or names[0] == "_" or not is_final(result, self.scope.depth):
+        if not names or names[0] == "_" or not is_final(result, self.scope.depth):
             return None
         return names[0]
 

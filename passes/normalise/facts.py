@@ -75,10 +75,8 @@ class FakeRun(ProgramInterpreter):
     def run_node(self, n: fx.Node) -> Any:
         try:
             return super().run_node(n)
-        except (
-            GuardOnDataDependentSymNode
-        ):  # a kernel in C++ that asks for sizes as numbers: by Python's rules
-            with enable_python_dispatcher():
+        except GuardOnDataDependentSymNode:
+            with enable_python_dispatcher():  # in place of a kernel in C++ that asks for sizes as numbers
                 return super().run_node(n)
 
     def run_on(self, example: Mapping[str, torch.Tensor]) -> None:

@@ -213,10 +213,8 @@ class _EachDrawAlike(TorchFunctionMode):
         if function is nn.functional.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = kwargs | ({} if len(args) > 4 else {"dropout_p": 0.0})
-        if (
-            function is nn.functional.multi_head_attention_forward
-        ):  # a layer's own, which stages call in parts
-            args = (*args[:10], 0.0, *args[11:])
+        if function is nn.functional.multi_head_attention_forward:
+            args = (*args[:10], 0.0, *args[11:])  # of a layer of torch's, which stages call in parts
         return function(*args, **kwargs)
 
 
