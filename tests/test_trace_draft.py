@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.errors import TraceError
+from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.trace import trace
 
 
@@ -52,3 +53,24 @@ def test_the_report_names_the_line_that_fixes_the_batch_size() -> None:
 
     assert report.tracer == "export-static"
     assert any("x.shape[0] == 6" in note and "fixes it" in note for note in report.notes)
+
+
+def test_an_index_by_an_element_of_a_tensor_is_named_and_nothing_printed_besides(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class Permuted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 3)
+            self.register_buffer("order", torch.tensor([2, 0, 1]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.head(x)
+            slots = [x] * 3
+            for place in self.order:
+                slots[place] = parts[..., place]
+            return torch.stack(slots, -1).square().mean()
+
+    with pytest.raises(TraceError, match=r"on sizes and types alone at test_trace_draft\.py:\d+: "):
+        normalise(trace(Permuted(), (torch.randn(4, 3),)))
+    assert capfd.readouterr().err == ""

@@ -26,7 +26,7 @@ from .clean import (
     remove_true_terms,
     separate_repeated_outputs,
 )
-from .describe import Describer, parameter_specs
+from .describe import Describer, parameter_specs, source_line
 from .facts import Facts, observe
 from .functional import make_functional, reshape_as_views
 from .layers import call_mapped_layers
@@ -102,9 +102,10 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts]:
         raise
     except Exception as error:  # of an operator of the model's, whatever it is
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
+        where = source_line(str(error))  # torch tells of the operator that it was at
         raise TraceError(
-            f"{traced.model_name} was traced, and what came of it cannot be run on sizes and types "
-            f"alone: {type(error).__name__}: {reason}\n{traced.report}"
+            f"{traced.model_name} was traced, and what came of it cannot be run on sizes and types alone"
+            f"{f' at {where}' if where else ''}: {type(error).__name__}: {reason}\n{traced.report}"
         ) from error
     rewritten = make_functional(draft, facts)
     if rewritten is draft:

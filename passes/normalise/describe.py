@@ -112,7 +112,7 @@ class Describer:
             parameters=parameters,
             buffers=tuple(name for name in names if name not in parameters),
             outputs=outputs,
-            source_line=_source_line(node.meta.get("stack_trace")),
+            source_line=source_line(node.meta.get("stack_trace")),
             writes_buffers=written,
             is_view=self.facts.is_view(node.name),
             is_random=is_random(node, self.draft.module_of(node)),
@@ -181,7 +181,7 @@ def target_name(node: fx.Node) -> str:
     return f"{module.removeprefix('_')}.{getattr(node.target, '__name__', str(node.target))}"
 
 
-def _source_line(stack_trace: str | None) -> str | None:
+def source_line(stack_trace: str | None) -> str | None:
     """The innermost line outside torch: the model author's."""
     frames = _FRAME.findall(stack_trace or "")
     own = [(Path(path), line) for path, line in frames if not _is_machinery(Path(path))]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import linecache
 import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,15 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Without the draft's own report. It is made from what torch logs, so that must go on being logged."""
+    """Without the draft's own report, made from what torch logs, which must go on being logged, and without
+    the program that it prints where it fails."""
     names = ("torch.fx.experimental.symbolic_shapes", "torch.export._draft_export")
     loggers = [logging.getLogger(name) for name in names]
     try:
         for logger in loggers:
             logger.addFilter(_nothing)
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         for logger in loggers:
             logger.removeFilter(_nothing)
