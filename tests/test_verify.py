@@ -89,15 +89,6 @@ class Overwriting(Stepping):
         return self.last(shares).sum()
 
 
-@pytest.mark.parametrize(
-    ("model", "costs", "reason"),
-    [
-        (Stepping, "analytic", "derivative for aten::heaviside is not implemented"),
-        (Stepping, "measured", "derivative for aten::heaviside is not implemented"),
-        (Overwriting, "analytic", "modified by an inplace operation"),
-        (Overwriting, "measured", "modified by an inplace operation"),
-    ],
-)
 class Noisy(nn.Module):
     """Noise of no layer's can be drawn on the first stage, before what the layers draw."""
 
@@ -126,6 +117,15 @@ def test_draws_in_another_order_are_compared_without_dropout() -> None:
     assert not verification.with_random_numbers
 
 
+@pytest.mark.parametrize(
+    ("model", "costs", "reason"),
+    [
+        (Stepping, "analytic", "derivative for aten::heaviside is not implemented"),
+        (Stepping, "measured", "derivative for aten::heaviside is not implemented"),
+        (Overwriting, "analytic", "modified by an inplace operation"),
+        (Overwriting, "measured", "modified by an inplace operation"),
+    ],
+)
 def test_a_model_without_a_backward_of_its_own_is_told_so(
     model: type[nn.Module], costs: Literal["analytic", "measured"], reason: str
 ) -> None:
