@@ -189,6 +189,13 @@ def test_a_region_around_members_that_torch_calls_one_by_one(
     assert pipe.verify().exact
 
 
+def test_a_model_that_is_split_under_autocast_is_compared_under_it(batch: tuple[Tensor, Tensor]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe = _split(NormInFloat32(), batch)
+        assert pipe.verify().exact
+    assert pipe.verify().exact
+
+
 def test_another_type_than_the_models_is_told(batch: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     pipe = split(IN_A_ROW["torch's own"](), batch, cluster=2, num_stages=2, costs="analytic", check=False)
     pipe.save(tmp_path / "saved")

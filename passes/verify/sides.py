@@ -14,6 +14,7 @@ from pd2bw_fx.attributes import model_kept
 from pd2bw_fx.errors import InputError, VerificationError, models_own_backward
 from pd2bw_fx.graph import OperatorGraph, dtype_name
 from pd2bw_fx.plan import Plan
+from pd2bw_fx.program import surrounding_autocast
 from pd2bw_fx.stage import Port, StageProgram, build_module, held_buffers, held_parameters, outputs_of
 
 Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -92,7 +93,8 @@ def run_stages(
     modules = [build_module(program, tensors) for program in programs]
     with randomness(on=random):
         received, produced = run_forwards(programs, modules, example)
-    _require_types(programs, produced)
+    if not surrounding_autocast():  # of the caller's, which the model and its stages are both under
+        _require_types(programs, produced)
     outputs = model_outputs(programs, produced)
     _backward(graph, programs, received, produced)
     return Run(
