@@ -241,13 +241,14 @@ class _Workers:
         for rank, connection in enumerate(self._connections):
             if rank not in self._finished:
                 _hang_up(connection)
-        until_s = time.monotonic() + (
-            _LEAVING_S if len(self._finished) == len(self._processes) else _ENDING_S
-        )
-        for process in self._processes:
-            try:
-                process.wait(timeout=max(until_s - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
+        all_finished = len(self._finished) == len(self._processes)
+        until_s = time.monotonic() + (_LEAVING_S if all_finished else _ENDING_S)
+        try:
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=max(until_s - time.monotonic(), 0.0))
+        finally:  # another Ctrl-C too
+            for process in self._processes:
                 process.kill()
         for process in self._processes:
             process.wait()
