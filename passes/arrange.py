@@ -24,7 +24,16 @@ from pd2bw_fx.problem import Problem
 
 from .partition import METHODS as TUNED
 from .partition import partition, partition_replicated
-from .schedule import UPDATES_OF_ONE, StageMethod, keeping, keeping_copies, method_of, schedule_of, shape_of
+from .schedule import (
+    BaPipe,
+    Placing,
+    StageMethod,
+    keeping,
+    keeping_copies,
+    method_of,
+    schedule_of,
+    shape_of,
+)
 from .simulate import simulate
 
 _WITHIN_A_DEVICE = 1e15  # bytes per second: no time at all
@@ -46,19 +55,16 @@ def wished_shape(
     Raises InputError for an unknown method, and for numbers that it cannot use.
     """
     chosen = method_of(method)
-    v = chunks or (2 if method == "interleaved" else 1)
-    d = 1 if method == "ddp" else len(cluster) * v
+    is_whole = chosen.placing is Placing.WHOLE
+    v = chunks or (2 if chosen.placing is Placing.ROUND else 1)
+    d = 1 if is_whole else len(cluster) * v
     d = d if num_stages is None else num_stages
-    m = 1 if method in UPDATES_OF_ONE else 2 * d // v
-    replicas = None
-    if method == "ddp":
-        replicas = (len(cluster),) * d
-        m = 2 * len(cluster)
+    m = 2 * (len(cluster) if is_whole else d // v)
+    m = 1 if chosen.updates_often else m
     m = m if microbatches_per_update is None else microbatches_per_update
-    shape = Shape(d, m, replicas=replicas, chunks=v)
-    if method == "zb-auto":  # the order is found for the plan; its numbers are those of zb-h1
-        chosen = method_of("zb-h1")
-    chosen.check(chosen.prepared(shape))
+    shape = Shape(d, m, replicas=(len(cluster),) * d if is_whole else None, chunks=v)
+    counting = chosen.planned_as
+    counting.check(counting.prepared(shape))
     return shape
 
 
@@ -79,9 +85,9 @@ def arrange(
     Raises what `partition` raises, and InputError where the cluster is too small.
     """
     options = {**options, **setting}
-    if method == "bapipe":
+    chosen = method_of(method)
+    if isinstance(chosen, BaPipe):
         return _explored(problem, cluster, shape, memory_model=memory_model, options=options)
-    counting = method_of("zb-h1" if method == "zb-auto" else method)
     settings: dict[str, Any] = {
         "num_stages": shape.num_stages,
         "microbatches_per_update": shape.microbatches_per_update,
@@ -90,11 +96,11 @@ def arrange(
         "kept": keeping(method, shape),
         **options,
     }
-    if method == "interleaved":
-        turn = in_turn(problem, cluster, counting.num_ranks(shape), shape.chunks)
+    if chosen.placing is Placing.ROUND:
+        turn = in_turn(problem, cluster, chosen.num_ranks(shape), shape.chunks)
         order = range(shape.num_stages)
         plan = turn.of_plan(partition(turn.problem, turn.cluster, order=order, **settings))
-    elif method == "chimera":
+    elif chosen.placing is Placing.BOTH_WAYS:
         plan = partition(problem, half_of_each(cluster), **settings)
     else:
         plan = partition(problem, cluster, **settings)
@@ -120,7 +126,7 @@ def share_out(
     Raises what `partition_replicated` raises, and InputError for a method that cannot have them.
     """
     chosen, m = method_of(method), microbatches_per_update
-    if not isinstance(chosen, StageMethod) or method in ("ddp", "bapipe", "zb-auto"):
+    if not isinstance(chosen, StageMethod) or not chosen.plans_replicas:
         raise InputError(
             f"the replicas of {method} are not planned; leave replicas out, or give them to train"
         )
@@ -139,7 +145,7 @@ def share_out(
         )
     if counts is not None:
         if m is None:
-            m = math.lcm(*counts) * (1 if method in UPDATES_OF_ONE else 2 * len(counts))
+            m = math.lcm(*counts) * (1 if chosen.updates_often else 2 * len(counts))
         chosen.check(Shape(len(counts), m, replicas=counts))
     plan = partition_replicated(
         problem,

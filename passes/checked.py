@@ -16,9 +16,7 @@ from pd2bw_fx.problem import Problem
 
 from .arrange import half_of_each, in_turn
 from .partition import check_plan
-from .schedule import keeping, keeping_copies, shape_of
-
-_AS_PLANNED = ("bapipe", "inference")  # what they keep goes by more than their name
+from .schedule import BaPipe, Placing, keeping, keeping_copies, method_of, shape_of
 
 _MOST_MICROBATCHES = 10_000
 
@@ -42,19 +40,20 @@ def checked(
             f"the plan has {plan.microbatches_per_update} microbatches an update; the schedule of at most "
             f"{_MOST_MICROBATCHES} is laid out"
         )
+    method = method_of(plan.method)
     shape = shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)
-    if plan.method not in _AS_PLANNED:
+    if method.trains and not isinstance(method, BaPipe):  # what that keeps goes by the order it has found
         plan = _with(plan, _kept(plan, shape, cluster))
     price = functools.partial(check_plan, memory_model=memory_model, constraints=constraints)
-    if plan.method == "chimera":
+    if method.placing is Placing.BOTH_WAYS:
         return price(plan, problem, half_of_each(cluster))
-    if plan.method != "interleaved":
+    if method.placing is not Placing.ROUND:
         return price(plan, problem, cluster)
     num_devices = plan.num_stages // shape.chunks
     for stage in plan.stages:
         if stage.device != stage.stage % num_devices:
             raise PlanMismatchError(
-                f"stage {stage.stage} is on device {stage.device}; interleaved has it on device "
+                f"stage {stage.stage} is on device {stage.device}; {plan.method} has it on device "
                 f"{stage.stage % num_devices}, for stages go round the {num_devices} devices"
             )
     turn = in_turn(problem, cluster, num_devices, shape.chunks)
@@ -65,7 +64,7 @@ def checked(
 def _kept(plan: Plan, shape: Shape, cluster: Cluster) -> Sequence[Kept]:
     if plan.replicas is not None:
         return keeping_copies(plan.method)(plan.replicas, plan.microbatches_per_update)
-    if plan.method == "ddp":
+    if method_of(plan.method).placing is Placing.WHOLE:
         shape = replace(shape, replicas=(len(cluster),))
     return keeping(plan.method, shape)(plan.num_stages)
 

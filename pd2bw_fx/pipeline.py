@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.actions import Schedule, Shape
-from pd2bw_fx.arguments import require_kind, require_whole_number
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.costs import Calibration, Costs, MemoryModel
+from pd2bw_fx.costs import Calibration, Costs
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.explanation import Explanation
 from pd2bw_fx.files import writing
@@ -25,12 +23,10 @@ from pd2bw_fx.passes.checked import checked
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.export_onnx import Form, Original, export_onnx
 from pd2bw_fx.passes.partition import explain
-from pd2bw_fx.passes.schedule import keeping, keeping_copies, schedule_of, shape_of
-from pd2bw_fx.passes.simulate import calibrate, peak_memory_bytes, simulate
-from pd2bw_fx.passes.trace.inputs import flatten_arguments
-from pd2bw_fx.passes.trace.program import Program
-from pd2bw_fx.passes.verify import Forward, Verification, verify
-from pd2bw_fx.plan import Plan, as_one_stage
+from pd2bw_fx.passes.schedule import Placing, keeping, keeping_copies, method_of
+from pd2bw_fx.passes.simulate import calibrate
+from pd2bw_fx.passes.verify import Forward, Verification
+from pd2bw_fx.plan import Plan
 from pd2bw_fx.report.notebook import pipeline_html
 from pd2bw_fx.report.page import page_html
 from pd2bw_fx.report.parts import Part, picture_of
@@ -38,14 +34,16 @@ from pd2bw_fx.report.picture import Picture
 from pd2bw_fx.report.table import plan_table
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.local import TrainResult, train_local
+from pd2bw_fx.simulated import shape_for, simulated, simulated_peak_bytes
 from pd2bw_fx.stage import Stage, StageProgram, build_module, run_in_turn
+from pd2bw_fx.state import accepted, as_state_dict
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.traced import TraceReport
+from pd2bw_fx.verified import verified
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-_AS_PLANNED = (None, None, None, 0.0, None, False)
 _UPDATES_COMPARED = 8  # enough for a steady state
 
 
@@ -114,12 +112,7 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The merged weights: keys, shapes and ties of the original model's own state_dict."""
-        merged: dict[str, Tensor] = {}
-        for spec in (*self.graph.parameters.values(), *self.graph.buffers.values()):
-            if spec.persistent:
-                for name in (spec.name, *spec.tied_names):
-                    merged[name] = self._tensors[spec.name]
-        return merged
+        return as_state_dict((*self.graph.parameters.values(), *self.graph.buffers.values()), self._tensors)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace weights, by name in the graph or any tied name; each becomes the type that the model has.
@@ -127,29 +120,7 @@ class Pipeline:
         Raises InputError for a name that the model does not have, another shape, and unlike values under the
         names of one tied parameter; nothing is replaced then.
         """
-        specs = {
-            name: spec
-            for spec in (*self.graph.parameters.values(), *self.graph.buffers.values())
-            for name in (spec.name, *spec.tied_names)
-        }
-        new: dict[str, Tensor] = {}
-        for name, given in tensors.items():
-            spec = specs.get(name)
-            if spec is None:
-                raise InputError(f"{self.graph.model_name} has no tensor named {name!r}")
-            if spec.persistent and tuple(given.shape) != spec.spec.example_shape:
-                raise InputError(
-                    f"{name!r} has shape {tuple(given.shape)}, and {self.graph.model_name}'s has "
-                    f"{spec.spec.example_shape}"
-                )
-            tensor = given.detach().to(spec.spec.dtype)
-            other = new.setdefault(spec.name, tensor)
-            if other is not tensor and not torch.equal(other, tensor):
-                names = ", ".join((spec.name, *spec.tied_names))
-                raise InputError(
-                    f"{name!r} is given other values than it has by another name; of one are {names}"
-                )
-        self._tensors = {**self._tensors, **new}
+        self._tensors = {**self._tensors, **accepted(self.graph, tensors)}
         self._stages = None
 
     def explain(self, **options: Any) -> Explanation:
@@ -158,7 +129,7 @@ class Pipeline:
         Every alternative is solved again on the same costs. Options are those of `passes.partition.explain`
         (`time_limit_s`, `max_gap`, ..).
         """
-        if self.plan.method in ("interleaved", "chimera"):
+        if method_of(self.plan.method).placing in (Placing.ROUND, Placing.BOTH_WAYS):
             raise InputError(
                 f"{self.plan.method} has several stages on a device, and explain is for plans with one; "
                 "explain the plan of 1f1b, which cuts by the same rules"
@@ -179,7 +150,8 @@ class Pipeline:
         setting = {
             name: self.setting[name] for name in ("memory_model", "constraints") if name in self.setting
         }
-        return checked(plan, problem, self.cluster, **setting)
+        found = checked(plan, problem, self.cluster, **setting)
+        return replace(found, costs_origin=self.costs.origin)
 
     def verify(
         self,
@@ -205,57 +177,16 @@ class Pipeline:
         Raises VerificationError naming the first tensor that differs by more, InputError without a model, or
         where arguments are given and the model that they are for is not.
         """
-        plain = not example_args and example_kwargs is None
-        if model is not None:
-            require_kind("model", model, nn.Module, "the model that was split, an nn.Module")
-        elif not plain or loss_fn is not None or example_targets is not None:
-            raise InputError(
-                "example_args, example_kwargs, loss_fn and example_targets are for the model that the stages "
-                "are compared with: pass it too, or other inputs by name as example={..}"
-            )
-        if self.example is None:
-            raise InputError("comparing needs example inputs: split the model with example_args")
-        if any(tensor.is_meta for tensor in self._tensors.values()):
-            raise InputError(
-                "weights on the meta device have no values to compare; split the model with check=False"
-            )
-        reference, original = self.reference, self.graph.root
-        is_own = plain and loss_fn is None and model is original and reference is not None
-        if model is not None and not is_own:
-            kwargs = self._plain_arguments(model) if plain else example_kwargs or {}
-            flat = flatten_arguments(model, example_args, kwargs, example_targets)
-            reference, original = Program(model, flat, loss_fn).call, model
-        if reference is None or original is None:
-            raise InputError("a loaded pipeline has no original model: pass the original model to verify()")
-        return verify(
-            self.graph,
-            self.plan,
-            self.programs,
-            self._tensors,
-            self._named_inputs(self.example if example is None else example),
-            model=original,
-            forward=reference,
+        return verified(
+            self,
+            model,
+            example_args=example_args,
+            example_kwargs=example_kwargs,
+            loss_fn=loss_fn,
+            example_targets=example_targets,
+            example=example,
             tolerance=tolerance,
         )
-
-    def _named_inputs(self, example: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        inputs = self.graph.inputs
-        if not inputs.keys() <= example.keys():
-            found = ", ".join(example) or "nothing"
-            raise InputError(f"example has {found}; the model's inputs were expected: {', '.join(inputs)}")
-        return {name: example[name] for name in inputs}
-
-    def _plain_arguments(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """The example inputs as keyword arguments of the model's forward."""
-        assert self.example is not None
-        accepted = inspect.signature(model.forward).parameters
-        strange = sorted(self.example.keys() - accepted.keys())
-        if strange:
-            raise InputError(
-                f"input {strange[0]!r} is no argument of {type(model).__name__}.forward; either it is not "
-                "the model that was split, or pass example_args, example_kwargs and loss_fn as they were then"
-            )
-        return self.example
 
     def save(self, folder: str | Path) -> None:
         """Write sources, weights (safetensors), plan and schedule (JSON) and a manifest with hashes.
@@ -318,26 +249,17 @@ class Pipeline:
         Raises InputError for a schedule that cannot be, such as fewer microbatches than stages for 2bw, or
         a method that needs another plan (interleaved).
         """
-        plan, schedule = self.plan, self.schedule
-        if num_updates is not None:
-            require_whole_number("num_updates", num_updates)
-        if (method, microbatches_per_update, num_updates, slack, replicas, vertical_sync) != _AS_PLANNED:
-            method = method or plan.method
-            if method == "ddp" and plan.num_stages > 1:
-                replicas = replicas or plan.num_stages
-                plan = self._as_one_stage()
-            shape = self.shape(
-                method,
-                microbatches_per_update=microbatches_per_update,
-                slack=slack,
-                replicas=replicas,
-                vertical_sync=vertical_sync,
-                plan=plan,
-            )
-            updates = range(len(self.schedule.updates) if num_updates is None else num_updates)
-            schedule = schedule_of(method, shape, updates=updates, drain=True)
-        chosen = self.cluster if cluster is None else Cluster.of(cluster)
-        return simulate(schedule, plan, chosen, **options)
+        return simulated(
+            self,
+            method=method,
+            microbatches_per_update=microbatches_per_update,
+            num_updates=num_updates,
+            slack=slack,
+            replicas=replicas,
+            vertical_sync=vertical_sync,
+            cluster=self.cluster if cluster is None else Cluster.of(cluster),
+            **options,
+        )
 
     def calibration(self, *timelines: Timeline) -> Calibration:
         """What measured runs of this pipeline took besides its profile, for `simulate` of any method.
@@ -351,17 +273,7 @@ class Pipeline:
         """What each rank of a timeline from `simulate` (of three updates or more) holds at its worst moment:
         the plan's sizes, times the weight versions and microbatches that the timeline has at one time.
         """
-        plan = self._as_one_stage() if timeline.method == "ddp" else self.plan
-        return peak_memory_bytes(timeline, plan, self._memory_model)
-
-    @property
-    def _memory_model(self) -> MemoryModel:
-        model: MemoryModel = self.setting.get("memory_model", MemoryModel())
-        return model
-
-    def _as_one_stage(self) -> Plan:
-        sizes = coarsen(self.graph, self.costs, self.cluster).parameters
-        return as_one_stage(self.plan, sizes, self._memory_model)
+        return simulated_peak_bytes(self, timeline)
 
     def shape(
         self,
@@ -377,25 +289,14 @@ class Pipeline:
 
         As it was planned, if nothing else is asked for; zb-auto searches with the plan's times otherwise.
         """
-        plan = plan or self.plan
-        method = method or plan.method
-        m = plan.microbatches_per_update if microbatches_per_update is None else microbatches_per_update
-        require_whole_number("microbatches_per_update", m)
-        if slack != "auto":
-            require_kind("slack", slack, (int, float), 'a number or "auto"')
-        own = self.schedule.shape
-        planned_slack = 0.0 if method == "2bw" else "auto"
-        as_planned = plan is self.plan and slack in (0.0, planned_slack) and not (replicas or vertical_sync)
-        if own is not None and as_planned and (method, m) == (plan.method, own.microbatches_per_update):
-            return own
-        counts = (replicas,) * plan.num_stages if isinstance(replicas, int) else replicas
-        return shape_of(
-            plan,
+        return shape_for(
+            self,
             method,
-            microbatches_per_update=m,
+            microbatches_per_update=microbatches_per_update,
             slack=slack,
-            replicas=None if counts is None else tuple(counts),
+            replicas=replicas,
             vertical_sync=vertical_sync,
+            plan=plan,
         )
 
     def report(self, path: str | Path, *, metrics: Metrics | None = None) -> None:

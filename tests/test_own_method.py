@@ -13,6 +13,7 @@ from pd2bw_fx.errors import InputError, ScheduleError
 from pd2bw_fx.models.mlp import MLP, MLPConfig
 from pd2bw_fx.passes.schedule import StageMethod, method_of, register_method
 from pd2bw_fx.passes.schedule.flushed import GPipe
+from pd2bw_fx.passes.schedule.interleaved import Interleaved
 from pd2bw_fx.runtime.reference import train_reference
 
 
@@ -48,6 +49,22 @@ class Crossed(InWaves):
             yield kind, turn ^ 3 if swapped else turn
 
 
+class BreadthFirst(Interleaved):
+    """Every stage of a device takes all microbatches before the next one does (arXiv 2211.05953)."""
+
+    name = "breadth-first"
+
+    def order(
+        self, shape: Shape, rank: int, updates: range, *, drain: bool, empty_before: int
+    ) -> Iterator[tuple[Kind, int, int]]:
+        m, stages = shape.microbatches_per_update, self.stages_of(shape, rank)
+        for update in updates:
+            microbatches = range(update * m, (update + 1) * m)
+            for kind, turns in ((Kind.FORWARD, stages), (Kind.BACKWARD, stages[::-1])):
+                yield from ((kind, stage, microbatch) for stage in turns for microbatch in microbatches)
+            yield from ((Kind.UPDATE, stage, update) for stage in stages)
+
+
 pytestmark = pytest.mark.usefixtures("methods_kept")
 
 
@@ -72,6 +89,33 @@ def test_it_is_planned_simulated_and_trained() -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
     for name, tensor in pipe.state_dict().items():
         torch.testing.assert_close(tensor, expected.state_dict[name], rtol=1e-12, atol=0)
+
+
+def test_stages_of_one_go_round_the_devices() -> None:
+    register_method(BreadthFirst())
+    torch.manual_seed(0)
+    model = MLP(MLPConfig(8, 16, 3, 4)).double()
+    batches = [(torch.randn(8, 8).double(), torch.randint(0, 4, (8,))) for _ in range(3)]
+
+    pipe = pd2bw_fx.split(
+        model,
+        (batches[0][0][:2], batches[0][1][:2]),
+        cluster=2,
+        costs="analytic",
+        method="breadth-first",
+        microbatches_per_update=4,
+    )
+    assert [stage.device for stage in pipe.plan.stages] == [0, 1, 0, 1]
+    assert pipe.check_plan(pipe.plan) == pipe.plan
+    with pytest.raises(InputError, match="breadth-first has several stages on a device"):
+        pipe.explain()
+
+    def sgd(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+    expected = train_reference(model, batches, optimizer=sgd, microbatches_per_update=4, method="synchronous")
+    found = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=4)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
 def test_a_schedule_that_cannot_run_is_refused() -> None:

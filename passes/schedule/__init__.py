@@ -19,19 +19,21 @@ on which weight version. The engine executes its lists, the simulator times them
 
 from .build import SYNCHRONOUS, build_schedule, schedule_of
 from .check import check_schedule
-from .flushed import warm_up_forwards
-from .method import Method, StageMethod
+from .flushed import BaPipe, warm_up_forwards
+from .method import Method, Placing, StageMethod
 from .methods import METHODS, method_of, register_method, registered_method
-from .of_plan import UPDATES_OF_ONE, keeping, keeping_copies, shape_of
-from .zb_auto import Found, Times, find_orders
+from .of_plan import keeping, keeping_copies, shape_of
+from .times import Times
+from .zb_auto import Found, find_orders
 
 __all__ = [
     "METHODS",
+    "BaPipe",
     "Found",
     "SYNCHRONOUS",
     "StageMethod",
-    "UPDATES_OF_ONE",
     "Method",
+    "Placing",
     "Times",
     "build_schedule",
     "check_schedule",

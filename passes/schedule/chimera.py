@@ -21,13 +21,14 @@ from functools import lru_cache
 from pd2bw_fx.actions import Kind, Shape
 from pd2bw_fx.errors import InputError
 
-from .method import Cell, Method
+from .method import Cell, Method, Placing
 
 _Piece = tuple[Kind, int, int, int]  # kind, direction (0 down, 1 up), stage, microbatch of the direction
 
 
 class Chimera(Method):
     name = "chimera"
+    placing = Placing.BOTH_WAYS
 
     def check(self, shape: Shape) -> None:
         d, m = shape.num_stages, shape.microbatches_per_update

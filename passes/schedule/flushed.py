@@ -18,7 +18,7 @@ from typing import ClassVar
 from pd2bw_fx.actions import Kind, Shape
 from pd2bw_fx.errors import InputError
 
-from .method import StageMethod
+from .method import Placing, StageMethod
 
 Turns = Iterator[tuple[Kind, int]]
 
@@ -86,6 +86,7 @@ class BaPipe(StageMethod):
     """
 
     name = "bapipe"
+    plans_replicas = False
     bases: ClassVar[Mapping[str, StageMethod]] = {"1f1b": OneForwardOneBackward(), "gpipe": GPipe()}
 
     def prepared(self, shape: Shape) -> Shape:
@@ -112,6 +113,8 @@ class DataParallel(OneForwardOneBackward):
     """The whole model on each of N ranks, gradients averaged: the baseline (DistributedDataParallel)."""
 
     name = "ddp"
+    plans_replicas = False
+    placing = Placing.WHOLE
 
     def check(self, shape: Shape) -> None:
         super().check(shape)

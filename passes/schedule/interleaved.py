@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from pd2bw_fx.actions import Kind, Shape
 from pd2bw_fx.errors import InputError
 
-from .method import Cell, Method
+from .method import Cell, Method, Placing
 
 
 class Interleaved(Method):
     """Microbatches go in rounds of about d: a round passes a rank's first stage, then its second, .."""
 
     name = "interleaved"
+    placing = Placing.ROUND
 
     def check(self, shape: Shape) -> None:
         num_stages, chunks, m = shape.num_stages, shape.chunks, shape.microbatches_per_update

@@ -9,13 +9,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from enum import Enum, auto
 from functools import lru_cache
 
 from pd2bw_fx.actions import Action, Kind, Shape
 from pd2bw_fx.costs import Kept
 from pd2bw_fx.errors import InputError
 
+from .times import Times
+
 Cell = tuple[Kind, int, int]  # a computation: kind, stage, microbatch (for an update: which one)
+
+
+class Placing(Enum):
+    """Which devices have a stage."""
+
+    ROW = auto()  # stage s device s, or as many as it has replicas
+    ROUND = auto()  # stage s of d v device s mod d: `chunks` stages a device
+    BOTH_WAYS = auto()  # stage s devices s and d - 1 - s
+    WHOLE = auto()  # the one stage every device
 
 
 class Method(ABC):
@@ -24,6 +36,8 @@ class Method(ABC):
     `is_synchronous`: every microbatch of update t runs on W(t), and nothing is in flight between updates.
     `keeps_versions`: a backward runs on the version that its forward ran on (stashed where need be); if not,
     on whatever is newest then.
+    `updates_often`: usually after every microbatch.
+    `fills_slack`: `slack="auto"` takes as much as two weight versions and the devices' memory allow.
     """
 
     name: str
@@ -31,6 +45,9 @@ class Method(ABC):
     keeps_versions: bool = True
     trains: bool = True
     splits_backward: bool = False  # into I and W
+    updates_often: bool = False
+    fills_slack: bool = False
+    placing: Placing = Placing.ROW
 
     @abstractmethod
     def check(self, shape: Shape) -> None:
@@ -41,6 +58,15 @@ class Method(ABC):
         stages. Prepare once and give the result to all ranks.
         """
         return shape
+
+    def prepared_for(self, shape: Shape, times: Times) -> Shape:
+        """As `prepared`, for the times of a plan's stages."""
+        return self.prepared(shape)
+
+    @property
+    def planned_as(self) -> Method:
+        """The method whose numbers a plan is made with, where its own are known only for a plan."""
+        return self
 
     @abstractmethod
     def num_ranks(self, shape: Shape) -> int: ...
@@ -185,10 +211,12 @@ class StageMethod(Method):
                                      rank 1   F1 F3 F5 ..      and backward alike; each replica counts its own
                            stage 1   rank 2   F0 F1 F2 ..      ("turns": 0, 1, 2, ..)
 
-    `may_be_unequal`: stages may have different numbers of replicas.
+    `may_be_unequal`: stages may have different numbers of replicas. `plans_replicas`: `partition_replicated`
+    can choose them, since what a stage keeps is known before there is a plan.
     """
 
     may_be_unequal = False
+    plans_replicas = True
 
     def check(self, shape: Shape) -> None:
         d, m, replicas = shape.num_stages, shape.microbatches_per_update, shape.replicas

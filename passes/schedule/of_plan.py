@@ -9,13 +9,12 @@ from typing import Literal
 from pd2bw_fx.actions import Shape
 from pd2bw_fx.costs import Kept
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.plan import Plan, StagePlan
+from pd2bw_fx.plan import Plan
 
 from .flushed import warm_up_forwards
+from .method import Placing
 from .methods import method_of
-from .zb_auto import Times, find_orders
-
-UPDATES_OF_ONE = ("pipedream", "pb", "pipemare")  # usually updated after every microbatch
+from .times import times_of
 
 
 def shape_of(
@@ -38,15 +37,16 @@ def shape_of(
     """
     chosen = method_of(method)
     chunks = plan.num_stages // len({stage.device for stage in plan.stages})
-    if chunks > 1 and method not in ("interleaved", "inference"):
+    goes_round = chosen.placing is Placing.ROUND
+    if chunks > 1 and chosen.trains and not goes_round:
         raise InputError(
             f"the plan has {chunks} stages on a device, which only interleaved runs, not {method}; split the "
             f"model for it: split(.., method={method!r})"
         )
-    if method == "interleaved" and chunks == 1:
+    if goes_round and chunks == 1:
         raise InputError(
-            "the plan has one stage on each device, and interleaved runs several; split the model for it: "
-            "split(.., method='interleaved', chunks=2)"
+            f"the plan has one stage on each device, and {method} runs several; split the model for it: "
+            f"split(.., method={method!r}, chunks=2)"
         )
     if replicas is None and method == plan.method:
         replicas = plan.replicas
@@ -55,17 +55,13 @@ def shape_of(
         microbatches_per_update,
         0.0 if slack == "auto" else slack,
         replicas,
-        chunks if method == "interleaved" else 1,
+        chunks if goes_round else 1,
         vertical_sync,
         base=base,
     )
-    if method == "zb-auto":
-        times = _times_of(plan)
-        turns = microbatches_per_update // shape.replicas_of(0)  # of one replica
-        shape = replace(shape, orders=find_orders(turns, times).orders)
-    shape = chosen.prepared(shape)
+    shape = chosen.prepared_for(shape, times_of(plan))
     chosen.check(shape)
-    if slack == "auto" and method == "2bw":
+    if slack == "auto" and chosen.fills_slack:
         shape = replace(shape, slack=_most_slack(plan, shape))
     return shape
 
@@ -105,37 +101,17 @@ def keeping(method: str, shape: Shape) -> Callable[[int], tuple[Kept, ...]]:
 
     The function raises InputError for numbers of stages that the method cannot have.
     """
-    counting = method_of("zb-h1" if method == "zb-auto" else method)
+    chosen = method_of(method)
+    counting = chosen.planned_as
 
     def kept(num_stages: int) -> tuple[Kept, ...]:
         of = shape
         if num_stages != shape.num_stages:
             of = replace(shape, num_stages=num_stages, orders=None)
-            if method not in UPDATES_OF_ONE:
+            if not chosen.updates_often:
                 of = replace(of, microbatches_per_update=max(num_stages, shape.microbatches_per_update))
         of = counting.prepared(of)
         counting.check(of)
         return tuple(counting.kept(of, stage) for stage in range(num_stages))
 
     return kept
-
-
-def _times_of(plan: Plan) -> Times:
-    """Half of a backward is that of the weights; a message takes as long as the plan's slowest."""
-    links = [t.seconds / (2 if t.gradient_bytes else 1) for t in plan.transfers]
-    return Times(
-        forward_s=tuple(stage.forward_s for stage in plan.stages),
-        input_gradient_s=tuple(
-            stage.backward_s / 2 + (stage.forward_s if stage.recompute else 0.0) for stage in plan.stages
-        ),
-        weight_gradient_s=tuple(stage.backward_s / 2 for stage in plan.stages),
-        latency_s=max(links, default=0.0),
-        in_flight=tuple(min(_held(stage), 2 * plan.num_stages - 1) for stage in plan.stages),
-    )
-
-
-def _held(stage: StagePlan) -> int:
-    """Microbatches that the stage's memory holds between forward and weight gradient."""
-    each_bytes = stage.bytes_per_microbatch
-    free_bytes = stage.memory_limit_bytes - stage.memory.total_bytes
-    return max(1, stage.microbatches_in_flight) + int(free_bytes / each_bytes) if each_bytes > 0 else 2**30

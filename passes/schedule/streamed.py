@@ -40,7 +40,7 @@ class _Streamed(StageMethod):
 
     def check(self, shape: Shape) -> None:
         super().check(shape)
-        if shape.slack and self.name != "2bw":
+        if shape.slack and not self.fills_slack:
             raise InputError(
                 f"slack={shape.slack} would make {self.name} another method, with longer delays; leave it out"
             )
@@ -83,6 +83,7 @@ class TwoBuffered(_Streamed):
     """
 
     name = "2bw"
+    fills_slack = True
 
     def check(self, shape: Shape) -> None:
         super().check(shape)
@@ -121,6 +122,7 @@ class PipeDream(_Streamed):
     """
 
     name = "pipedream"
+    updates_often = True
     may_be_unequal = True
 
     def warm_up(self, shape: Shape, stage: int) -> int:
@@ -149,6 +151,7 @@ class PipelinedBackpropagation(_Streamed):
     """
 
     name = "pb"
+    updates_often = True
     keeps_versions = False
 
     def forward_version(self, shape: Shape, stage: int, microbatch: int, *, empty_before: int = 0) -> int:

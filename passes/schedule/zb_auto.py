@@ -17,40 +17,15 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.solver import IntegerProgram
 
 from .flushed import Turns
-from .method import StageMethod
-from .zero_bubble import weights_behind
+from .method import Method, StageMethod
+from .times import Times
+from .zero_bubble import ZeroBubble1, weights_behind
 
 _Piece = tuple[Kind, int]  # kind and microbatch
 _Order = tuple[_Piece, ...]
 _KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 _MOST_BINARIES = 3000
 _MARGIN = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Seconds of a microbatch at each stage, of a message between two, and the microbatches (between forward
-    and weight gradient) that each stage's memory holds.
-    """
-
-    forward_s: tuple[float, ...]
-    input_gradient_s: tuple[float, ...]
-    weight_gradient_s: tuple[float, ...]
-    latency_s: float
-    in_flight: tuple[int, ...]
-
-    @classmethod
-    def equal(cls, num_stages: int, *, in_flight: int | None = None) -> Times:
-        """F = I = W = 1 at every stage, and the memory of 1F1B's first stage."""
-        one = (1.0,) * num_stages
-        return cls(one, one, one, 0.0, (in_flight or num_stages,) * num_stages)
-
-    def of(self, stage: int, kind: Kind) -> float:
-        position = _KINDS.index(kind)
-        return (self.forward_s, self.input_gradient_s, self.weight_gradient_s)[position][stage]
-
-    def work_s(self, stage: int) -> float:
-        return sum(self.of(stage, kind) for kind in _KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +42,20 @@ class ZeroBubbleAuto(StageMethod):
 
     name = "zb-auto"
     splits_backward = True
+    plans_replicas = False
 
     def prepared(self, shape: Shape) -> Shape:
         if shape.orders is not None:
             return shape
-        times = Times.equal(shape.num_stages)
-        m = shape.microbatches_per_update // shape.replicas_of(0)
-        return replace(shape, orders=find_orders(m, times).orders)
+        return self.prepared_for(shape, Times.equal(shape.num_stages))
+
+    def prepared_for(self, shape: Shape, times: Times) -> Shape:
+        turns = shape.microbatches_per_update // shape.replicas_of(0)  # of one replica
+        return replace(shape, orders=find_orders(turns, times).orders)
+
+    @property
+    def planned_as(self) -> Method:
+        return ZeroBubble1()
 
     def check(self, shape: Shape) -> None:
         super().check(shape)

@@ -16,6 +16,7 @@ from pd2bw_fx.passes.schedule import METHODS, Method, check_schedule, method_of,
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.source_check import uses_vary
 from pd2bw_fx.stage import StageProgram
+from pd2bw_fx.state import as_state_dict
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -294,9 +295,4 @@ def merged_tensors(job: Job, of_ranks: list[Mapping[str, Tensor]]) -> dict[str, 
     of their own.
     """
     held = {name: tensor for tensors in reversed(of_ranks) for name, tensor in tensors.items()}
-    return {
-        name: held[spec.name]
-        for spec in (*job.parameters, *job.buffers)
-        if spec.persistent
-        for name in (spec.name, *spec.tied_names)
-    }
+    return as_state_dict((*job.parameters, *job.buffers), held)

@@ -107,22 +107,35 @@ def make_weights(
 
 
 def _check_precision(job: Job, precision: Precision | None) -> None:
-    if precision == "fp16" and not (job.work.rules.is_synchronous or job.method == "2bw"):
+    if precision == "fp16" and len(_versions_of_an_update(job)) > 1:
         raise InputError(
             f"fp16 scales the loss by one number for a whole update, and an update of {job.method} has "
             "microbatches of several versions; use bf16"
         )
 
 
+def _versions_of_an_update(job: Job) -> set[int]:
+    """Weights that its microbatches run on, forwards and backwards, at any stage."""
+    rules, shape = job.work.rules, job.shape
+    of = (rules.forward_version, rules.backward_version)
+    microbatches, stages = _microbatches_of_a_late_update(job), range(shape.num_stages)
+    return {version(shape, stage, k) for version in of for stage in stages for k in microbatches}
+
+
 def delay_of(job: Job) -> int:
     """Updates that a rank makes between a microbatch's forward and backward, once the pipeline is full."""
     rules, shape, stage = job.work.rules, job.shape, job.stages[0]
-    m = shape.microbatches_per_update
-    first = m * (job.num_ranks + shape.num_stages + 1)
     return max(
         rules.backward_version(shape, stage, k) - rules.forward_version(shape, stage, k)
-        for k in range(first, first + m)
+        for k in _microbatches_of_a_late_update(job)
     )
+
+
+def _microbatches_of_a_late_update(job: Job) -> range:
+    """Of one for which the pipeline is full."""
+    m = job.shape.microbatches_per_update
+    first = m * (job.num_ranks + job.shape.num_stages + 1)
+    return range(first, first + m)
 
 
 def make_runner(

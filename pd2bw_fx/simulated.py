@@ -1,0 +1,106 @@
+"""A pipeline's plan under the method, slack and replicas that are asked for: schedule and time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pd2bw_fx.actions import Shape
+from pd2bw_fx.arguments import require_kind, require_whole_number
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.passes.coarsen import coarsen
+from pd2bw_fx.passes.schedule import Placing, method_of, schedule_of, shape_of
+from pd2bw_fx.passes.simulate import peak_memory_bytes, simulate
+from pd2bw_fx.plan import Plan, as_one_stage
+from pd2bw_fx.timeline import Timeline
+
+if TYPE_CHECKING:
+    from pd2bw_fx.pipeline import Pipeline
+
+_AS_PLANNED = (None, None, None, 0.0, None, False)
+
+
+def simulated(
+    pipeline: Pipeline,
+    *,
+    method: str | None,
+    microbatches_per_update: int | None,
+    num_updates: int | None,
+    slack: float | Literal["auto"],
+    replicas: int | Sequence[int] | None,
+    vertical_sync: bool,
+    cluster: Cluster,
+    **options: Any,
+) -> Timeline:
+    """See `Pipeline.simulate`."""
+    plan, schedule = pipeline.plan, pipeline.schedule
+    if num_updates is not None:
+        require_whole_number("num_updates", num_updates)
+    if (method, microbatches_per_update, num_updates, slack, replicas, vertical_sync) != _AS_PLANNED:
+        method = method or plan.method
+        if method_of(method).placing is Placing.WHOLE and plan.num_stages > 1:
+            replicas = replicas or plan.num_stages
+            plan = _in_one_stage(pipeline)
+        shape = shape_for(
+            pipeline,
+            method,
+            microbatches_per_update=microbatches_per_update,
+            slack=slack,
+            replicas=replicas,
+            vertical_sync=vertical_sync,
+            plan=plan,
+        )
+        updates = range(len(pipeline.schedule.updates) if num_updates is None else num_updates)
+        schedule = schedule_of(method, shape, updates=updates, drain=True)
+    return simulate(schedule, plan, cluster, **options)
+
+
+def simulated_peak_bytes(pipeline: Pipeline, timeline: Timeline) -> tuple[int, ...]:
+    """See `Pipeline.peak_memory_bytes`."""
+    is_whole = method_of(timeline.method).placing is Placing.WHOLE
+    plan = _in_one_stage(pipeline) if is_whole else pipeline.plan
+    return peak_memory_bytes(timeline, plan, _memory_model(pipeline))
+
+
+def shape_for(
+    pipeline: Pipeline,
+    method: str | None,
+    *,
+    microbatches_per_update: int | None,
+    slack: float | Literal["auto"],
+    replicas: int | Sequence[int] | None,
+    vertical_sync: bool,
+    plan: Plan | None,
+) -> Shape:
+    """See `Pipeline.shape`."""
+    plan = plan or pipeline.plan
+    method = method or plan.method
+    m = plan.microbatches_per_update if microbatches_per_update is None else microbatches_per_update
+    require_whole_number("microbatches_per_update", m)
+    if slack != "auto":
+        require_kind("slack", slack, (int, float), 'a number or "auto"')
+    own = pipeline.schedule.shape
+    planned_slack = 0.0 if method_of(method).fills_slack else "auto"
+    as_planned = plan is pipeline.plan and slack in (0.0, planned_slack) and not (replicas or vertical_sync)
+    if own is not None and as_planned and (method, m) == (plan.method, own.microbatches_per_update):
+        return own
+    counts = (replicas,) * plan.num_stages if isinstance(replicas, int) else replicas
+    return shape_of(
+        plan,
+        method,
+        microbatches_per_update=m,
+        slack=slack,
+        replicas=None if counts is None else tuple(counts),
+        vertical_sync=vertical_sync,
+    )
+
+
+def _in_one_stage(pipeline: Pipeline) -> Plan:
+    sizes = coarsen(pipeline.graph, pipeline.costs, pipeline.cluster).parameters
+    return as_one_stage(pipeline.plan, sizes, _memory_model(pipeline))
+
+
+def _memory_model(pipeline: Pipeline) -> MemoryModel:
+    model: MemoryModel = pipeline.setting.get("memory_model", MemoryModel())
+    return model

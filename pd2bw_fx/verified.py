@@ -1,0 +1,86 @@
+"""A pipeline's stages beside the original model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from pd2bw_fx.arguments import require_kind
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.passes.trace.inputs import flatten_arguments
+from pd2bw_fx.passes.trace.program import Program
+from pd2bw_fx.passes.verify import Verification, verify
+
+if TYPE_CHECKING:
+    from pd2bw_fx.pipeline import Pipeline
+
+
+def verified(
+    pipeline: Pipeline,
+    model: nn.Module | None,
+    *,
+    example_args: Sequence[Any],
+    example_kwargs: Mapping[str, Any] | None,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    example_targets: Any,
+    example: Mapping[str, Tensor] | None,
+    tolerance: float | None,
+) -> Verification:
+    """See `Pipeline.verify`."""
+    tensors = pipeline.tensors()
+    plain = not example_args and example_kwargs is None
+    if model is not None:
+        require_kind("model", model, nn.Module, "the model that was split, an nn.Module")
+    elif not plain or loss_fn is not None or example_targets is not None:
+        raise InputError(
+            "example_args, example_kwargs, loss_fn and example_targets are for the model that the stages "
+            "are compared with: pass it too, or other inputs by name as example={..}"
+        )
+    if pipeline.example is None:
+        raise InputError("comparing needs example inputs: split the model with example_args")
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise InputError(
+            "weights on the meta device have no values to compare; split the model with check=False"
+        )
+    reference, original = pipeline.reference, pipeline.graph.root
+    is_own = plain and loss_fn is None and model is original and reference is not None
+    if model is not None and not is_own:
+        kwargs = _plain_arguments(pipeline, model) if plain else example_kwargs or {}
+        flat = flatten_arguments(model, example_args, kwargs, example_targets)
+        reference, original = Program(model, flat, loss_fn).call, model
+    if reference is None or original is None:
+        raise InputError("a loaded pipeline has no original model: pass the original model to verify()")
+    return verify(
+        pipeline.graph,
+        pipeline.plan,
+        pipeline.programs,
+        tensors,
+        _named_inputs(pipeline, pipeline.example if example is None else example),
+        model=original,
+        forward=reference,
+        tolerance=tolerance,
+    )
+
+
+def _named_inputs(pipeline: Pipeline, example: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    inputs = pipeline.graph.inputs
+    if not inputs.keys() <= example.keys():
+        found = ", ".join(example) or "nothing"
+        raise InputError(f"example has {found}; the model's inputs were expected: {', '.join(inputs)}")
+    return {name: example[name] for name in inputs}
+
+
+def _plain_arguments(pipeline: Pipeline, model: nn.Module) -> Mapping[str, Tensor]:
+    """The example inputs as keyword arguments of the model's forward."""
+    assert pipeline.example is not None
+    accepted = inspect.signature(model.forward).parameters
+    strange = sorted(pipeline.example.keys() - accepted.keys())
+    if strange:
+        raise InputError(
+            f"input {strange[0]!r} is no argument of {type(model).__name__}.forward; either it is not "
+            "the model that was split, or pass example_args, example_kwargs and loss_fn as they were then"
+        )
+    return pipeline.example
