@@ -20,10 +20,9 @@ from pd2bw_fx.problem import Problem
 from pd2bw_fx.sweep import Sweep
 
 from .coarsen import coarsen
-from .normalise import normalise
 from .partition import METHODS, sweep
-from .profile import default_cache_folder, profile
-from .trace import find_example_inputs, trace
+from .profiled import Inputs, Pricing, profiled
+from .trace import find_example_inputs
 
 
 def tune(
@@ -62,23 +61,14 @@ def tune(
     args, kwargs = _inputs(model, example_args, example_kwargs)
     given = _batch_size((args, kwargs))
     sizes = _powers_of_two(batch_size) if microbatch_sizes is None else microbatch_sizes
+    pricing = Pricing(costs, chosen.devices[0], profile_cache, chosen.threads_each)
     problems: dict[int, Problem] = {}
     for size in sizes:
         if size < 1:
             raise InputError(f"a microbatch of {size} samples was asked for; at least one was expected")
         sized_args, sized_kwargs, targets = _sized((args, kwargs, example_targets), given, size)
-        traced = trace(model, sized_args, sized_kwargs, loss_fn=loss_fn, targets=targets)
-        graph = normalise(traced)
-        measured = profile(
-            graph,
-            traced.examples,
-            device=chosen.devices[0],
-            method=costs,
-            whole=traced.call,
-            cache=default_cache_folder() if profile_cache else None,
-            num_threads=chosen.threads_each,
-        )
-        problems[size] = coarsen(graph, measured, chosen)
+        known = profiled(model, Inputs(sized_args, sized_kwargs, loss_fn, targets, "auto"), pricing)
+        problems[size] = coarsen(known.graph, known.costs, chosen)
     return sweep(
         problems,
         chosen,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 
 class Kind(StrEnum):
@@ -80,6 +80,17 @@ class Shape:
     def from_json(cls, data: dict[str, Any]) -> Self:
         lists = {key: tuple(data[key]) for key in ("replicas", "orders") if data.get(key) is not None}
         return cls(**{**data, **lists})
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How a plan is to be run: None is as it was planned. `replicas`: for each stage, or one for all."""
+
+    method: str | None = None
+    microbatches_per_update: int | None = None
+    slack: float | Literal["auto"] = 0.0
+    replicas: int | Sequence[int] | None = None
+    vertical_sync: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from pd2bw_fx.actions import Schedule, Shape
+from pd2bw_fx.actions import Schedule, Shape, Wanted
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Calibration, Costs
@@ -251,12 +251,8 @@ class Pipeline:
         """
         return simulated(
             self,
-            method=method,
-            microbatches_per_update=microbatches_per_update,
+            Wanted(method, microbatches_per_update, slack, replicas, vertical_sync),
             num_updates=num_updates,
-            slack=slack,
-            replicas=replicas,
-            vertical_sync=vertical_sync,
             cluster=self.cluster if cluster is None else Cluster.of(cluster),
             **options,
         )
@@ -275,29 +271,12 @@ class Pipeline:
         """
         return simulated_peak_bytes(self, timeline)
 
-    def shape(
-        self,
-        method: str | None = None,
-        *,
-        microbatches_per_update: int | None = None,
-        slack: float | Literal["auto"] = 0.0,
-        replicas: int | Sequence[int] | None = None,
-        vertical_sync: bool = False,
-        plan: Plan | None = None,
-    ) -> Shape:
-        """What the method's schedule is built for on this pipeline's plan (or another one).
+    def shape(self, wanted: Wanted | None = None) -> Shape:
+        """What the schedule is built for, as it was planned or as it is wanted.
 
-        As it was planned, if nothing else is asked for; zb-auto searches with the plan's times otherwise.
+        zb-auto searches with the plan's times where it is not as it was planned.
         """
-        return shape_for(
-            self,
-            method,
-            microbatches_per_update=microbatches_per_update,
-            slack=slack,
-            replicas=replicas,
-            vertical_sync=vertical_sync,
-            plan=plan,
-        )
+        return shape_for(self, wanted or Wanted(), self.plan)
 
     def report(self, path: str | Path, *, metrics: Metrics | None = None) -> None:
         """Write one HTML page that needs no network: the plan, its graph, its time and memory, its code.

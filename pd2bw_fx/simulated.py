@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from pd2bw_fx.actions import Shape
+from pd2bw_fx.actions import Shape, Wanted
 from pd2bw_fx.arguments import require_kind, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import MemoryModel
@@ -18,18 +18,12 @@ from pd2bw_fx.timeline import Timeline
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
-_AS_PLANNED = (None, None, None, 0.0, None, False)
-
 
 def simulated(
     pipeline: Pipeline,
+    wanted: Wanted,
     *,
-    method: str | None,
-    microbatches_per_update: int | None,
     num_updates: int | None,
-    slack: float | Literal["auto"],
-    replicas: int | Sequence[int] | None,
-    vertical_sync: bool,
     cluster: Cluster,
     **options: Any,
 ) -> Timeline:
@@ -37,20 +31,12 @@ def simulated(
     plan, schedule = pipeline.plan, pipeline.schedule
     if num_updates is not None:
         require_whole_number("num_updates", num_updates)
-    if (method, microbatches_per_update, num_updates, slack, replicas, vertical_sync) != _AS_PLANNED:
-        method = method or plan.method
+    if num_updates is not None or wanted != Wanted():
+        method = wanted.method or plan.method
         if method_of(method).placing is Placing.WHOLE and plan.num_stages > 1:
-            replicas = replicas or plan.num_stages
+            wanted = replace(wanted, replicas=wanted.replicas or plan.num_stages)
             plan = _in_one_stage(pipeline)
-        shape = shape_for(
-            pipeline,
-            method,
-            microbatches_per_update=microbatches_per_update,
-            slack=slack,
-            replicas=replicas,
-            vertical_sync=vertical_sync,
-            plan=plan,
-        )
+        shape = shape_for(pipeline, replace(wanted, method=method), plan)
         updates = range(len(pipeline.schedule.updates) if num_updates is None else num_updates)
         schedule = schedule_of(method, shape, updates=updates, drain=True)
     return simulate(schedule, plan, cluster, **options)
@@ -63,27 +49,24 @@ def simulated_peak_bytes(pipeline: Pipeline, timeline: Timeline) -> tuple[int, .
     return peak_memory_bytes(timeline, plan, _memory_model(pipeline))
 
 
-def shape_for(
-    pipeline: Pipeline,
-    method: str | None,
-    *,
-    microbatches_per_update: int | None,
-    slack: float | Literal["auto"],
-    replicas: int | Sequence[int] | None,
-    vertical_sync: bool,
-    plan: Plan | None,
-) -> Shape:
-    """See `Pipeline.shape`."""
-    plan = plan or pipeline.plan
-    method = method or plan.method
-    m = plan.microbatches_per_update if microbatches_per_update is None else microbatches_per_update
+def shape_for(pipeline: Pipeline, wanted: Wanted, plan: Plan) -> Shape:
+    """What the method's schedule is built for on a plan of the pipeline's stages."""
+    method, slack, replicas = wanted.method or plan.method, wanted.slack, wanted.replicas
+    m = wanted.microbatches_per_update
+    m = plan.microbatches_per_update if m is None else m
     require_whole_number("microbatches_per_update", m)
     if slack != "auto":
         require_kind("slack", slack, (int, float), 'a number or "auto"')
     own = pipeline.schedule.shape
     planned_slack = 0.0 if method_of(method).fills_slack else "auto"
-    as_planned = plan is pipeline.plan and slack in (0.0, planned_slack) and not (replicas or vertical_sync)
-    if own is not None and as_planned and (method, m) == (plan.method, own.microbatches_per_update):
+    is_another = (
+        plan is not pipeline.plan
+        or slack not in (0.0, planned_slack)
+        or replicas
+        or wanted.vertical_sync
+        or method != plan.method
+    )
+    if own is not None and not is_another and m == own.microbatches_per_update:
         return own
     counts = (replicas,) * plan.num_stages if isinstance(replicas, int) else replicas
     return shape_of(
@@ -92,7 +75,7 @@ def shape_for(
         microbatches_per_update=m,
         slack=slack,
         replicas=None if counts is None else tuple(counts),
-        vertical_sync=vertical_sync,
+        vertical_sync=wanted.vertical_sync,
     )
 
 

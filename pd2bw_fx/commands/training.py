@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pd2bw_fx.actions import Wanted
 from pd2bw_fx.commands.common import (
     called,
     check_writable,
@@ -154,12 +155,8 @@ def _train_here(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         pipe = named_pipeline(options)
         pipe.save(Path(folder) / "pipeline")
-        work = work_for(
-            pipe,
-            method=options.method,
-            microbatches_per_update=options.microbatches,
-            replicas=options.replicas,
-        )
+        wanted = Wanted(options.method, options.microbatches, "auto", options.replicas)
+        work = work_for(pipe, wanted)
         start_processes(work.num_ranks, _words(options, Path(folder) / "pipeline"))
         return 0
 

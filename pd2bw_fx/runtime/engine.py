@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pd2bw_fx.actions import Wanted
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
@@ -171,17 +172,11 @@ class Engine:
         cannot use the numbers (fewer microbatches than stages for 2bw), or where the pipeline has no loss.
         """
         chosen = EngineOptions.of({"optimizer": optimizer, **options}, "silence_s")
+        wanted = Wanted(method, microbatches_per_update, slack, replicas, vertical_sync)
         world = World(timeout_s=chosen.timeout_s, silence_s=silence_s)
         try:
             with world.watch:
-                job = job_of_this_rank(
-                    pipeline,
-                    method=method,
-                    microbatches_per_update=microbatches_per_update,
-                    slack=slack,
-                    replicas=replicas,
-                    vertical_sync=vertical_sync,
-                )
+                job = job_of_this_rank(pipeline, wanted)
                 with shared_fate(job.rank, job.described(), "making its engine", world.watch.lost):
                     engine = cls(job, chosen)
         except BaseException:

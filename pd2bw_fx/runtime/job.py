@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pd2bw_fx.actions import Shape
+from pd2bw_fx.actions import Shape, Wanted
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec, TensorSpec
@@ -134,35 +134,21 @@ class Job:
         return f"rank {rank} ({self.described(rank)})"
 
 
-def work_for(
-    pipeline: Pipeline,
-    *,
-    method: str | None = None,
-    microbatches_per_update: int | None = None,
-    slack: float | Literal["auto"] = "auto",
-    replicas: int | tuple[int, ...] | None = None,
-    vertical_sync: bool = False,
-) -> Work:
+def work_for(pipeline: Pipeline, wanted: Wanted) -> Work:
     """What a pipeline, and what a user wants otherwise than it was planned, come to.
 
-    `replicas` is one number for all stages, or one for each. Raises InputError for a method that does not
-    train, and for numbers that do not go with the method; ScheduleError for a schedule that cannot be run.
+    Raises InputError for a method that does not train, and for numbers that do not go with the method;
+    ScheduleError for a schedule that cannot be run.
     """
-    name = pipeline.plan.method if method is None else method
+    name = pipeline.plan.method if wanted.method is None else wanted.method
     if name not in METHODS or not METHODS[name].trains:
         trained = ", ".join(known for known, rules in METHODS.items() if rules.trains)
         what = "does not train" if name in METHODS else "is unknown"
         raise InputError(f"method {name!r} {what}; expected one of {trained}")
     rules = method_of(name)
-    if isinstance(replicas, int) and replicas < 1:
-        raise InputError(f"replicas={replicas}; at least one process for each stage was expected")
-    shape = pipeline.shape(
-        method,
-        microbatches_per_update=microbatches_per_update,
-        slack=slack,
-        replicas=None if replicas == 1 else replicas,
-        vertical_sync=vertical_sync,
-    )
+    if isinstance(wanted.replicas, int) and wanted.replicas < 1:
+        raise InputError(f"replicas={wanted.replicas}; at least one process for each stage was expected")
+    shape = pipeline.shape(replace(wanted, replicas=None) if wanted.replicas == 1 else wanted)
     _require_runnable(rules, shape)
     return Work(rules.name, shape)
 

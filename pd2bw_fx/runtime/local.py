@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from pd2bw_fx.actions import Wanted
 from pd2bw_fx.arguments import require_function, require_kind, require_whole_number
 from pd2bw_fx.cluster import cores_each
 from pd2bw_fx.errors import InputError, WorkerError
@@ -103,14 +104,8 @@ def train_local(
     leave no process behind. After a wrong batch, an error of `batches` or of `on_update`, and Ctrl-C the
     pipeline has the weights so far; a second Ctrl-C does not wait for them.
     """
-    work = work_for(
-        pipeline,
-        method=method,
-        microbatches_per_update=microbatches_per_update,
-        slack=slack,
-        replicas=replicas,
-        vertical_sync=vertical_sync,
-    )
+    wanted = Wanted(method, microbatches_per_update, slack, replicas, vertical_sync)
+    work = work_for(pipeline, wanted)
     prepared = jobs(pipeline, work)
     for program in pipeline.programs:
         require_operators(program)

@@ -6,13 +6,14 @@ import datetime
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported later, its defaults would keep the world of that time
 from torch import Tensor
 
+from pd2bw_fx.actions import Wanted
 from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
 from pd2bw_fx.runtime.failure import first_line, forget, translated
 from pd2bw_fx.runtime.job import Job, Work, jobs, work_for
@@ -92,15 +93,7 @@ def _initialise(meeting: Meeting, timeout_s: float) -> None:
         ) from error
 
 
-def job_of_this_rank(
-    pipeline: Pipeline | None,
-    *,
-    method: str | None,
-    microbatches_per_update: int | None,
-    slack: float | Literal["auto"],
-    replicas: int | tuple[int, ...] | None,
-    vertical_sync: bool,
-) -> Job:
+def job_of_this_rank(pipeline: Pipeline | None, wanted: Wanted) -> Job:
     """Rank 0 sends every rank its job, or the error that all of them raise.
 
     One rank after another: beside the model rank 0 holds its own job and one more, not all of them.
@@ -112,15 +105,7 @@ def job_of_this_rank(
     try:
         if pipeline is None:
             raise InputError("rank 0 must have the pipeline; the other ranks may pass None")
-        work = _checked_work(
-            pipeline,
-            dist.get_world_size(),
-            method=method,
-            microbatches_per_update=microbatches_per_update,
-            slack=slack,
-            replicas=replicas,
-            vertical_sync=vertical_sync,
-        )
+        work = _checked_work(pipeline, dist.get_world_size(), wanted)
         made = jobs(pipeline, work)
         own = encoded(made[0])  # the others' differ from it by their programs and tensors
     except Exception as error:
@@ -150,13 +135,13 @@ def _received_job() -> Job:
     return job
 
 
-def _checked_work(pipeline: Pipeline, world_size: int, **wanted: Any) -> Work:
+def _checked_work(pipeline: Pipeline, world_size: int, wanted: Wanted) -> Work:
     """Where the number of processes is wrong too, that is said first."""
     try:
-        work = work_for(pipeline, **wanted)
+        work = work_for(pipeline, wanted)
     except InputError:
         num_devices = len({stage.device for stage in pipeline.plan.stages})
-        if wanted["replicas"] is None and world_size != num_devices:
+        if wanted.replicas is None and world_size != num_devices:
             raise _wrong_size(pipeline.plan.num_stages, num_devices, world_size) from None
         raise
     if world_size != work.num_ranks:
