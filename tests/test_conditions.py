@@ -97,6 +97,47 @@ def test_what_is_asked_by_item_is_a_condition_too() -> None:
         pipe.train_local([inputs(8, times=float("nan"))], optimizer=sgd, microbatches_per_update=2)
 
 
+class _Unseen(Asserting):
+    """A trace's truth value is neither True nor False, and nobody would know that it was asked."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if torch.isnan(x).any().item() is True:
+            hidden = torch.nan_to_num(hidden)
+        return self.second(hidden).square().mean()
+
+
+class _AsText(Asserting):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if str((x > 9).any().item()) == "True":
+            hidden = hidden / 9
+        return self.second(hidden).square().mean()
+
+
+@pytest.mark.parametrize("kind", [_Unseen, _AsText])
+def test_a_truth_value_that_chooses_unseen_is_one_too(kind: type[nn.Module]) -> None:
+    with pytest.raises(
+        TraceError, match=r"export: UnseenChoiceError: chooses a way by values.*conditions\.py"
+    ):
+        pd2bw_fx.split(model_of(kind), inputs(), cluster=2, costs="analytic")
+
+    pipe = pd2bw_fx.split(model_of(kind), inputs(), cluster=2, costs="analytic", tracer="export-as-example")
+    with pytest.raises(RuntimeError, match="another way than in the trace"):
+        pipe.run(inputs(4, times=float("nan") if kind is _Unseen else 1e3)[0])
+
+
+def test_a_truth_value_that_chooses_nothing_is_a_number() -> None:
+    class Counting(Asserting):
+        def forward(self, x: Tensor) -> Tensor:
+            self.is_large = (x > 9).any().item()
+            return self.second(self.first(x) * (x > 0).any().item()).square().mean()
+
+    pipe = pd2bw_fx.split(model_of(Counting), inputs(), cluster=2, costs="analytic")
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.tracer == "export"
+
+
 def test_a_condition_that_chooses_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
     model = model_of(Clamping)
     with pytest.raises(

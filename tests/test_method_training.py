@@ -111,6 +111,18 @@ def test_precision_is_that_of_torchs_autocast_and_loss_scale(tmp_path: Path) -> 
     assert result["fp16 64.0"]["scales"][0] < result["fp16 1.0"]["scales"][0]
 
 
+def test_gradients_of_a_backward_in_halves_lie_as_their_parameters() -> None:
+    """einsum's is a transposed matrix, which a fused optimizer would take for another one."""
+    x, weight = torch.randn(3, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    made = torch.einsum("bc,dc->bd", x * 2, weight)
+
+    input_half([get_gradient_edge(made)], [torch.ones_like(made)], [x]).run()
+
+    assert weight.grad is not None
+    assert weight.grad.stride() == weight.stride()
+    torch.testing.assert_close(weight.grad, 2 * x.detach().sum(0).expand(4, 6))
+
+
 def test_gradients_of_a_backward_in_halves_are_each_parameter_s_own() -> None:
     x = torch.zeros(3, requires_grad=True)
     first, second = (nn.Parameter(torch.zeros(3)) for _ in range(2))

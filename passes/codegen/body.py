@@ -258,14 +258,18 @@ class Folding:
 
         What is evaluated before the item, or after the statement that it has become a part of, stays there.
         """
-        statements = range(index, min(self.emitted_at(index) + 1, self.end))
+        statements = range(index, self.emitted_at(index) + 1)
         evaluated = [at for at in self._evaluated(statements) if self.ordered[at]]
         return evaluated == sorted(evaluated)
 
     def _evaluated(self, statements: range) -> Iterator[int]:
-        """Their items in the order in which Python evaluates them."""
+        """Their items in the order in which Python evaluates them; the last statement is the return."""
         for index in statements:
-            if not self.is_folded(index):
+            if index == self.end:
+                for node in self.body.gives:
+                    if node in self.folded:
+                        yield from self._evaluated_within(self.maker[node])
+            elif not self.is_folded(index):
                 yield from self._evaluated_within(index)
 
     def _evaluated_within(self, index: int) -> Iterator[int]:

@@ -133,9 +133,12 @@ def spec_of(graph: OperatorGraph, node: fx.Node) -> TensorSpec | None:
 
 
 def is_size(graph: OperatorGraph, node: fx.Node) -> bool:
-    """A number computed from shapes: written where it is used, never sent."""
+    """A number that is written where it is used, and never sent: computed from shapes, or read out of a
+    tensor that nothing writes."""
     operator = graph.operators.get(node.name)
-    return operator is not None and not operator.outputs and not operator.writes_buffers and bool(node.users)
+    if operator is None or operator.outputs or operator.writes_buffers:
+        return False
+    return operator.memory_group is None and bool(node.users)
 
 
 def _stages_of_outputs(

@@ -103,7 +103,7 @@ class _Draft:
         self.position = self.folding.end
         if self.body.gives:
             body.append(self._return())
-        annotations = ["Tensor"] * len(self.body.reads)
+        annotations = [_annotation(node) for node in self.body.reads]
         annotations += ["torch.device" if symbol == DEVICE else "int" for symbol in self.body.symbols]
         passes = self.body.tree.passes_through_in_evaluation(self.body.scope)
         return Method(tuple(arguments), tuple(annotations), tuple(body), arguments[0] if passes else None)
@@ -345,6 +345,13 @@ class _Draft:
             elif node.op != "get_attr":
                 found.append(node)
         return found
+
+
+def _annotation(node: fx.Node) -> str:
+    """Of an argument: a tensor, or a number that was read out of one."""
+    value = node.meta.get("val")
+    numbers = (("float", torch.SymFloat | float), ("bool", torch.SymBool | bool), ("int", torch.SymInt | int))
+    return next((name for name, kinds in numbers if isinstance(value, kinds)), "Tensor")
 
 
 def _below(scope: str, path: str) -> str:

@@ -31,6 +31,7 @@ from pd2bw_fx.program import torch_errors_unlogged, training_context
 from pd2bw_fx.size_range import ANY_SIZE
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
+from .conditions import UnseenChoiceError
 from .diagnose import (
     chooses_at_random,
     conditions_of,
@@ -218,6 +219,8 @@ def _first_that_works(
     program = Program(model, flat, loss_fn)
     for name in front_ends:
         program = Program(model, flat, loss_fn)
+        if name == "fx" and any(isinstance(error, UnseenChoiceError) for _, error in attempts):
+            continue
         try:
             if name == "export-as-example":
                 program.conditions = conditions_of(program)

@@ -173,6 +173,31 @@ def _on_truth(answer: Callable[[Tensor, Place], bool]) -> Iterator[None]:
         del Tensor.__bool__, Tensor.item
 
 
+class UnseenChoiceError(ValueError):
+    """A way that is chosen by a truth value, where no trace would know of it, torch.fx's least of all."""
+
+
+@contextmanager
+def truths_by_item(given: bool | None = None) -> Iterator[list[Place]]:
+    """What `item` of a tensor of truth values gives while something is traced: `given`, if not None.
+
+    Yields the places that have asked, as they come.
+    """
+    thread, asked = threading.get_ident(), list[Place]()
+
+    def item(tensor: Tensor) -> float | bool:
+        if threading.get_ident() != thread or tensor.dtype != torch.bool:
+            return TensorBase.item(tensor)
+        asked.append(_place(sys._getframe(1)))
+        return TensorBase.item(tensor) if given is None else given
+
+    Tensor.item = item  # type: ignore[method-assign, assignment]
+    try:
+        yield asked
+    finally:
+        del Tensor.item
+
+
 def _place(asking: FrameType) -> Place:
     code, frame = asking.f_code, asking
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, *_BETWEEN)):

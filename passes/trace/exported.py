@@ -24,6 +24,7 @@ from pd2bw_fx.value_checks import checks_passed_while_traced
 from .batch_rules import maps_for_all_sizes
 from .below_autograd import maps_traced_below
 from .compiling import is_compiling_says, is_raised_by_the_model
+from .conditions import UnseenChoiceError, truths_by_item
 from .custom import custom_functions_kept
 from .detached import DataIsDetached
 from .diagnose import line_of
@@ -57,13 +58,33 @@ def export(program: Program, batch_size: int | None, *, with_lengths: bool = Fal
     lengths = program.flat.lengths(batch_size) if with_lengths and batch_size is not None else {}
     if with_lengths and not lengths:
         raise ValueError("no input is a batch of sequences: whole numbers of shape (batch, length)")
-    exported = _exported(program, batch_size, lengths)
+    exported = _exported_one_way(program, batch_size, lengths)
     _require_open(exported, program, lengths)
     _require_single_operators(exported)
     _require_no_generator(exported)
     if program.watch.custom_functions:
         raise TraceError(_custom_function_message(program.watch.custom_functions[0]))
     require_the_same_again(program, _text(exported), lambda: _text(_exported(program, batch_size, lengths)))
+    return exported
+
+
+def _exported_one_way(
+    program: Program, batch_size: int | None, lengths: Mapping[str, str]
+) -> ExportedProgram:
+    """Raises UnseenChoiceError where `x.any().item() is True` chooses between two ways: what a trace gives
+    there is neither True nor False, and nobody sees that it is asked."""
+    if program.conditions.found:  # asked of the example
+        return _exported(program, batch_size, lengths)
+    with truths_by_item() as asked:
+        exported = _exported(program, batch_size, lengths)
+    if not asked:
+        return exported
+    ways = []
+    for truth in (True, False):
+        with truths_by_item(truth), suppress(Exception):  # on that way the model may well raise
+            ways.append([str(node.target) for node in _exported(program, batch_size, lengths).graph.nodes])
+    if len(ways) < 2 or ways[0] != ways[1]:
+        raise UnseenChoiceError(f"chooses a way by values, which has no answer in a trace, at {asked[0]}")
     return exported
 
 

@@ -96,10 +96,31 @@ def _run_group(group: _Group) -> None:
             continue
         if parameter.grad is not None:
             gradient = parameter.grad + gradient
-        elif _storage(gradient) in taken or not torch.ops.aten.is_non_overlapping_and_dense(gradient):
-            gradient = gradient.clone(memory_format=torch.contiguous_format)  # it will be written in place
+        if _storage(gradient) in taken or not _lies_as(gradient, parameter):
+            gradient = _laid_as(gradient, parameter)
         taken.add(_storage(gradient))
         parameter.grad = gradient
+
+
+def _lies_as(gradient: Tensor, parameter: Tensor) -> bool:
+    """As autograd leaves gradients, which it accumulates in place: fused optimizers ask for no strides."""
+    return gradient.is_sparse or gradient.stride() == _strides(parameter)
+
+
+def _laid_as(gradient: Tensor, parameter: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        return gradient.clone()
+    laid = torch.empty_strided(
+        gradient.shape, _strides(parameter), dtype=gradient.dtype, device=gradient.device
+    )
+    return laid.copy_(gradient)
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Of its gradient: a parameter whose elements lie apart has one whose do not."""
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
 
 
 def _storage(gradient: Tensor) -> int:
