@@ -24,7 +24,7 @@ from .profiled import Inputs, Pricing, profiled, profiled_before
 from .schedule import check_schedule, registered_method, schedule_of
 from .split_onnx import takes_onnx_too
 from .trace.diagnose import blaming_the_model
-from .verify import another_example, evaluation_differs
+from .verify import another_example, evaluation_of
 from .wish import Wish
 
 _UPDATES_SHOWN = 3
@@ -181,7 +181,7 @@ def _tell_of_evaluation(pipeline: Pipeline) -> None:
     if model is None or not model.training or pipeline.reference is None or report is None:
         return
     assert pipeline.example is not None
-    found = evaluation_differs(
+    found = evaluation_of(
         pipeline.graph,
         pipeline.plan,
         pipeline.programs,
@@ -190,12 +190,13 @@ def _tell_of_evaluation(pipeline: Pipeline) -> None:
         model=model,
         forward=pipeline.reference,
     )
-    if not found:
+    pipeline.trace_report = report = replace(report, training_writes=found.writes)
+    if not found.differs:
         return
     asking = asking_for_mode(model)
     asks = f"; {' and '.join(asking)} ask{'' if len(asking) > 1 else 's'} for the mode" if asking else ""
     told = (
-        f"in evaluation mode {found}{asks}. A trace has the branch of the mode that the model is in: split "
-        "model.eval() to evaluate"
+        f"in evaluation mode {found.differs}{asks}. A trace has the branch of the mode that the model is in: "
+        "split model.eval() to evaluate"
     )
     pipeline.trace_report = replace(report, evaluation=told)

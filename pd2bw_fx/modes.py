@@ -58,6 +58,6 @@ def asking_for_mode(model: nn.Module) -> list[str]:
 
 def _asks_for_its_mode(module: nn.Module) -> bool:
     try:
-        return "self.training" in inspect.getsource(type(module).forward)
+        return ".training" in inspect.getsource(type(module).forward)
     except (OSError, TypeError):
         return False

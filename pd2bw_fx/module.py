@@ -87,6 +87,11 @@ def held_buffers(program: StageProgram, module: nn.Module) -> dict[str, Tensor]:
     return {name: held[name] for name in program.buffers}
 
 
+def held_tensors(program: StageProgram, module: nn.Module) -> dict[str, Tensor]:
+    """All that the stage holds, by name in the graph."""
+    return {**held_parameters(program, module), **held_buffers(program, module)}
+
+
 def _fill(module: nn.Module, program: StageProgram, tensors: Mapping[str, Tensor], where: str) -> None:
     copies: dict[str, Tensor] = {}
     for name in (*program.parameters, *program.buffers):

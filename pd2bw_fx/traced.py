@@ -43,7 +43,8 @@ class TraceReport:
     """Which front end won, why the ones before it did not, and what a user should know of the result.
 
     `evaluation` says what the stages do otherwise than the model in evaluation mode, where a check found
-    something: a trace has one of the two branches of `if self.training`.
+    something: a trace has one of the two branches of `if self.training`. `training_writes` are tensors that
+    the model writes in training alone; the stages' are put back after each forward of an evaluation.
 
     `tracer` is "export" (sizes follow the batch), "export-sequence" (and the lengths of sequences),
     "export-static" (one batch size only), "export-as-example" (conditions on values as they come out on the
@@ -55,6 +56,7 @@ class TraceReport:
     notes: tuple[str, ...] = ()
     duration_s: float = 0.0
     evaluation: str = ""
+    training_writes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"traced by {self.tracer} in {self.duration_s:.1f} s"]
@@ -70,6 +72,7 @@ class TraceReport:
             "notes": list(self.notes),
             "duration_s": self.duration_s,
             "evaluation": self.evaluation,
+            "training_writes": list(self.training_writes),
         }
 
     @classmethod
@@ -80,6 +83,7 @@ class TraceReport:
             notes=tuple(data["notes"]),
             duration_s=data["duration_s"],
             evaluation=data["evaluation"],
+            training_writes=tuple(data.get("training_writes", ())),
         )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import pd2bw_fx
@@ -207,3 +209,79 @@ def test_a_mode_and_a_rate_that_the_forward_sets_are_the_stages() -> None:
         "attribute dropout.p (0.1 before the forward, 0.7 after): the stages have it as it is after the "
         "forward",
     ]
+
+
+class Following(nn.Module):
+    """Moves a counter, a mean and a teacher while it trains; nothing that it returns shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.teacher = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh() + self.teacher(x)
+        if self.training:
+            self.steps += 1
+            self.mean.lerp_(hidden.detach().mean(0), 0.1)
+            with torch.no_grad():
+                self.teacher.weight.lerp_(self.first.weight, 0.1)
+        return self.last(hidden).square().mean()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_training_alone_writes_stays_in_an_evaluation() -> None:
+    torch.manual_seed(0)
+    model, x = Following(), torch.randn(4, 4, 4)
+    pipe = pd2bw_fx.split(model, x[0, :2], cluster=1, costs="analytic")
+
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.training_writes == ("mean", "steps", "teacher.weight")
+    options = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1), "method": "1f1b"}
+    with pipe.engine(microbatches_per_update=2, **options) as engine:
+        engine.step(x[0])
+        before = engine.state_dict()
+        found = float(engine.eval(x[1]))
+        engine.outputs(x[2])
+        after = engine.state_dict()
+
+    assert before["steps"] == 2
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+    model.load_state_dict(before)
+    model.eval()
+    assert found == pytest.approx(sum(model(half).item() for half in x[1].chunk(2)) / 2)
+
+
+class Noisy(nn.Module):
+    """Noise that is learned, of nothing at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.strength = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.training:
+            hidden = hidden + self.strength * torch.randn_like(hidden)
+        return self.last(hidden.tanh()).square().mean()
+
+
+def test_a_branch_that_does_nothing_yet_is_told_too() -> None:
+    pipe = pd2bw_fx.split(Noisy(), torch.randn(4, 4), cluster=1, costs="analytic")
+
+    assert pipe.trace_report is not None
+    assert "with other weights than it has now, 'loss' is another one" in pipe.trace_report.evaluation
+    assert "Noisy at the top asks for the mode" in pipe.trace_report.evaluation

@@ -19,23 +19,27 @@ from torch import Tensor, nn
 from pd2bw_fx.errors import VerificationError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
-from pd2bw_fx.program import without_gradients
-from pd2bw_fx.stage import StageProgram, build_module
+from pd2bw_fx.stage import StageProgram
 
 from .compare import Difference, coarsest_tolerance, difference, largest_of, rounded, tolerance_of
+from .evaluation import Evaluation, evaluation_of
 from .sides import (
     Forward,
     Run,
     draws_in_program_order,
-    model_outputs,
-    randomness,
-    run_forwards,
     run_model,
     run_stages,
-    weights_of,
 )
 
-__all__ = ["Difference", "Forward", "Verification", "another_example", "evaluation_differs", "verify"]
+__all__ = [
+    "Difference",
+    "Evaluation",
+    "Forward",
+    "Verification",
+    "another_example",
+    "evaluation_of",
+    "verify",
+]
 
 # A gradient may be nothing but rounding (softmax takes no notice of a key's bias): its scale is at least this
 # share of the largest gradient.
@@ -121,46 +125,6 @@ def _require_the_same_again(eager: Run, again: Run, allowed: Mapping[str, float]
             f"inputs, weights and seed of torch differs by {apart.relative:.3e} of its largest entry. Stages "
             "would keep what one call had; draw with torch.rand, and keep what changes in a buffer"
         )
-
-
-def evaluation_differs(
-    graph: OperatorGraph,
-    plan: Plan,
-    programs: Sequence[StageProgram],
-    tensors: Mapping[str, Tensor],
-    example: Mapping[str, Tensor],
-    *,
-    model: nn.Module,
-    forward: Forward,
-) -> str:
-    """What the stages of a model that was traced in training do otherwise than it in evaluation; or "".
-
-    A trace has one of the two branches of `if self.training`.
-    """
-    in_order = draws_in_program_order(graph, plan)
-    with weights_of(model, graph, tensors), randomness(on=in_order):
-        model.eval()
-        try:
-            expected = without_gradients(forward, example)
-        except Exception as error:  # whatever the model's other branch does with the example
-            return f"the model cannot be run on the example inputs: {error}"
-    modules = [build_module(program, tensors).eval() for program in programs]
-    with randomness(on=in_order), torch.no_grad():
-        try:
-            _, produced = run_forwards(programs, modules, example)
-        except Exception as error:  # whatever follows from sizes that the one mode alone has
-            return f"the stages cannot be run on the example inputs: {error}"
-    found = model_outputs(programs, produced)
-    for name, value in found.items():
-        if name not in expected:
-            return f"the model does not return {name!r}"
-        try:
-            apart = difference(name, expected[name], value, 0.0)
-        except VerificationError as error:
-            return str(error)
-        if not apart.relative <= tolerance_of(value, coarsest_tolerance(graph, programs)):
-            return f"{name!r} is another one, by {apart.relative:.1e} of its largest entry"
-    return ""
 
 
 def another_example(graph: OperatorGraph, example: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -70,6 +70,7 @@ class Job:
     holders: Mapping[str, tuple[int, ...]]
     uses_vary: bool  # which parameters an update has gradients for is not the same in all of them
     evaluation: str  # what the stages do otherwise than the model in evaluation mode
+    training_writes: frozenset[str]  # what a forward writes in training alone
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -231,6 +232,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
                 holders=_holders(programs, stages_of, ranks),
                 uses_vary=any(uses_vary(program.source) for program in programs),
                 evaluation="" if report is None else report.evaluation,
+                training_writes=frozenset() if report is None else frozenset(report.training_writes),
             )
         )
     return tuple(sorted(made, key=lambda job: job.rank))

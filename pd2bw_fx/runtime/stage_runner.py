@@ -25,7 +25,7 @@ from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Links
 from pd2bw_fx.runtime.split_backward import WeightHalf, input_half
 from pd2bw_fx.runtime.weights import WeightStore
-from pd2bw_fx.stage import StageProgram, outputs_of
+from pd2bw_fx.stage import StageProgram, held_tensors, outputs_of
 
 OnOutput = Callable[[int, str, Tensor], None]
 """Is told what the model returns for a microbatch: by its number, the output's name and value."""
@@ -99,6 +99,7 @@ class StageRunner:
             job.work.rules.forward_version, job.shape, job.shape.num_stages - 1
         )
         self._recompute = program.stage in job.recomputed
+        self._training_writes = job.training_writes
         self._share = 1.0 / job.microbatches_per_update
         self._loss_gradient: tuple[float, Tensor] | None = None
         self._precision = precision
@@ -145,8 +146,12 @@ class StageRunner:
         again = kept.runs_again = self.training and self._recompute
         if again:
             kept.buffers = self._written.before(module)
+        as_before = {} if self.training else self._kept_in_evaluation(module)
         with torch.set_grad_enabled(self.training and not again), self._drawing(action.microbatch):
             produced = self._run(module, kept)
+        with torch.no_grad():
+            for tensor, before in as_before.items():
+                tensor.copy_(before)
         if again:
             self._written.keep(kept.buffers)
         kept.outputs = {port.value: produced[port.value] for port in self.program.outputs if port.targets}
@@ -157,6 +162,13 @@ class StageRunner:
             self._keep_roots(kept, produced, action.version)
         if not self.training and not kept.outputs:
             del self._in_flight[action.microbatch]
+
+    def _kept_in_evaluation(self, module: nn.Module) -> dict[Tensor, Tensor]:
+        """Copies of what a forward writes in training alone, which a trace does in evaluation too."""
+        if not self._training_writes:
+            return {}
+        held = held_tensors(self.program, module)
+        return {held[name]: held[name].clone() for name in self._training_writes & held.keys()}
 
     def _run(self, module: nn.Module, kept: _InFlight) -> dict[str, Tensor]:
         """The stage's forward on what a microbatch has: its outputs by name."""

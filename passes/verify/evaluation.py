@@ -1,0 +1,137 @@
+"""Evaluation by the stages of a model that was traced in training: what they do otherwise than the model.
+
+A trace has one of the two branches of `if self.training`. Where a layer asks for its mode in words of its
+own, the two may be alike at the weights that there are, and not later: noise of a strength that is still
+zero, a power iteration that has converged. So they are compared at other weights too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx.errors import VerificationError
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.modes import asking_for_mode
+from pd2bw_fx.plan import Plan
+from pd2bw_fx.program import without_gradients
+from pd2bw_fx.stage import StageProgram, build_module, held_tensors
+
+from .compare import coarsest_tolerance, difference, tolerance_of
+from .sides import Forward, draws_in_program_order, model_outputs, randomness, run_forwards, weights_of
+
+_MOVED_BY = 0.1  # each weight at other ones, of its size and of one
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """`differs`: what the stages give otherwise than the model, or ""; `writes`: the tensors that they alone
+    write, which the model does in training."""
+
+    differs: str = ""
+    writes: tuple[str, ...] = ()
+
+
+def evaluation_of(
+    graph: OperatorGraph,
+    plan: Plan,
+    programs: Sequence[StageProgram],
+    tensors: Mapping[str, Tensor],
+    example: Mapping[str, Tensor],
+    *,
+    model: nn.Module,
+    forward: Forward,
+) -> Evaluation:
+    """The stages in evaluation mode beside the model in evaluation mode, on the example inputs."""
+    in_order = draws_in_program_order(graph, plan)
+
+    def compared(weights: Mapping[str, Tensor]) -> Evaluation:
+        try:
+            outputs, written = _of_model(graph, weights, example, model, forward, random=in_order)
+        except Exception as error:  # whatever the model's other branch does with the example
+            return Evaluation(f"the model cannot be run on the example inputs: {error}")
+        try:
+            found, own = _of_stages(programs, weights, example, random=in_order)
+        except Exception as error:  # whatever follows from sizes that the one mode alone has
+            return Evaluation(f"the stages cannot be run on the example inputs: {error}")
+        said = _outputs_differ(graph, programs, outputs, found)
+        missed = sorted(written - own)
+        if not said and missed:
+            said = f"the model writes {missed[0]!r}, and the stages do not"
+        return Evaluation(said, tuple(sorted(own - written)))
+
+    first = compared(tensors)
+    if first.differs or not asking_for_mode(model):
+        return first
+    later = compared(_moved(graph, tensors))
+    if "cannot be run" in later.differs:  # on weights that nobody has trained
+        return first
+    told = f"with other weights than it has now, {later.differs}" if later.differs else ""
+    return Evaluation(told, tuple(sorted({*first.writes, *later.writes})))
+
+
+def _moved(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    moved = dict(tensors)
+    for name, spec in graph.parameters.items():
+        tensor = tensors[name]
+        if spec.trainable and tensor.is_floating_point():
+            by = torch.randn(tensor.shape, generator=generator).to(tensor) * _MOVED_BY
+            moved[name] = tensor + by * (1 + tensor.abs())
+    return moved
+
+
+def _of_model(
+    graph: OperatorGraph,
+    tensors: Mapping[str, Tensor],
+    example: Mapping[str, Tensor],
+    model: nn.Module,
+    forward: Forward,
+    *,
+    random: bool,
+) -> tuple[Mapping[str, Tensor], set[str]]:
+    """What it returns, and which buffers it has changed."""
+    with weights_of(model, graph, tensors) as live, randomness(on=random):
+        model.eval()
+        outputs = without_gradients(forward, example)
+        return outputs, {name for name, after in live.items() if _is_changed(after, tensors[name])}
+
+
+def _of_stages(
+    programs: Sequence[StageProgram],
+    tensors: Mapping[str, Tensor],
+    example: Mapping[str, Tensor],
+    *,
+    random: bool,
+) -> tuple[Mapping[str, Tensor], set[str]]:
+    modules = [build_module(program, tensors).eval() for program in programs]
+    with randomness(on=random), torch.no_grad():
+        _, produced = run_forwards(programs, modules, example)
+    held = [held_tensors(program, module) for program, module in zip(programs, modules, strict=True)]
+    changed = {name for own in held for name, after in own.items() if _is_changed(after, tensors[name])}
+    return model_outputs(programs, produced), changed
+
+
+def _is_changed(after: Tensor, before: Tensor) -> bool:
+    return after.shape != before.shape or not torch.equal(after.to(before), before)
+
+
+def _outputs_differ(
+    graph: OperatorGraph,
+    programs: Sequence[StageProgram],
+    expected: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+) -> str:
+    for name, value in found.items():
+        if name not in expected:
+            return f"the model does not return {name!r}"
+        try:
+            apart = difference(name, expected[name], value, 0.0)
+        except VerificationError as error:
+            return str(error)
+        if not apart.relative <= tolerance_of(value, coarsest_tolerance(graph, programs)):
+            return f"{name!r} is another one, by {apart.relative:.1e} of its largest entry"
+    return ""
