@@ -295,3 +295,50 @@ def test_layers_that_a_first_call_makes_are_asked_for(tracer: str) -> None:
 
     model(x)
     assert pd2bw_fx.split(model, x, cluster=2, costs="analytic", tracer=tracer).verify().exact
+
+
+class _Averaging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.mean = torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        return self.last(hidden - self.mean).square().mean()
+
+
+class _GoingOn(nn.Module):
+    """A state that each call begins with; the first one with none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(6, 6, batch_first=True)
+        self.state: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, (hidden, cell) = self.layer(x[None], self.state)
+        self.state = hidden.detach(), cell.detach()
+        return out.square().mean()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(_Averaging, "mean"), (_GoingOn, "state")])
+def test_tensors_that_go_from_call_to_call_in_attributes_are_refused(
+    kind: type[nn.Module], name: str
+) -> None:
+    with pytest.raises(
+        TraceError, match=rf"from call to call, by the tensor .* the attribute {name}; .*copy_"
+    ):
+        trace(kind(), (torch.randn(4, 6),))
+
+
+def test_a_mean_that_is_only_kept_is_noted() -> None:
+    class Logging(_Averaging):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+            return self.last(hidden).square().mean()
+
+    traced = trace(Logging(), (torch.randn(4, 6),))
+    assert any("assigns a tensor to mean" in note for note in traced.report.notes)

@@ -57,7 +57,7 @@ from .inputs import (
 from .notes import note_on_operator, notes_of
 from .program import MODEL_PREFIX, Program
 from .required import require_data, require_traceable_modules, tensor_hooks_refused
-from .second_call import OtherNextTimeError, called_before
+from .second_call import OtherNextTimeError, called_before, require_nothing_kept
 from .symbolic import trace_symbolically
 
 __all__ = ["find_example_inputs", "trace"]
@@ -264,6 +264,7 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
                 "asks for the batch size",
             )
         notes += tuple(map(note_on_operator, foreign_operators(graph)))
+    require_nothing_kept(program)
     return Traced(
         program=graph,
         model=program.model,

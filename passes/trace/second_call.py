@@ -81,6 +81,38 @@ def require_the_same_again(program: Program, first: Any, traced_again: Callable[
         program.watch = watch
 
 
+def require_nothing_kept(program: Program) -> None:
+    """Raises TraceError where tensors that a call assigns to attributes make the next call another one.
+
+    Parameters, buffers and random numbers are the same in both. A trace has what was in such an attribute
+    before as a constant, or what the first of all calls puts there.
+    """
+    names = program.watch.assigned_tensors
+    if not names or not holds_data(program):
+        return
+    with attributes_kept(program.model):
+        first, second = _results(program), _results(program)
+    if any(not _is_alike(first[name], second.get(name)) for name in first):
+        raise TraceError(
+            f"the model computes something else from call to call, by the tensor that its forward assigns to "
+            f"the attribute {names[0]}; the stages would keep what was there before for ever. Make it a "
+            "buffer that the forward writes, as self.buffer.copy_(..) does, or an argument of the forward"
+        )
+
+
+def _results(program: Program) -> dict[str, torch.Tensor]:
+    with state_kept(program), random_numbers_kept():
+        torch.manual_seed(0)
+        given = program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
+        return {name: value.detach().clone() for name, value in given.items()}
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    if other is None or one.shape != other.shape:
+        return False
+    return torch.allclose(one, other, rtol=1e-6, atol=0.0, equal_nan=True)
+
+
 def _require_equal(first: Any, traced_again: Callable[[], Any], changes: Sequence[Change]) -> None:
     try:
         if traced_again() == first:

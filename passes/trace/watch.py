@@ -96,9 +96,15 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _tensor_attributes(module: nn.Module) -> dict[str, int]:
-    """By identity, those that torch.fx has in place of tensors too; parameters and buffers are elsewhere."""
-    kinds = torch.Tensor | fx.Proxy
-    return {name: id(value) for name, value in vars(module).items() if isinstance(value, kinds)}
+    """By identity, tuples of tensors and what torch.fx has in place of tensors too; parameters and buffers
+    are elsewhere."""
+    return {name: id(value) for name, value in vars(module).items() if _is_of_tensors(value)}
+
+
+def _is_of_tensors(value: Any) -> bool:
+    if isinstance(value, tuple | list) and value:
+        return all(_is_of_tensors(element) for element in value)
+    return isinstance(value, torch.Tensor | fx.Proxy)
 
 
 def _random_state() -> Any:
