@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from pd2bw_fx.errors import InputError, PlanMismatchError
 
@@ -60,6 +65,28 @@ def writing(path: str | Path) -> Iterator[Path]:
         raise InputError(
             f"{path} cannot be written: {error.strerror}; name a file in a folder that is there and is yours"
         ) from error
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """A safetensors file that whoever may read files of this process may read. Raises OSError."""
+    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    try:
+        save_file(whole, path)
+    except SafetensorError as error:  # it has no class for a disk that is full
+        raise OSError(None, str(error)) from error
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
+def make_durable(folder: Path) -> None:
+    """What is in the folder is on the disk before anything names it, and outlives a loss of power."""
+    for path in (*folder.iterdir(), folder):
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 def _own_manifest(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pd2bw_fx.actions import Schedule
@@ -28,7 +28,7 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Costs, MemoryModel
 from pd2bw_fx.errors import Pd2bwError, PlanMismatchError
-from pd2bw_fx.files import read_manifest, sha256, whole_folder, write_manifest
+from pd2bw_fx.files import read_manifest, save_tensors, sha256, whole_folder, write_manifest
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
@@ -188,7 +188,7 @@ def _read_text(path: Path) -> str:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+    save_tensors(tensors, path)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

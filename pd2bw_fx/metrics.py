@@ -74,7 +74,10 @@ class Metrics:
 
     def save(self, path: str | Path) -> None:
         """Into a file, or as metrics.json into a folder that is there (one that `Pipeline.save` wrote)."""
-        _file(path).write_text(json.dumps(self.to_json()) + "\n")
+        file = _file(path)
+        partial = file.with_name(f".{file.name}.partial")
+        partial.write_text(json.dumps(self.to_json()) + "\n")
+        partial.replace(file)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

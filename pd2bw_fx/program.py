@@ -95,14 +95,25 @@ def _traced_on(node: fx.Node) -> str:
     return next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
 
 
+@contextmanager
+def _every_layer_as_written() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def without_gradients(
     forward: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
     inputs: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """What a model returns in evaluation. One that differentiates in its forward (forces of an energy) cannot
-    do without gradients, and is run with them."""
+    do without gradients, and is run with them. Without torch's fast path for encoder layers, which gives
+    padded positions zeros."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _every_layer_as_written():
             return dict(forward(inputs))
     except RuntimeError as error:
         if "does not require grad" not in str(error):

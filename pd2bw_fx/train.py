@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,20 +18,22 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pd2bw_fx import errors
 from pd2bw_fx.cluster import cores_each
 from pd2bw_fx.errors import InputError, Pd2bwError, UsageError, WorkerError
+from pd2bw_fx.files import save_tensors, writing
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models.text import byte_batches
 from pd2bw_fx.optim import MuonWithAdamW, heads_to_adamw, nadamw
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.report.parts import write_timeline
+from pd2bw_fx.runtime.checkpoint import updates_of
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.loss import Loss
 from pd2bw_fx.runtime.optimizing import ParameterOptions
@@ -91,6 +94,10 @@ def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
         elastic_launch(setting, sys.executable)("-m", "pd2bw_fx", STARTED_HERE, *arguments)
     except ChildFailedError as error:
         raise _reason(error.failures) from None
+    except SignalException as error:  # its processes have ended
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + error.sigval) from None
 
 
 def _reason(failures: Mapping[int, ProcessFailure]) -> Pd2bwError:
@@ -174,14 +181,20 @@ def run_training(
         record=0 if options.metrics is None and options.trace is None else options.record,
     )
     with engine:
-        first = 0
+        first, earlier = 0, None
+        batches = iter(_fitting(batches, pipe))
         if options.checkpoint is not None and (options.checkpoint / "latest").exists():
+            # Before the generators are as they were then: a loader that shuffles by torch's draws its order
+            # from them when it begins, and must begin as it did the first time.
+            skipped = updates_of(options.checkpoint)
+            next(itertools.islice(batches, skipped, skipped), None)
             first = engine.load_checkpoint(options.checkpoint)
+            earlier = _measured_before(options.metrics)
             left = "goes on" if first < options.num_updates else "nothing is left to do"
             _say(f"{options.checkpoint} has {first} updates: {left}", engine, options)
         losses, told_s = [], [time.perf_counter()]
         with _Reports(engine, first, options, console) as reports:
-            for batch in itertools.islice(_fitting(batches, pipe), first, options.num_updates):
+            for batch in itertools.islice(batches, options.num_updates - first):
                 loss = engine.step(batch)
                 losses.append(loss)
                 told_s.append(time.perf_counter())
@@ -194,11 +207,11 @@ def run_training(
             raise InputError("the data gave no batch; --data must name something that gives an iterable")
         if losses and options.checkpoint is not None and engine.updates % options.checkpoint_every:
             engine.save_checkpoint(options.checkpoint)
-        if losses and (options.metrics is not None or options.trace is not None):
-            _save_measured(engine, losses, told_s, first, options)
         weights = engine.state_dict()
         if options.output is not None and engine.rank == 0:
             save_model_weights(weights, options.output)
+        if losses and (options.metrics is not None or options.trace is not None):
+            _save_measured(engine, losses, told_s, first, options, earlier)
 
 
 def _say(text: str, engine: Engine, options: TrainOptions) -> None:
@@ -206,8 +219,18 @@ def _say(text: str, engine: Engine, options: TrainOptions) -> None:
         print(text, flush=True)
 
 
+def _measured_before(path: Path | None) -> Metrics | None:
+    """Of the run that this one goes on from. Raises InputError for a file that does not hold it."""
+    return None if path is None or not path.is_file() else Metrics.load(path)
+
+
 def _save_measured(
-    engine: Engine, losses: Sequence[Loss], told_s: Sequence[float], first: int, options: TrainOptions
+    engine: Engine,
+    losses: Sequence[Loss],
+    told_s: Sequence[float],
+    first: int,
+    options: TrainOptions,
+    earlier: Metrics | None,
 ) -> None:
     """By rank 0, after what an earlier run wrote there, if this one went on from its checkpoint."""
     engine.flush()
@@ -225,15 +248,16 @@ def _save_measured(
         write_timeline(metrics.timeline, options.trace)
     path = options.metrics
     if path is not None:
-        if first > 0 and path.is_file():
-            metrics = metrics.after(Metrics.load(path))
+        if first > 0 and earlier is not None:
+            metrics = metrics.after(earlier)
         path.parent.mkdir(parents=True, exist_ok=True)
         metrics.save(path)
 
 
 def save_model_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     """Under the model's own names. A tied parameter is written under each of them."""
-    save_file({name: tensor.contiguous().clone() for name, tensor in weights.items()}, path)
+    with writing(path):
+        save_tensors(weights, path)
 
 
 class _Reports:

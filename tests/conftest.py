@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.runtime.nursery import kept_nursery
@@ -44,3 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start processes of their own take longest: with them first, both workers end together."""
     starting = {"torchrun", "torchrun_of_forks"}
     items.sort(key=lambda item: starting.isdisjoint(vars(getattr(item, "module", None) or object)))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """This process is a group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -157,7 +157,7 @@ def test_a_kill_while_one_takes_the_place_of_another_of_the_same_update_leaves_o
         partial = tmp_path / f".{name}.partial"
         partial.mkdir()
         header = {"updates": 4, "method": "2bw", "num_stages": 1, "num_ranks": 0, "seed": seed}
-        (partial / "checkpoint.json").write_text(json.dumps({"schema": 3} | header))
+        (partial / "checkpoint.json").write_text(json.dumps({"schema": 4} | header))
         return partial
 
     rename, left = Path.rename, iter(range(num_renames))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import pd2bw_fx
@@ -229,15 +227,6 @@ class Following(nn.Module):
             with torch.no_grad():
                 self.teacher.weight.lerp_(self.first.weight, 0.1)
         return self.last(hidden).square().mean()
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -131,6 +131,20 @@ def test_what_two_ranks_saved_goes_on_on_one(tmp_path: Path, scheduler: str) -> 
         assert torch.equal(parameter, whole[name]), name
 
 
+def test_a_group_without_parameters_here_goes_on_with_its_options(tmp_path: Path) -> None:
+    make = functools.partial(
+        RankOptimizer, optimizer=torch.optim.SGD, scheduler=SCHEDULERS["exponential"], options=by_dimensions
+    )
+    own = parameters("embedding")
+    made = make(own, EVERYWHERE)
+    run(made, own, 3)
+    checkpoint = saved(tmp_path, [(made, own)])
+
+    resumed = make(own, EVERYWHERE)
+    resumed.load(checkpoint, checkpoint.tensors(["optimizer/embedding"]))
+    assert resumed.learning_rates == pytest.approx((0.1 * 0.9**3, 0.4 * 0.9**3))
+
+
 def test_a_parameter_that_was_frozen_begins_anew(tmp_path: Path) -> None:
     make = functools.partial(RankOptimizer, optimizer=one_group_each)
     before = parameters("embedding")

@@ -1,4 +1,4 @@
-"""What the files are tried on: the example inputs, and the same with one more sample."""
+"""What the files are tried on: the example inputs, and others of twice the batch and half the length."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import TensorSpec
+from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.stage import Port, StageProgram
 
 
@@ -17,36 +18,51 @@ def model_inputs(programs: Iterable[StageProgram]) -> dict[str, Port]:
     return {port.value: port for program in programs for port in program.inputs if port.source is None}
 
 
-def example_batches(
-    specs: Mapping[str, TensorSpec], example: Mapping[str, Tensor]
-) -> list[dict[str, Tensor]]:
-    """The example's values for `specs`, and the same with one more sample (the first one again), if first
-    dimensions are dynamic.
-
-    Raises InputError for an input without an example.
-    """
+def example_of(specs: Mapping[str, TensorSpec], example: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The example's values for `specs`. Raises InputError for an input without an example."""
     missing = sorted(specs.keys() - example.keys())
     if missing:
         raise InputError(f"there is no example of input {missing[0]!r}; give one for each input of the model")
-    first = {name: example[name] for name in specs}
-    sizes = {
-        spec.shape[0]: example[name].shape[0]
-        for name, spec in specs.items()
-        if spec.shape is not None and spec.shape
-    }
-    growing = {s: size + 1 for s, size in sizes.items() if isinstance(s, str) and s.isidentifier()}
-    if not growing:
-        return [first]
+    return {name: example[name] for name in specs}
 
-    def grown(name: str, spec: TensorSpec) -> Tensor:
+
+def examples_of_other_sizes(
+    specs: Mapping[str, TensorSpec], example: Mapping[str, Tensor], batches: SizeRange
+) -> list[dict[str, Tensor]]:
+    """The same values at other sizes of the dimensions that are dynamic: the first of these that the model
+    takes is worth trying, for it is the farthest away.
+
+    First dimensions have one more than twice as many samples (the first ones again), or one more; others,
+    which a model may bound, half as many entries, or all of them.
+    """
+    sizes: dict[str, int] = {}
+    firsts: set[str] = set()
+    for name, spec in specs.items():
+        for axis, size in enumerate(spec.shape or ()):
+            if isinstance(size, str) and size.isidentifier():
+                sizes[size] = example[name].shape[axis]
+                firsts |= {size} if axis == 0 else set()
+    shorter = {symbol: size // 2 for symbol, size in sizes.items() if symbol not in firsts and size >= 4}
+    tried = []
+    for times in (2, 1):
+        larger = {symbol: times * sizes[symbol] + 1 for symbol in firsts}
+        if all(size in batches for size in larger.values()):
+            tried += [larger | shorter, larger] if shorter else [larger]
+    return [_resized(specs, example, chosen) for chosen in tried if chosen]
+
+
+def _resized(
+    specs: Mapping[str, TensorSpec], example: Mapping[str, Tensor], sizes: Mapping[str, int]
+) -> dict[str, Tensor]:
+    resized = {}
+    for name, spec in specs.items():
         tensor = example[name]
         for axis, size in enumerate(spec.shape or ()):
-            if size in growing:
-                index = torch.arange(growing[size], device=tensor.device) % tensor.shape[axis]
+            if isinstance(size, str) and size in sizes:
+                index = torch.arange(sizes[size], device=tensor.device) % tensor.shape[axis]
                 tensor = tensor.index_select(axis, index)
-        return tensor
-
-    return [first, {name: grown(name, spec) for name, spec in specs.items()}]
+        resized[name] = tensor
+    return resized
 
 
 def any_axis_of_one(ports: Iterable[Port], values: Mapping[str, Tensor]) -> bool:

@@ -22,11 +22,12 @@ from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.files import whole_folder, write_manifest
 from pd2bw_fx.graph import dtype_name
 from pd2bw_fx.onnx_session import require, to_array
+from pd2bw_fx.size_range import ANY_SIZE
 from pd2bw_fx.stage import Port, StageProgram, held_buffers, held_parameters
 
 from .annotate import annotate, check_annotation
 from .check import compare, largest
-from .examples import any_axis_of_one, batch_size, example_batches, model_inputs
+from .examples import any_axis_of_one, batch_size, example_of, examples_of_other_sizes, model_inputs
 from .graph import NEWEST_OPSET, OLDEST_OPSET, produced, stage_model
 from .merge import EXTERNAL_ABOVE_BYTES, merged, save
 from .original import Original
@@ -57,8 +58,9 @@ def export_onnx(
     """Export the stages, check them, and return the manifest.
 
     `example_inputs` are the model's inputs by name. Where their first dimension is a symbol, the files take
-    any batch size, and are run at two: the example's and one more. They are held against `original`, if it
-    has a live model, and against the stages in torch.
+    any batch size, and are run at two: the example's and one more than twice that, at half the length where
+    lengths are symbols too. They are held against `original`, if it has a live model, and against the stages
+    in torch.
     `form`: a file for each stage; one file with every node annotated with its stage (IR version 11; needs
     `original`, for the devices); or both. `training=False` exports what the stages compute in evaluation,
     True what they compute in training (batch statistics), for models that draw no random numbers.
@@ -73,9 +75,12 @@ def export_onnx(
     specs = {name: port.spec for name, port in model_inputs(programs).items()}
     if original is not None and original.model is not None:
         specs = dict(original.graph.inputs)  # the model takes those too that no stage reads
-    examples = example_batches(specs, example_inputs)
+    example = example_of(specs, example_inputs)
+    sizes = ANY_SIZE if original is None else original.graph.batch_sizes
+    others = examples_of_other_sizes(specs, example, sizes)
     job = _Job(tuple(programs), tensor_names(programs), tolerance)
     with in_mode(modules, training=training), whole_folder(folder) as fresh:
+        examples = [example, *_first_taken(job, modules, others)]
         truths = _truths(job, modules, examples, original, training=training)
         # A dimension of 1 would be taken for a constant.
         ports = job.inputs.values()
@@ -150,6 +155,19 @@ def _require_real(programs: Sequence[StageProgram]) -> None:
                 "type that ONNX runtimes do not have; keep its writer and its readers on one stage "
                 "(constraints), or let torch.view_as_real cross"
             )
+
+
+def _first_taken(
+    job: _Job, modules: Sequence[nn.Module], examples: Sequence[Mapping[str, Tensor]]
+) -> list[Mapping[str, Tensor]]:
+    """The first of these that the stages take in torch; if they take none the last, to be told why."""
+    for example in examples:
+        try:
+            run_modules(job.programs, modules, {name: example[name] for name in job.inputs})
+        except ExportError:
+            continue
+        return [example]
+    return list(examples[-1:])
 
 
 def _truths(

@@ -56,7 +56,7 @@ def stage_model(
     try:
         with (
             _quiet(),
-            TranslatableSpelling(),
+            TranslatableSpelling(opset),
             contractions_stay_open(),
             patch.object(fx.graph, "_format_target", _read_attribute),
         ):
@@ -137,6 +137,8 @@ def _tidy(model: ir.Model, held: set[str | None]) -> None:
         return False if reads_parameter else None
 
     optimizer.fold_constants(model, should_fold=should_fold)
+    # Of two equal values one is left, and it may be the one of which no type is known.
+    given = [(value.type, value.shape) for value in model.graph.outputs]
     passes.Sequential(
         common.RemoveUnusedNodesPass(),
         common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
@@ -147,6 +149,9 @@ def _tidy(model: ir.Model, held: set[str | None]) -> None:
         common.OutputFixPass(),
         common.NameFixPass(),
     )(model)
+    for value, (kind, shape) in zip(model.graph.outputs, given, strict=True):
+        if value.type is None:
+            value.type, value.shape = kind, shape
 
 
 def _name(model: ir.Model, program: StageProgram, names: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ class TranslatableSpelling(TorchFunctionMode):
     as targets only, no probabilities.
     """
 
+    def __init__(self, opset: int = 20) -> None:
+        super().__init__()
+        self._opset = opset
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -32,7 +37,7 @@ class TranslatableSpelling(TorchFunctionMode):
             if others:
                 named["attn_mask"], others = others[0], others[1:]
             named |= dict(zip(("dropout_p", "is_causal"), others, strict=False))
-            return _attention(func, query, key, value, **named)
+            return _attention(func, query, key, value, whole_mask=self._opset >= _HAS_ATTENTION, **named)
         if func is functional.batch_norm and _named(_BATCH_NORM, args, named).get("training"):
             return _normalised_by_batch(**_named(_BATCH_NORM, args, named))
         if func is functional.cross_entropy:
@@ -60,6 +65,7 @@ _ATTENTION = {
     torch.ops.aten.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
 }
+_HAS_ATTENTION = 23  # the opset
 _CONV3D = {functional.conv3d, torch.ops.aten.conv3d, torch.ops.aten.conv3d.default}
 _DIAGONAL_SCATTER = {
     Tensor.diagonal_scatter,
@@ -135,9 +141,19 @@ def _normalised_by_batch(
 
 
 def _attention(
-    func: Any, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, **options: Any
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    whole_mask: bool = False,
+    **options: Any,
 ) -> Tensor:
-    """query: (..., time, width) of any number of leading dimensions."""
+    """query: (..., time, width) of any number of leading dimensions. `whole_mask`: with a row for each query,
+    as onnxruntime's Attention wants it."""
+    if attn_mask is not None and whole_mask:
+        attn_mask = attn_mask.expand(*attn_mask.shape[:-2], query.shape[-2], key.shape[-2])
     if query.dim() > 4:
         leading = query.shape[:-3]
         query, key, value = (tensor.flatten(0, -4) for tensor in (query, key, value))
@@ -151,6 +167,9 @@ def _attention(
         if attn_mask is not None and attn_mask.dim() > 2:
             attn_mask = _with_heads(attn_mask, added)
     mixed = func(query, key, value, attn_mask=attn_mask, **options).contiguous()
+    if attn_mask is not None:  # torch gives rows that see nothing 0
+        seen = attn_mask if attn_mask.dtype is torch.bool else attn_mask != -math.inf
+        mixed = torch.where(seen.any(-1, keepdim=True), mixed, 0.0)
     return mixed[0, 0] if added == 2 else mixed.squeeze(1) if added == 1 else mixed
 
 

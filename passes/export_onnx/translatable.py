@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .stable import BY_FUNCTION as STABLE_FUNCTIONS
+from .stable import BY_NAME as STABLE
+from .stable import up_to_each
+
 
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Any:
     return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), ord=p, dim=-1)
@@ -77,16 +81,16 @@ def _last(tensor: Tensor, dim: int, keepdim: bool) -> Tensor:
 
 
 def _cumprod(self: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    return _scanned(self if dtype is None else self.to(dtype), dim, torch.mul, 1)
+    return _scanned(self if dtype is None else self.to(dtype), dim, torch.mul, torch.prod, 1)
 
 
 def _cummax(self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    values = _scanned(self, dim, torch.maximum, _lowest(self.dtype))
+    values = _scanned(self, dim, torch.maximum, torch.amax, _extreme(self.dtype, -1))
     return values, _where_they_are(self, values, dim)
 
 
 def _cummin(self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    values = -_scanned(-self, dim, torch.maximum, _lowest(self.dtype))
+    values = _scanned(self, dim, torch.minimum, torch.amin, _extreme(self.dtype, 1))
     return values, _where_they_are(self, values, dim)
 
 
@@ -95,18 +99,27 @@ def _where_they_are(self: Tensor, values: Tensor, dim: int) -> Tensor:
     shape = [1] * self.dim()
     shape[dim] = -1
     places = torch.arange(self.shape[dim], device=self.device).reshape(shape)
-    return _scanned(torch.where(self == values, places, 0), dim, torch.maximum, 0)
+    return _scanned(torch.where(self == values, places, 0), dim, torch.maximum, torch.amax, 0)
 
 
-def _lowest(dtype: torch.dtype) -> float | int:
-    return torch.finfo(dtype).min if dtype.is_floating_point else torch.iinfo(dtype).min
+def _extreme(dtype: torch.dtype, sign: int) -> float | int:
+    if dtype.is_floating_point:
+        return sign * math.inf
+    return torch.iinfo(dtype).min if sign < 0 else torch.iinfo(dtype).max
 
 
 def _scanned(
-    tensor: Tensor, dim: int, function: Callable[[Tensor, Tensor], Tensor], neutral: float
+    tensor: Tensor,
+    dim: int,
+    function: Callable[[Tensor, Tensor], Tensor],
+    reduction: Callable[[Tensor, int], Tensor],
+    neutral: float,
 ) -> Tensor:
-    """What the function makes of all elements up to each, in log2(n) steps over the whole dimension."""
+    """What the function makes of all elements up to each: in log2(n) steps over the whole dimension, or where
+    only a run tells n by the reduction of a row for each."""
     size, step = tensor.shape[dim], 1
+    if type(size) is not int:  # a symbol
+        return reduction(up_to_each(tensor, dim, neutral), -1).movedim(-1, dim)
     while step < size:
         filling = torch.full_like(tensor.narrow(dim, 0, step), neutral)
         tensor = function(tensor, torch.cat([filling, tensor.narrow(dim, 0, size - step)], dim))
@@ -199,6 +212,7 @@ def _squeeze(self: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
 
 
 _BY_NAME: Mapping[str, Callable[..., Any]] = {
+    **STABLE,
     "cdist": _cdist,
     "cummax": _cummax,
     "cummin": _cummin,
@@ -220,6 +234,7 @@ TRANSLATABLE: Mapping[Any, Callable[..., Any]] = {
     for holder in (functional, torch, Tensor)
     if hasattr(holder, name)
 } | {
+    **STABLE_FUNCTIONS,
     torch.embedding_bag: _embedding_bag,
     functional.embedding_bag: _bags_of_layer,
     torch.special.gammaln: _lgamma,

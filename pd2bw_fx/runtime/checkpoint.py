@@ -16,22 +16,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pd2bw_fx.errors import InputError, PlanMismatchError
+from pd2bw_fx.files import make_durable, save_tensors, sha256
 from pd2bw_fx.graph import ParameterSpec
 
 _LATEST = "latest"
 _KEPT = 2
-_SCHEMA = 3
+_SCHEMA = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,14 @@ class RankState:
     """One rank's part. `tensors` are named kind/name, `optimizer/NAME/KEY` for optimizer state.
 
     `numbers[name]` is optimizer state that is no tensor, `options[name]` are the options of a parameter's
-    group, `random` the state of this rank's generators.
+    group, `groups` those of all groups (a rank may have none of a group's parameters), `random` the state of
+    this rank's generators.
     """
 
     tensors: Mapping[str, Tensor]
     numbers: Mapping[str, Mapping[str, float]]
     options: Mapping[str, Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]]
     scheduler: Mapping[str, Any] | None
     loss_scale: Mapping[str, Any] | None
     random: Mapping[str, Tensor]
@@ -66,26 +69,53 @@ def save(
 ) -> None:
     """Write this rank's part; all ranks do, on a file system that they share. Rank 0 makes it official.
 
-    Raises InputError for a scheduler or optimizer whose options are no plain numbers and texts.
+    Raises InputError for a scheduler or optimizer whose options are no plain numbers and texts, and where
+    the folder cannot be written or is another one on each machine.
     """
     folder = Path(folder)
     name = f"update_{header.updates:06d}"
     partial = folder / f".{name}.partial"
     if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        with _writing(folder):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
     barrier()
+    if not partial.is_dir():
+        raise InputError(
+            f"{folder} has not what rank 0 has just made there; checkpoints want a folder on a file system "
+            "that all ranks share, by the same path"
+        )
     tensors = dict(state.tensors) | {f"random/{kind}": value for kind, value in state.random.items()}
-    whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
-    save_file(whole, partial / f"rank_{rank}.safetensors")
-    details = {name: getattr(state, name) for name in ("numbers", "options", "scheduler", "loss_scale")}
-    (partial / f"rank_{rank}.json").write_text(_plain(details))
+    parts = ("numbers", "options", "groups", "scheduler", "loss_scale")
+    details: dict[str, Any] = {name: getattr(state, name) for name in parts}
+    with _writing(folder):
+        file = partial / f"rank_{rank}.safetensors"
+        save_tensors(tensors, file)
+        details["sha256"] = sha256(file)
+        (partial / f"rank_{rank}.json").write_text(_plain(details))
     barrier()
     if rank == 0:
         described = {"schema": _SCHEMA} | asdict(header)
-        (partial / "checkpoint.json").write_text(json.dumps(described, indent=1))
-        _publish(folder, partial, name)
+        with _writing(folder):
+            (partial / "checkpoint.json").write_text(json.dumps(described, indent=1))
+            make_durable(partial)
+            _publish(folder, partial, name)
     barrier()
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"no checkpoint can be written to {folder}: {error.strerror or error}; what it has stays as it is"
+        ) from error
+
+
+def updates_of(folder: str | Path) -> int:
+    """Made so far, by the newest checkpoint in a folder. Raises as `Checkpoint` does."""
+    return Checkpoint(folder).header.updates
 
 
 def _publish(folder: Path, partial: Path, name: str) -> None:
@@ -138,25 +168,37 @@ class Checkpoint:
         pointer = Path(folder) / _LATEST
         if not pointer.exists():
             raise InputError(f"{folder} holds no checkpoint; expected the file {_LATEST!r} in it")
-        name = pointer.read_text()
+        name = pointer.read_text().strip()
+        if not name:
+            raise PlanMismatchError(f"{pointer} is empty; write the name of a checkpoint of {folder} into it")
         self.path = Path(folder) / name
         if not self.path.exists() and _before(Path(folder), name).exists():
             self.path = _before(Path(folder), name)  # killed while another of the same update took its place
         described = self._json("checkpoint.json")
         if described.pop("schema", None) != _SCHEMA:
             raise PlanMismatchError(f"{self.path} was written by another version; expected schema {_SCHEMA}")
-        self.header = Header(**described)
+        try:
+            self.header = Header(**described)
+        except TypeError as error:
+            raise self._damaged("checkpoint.json", str(error)) from None
         self._places: dict[str, Path] = {}
+        self._hashes: dict[Path, str] = {}  # of files that are still to be read
         self.numbers: dict[str, Mapping[str, float]] = {}
         self.options: dict[str, Mapping[str, Any]] = {}
+        self.groups: Sequence[Mapping[str, Any]] = ()
         self.scheduler: Mapping[str, Any] | None = None
         self.loss_scale: Mapping[str, Any] | None = None
         for other in sorted(range(self.header.num_ranks), key=lambda other: (other != rank, other)):
             details = self._json(f"rank_{other}.json")
-            self.numbers = {**details["numbers"], **self.numbers}
-            self.options = {**details["options"], **self.options}
-            self.scheduler = self.scheduler or details["scheduler"]
-            self.loss_scale = self.loss_scale or details["loss_scale"]
+            try:
+                self.numbers = {**details["numbers"], **self.numbers}
+                self.options = {**details["options"], **self.options}
+                self.groups = self.groups or details["groups"]
+                self.scheduler = self.scheduler or details["scheduler"]
+                self.loss_scale = self.loss_scale or details["loss_scale"]
+                self._hashes[self._file(other)] = details["sha256"]
+            except (KeyError, TypeError) as error:
+                raise self._damaged(f"rank_{other}.json", f"no {error}") from None
             with self._open(other) as file:
                 keys = [key for key in file.keys() if not key.startswith("random/")]  # noqa: SIM118
             self._places = {**dict.fromkeys(keys, self._file(other)), **self._places}
@@ -190,12 +232,26 @@ class Checkpoint:
         found: dict[str, Tensor] = {}
         for key, path in self._places.items():
             if key in wanted or key.rpartition("/")[0] in wanted:
+                self._require_whole(path)
                 with safe_open(path, framework="pt") as file:
                     found[key] = file.get_tensor(key)
         return found
 
+    def _require_whole(self, path: Path) -> None:
+        """Raises PlanMismatchError for a file that is not as it was written."""
+        if path in self._hashes and sha256(path) != self._hashes.pop(path):
+            raise self._damaged(path.name, "its hash is another one")
+
+    def _damaged(self, name: str, how: str) -> PlanMismatchError:
+        folder, advice = self.path.parent, ""
+        others = [(_number(path.name), path.name) for path in folder.glob("update_*") if path != self.path]
+        if others:
+            advice = f"; to go on from {max(others)[1]}, write that name into {folder / _LATEST}"
+        return PlanMismatchError(f"{self.path / name} is damaged ({how}){advice}")
+
     def random(self, rank: int) -> dict[str, Tensor]:
         """The generators of a rank as they were, by kind."""
+        self._require_whole(self._file(rank))
         with self._open(rank) as file:
             keys = [key for key in file.keys() if key.startswith("random/")]  # noqa: SIM118
             return {key.partition("/")[2]: file.get_tensor(key) for key in keys}
@@ -207,13 +263,15 @@ class Checkpoint:
         try:
             return safe_open(self._file(rank), framework="pt")
         except (OSError, SafetensorError) as error:
-            raise PlanMismatchError(f"{self._file(rank)} cannot be read: {error}") from error
+            raise self._damaged(self._file(rank).name, str(error)) from error
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            read: dict[str, Any] = json.loads((self.path / name).read_text())
+            read = json.loads((self.path / name).read_text())
         except (OSError, ValueError) as error:
-            raise PlanMismatchError(f"{self.path / name} cannot be read: {error}") from error
+            raise self._damaged(name, str(error)) from error
+        if not isinstance(read, dict):
+            raise self._damaged(name, "no object of JSON")
         return read
 
 

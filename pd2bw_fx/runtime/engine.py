@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pd2bw_fx.actions import Wanted
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
@@ -70,6 +70,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._to_compare = _UPDATES_COMPARED
+        self._stop_at_nan = options.stop_at_nan
         corrections = corrections_of(job.method) if options.corrections is None else options.corrections
         synchronous_updates = max(
             (c.synchronous_updates for c in corrections if isinstance(c, PipeMare)), default=0
@@ -320,11 +321,19 @@ class Engine:
 
         `folder` is on a file system that all ranks share, and keeps the last two checkpoints. A kill at any
         moment leaves the last whole one. Raises InputError for an optimizer or scheduler whose options are
-        no plain numbers and texts.
+        no plain numbers and texts, and where the folder cannot be written; WorkerError for weights that are
+        not finite, unless `stop_at_nan` is False.
         """
         self.flush()
         with self._fate.shared("writing a checkpoint"), translated(None):
             job = self.job
+            broken = self._weights.first_not_finite() if self._stop_at_nan else None
+            if broken is not None:
+                raise WorkerError(
+                    f"{broken!r} is not finite after {self.updates} updates, and is not written over the "
+                    "checkpoints there are; try a lower learning rate, a warm-up or max_gradient_norm, or go "
+                    "on regardless with stop_at_nan=False"
+                )
             shape = job.shape
             header = Header(self.updates, job.method, shape.num_stages, job.num_ranks, self._seed)
             save(folder, header, self.rank, self._weights.state(), barrier=self._barrier)

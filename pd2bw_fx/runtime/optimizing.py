@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from pd2bw_fx.runtime.checkpoint import Checkpoint
 OptimizerFactory = Callable[[Any], Optimizer]  # takes what torch's optimizers take: parameters, or groups
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 ParameterOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
+_KIND = "class"  # of a scheduler, beside its state
 EXPECTED_OPTIMIZER = (
     "a function was expected that makes a torch optimizer of the parameters it is given: "
     "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
@@ -68,13 +70,14 @@ class RankOptimizer:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors, as optimizer/NAME/KEY, and what is plain: numbers by parameter, options, scheduler."""
         tensors: dict[str, Tensor] = {}
-        plain: dict[str, Any] = {"numbers": {}, "options": {}, "scheduler": None}
+        plain: dict[str, Any] = {"numbers": {}, "options": {}, "groups": [], "scheduler": None}
         if self.optimizer is None:
             return tensors, plain
         for group in self.optimizer.param_groups:
             names = [self._name_of(parameter) for parameter in group["params"]]
             options = {key: value for key, value in group.items() if key != "params"}
             plain["options"] |= dict.fromkeys(names, options)
+            plain["groups"].append(options)
         for parameter, kept in self.optimizer.state.items():
             name = self._name_of(parameter)
             for key, value in kept.items():
@@ -83,7 +86,7 @@ class RankOptimizer:
                 elif value is not None:
                     tensors[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
         if self._scheduler is not None:
-            plain["scheduler"] = _plain_state(self._scheduler)
+            plain["scheduler"] = {_KIND: type(self._scheduler).__name__, **_plain_state(self._scheduler)}
         return tensors, plain
 
     def load(self, checkpoint: Checkpoint, found: Mapping[str, Tensor]) -> None:
@@ -101,9 +104,12 @@ class RankOptimizer:
             if kind == "optimizer" and name in kept:
                 kept[name][key.rpartition("/")[2]] = tensor
         state["state"] = {index: kept[name] for index, name in enumerate(ordered) if kept[name]}
-        for group in state["param_groups"]:
+        are_alike = len(checkpoint.groups) == len(state["param_groups"])
+        for number, group in enumerate(state["param_groups"]):
             known = (checkpoint.options.get(ordered[index]) for index in group["params"])
             saved = next((options for options in known if options is not None), None)
+            if not group["params"] and are_alike:
+                saved = checkpoint.groups[number]
             if saved is None:
                 continue
             if saved.keys() - {"initial_lr"} != group.keys() - {"params", "initial_lr"}:
@@ -114,11 +120,19 @@ class RankOptimizer:
                 )
             group |= saved
         self.optimizer.load_state_dict(state)
-        if self._scheduler is not None and checkpoint.scheduler is not None:
-            own = self._scheduler.state_dict()
-            self._scheduler.load_state_dict(
-                _for_groups(checkpoint.scheduler, own, self.optimizer.param_groups)
+        if checkpoint.scheduler is not None:
+            self._load_scheduler(checkpoint.path, dict(checkpoint.scheduler))
+
+    def _load_scheduler(self, path: Path, saved: dict[str, Any]) -> None:
+        kind, own = saved.pop(_KIND), type(self._scheduler).__name__
+        if self._scheduler is None or kind != own:
+            found = "no lr_scheduler" if self._scheduler is None else own
+            raise InputError(
+                f"{path} is of a run with {kind}, and this one has {found}; go on with the one it was made "
+                "with, or begin from the weights alone"
             )
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        self._scheduler.load_state_dict(_for_groups(saved, self._scheduler.state_dict(), groups))
 
     def _name_of(self, parameter: Tensor) -> str:
         return self._names[id(parameter)]
@@ -139,7 +153,13 @@ def grouped(
     for spec in everywhere:
         own = parameters.get(spec.name)
         asked = _elsewhere(spec) if own is None else own
-        chosen = dict(options(spec.name, asked))
+        given = options(spec.name, asked)
+        if not isinstance(given, Mapping) or "params" in given:
+            raise InputError(
+                f"parameter_options gave {given!r} for {spec.name}; options of the optimizer by name were "
+                'expected, as {"weight_decay": 0.0}, or {} for its defaults'
+            )
+        chosen = dict(given)
         group = next((g for g in groups if {k: v for k, v in g.items() if k != "params"} == chosen), None)
         if group is None:
             groups.append(group := {"params": [], **chosen})

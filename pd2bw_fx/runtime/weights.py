@@ -250,6 +250,11 @@ class WeightStore:
             random=random_state(self._device),
         )
 
+    def first_not_finite(self) -> str | None:
+        """A parameter whose newest values are not all numbers."""
+        found, parameters = self.tensors(), self._slots.parameters(0)
+        return next((name for name in parameters if not found[name].isfinite().all()), None)
+
     def load(self, checkpoint: Checkpoint) -> None:
         """Take over what `state` gave, of this rank or of the ranks that held its parameters then."""
         updates = checkpoint.header.updates

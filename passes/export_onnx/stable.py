@@ -1,0 +1,128 @@
+"""Logarithms and exponentials that neither overflow nor lose small arguments, as torch's own do not.
+
+The exporter writes log(sigmoid(x)), log(exp(a) + exp(b)) and log(1 + x) for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LEAST_LOG = -100.0  # of a probability, in torch's binary cross entropy
+
+
+def _of_one_more(x: Tensor) -> Tensor:
+    """log(1 + x) by what is left of x in 1 + x (W. Kahan)."""
+    above = 1 + x
+    as_it_is = (above == 1) | (x == math.inf)
+    return torch.where(as_it_is, x, above.log() * (x / torch.where(as_it_is, 1.0, above - 1)))
+
+
+def _one_less(self: Tensor) -> Tensor:
+    """exp(x) - 1, by the same."""
+    power = self.exp()
+    less = power - 1
+    as_it_is = (power == 1) | (less == -1) | (power == math.inf)
+    near = less * (self / torch.where(as_it_is, 1.0, power.log()))
+    return torch.where(power == 1, self, torch.where(as_it_is, less, near))
+
+
+def _log_sigmoid(input: Tensor) -> Tensor:  # noqa: A002 - as torch calls it
+    return input.clamp(max=0) - _of_one_more((-input.abs()).exp())
+
+
+def _log_add_exp(self: Tensor, other: Tensor) -> Tensor:
+    apart = torch.where(self == other, 0.0, -(self - other).abs())  # of two infinite ones too
+    return torch.maximum(self, other) + _of_one_more(apart.exp())
+
+
+def _log_add_exp2(self: Tensor, other: Tensor) -> Tensor:
+    apart = torch.where(self == other, 0.0, -(self - other).abs())
+    return torch.maximum(self, other) + _of_one_more(torch.exp2(apart)) / math.log(2)
+
+
+def _log_cum_sum_exp(self: Tensor, dim: int) -> Tensor:
+    """Over each entry's predecessors and itself, a row of them for each."""
+    rows = up_to_each(self, dim, -math.inf)
+    largest = rows.amax(-1, keepdim=True)
+    finite = torch.where(largest == -math.inf, 0.0, largest)
+    return ((rows - finite).exp().sum(-1).log() + finite.squeeze(-1)).movedim(-1, dim)
+
+
+def up_to_each(tensor: Tensor, dim: int, neutral: float) -> Tensor:
+    """(.., n, n): the dimension moved to the end, and in each row its entries up to one, then `neutral`."""
+    moved = tensor.movedim(dim, -1)
+    places = torch.arange(moved.shape[-1], device=tensor.device)
+    return torch.where(places <= places.unsqueeze(1), moved.unsqueeze(-2), neutral)
+
+
+def _bce(
+    input: Tensor,  # noqa: A002 - as torch calls it
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    if size_average is not None or reduce is not None:
+        return NotImplemented
+    own, other = input.log().clamp(min=_LEAST_LOG), (1 - input).log().clamp(min=_LEAST_LOG)
+    return _reduced(-(target * own + (1 - target) * other), weight, reduction)
+
+
+def _bce_with_logits(
+    input: Tensor,  # noqa: A002 - as torch calls it
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    pos_weight: Tensor | None = None,
+) -> Any:
+    if size_average is not None or reduce is not None:
+        return NotImplemented
+    positive = target if pos_weight is None else pos_weight * target
+    losses = -(positive * _log_sigmoid(input) + (1 - target) * _log_sigmoid(-input))
+    return _reduced(losses, weight, reduction)
+
+
+def _multilabel(
+    input: Tensor,  # noqa: A002 - as torch calls it
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    if size_average is not None or reduce is not None:
+        return NotImplemented
+    losses = -(target * _log_sigmoid(input) + (1 - target) * _log_sigmoid(-input))
+    return _reduced((losses if weight is None else losses * weight).mean(-1), None, reduction)
+
+
+def _reduced(losses: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
+    weighed = losses if weight is None else losses * weight
+    return weighed.mean() if reduction == "mean" else weighed.sum() if reduction == "sum" else weighed
+
+
+BY_NAME: Mapping[str, Callable[..., Any]] = {
+    "expm1": _one_less,
+    "log1p": _of_one_more,
+    "logaddexp": _log_add_exp,
+    "logaddexp2": _log_add_exp2,
+    "logcumsumexp": _log_cum_sum_exp,
+    "logsigmoid": _log_sigmoid,
+    "binary_cross_entropy": _bce,
+    "binary_cross_entropy_with_logits": _bce_with_logits,
+    "multilabel_soft_margin_loss": _multilabel,
+}
+"""Functions of torch, torch.nn.functional and tensors."""
+
+BY_FUNCTION: Mapping[Any, Callable[..., Any]] = {
+    torch.special.expm1: _one_less,
+    torch.special.log1p: _of_one_more,
+}

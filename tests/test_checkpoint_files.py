@@ -1,0 +1,131 @@
+"""Checkpoints that cannot be written or read: one line that says why, and the ones before as they were."""
+
+from __future__ import annotations
+
+import json
+import stat
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+
+import pd2bw_fx
+from pd2bw_fx.errors import InputError, PlanMismatchError, WorkerError
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Rooting(nn.Module):
+    """The gradient of its first layer is not a number where an input begins with 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last(hidden).square().mean() + ((hidden * x[:, :1]) ** 2).sum(1).sqrt().mean()
+
+
+def engine(**options: Any) -> pd2bw_fx.Engine:
+    torch.manual_seed(0)
+    pipe = pd2bw_fx.split(Rooting(), torch.randn(2, 4), cluster=1, costs="analytic", method="1f1b")
+    return pipe.engine(
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        microbatches_per_update=2,
+        **options,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With checkpoints of one update and of two."""
+    with engine(lr_scheduler=lambda optimizer: StepLR(optimizer, 2)) as made:
+        for _ in range(2):
+            made.step(torch.randn(4, 4))
+            made.save_checkpoint(tmp_path / "checkpoints")
+    return tmp_path / "checkpoints"
+
+
+def resumed(folder: Path, **options: Any) -> None:
+    options.setdefault("lr_scheduler", lambda optimizer: StepLR(optimizer, 2))
+    with engine(**options) as made:
+        made.load_checkpoint(folder)
+
+
+def test_weights_that_are_not_finite_do_not_take_the_place_of_good_ones(tmp_path: Path) -> None:
+    bad = torch.randn(4, 4)
+    bad[0, 0] = 0.0
+    with pytest.raises(WorkerError, match=r"'first\.weight' is not finite after 2 updates"), engine() as made:
+        made.step(torch.randn(4, 4))
+        made.save_checkpoint(tmp_path)
+        made.step(bad)
+        made.save_checkpoint(tmp_path)
+    assert (tmp_path / "latest").read_text() == "update_000001"
+
+    with engine(stop_at_nan=False) as made:
+        made.step(bad)
+        made.save_checkpoint(tmp_path / "regardless")
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told = r"no checkpoint can be written to .*file/in_it: Not a directory"
+    with pytest.raises(InputError, match=told), engine() as made:
+        made.step(torch.randn(4, 4))
+        made.save_checkpoint(tmp_path / "file" / "in_it")
+
+
+def test_a_bit_that_has_turned_is_noticed(folder: Path) -> None:
+    file = folder / "update_000002" / "rank_0.safetensors"
+    data = bytearray(file.read_bytes())
+    begin = 8 + struct.unpack("<Q", data[:8])[0]
+    at = json.loads(data[8:begin])["weights_0/last.weight"]["data_offsets"][0]
+    data[begin + at + 3] ^= 0x40
+    file.write_bytes(data)
+
+    with pytest.raises(PlanMismatchError, match=r"is damaged \(its hash.*to go on from update_000001, write"):
+        resumed(folder)
+    (folder / "latest").write_text("update_000001")
+    resumed(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("rank_0.json", lambda data: {key: data[key] for key in data if key != "options"}),
+        ("checkpoint.json", lambda data: data | {"colour": "red"}),
+        ("checkpoint.json", lambda data: [data]),
+    ],
+)
+def test_files_that_say_something_else_are_damaged(
+    folder: Path, name: str, change: Callable[[Any], Any]
+) -> None:
+    file = folder / "update_000002" / name
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    with pytest.raises(PlanMismatchError, match=f"{name} is damaged"):
+        resumed(folder)
+
+
+def test_another_scheduler_is_refused(folder: Path) -> None:
+    with pytest.raises(InputError, match="of a run with StepLR, and this one has ExponentialLR"):
+        resumed(folder, lr_scheduler=lambda optimizer: ExponentialLR(optimizer, 0.5))
+    with pytest.raises(InputError, match="of a run with StepLR, and this one has no lr_scheduler"):
+        resumed(folder, lr_scheduler=None)
+
+
+def test_whoever_may_read_other_files_may_read_checkpoints(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    mode = stat.S_IMODE((tmp_path / "other").stat().st_mode)
+    for file in (folder / "update_000002").iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == mode, file
+
+
+def test_options_that_are_none_are_told() -> None:
+    with pytest.raises(InputError, match=r"parameter_options gave None for .*; options of the optimizer"):
+        engine(parameter_options=lambda name, parameter: None)

@@ -1,0 +1,158 @@
+"""Exported files where examples say nothing: far sizes, large and small numbers, rows that see nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.errors import ExportError
+from pd2bw_fx.passes.export_onnx import run_onnx
+
+
+class Ending(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.last(self.first(x)))
+
+
+def exported(model: nn.Module, folder: Path, *example: Tensor, **options: Any) -> Path:
+    opset = options.pop("opset", 20)
+    pipe = pd2bw_fx.split(model, example, cluster=2, num_stages=2, costs="analytic", **options)
+    pipe.export_onnx(folder, opset=opset)
+    return folder
+
+
+def require_alike(folder: Path, model: nn.Module, atol: float = 1e-6, **inputs: Tensor) -> None:
+    with torch.no_grad():
+        expected = model(**inputs)
+    results = expected if isinstance(expected, tuple) else (expected,)
+    for found, result in zip(run_onnx(folder, inputs).values(), results, strict=True):
+        np.testing.assert_allclose(found, result.numpy(), rtol=1e-4, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h.sigmoid().cumprod(0),
+        lambda h: h.cummax(0),
+        lambda h: h.cummin(0),
+        lambda h: h.logcumsumexp(0),
+    ],
+    ids=["cumprod", "cummax", "cummin", "logcumsumexp"],
+)
+def test_scans_over_the_batch_are_right_at_any_size(function: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Ending(function).eval()
+    folder = exported(model, tmp_path / "onnx", torch.randn(5, 4))
+
+    for size in (1, 2, 9, 40):
+        require_alike(folder, model, x=torch.randn(size, 4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.logsigmoid,
+        lambda h: torch.logaddexp(h, h.flip(1)),
+        lambda h: torch.logaddexp2(h, h.flip(1)),
+        lambda h: h.logcumsumexp(1),
+        lambda h: F.binary_cross_entropy_with_logits(h, torch.ones_like(h)),
+        lambda h: F.binary_cross_entropy_with_logits(
+            h, (h > 0).to(h.dtype), pos_weight=torch.tensor([1.0, 2.0, 3.0, 4.0]), reduction="none"
+        ),
+        lambda h: F.multilabel_soft_margin_loss(h, (h < 0).to(h.dtype)),
+        lambda h: torch.log1p(h.abs() * 1e-9) * 1e9,
+        lambda h: torch.expm1(h * 1e-9) * 1e9,
+        torch.expm1,
+        lambda h: h.masked_fill(h < 0, -torch.inf).cummax(1),
+        lambda h: torch.where(h > 0, 5, torch.iinfo(torch.int64).min).cummin(1),
+    ],
+)
+def test_large_and_small_numbers_come_out_as_torchs(function: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Ending(function).eval()
+    folder = exported(model, tmp_path / "onnx", torch.randn(5, 4))
+
+    for scale in (1.0, 1e-3, 300.0):
+        require_alike(folder, model, x=scale * torch.randn(7, 4))
+
+
+class Attending(nn.Module):
+    def __init__(self, *, adds: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.adds = nn.Linear(8, 8), nn.Linear(8, 8), adds
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        heads, mask = self.first(x)[:, None], ~hidden[:, None, None, :]
+        if self.adds:
+            mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, -torch.inf)
+        return self.last(F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)[:, 0])
+
+
+@pytest.mark.parametrize("opset", [20, 23])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_sample_of_which_nothing_is_seen_gets_zeros(adds: bool, opset: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Attending(adds=adds).eval()
+    hidden = torch.zeros(3, 6, dtype=torch.bool)
+    hidden[0, 4:] = True
+    folder = exported(model, tmp_path / "onnx", torch.randn(3, 6, 8), hidden, opset=opset)
+
+    none = torch.ones(2, 6, dtype=torch.bool)
+    none[1] = False
+    require_alike(folder, model, x=torch.randn(2, 6, 8), hidden=none)
+
+
+def test_quotient_and_remainder_are_two_outputs(tmp_path: Path) -> None:
+    def places(h: Tensor) -> tuple[Tensor, ...]:
+        best = h.argmax(1)
+        return h, best // 2, best % 2
+
+    model = Ending(places).eval()
+    require_alike(exported(model, tmp_path / "onnx", torch.randn(3, 4)), model, x=torch.randn(7, 4))
+
+
+def test_an_encoder_with_padding_is_not_held_against_torchs_fast_path(tmp_path: Path) -> None:
+    class Encoding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+            return self.head(self.encoder(x, src_key_padding_mask=hidden))
+
+    hidden = torch.zeros(3, 6, dtype=torch.bool)
+    hidden[0, 4:] = True
+    exported(Encoding(), tmp_path / "onnx", torch.randn(3, 6, 8), hidden)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Pooling(nn.Module):
+    """Which the exporter writes for the one length that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(50, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(F.adaptive_avg_pool1d(self.words(ids).mT, 3).mT)
+
+
+def test_a_length_that_is_open_is_tried_at_another(tmp_path: Path) -> None:
+    example = torch.randint(0, 50, (3, 6))
+    with pytest.raises(ExportError, match=r"differs from .* by inf"):
+        exported(Pooling().eval(), tmp_path / "onnx", example, tracer="export-sequence")
+    assert not (tmp_path / "onnx").exists()
