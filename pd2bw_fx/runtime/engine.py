@@ -66,7 +66,7 @@ class Engine:
     def __init__(self, job: Job, options: EngineOptions) -> None:
         """`torch.distributed` must be initialised; all ranks make their engines at the same time."""
         self.job = job
-        self.device = local_device(job.device_name, options.device)
+        self.device = local_device(job.device, options.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._to_compare = _UPDATES_COMPARED

@@ -42,6 +42,16 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """The device that a rank was planned for: which of its kind it is on its host, and that host's ranks."""
+
+    name: str
+    kind: str
+    index: int
+    ranks_of_host: int
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One rank of a training run.
 
@@ -60,7 +70,7 @@ class Job:
     loss: str
     work: Work
     ranks: tuple[int, ...]
-    device_name: str
+    device: Planned
     recomputed: frozenset[int]  # stages whose forward is run again before the backward
     loss_stage: int
     outputs: Mapping[str, TensorSpec]
@@ -210,6 +220,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
     held, report = pipeline.tensors(), pipeline.trace_report
     ranks = _ranks(pipeline.plan, work)
     stages_of = [work.rules.stages_of(work.shape, place) for place in range(len(ranks))]
+    planned = _planned_devices(pipeline, work)
     made = []
     for place, rank in enumerate(ranks):
         own = tuple(programs[stage] for stage in stages_of[place])
@@ -222,7 +233,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
                 loss=graph.loss,
                 work=work,
                 ranks=ranks,
-                device_name=_device_name(pipeline, work, place),
+                device=planned[place],
                 recomputed=frozenset(p.stage for p in own if pipeline.plan.stages[p.stage].recompute),
                 loss_stage=loss_stages[-1],
                 outputs={output.name: returned[output.name].spec for output in graph.outputs},
@@ -256,13 +267,27 @@ def _ranks(plan: Plan, work: Work) -> tuple[int, ...]:
     return tuple(range(work.num_ranks))
 
 
-def _device_name(pipeline: Pipeline, work: Work, place: int) -> str:
-    """Of a stage's replicas each has its own, where they were planned for."""
-    stage = pipeline.plan.stages[work.rules.stages_of(work.shape, place)[0]]
-    if stage.replicas == 1:
-        return stage.device_name
-    copy = work.rules.ranks_of(work.shape, stage.stage).index(place)
-    return pipeline.cluster.devices[stage.device + copy % stage.replicas].name
+def _planned_devices(pipeline: Pipeline, work: Work) -> list[Planned]:
+    """By the schedule's rank. Of a stage's replicas each has its own, where they were planned for."""
+    devices = pipeline.cluster.devices
+    chosen = []
+    for place in range(work.num_ranks):
+        stage = pipeline.plan.stages[work.rules.stages_of(work.shape, place)[0]]
+        copy = work.rules.ranks_of(work.shape, stage.stage).index(place) if stage.replicas > 1 else 0
+        chosen.append(stage.device + copy % stage.replicas)
+    hosts = [devices[number].host for number in chosen]
+    return [
+        Planned(
+            name=devices[number].name,
+            kind=devices[number].kind,
+            index=sum(
+                (other.kind, other.host) == (devices[number].kind, devices[number].host)
+                for other in devices[:number]
+            ),
+            ranks_of_host=hosts.count(devices[number].host),
+        )
+        for number in chosen
+    ]
 
 
 def _holders(

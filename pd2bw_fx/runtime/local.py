@@ -54,6 +54,7 @@ from pd2bw_fx.runtime.reading import updates_apart
 from pd2bw_fx.runtime.settings import ProcessSettings
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.wire import encoded, encoded_with_code
+from pd2bw_fx.runtime.world import local_device
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -113,6 +114,8 @@ def train_local(
     chosen = EngineOptions.of(
         {"optimizer": optimizer, "seed": drawn, **options}, "on_update", "threads_per_worker"
     )
+    for job in prepared:
+        local_device(job.device, chosen.device)
     if threads_per_worker is not None:
         require_whole_number("threads_per_worker", threads_per_worker)
     if on_update is not None:
@@ -343,7 +346,7 @@ class _Workers:
 
     def _who(self, rank: int) -> str:
         job = self.jobs[rank]
-        return f"rank {rank} ({job.described()} on {job.device_name}, process {self._processes[rank].pid})"
+        return f"rank {rank} ({job.described()} on {job.device.name}, process {self._processes[rank].pid})"
 
     def _how_it_ended(self, rank: int) -> str:
         try:

@@ -27,6 +27,7 @@ from pd2bw_fx.runtime.failure import end_now
 from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finished, Start, receive
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.wire import decoded, encoded
+from pd2bw_fx.runtime.world import backend_of_this_machine
 
 
 def serve(descriptor: int) -> None:
@@ -100,9 +101,8 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
     start.foreign.register()
     if start.method is not None:
         register_method(start.method)
-    on_gpu = job.device_name.startswith("cuda")
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        backend_of_this_machine(),
         init_method=Path(start.rendezvous).as_uri(),
         rank=job.rank,
         world_size=job.num_ranks,

@@ -16,7 +16,7 @@ from torch import Tensor
 from pd2bw_fx.actions import Wanted
 from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
 from pd2bw_fx.runtime.failure import first_line, forget, translated
-from pd2bw_fx.runtime.job import Job, Work, jobs, work_for
+from pd2bw_fx.runtime.job import Job, Planned, Work, jobs, work_for
 from pd2bw_fx.runtime.meeting import Meeting, meet
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.wire import decoded, encoded
@@ -25,18 +25,30 @@ if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
 
-def local_device(name: str, wanted: torch.device | str | None = None) -> torch.device:
-    """Where this rank computes: `wanted`, or what is planned, by torchrun's local rank if there are GPUs."""
-    planned = torch.device(name if name.startswith("cuda") else "cpu")
-    device = planned if wanted is None else torch.device(wanted)
+def local_device(planned: Planned, wanted: torch.device | str | None = None) -> torch.device:
+    """Where this rank computes: `wanted`, or the GPU that it was planned for.
+
+    Where torchrun has put another number of ranks on this machine than were planned for its host, or it shows
+    each of them other GPUs, they take those in turn, by their local rank. Raises InputError where there is
+    none.
+    """
+    device = torch.device(("cuda" if planned.kind == "cuda" else "cpu") if wanted is None else wanted)
     if device.type != "cuda":
         return device
-    if not torch.cuda.is_available():
-        raise InputError(f"this stage is to run on {device}, and this process sees no GPU")
-    local_rank = os.environ.get("LOCAL_RANK")
-    if wanted is None and local_rank is not None:
-        return torch.device("cuda", int(local_rank))
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.device_count()
+    if count == 0:
+        if wanted is not None:
+            raise InputError(f"this stage is to run on {device}, and this process sees no GPU")
+        raise InputError(
+            f"this stage is planned for {planned.name}, a GPU, and this process sees none; "
+            'device="cpu" trains it on the CPU'
+        )
+    if wanted is not None:
+        has_number = ":" in str(device)
+        return device if has_number else torch.device("cuda", torch.cuda.current_device())
+    local_rank, local_ranks = (os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    as_planned = local_ranks in (None, str(planned.ranks_of_host)) and planned.index < count
+    return torch.device("cuda", planned.index if as_planned else int(local_rank or 0) % count)
 
 
 class World:
@@ -74,8 +86,13 @@ class World:
                 dist.destroy_process_group()
 
 
+def backend_of_this_machine() -> str:
+    """All ranks of a group have the same, whatever each of them computes on."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
 def _initialise(meeting: Meeting, timeout_s: float) -> None:
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = backend_of_this_machine()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     try:
