@@ -81,6 +81,8 @@ class Wish:
 
     def _require_no_other(self, plan: Plan) -> None:
         """Beside a plan, what it says itself may be said again and not otherwise."""
+        if not plan.stages:
+            return  # which `checked` says
         copies = [stage.replicas for stage in plan.stages]
         wished = (self.replicas,) * plan.num_stages if isinstance(self.replicas, int) else self.replicas
         chunks = plan.num_stages // len({stage.device for stage in plan.stages})

@@ -153,6 +153,15 @@ class BatchLayout:
             _require_plain(plain, call)
         return {known.name: self._find(known, call) for known in self.inputs}
 
+    def is_one_batch(self, batches: Any) -> bool:
+        """Whether what should be many batches is a tensor, or the parts of one."""
+        if isinstance(batches, Tensor | Mapping):
+            return True
+        is_of_tensors = isinstance(batches, tuple | list) and all(
+            isinstance(each, Tensor) for each in batches
+        )
+        return is_of_tensors and len(batches) > 0 and len(self.inputs) > 1
+
     def flat_batches(self, batch: Any, num_microbatches: int) -> list[dict[str, Tensor]]:
         """The whole batch as `flatten` has it; where the caller has cut it, each of its microbatches."""
         if not isinstance(batch, Microbatches):

@@ -181,6 +181,8 @@ class _Contender:
             self.initial = pipe.tensors()
         try:
             batches = list(training.batches(pipe))
+            if not batches:
+                raise InputError("the data gave no batch; something that gives an iterable was expected")
             result = pipe.train_local(
                 batches,
                 optimizer=training.optimizer,

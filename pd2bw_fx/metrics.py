@@ -36,6 +36,7 @@ class Metrics:
     """The loss of each update, and the seconds from one loss to the next (the first: from the start).
 
     `first_update` is where the run began: 0, or the update of its checkpoint. `records`: who did what when.
+    `replicas`: ranks of each stage, None where each had one.
     """
 
     method: str
@@ -44,6 +45,7 @@ class Metrics:
     update_s: tuple[float, ...]
     first_update: int = 0
     records: tuple[Record, ...] = field(default=(), repr=False)
+    replicas: tuple[int, ...] | None = None
 
     @property
     def throughput(self) -> float:
@@ -101,6 +103,7 @@ class Metrics:
             "losses": [loss if math.isfinite(loss) else None for loss in self.losses],
             "update_s": list(self.update_s),
             "records": [list(record) for record in self.records],
+            "replicas": self.replicas,
         }
 
     @classmethod
@@ -114,6 +117,7 @@ class Metrics:
             update_s=tuple(map(float, data["update_s"])),
             first_update=data["first_update"],
             records=tuple(Record(*record) for record in data["records"]),
+            replicas=None if data.get("replicas") is None else tuple(map(int, data["replicas"])),
         )
 
 

@@ -305,9 +305,12 @@ class Pipeline:
         """Simulated as the run was, if there was one."""
         if metrics is None:
             return self.simulate()
-        m = metrics.microbatches_per_update
         return self.simulate(
-            method=metrics.method, microbatches_per_update=m, num_updates=_UPDATES_COMPARED, slack="auto"
+            method=metrics.method,
+            microbatches_per_update=metrics.microbatches_per_update,
+            replicas=metrics.replicas,
+            num_updates=_UPDATES_COMPARED,
+            slack="auto",
         )
 
     def engine(

@@ -241,6 +241,7 @@ def _save_measured(
         tuple(end_s - start_s for start_s, end_s in itertools.pairwise(told_s)),
         first_update=first,
         records=engine.records(),
+        replicas=engine.job.shape.replicas,
     )
     if engine.rank != 0:
         return

@@ -267,7 +267,6 @@ ELSEWHERE = list(nn.Linear(2, 2).parameters())
             {"optimizer": lambda parameters: sgd(ELSEWHERE)},
             "optimizer steps parameters that it was not given",
         ),
-        ({"device": "cuda"}, "this stage is to run on cuda, and this process sees no GPU"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_by_the_engine(
@@ -291,9 +290,12 @@ def test_an_option_that_cannot_be_is_refused_by_the_engine(
         ({"threads_per_worker": 0}, "threads_per_worker is 0; a whole number of one or more"),
         ({"slack": "x"}, "slack is 'x'; a number or \"auto\" was expected"),
         ({"microbatches": 4}, "microbatches is no option of training; did you mean microbatches_per_update?"),
+        ({"device": "cuda"}, "this stage is to run on cuda, and this process sees no GPU"),
+        ({"lr": 0.1}, r"lr is no option of training; the optimizer has it: .*AdamW\(parameters, lr=3e-4\)"),
+        ({"epochs": 2}, "epochs is no option of training; batches are gone through once: .*chain"),
         (
-            {"lr": 0.1},
-            "lr is no option of training; known are optimizer, lr_scheduler, .* threads_per_worker",
+            {"colour": 1},
+            "colour is no option of training; known are optimizer, lr_scheduler, .* threads_per_worker",
         ),
     ],
 )
@@ -408,3 +410,20 @@ def test_training_that_is_broken_off_keeps_what_it_learned(model: nn.Module, pip
 
     stopped = pipe.train_local(batches * 5, optimizer=sgd, on_update=lambda update, loss: update < 2)
     assert 3 <= len(stopped.losses) < 5 * len(batches)
+
+
+def test_what_is_not_many_batches_is_told() -> None:
+    pipe = pd2bw_fx.split(build("mlp"), cluster=1, costs="analytic", check=False, method="1f1b")
+    batch = build("mlp").example_inputs(4)
+
+    def train(batches: Any) -> None:
+        pipe.train_local(batches, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+    with pytest.raises(
+        pd2bw_fx.InputError, match="batches is a single batch; one for each update was expected"
+    ):
+        train(batch)
+    with pytest.raises(
+        pd2bw_fx.InputError, match="batches gave none; a generator can be gone through only once"
+    ):
+        train(each for each in ())

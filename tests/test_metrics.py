@@ -9,6 +9,7 @@ import pytest
 
 import pd2bw_fx
 from pd2bw_fx.actions import Action, Kind
+from pd2bw_fx.costs import Costs
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.metrics import Metrics, Record, timeline_of
 from pd2bw_fx.models import build
@@ -133,7 +134,10 @@ def test_predicted_stands_beside_measured() -> None:
 
     assert rows["microbatches/s"] == ["0.125", "8", "64.00"]
     assert rows["work of rank 1 on a microbatch"] == ["3.5 s", "3.5 s", "1.00"]
-    assert "3 updates measured" in measured_html(predicted, METRICS)
+    estimated = Costs({}, "cpu", 2, "analytic")
+    assert "3 updates measured" in measured_html(predicted, METRICS, estimated)
+    assert "predicted from estimates" in measured_html(predicted, METRICS, estimated)
+    assert "estimates" not in measured_html(predicted, METRICS, replace(estimated, origin="measured"))
 
 
 def test_idle_time_is_compared_between_updates_without_filling_and_draining() -> None:

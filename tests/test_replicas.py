@@ -121,7 +121,7 @@ def test_copies_are_shared_out_as_well_as_in_the_best_of_all_plans(data: Any) ->
         with pytest.raises(InfeasibleError, match="no assignment fits"):
             partition_replicated(problem, cluster, **setting)
         return
-    with patch("pd2bw_fx.passes.partition.replicas.GRADIENT_BUCKET_BYTES", BUCKET_BYTES):
+    with patch("pd2bw_fx.costs.GRADIENT_BUCKET_BYTES", BUCKET_BYTES):
         found = partition_replicated(problem, cluster, **setting)
     assert found.bottleneck_s == pytest.approx(expected, rel=3e-6)
     assert found.bound_s <= expected * (1 + 1e-9)

@@ -23,7 +23,7 @@ import numpy as np
 from pd2bw_fx.arguments import require_choice, require_search, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.costs import GRADIENT_BUCKET_BYTES, Kept, MemoryModel
+from pd2bw_fx.costs import Kept, MemoryModel, ring_s_per_byte
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.passes.solver import check_solver
 from pd2bw_fx.plan import Plan, Progress
@@ -237,10 +237,11 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientSums:
-    """What each node's gradients take on a link: `delay_s` as messages, `bytes_s` as bytes, once over it."""
+    """Each node's gradients, and the links that copies of a stage add them up over."""
 
-    delay_s: Floats
-    bytes_s: Floats
+    num_bytes: Floats
+    bytes_per_s: float
+    latency_s: float
 
     @classmethod
     def of(cls, problem: Problem, cluster: Cluster) -> GradientSums:
@@ -248,19 +249,18 @@ class GradientSums:
         two = len(cluster) > 1
         rate, latency_s = (cluster.bytes_per_s[0][1], cluster.latency_s[0][1]) if two else (np.inf, 0.0)
         counted: set[str] = set()
-        delays, seconds = [], []
+        num_bytes = []
         for at in topological_order(problem):
             names = dict.fromkeys(problem.blocks[at].parameters)
             sizes = [problem.parameters[name].trainable_bytes for name in names if name not in counted]
             counted.update(names)
-            delays.append(latency_s * sum(sizes) / GRADIENT_BUCKET_BYTES)
-            seconds.append(sum(sizes) / rate)
-        return cls(np.array(delays), np.array(seconds))
+            num_bytes.append(sum(sizes))
+        return cls(np.array(num_bytes, dtype=float), rate, latency_s)
 
-    def of_copies_s(self, r: Floats) -> Floats:
-        """For each stage and node: in a ring of r, 2 (r - 1) steps with an r-th of the bytes each."""
-        each: Floats = self.delay_s[None, :] + self.bytes_s[None, :] / r[:, None]
-        return 2 * (r - 1)[:, None] * each
+    def of_copies_s(self, share: Sequence[int]) -> Floats:
+        """For each stage, with so many copies, and node."""
+        each = [ring_s_per_byte(copies, self.bytes_per_s, self.latency_s) for copies in share]
+        return np.array(each)[:, None] * self.num_bytes[None, :]
 
 
 def shared_out(
@@ -270,7 +270,7 @@ def shared_out(
     r = np.array(share, dtype=float)
     return replace(
         instance,
-        work_s=instance.work_s / r[:, None] + sums.of_copies_s(r) / microbatches_per_update,
+        work_s=instance.work_s / r[:, None] + sums.of_copies_s(share) / microbatches_per_update,
         again_s=instance.again_s / r[:, None],
         cost_s=instance.cost_s / r[None, :, None],
     )

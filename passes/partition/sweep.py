@@ -14,6 +14,7 @@ from typing import Any
 
 from pd2bw_fx.arguments import require_kind, require_search, require_whole_number
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.costs import ring_s_per_byte
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.problem import Block, Problem
 from pd2bw_fx.sweep import Setting, Sweep
@@ -173,7 +174,8 @@ def _with_sums(problem: Problem, cluster: Cluster, replicas: int, microbatches: 
         return problem
     pairs = [(a, b) for a in range(len(cluster)) for b in range(len(cluster)) if a != b]
     slowest = min(cluster.bytes_per_s[a][b] for a, b in pairs)
-    per_byte_s = 2 * (replicas - 1) / replicas / slowest / microbatches
+    latest_s = max(cluster.latency_s[a][b] for a, b in pairs)
+    per_byte_s = ring_s_per_byte(replicas, slowest, latest_s) / microbatches
     counted: set[str] = set()
     blocks: list[Block] = []
     for block in problem.blocks:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.commands.common import check_writable, loaded, model_command, named_cluster, named_model
+from pd2bw_fx.commands.common import (
+    called,
+    check_writable,
+    loaded,
+    model_command,
+    named_cluster,
+    named_model,
+)
 from pd2bw_fx.compare import Figures, LeftOut, Training, compare, training_methods
 from pd2bw_fx.errors import InputError, UsageError
+from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.report.compared import compared_svg
 from pd2bw_fx.report.picture import write_picture
 from pd2bw_fx.train import OPTIMIZER_NAMES, groups_named, optimizer_named, text_batches
@@ -64,6 +74,8 @@ def add(commands: Any) -> None:
 def _compare(options: argparse.Namespace) -> int:
     if options.updates < 1:
         raise UsageError(f"--updates is {options.updates}; at least one is needed")
+    if options.lr is not None and not options.lr >= 0:
+        raise UsageError(f"--lr is {options.lr}; 0 or more was expected")
     if options.rounds < 1:
         raise UsageError(f"--rounds is {options.rounds}; at least one is needed")
     check_writable(options.output)
@@ -71,9 +83,7 @@ def _compare(options: argparse.Namespace) -> int:
     training = None
     if not options.simulate:
         training = Training(
-            batches=loaded(options.data)
-            if options.data
-            else lambda pipe: text_batches(pipe, options.updates),
+            batches=functools.partial(_batches, options),
             optimizer=optimizer_named(options.optimizer, options.lr, loaded),
             parameter_options=lambda pipe: groups_named(options.optimizer, pipe.graph),
             rounds=options.rounds,
@@ -108,6 +118,13 @@ def _compare(options: argparse.Namespace) -> int:
     else:
         _print(used, left_out, is_trained=training is not None)
     return 0
+
+
+def _batches(options: argparse.Namespace, pipe: Pipeline) -> Iterable[Any]:
+    """As many as there are updates."""
+    if not options.data:
+        return text_batches(pipe, options.updates)
+    return itertools.islice(called(options.data, loaded(options.data)), options.updates)
 
 
 def _print(used: Sequence[Figures], left_out: Sequence[LeftOut], *, is_trained: bool) -> None:

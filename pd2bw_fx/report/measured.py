@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from html import escape
 
 from pd2bw_fx.actions import Kind
+from pd2bw_fx.costs import Costs
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.units import counted, format_seconds
@@ -13,7 +14,7 @@ from pd2bw_fx.units import counted, format_seconds
 _COLUMNS = ("", "predicted", "measured", "measured / predicted")
 
 
-def measured_html(predicted: Timeline, metrics: Metrics) -> str:
+def measured_html(predicted: Timeline, metrics: Metrics, costs: Costs) -> str:
     """A row for each figure that both have. Style: `plan_style` of the notebook."""
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     rows = "".join(
@@ -24,6 +25,8 @@ def measured_html(predicted: Timeline, metrics: Metrics) -> str:
         f"{metrics.method}, {counted(metrics.microbatches_per_update, 'microbatch')} an update, "
         f"{counted(len(metrics.losses), 'update')} measured: the median of them"
     )
+    if costs.origin == "analytic":
+        told += '; predicted from estimates (costs="measured" is for figures to compare)'
     return (
         f'<div class="pd-pipeline"><p class="pd-head">{escape(told)}</p><div class="pd-scroll">'
         f'<table class="pd-plan"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></div>'

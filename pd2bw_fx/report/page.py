@@ -55,7 +55,7 @@ def page_html(
         ("memory", "Memory", _pictures([memory_svg(plan)])),
     ]
     if metrics is not None and timeline is not None:
-        parts.insert(1, ("measured", "Predicted and measured", measured_html(timeline, metrics)))
+        parts.insert(1, ("measured", "Predicted and measured", measured_html(timeline, metrics, costs)))
     if metrics is not None and any(map(math.isfinite, metrics.losses)):
         curve = {metrics.method: metrics.losses}
         parts.append(("loss", "Loss", _pictures([losses_svg(curve, first=metrics.first_update + 1)])))

@@ -121,6 +121,8 @@ def train_local(
     if on_update is not None:
         require_function("on_update", on_update, "a function of the update's number and its loss")
     require_kind("batches", batches, Iterable, "an iterable of batches, one for each update")
+    if prepared[0].layout.is_one_batch(batches):
+        raise InputError("batches is a single batch; one for each update was expected, such as [batch, ..]")
     threads = threads_per_worker or cores_each(len(prepared))
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         starts = [
@@ -143,6 +145,10 @@ def train_local(
                     workers.step(batch)
                     if workers.is_told_to_stop:
                         break
+                if not workers.num_given:
+                    raise InputError(
+                        "batches gave none; a generator can be gone through only once: make one for each call"
+                    )
                 return workers.finish()
             except WorkerError:
                 raise
@@ -195,6 +201,10 @@ class _Workers:
             self.end()
             raise
 
+    @property
+    def num_given(self) -> int:
+        return max(self._sent)
+
     def step(self, batch: Any) -> None:
         """Hand a batch out; returns when the workers have room for another."""
         layout, m = self.jobs[0].layout, self.jobs[0].microbatches_per_update
@@ -230,6 +240,7 @@ class _Workers:
             losses,
             tuple(self._update_s),
             records=self._finished[0].records,
+            replicas=job.shape.replicas,
         )
         numbers = {name: tuple(means) for name, means in self.numbers.items()}
         return TrainResult(losses, tensors, metrics, numbers)

@@ -71,11 +71,20 @@ class EngineOptions:
             if name not in own:
                 near = difflib.get_close_matches(name, known, n=1)
                 advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+                advice = _ELSEWHERE.get(name, advice)
                 raise InputError(f"{name} is no option of training; {advice}")
         return cls(**options)
 
 
 _OF_THE_METHOD = ("microbatches_per_update", "method", "slack", "replicas", "vertical_sync")
+_OF_THE_OPTIMIZER = (
+    "the optimizer has it: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
+)
+_OF_THE_BATCHES = "batches are gone through once: give those of all epochs, as itertools.chain does"
+_ELSEWHERE = {
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "momentum"), _OF_THE_OPTIMIZER),
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), _OF_THE_BATCHES),
+}
 _FUNCTIONS = {
     "lr_scheduler": "a function that makes a scheduler of the optimizer it is given",
     "parameter_options": "a function of a parameter's name and the parameter",
