@@ -154,9 +154,11 @@ class BatchLayout:
         return {known.name: self._find(known, call) for known in self.inputs}
 
     def is_one_batch(self, batches: Any) -> bool:
-        """Whether what should be many batches is a tensor, or the parts of one."""
-        if isinstance(batches, Tensor | Mapping):
+        """Whether what should be many batches, as the rows of a tensor may be, is one, or the parts of one."""
+        if isinstance(batches, Mapping):
             return True
+        if isinstance(batches, Tensor):
+            return len(self.inputs) > 1 or all(known.num_dims == batches.dim() for known in self.inputs)
         is_of_tensors = isinstance(batches, tuple | list) and all(
             isinstance(each, Tensor) for each in batches
         )
@@ -292,7 +294,11 @@ class BatchLayout:
                     "nested like the example inputs"
                 ) from None
         if not isinstance(value, Tensor):
-            raise InputError(f"the batch's {known} is a {type(value).__name__}; a tensor was expected")
+            kind = type(value).__name__
+            advice = (
+                "; torch.as_tensor makes one of it" if kind in ("ndarray", "list", "float", "int") else ""
+            )
+            raise InputError(f"the batch's {known} is a {kind}; a tensor was expected{advice}")
         if value.dtype is not known.dtype or value.dim() != known.num_dims:
             raise InputError(
                 f"the batch's {known} is {dtype_name(value.dtype)} with {value.dim()} dimensions; expected "
@@ -300,10 +306,17 @@ class BatchLayout:
             )
         if any(size not in (None, own) for size, own in zip(known.sizes, value.shape, strict=False)):
             sizes = ", ".join("any" if size is None else str(size) for size in known.sizes)
+            advice = "give all batches that size, or split with example inputs of another"
+            if not known.batched and value.shape[1:] == known.sizes[1:]:
+                advice = (
+                    "its first dimension was not taken for the batch, since other inputs' have another size: "
+                    "where it is, split with as many samples of each"
+                )
+            elif not known.dtype.is_floating_point and value.dim() == 2:
+                advice += ", or let lengths of token sequences vary with split(tracer='export-sequence')"
             raise InputError(
                 f"the batch's {known} has shape {tuple(value.shape)}, and the stages were made for "
-                f"({sizes}); give all batches that size, split with example inputs of another, or let the "
-                "length of token sequences vary with split(tracer='export-sequence')"
+                f"({sizes}); {advice}"
             )
         return value
 
