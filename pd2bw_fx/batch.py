@@ -154,7 +154,7 @@ class BatchLayout:
         return {known.name: self._find(known, call) for known in self.inputs}
 
     def is_one_batch(self, batches: Any) -> bool:
-        """Whether what should be many batches, as the rows of a tensor may be, is one, or the parts of one."""
+        """Whether what should be many batches, as the rows of a tensor may be, is one, or its parts."""
         if isinstance(batches, Mapping):
             return True
         if isinstance(batches, Tensor):
