@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pd2bw_fx import __version__
 from pd2bw_fx.commands import comparing, onnx, planning, probing, training
 from pd2bw_fx.errors import Pd2bwError, UsageError
 from pd2bw_fx.runtime.failure import tell_launcher
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
         prog="pd2bw-fx",
         description="Split a PyTorch model into pipeline stages you can read, and train them with 2BW.",
     )
+    made.add_argument("--version", action="version", version=f"pd2bw-fx {__version__}")
     made.add_argument("--debug", action="store_true", help="show the traceback of an error")
     made.add_argument(STARTED_HERE, action="store_true", help=argparse.SUPPRESS)
     commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -135,6 +135,10 @@ class Cluster:
             if 0 < description <= local:
                 return cls.local().only(range(description))
             return cls.uniform(description)
+        if isinstance(description, str) and description.isdigit():
+            raise ClusterError(
+                f"cluster={description!r} is a text; for {description} devices give the number"
+            )
         return cls.from_toml(description)
 
     def only(self, devices: Sequence[int]) -> Self:

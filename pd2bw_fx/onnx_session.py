@@ -71,4 +71,7 @@ def first_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    said = lines[0] if lines else "no message"
+    if said.endswith("following indices"):  # onnxruntime names them in the lines below
+        said = " ".join(lines[:4])
+    return f"{type(error).__name__}: {said}"

@@ -21,7 +21,7 @@ from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.passes.checked import checked
 from pd2bw_fx.passes.coarsen import coarsen
-from pd2bw_fx.passes.export_onnx import Form, Original, export_onnx
+from pd2bw_fx.passes.export_onnx import EXTERNAL_ABOVE_BYTES, Form, Original, export_onnx
 from pd2bw_fx.passes.partition import explain
 from pd2bw_fx.passes.schedule import Placing, keeping, keeping_copies, method_of
 from pd2bw_fx.passes.simulate import calibrate
@@ -157,7 +157,7 @@ class Pipeline:
         self,
         model: nn.Module | None = None,
         *,
-        example_args: Sequence[Any] = (),
+        example_args: Sequence[Any] | Tensor = (),
         example_kwargs: Mapping[str, Any] | None = None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         example_targets: Any = None,
@@ -197,13 +197,22 @@ class Pipeline:
         save_pipeline(self, folder)
 
     def export_onnx(
-        self, folder: str | Path, *, form: Form = "stages", opset: int = 20, training: bool = False
+        self,
+        folder: str | Path,
+        *,
+        form: Form = "stages",
+        opset: int = 20,
+        training: bool = False,
+        tolerance: float | None = None,
+        external_above_bytes: int = EXTERNAL_ABOVE_BYTES,
     ) -> dict[str, Any]:
         """Write ONNX files and `manifest.json`, which says what connects to what; returns the manifest.
 
         `form`: "stages", one file a stage; "annotated", the whole model in one file with every node's stage
         in the standard's multi-device annotation (IR version 11); "both". `training` exports batch norm as it
-        is in training; a model that draws random numbers then (dropout) is refused.
+        is in training; a model that draws random numbers then (dropout) is refused. `tolerance`: how far
+        results may be apart, relative to a tensor's largest entry (None: as suits its type). Parameters of
+        more than `external_above_bytes` in a file stand in another beside it.
 
         The files run in onnxruntime, one after another and at two batch sizes, and are compared with the
         original model (where it is at hand) and the stages before the folder appears. Raises ExportError,
@@ -223,6 +232,8 @@ class Pipeline:
             form=form,
             opset=opset,
             training=training,
+            tolerance=tolerance,
+            external_above_bytes=external_above_bytes,
         )
 
     def simulate(

@@ -11,7 +11,7 @@ from pd2bw_fx.costs import Kept, MemoryModel, StageMemory
 from pd2bw_fx.errors import PlanMismatchError
 from pd2bw_fx.problem import ParameterSize
 from pd2bw_fx.schema import check_against, schema_of
-from pd2bw_fx.units import format_seconds
+from pd2bw_fx.units import counted, format_bytes, format_seconds
 
 SCHEMA = 1
 
@@ -149,6 +149,21 @@ class Plan:
         near = "proven optimal" if self.gap <= 1e-9 else f"within {self.gap:.2%} of the optimum (proven)"
         count = f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
         return f"{near}: no plan of {count} is faster than {format_seconds(self.bound_s)}"
+
+    def __str__(self) -> str:
+        """A line for each stage; `Pipeline` prints what is in them, and `dumps` says everything."""
+        lines = [
+            f"{counted(self.num_stages, 'stage')} for {self.method}, "
+            f"{counted(self.microbatches_per_update, 'microbatch')} an update: "
+            f"{format_seconds(self.bottleneck_s)} a microbatch, {self.proof}"
+        ]
+        for stage in self.stages:
+            again = ", computed again in the backward" if stage.recompute else ""
+            lines.append(
+                f"  stage {stage.stage} on {stage.place}: {counted(len(stage.operators), 'operator')}, "
+                f"{format_seconds(stage.load_s)}, {format_bytes(stage.memory.total_bytes)}{again}"
+            )
+        return "\n".join(lines)
 
     @property
     def num_stages(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from pd2bw_fx.actions import Shape, Wanted
 from pd2bw_fx.arguments import require_kind, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.schedule import Placing, method_of, schedule_of, shape_of
 from pd2bw_fx.passes.simulate import peak_memory_bytes, simulate
@@ -57,6 +59,8 @@ def shape_for(pipeline: Pipeline, wanted: Wanted, plan: Plan) -> Shape:
     require_whole_number("microbatches_per_update", m)
     if slack != "auto":
         require_kind("slack", slack, (int, float), 'a number or "auto"')
+        if isinstance(slack, bool) or not math.isfinite(slack):
+            raise InputError(f'slack is {slack}; a number of 0 or more, or "auto", was expected')
     own = pipeline.schedule.shape
     planned_slack = 0.0 if method_of(method).fills_slack else "auto"
     is_another = (

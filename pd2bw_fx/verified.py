@@ -22,7 +22,7 @@ def verified(
     pipeline: Pipeline,
     model: nn.Module | None,
     *,
-    example_args: Sequence[Any],
+    example_args: Sequence[Any] | Tensor,
     example_kwargs: Mapping[str, Any] | None,
     loss_fn: Callable[[Any, Any], Tensor] | None,
     example_targets: Any,
@@ -30,8 +30,9 @@ def verified(
     tolerance: float | None,
 ) -> Verification:
     """See `Pipeline.verify`."""
+    example_args = (example_args,) if isinstance(example_args, Tensor) else example_args
     tensors = pipeline.tensors()
-    plain = not example_args and example_kwargs is None
+    plain = len(example_args) == 0 and example_kwargs is None
     if model is not None:
         require_kind("model", model, nn.Module, "the model that was split, an nn.Module")
     elif not plain or loss_fn is not None or example_targets is not None:

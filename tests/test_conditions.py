@@ -127,6 +127,52 @@ def test_a_truth_value_that_chooses_unseen_is_one_too(kind: type[nn.Module]) -> 
         pipe.run(inputs(4, times=float("nan") if kind is _Unseen else 1e3)[0])
 
 
+class _Large(Asserting):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        largest = hidden.abs().max().item()
+        if 2 * largest + 1 > 1000 or largest < 0:
+            hidden = hidden / largest
+        return self.second(hidden / max(0.01, largest)).square().mean()
+
+
+class _Started(Asserting):
+    """As ActNorm sets its scale in the first call of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("is_started", torch.tensor(1, dtype=torch.uint8))
+        self.register_buffer("scale", torch.full((6,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.is_started.item() == 0:
+            self.scale.copy_(hidden.detach().std(0))
+            self.is_started.fill_(1)
+        return self.second(hidden * self.scale).square().mean()
+
+
+def test_comparisons_of_numbers_are_conditions_too() -> None:
+    model = model_of(_Large)
+    pipe = pd2bw_fx.split(model, inputs(), cluster=2, costs="analytic", tracer="export-as-example")
+
+    assert pipe.verify(model).exact
+    assert "".join(stage.source for stage in pipe.stages).count("torch._assert_async(") == 3
+    pipe.run(inputs(7)[0])
+    with pytest.raises(RuntimeError, match=r"another way .*: if 2 \* largest \+ 1 > 1000 or largest < 0:"):
+        pipe.run(inputs(4, times=1e5)[0])
+
+
+def test_a_first_call_that_is_over_is_asserted() -> None:
+    model = model_of(_Started)
+    pipe = pd2bw_fx.split(model, inputs(), cluster=2, costs="analytic", tracer="export-as-example")
+
+    assert pipe.verify(model).exact
+    pipe.load_tensors({"is_started": torch.tensor(0, dtype=torch.uint8)})
+    with pytest.raises(RuntimeError, match=r"another way .*: if self\.is_started"):
+        pipe.run(inputs()[0])
+
+
 def test_a_truth_value_that_chooses_nothing_is_a_number() -> None:
     class Counting(Asserting):
         def forward(self, x: Tensor) -> Tensor:

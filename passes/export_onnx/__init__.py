@@ -7,13 +7,14 @@ says what to install where it is missing.
 from .annotate import check_annotation
 from .chain import run_onnx_processes
 from .export import Form, export_onnx
-from .merge import merge_onnx
+from .merge import EXTERNAL_ABOVE_BYTES, merge_onnx
 from .original import Original
 from .parts import export_parts
 from .run import KIND, run_onnx
 from .text import onnx_text
 
 __all__ = [
+    "EXTERNAL_ABOVE_BYTES",
     "KIND",
     "Form",
     "Original",

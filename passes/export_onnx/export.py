@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pd2bw_fx.arguments import require_positive, require_whole_number
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.files import whole_folder, write_manifest
 from pd2bw_fx.graph import dtype_name
@@ -70,7 +71,7 @@ def export_onnx(
     Raises ExportError, and leaves no files, if a stage cannot be translated, fails the ONNX checker, or
     computes something else in onnxruntime than in torch.
     """
-    _check_request(original, form, opset)
+    _check_request(original, form, opset, tolerance)
     _require_real(programs)
     specs = {name: port.spec for name, port in model_inputs(programs).items()}
     if original is not None and original.model is not None:
@@ -134,13 +135,16 @@ class _Truth:
     outputs: Mapping[str, Tensor] | None
 
 
-def _check_request(original: Original | None, form: str, opset: int) -> None:
+def _check_request(original: Original | None, form: str, opset: int, tolerance: float | None) -> None:
     if form not in ("stages", "annotated", "both"):
         raise InputError(f"form is {form!r}; 'stages', 'annotated' or 'both' was expected")
     if form != "stages" and original is None:
         raise InputError(
             f"form={form!r} names the devices of the stages; pass original, or take form='stages'"
         )
+    require_whole_number("opset", opset)
+    if tolerance is not None:
+        require_positive("tolerance", tolerance)
     if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
         raise ExportError(f"opset {opset} cannot be written; give one from {OLDEST_OPSET} to {NEWEST_OPSET}")
     for needed in ("onnx", "onnxscript", "onnxruntime"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pd2bw_fx.errors import ExportError
+from pd2bw_fx.files import writing
 from pd2bw_fx.onnx_model import subgraphs
 from pd2bw_fx.onnx_session import first_line, require
 
@@ -33,7 +34,8 @@ def merge_onnx(folder: str | Path, path: str | Path | None = None) -> onnx.Model
 
     The result holds its weights in memory. With `path` it is written there too, parameters of more than
     1.5 GB in a file beside it.
-    Raises PlanMismatchError for a folder that is not whole, ExportError if the result is no valid model.
+    Raises PlanMismatchError for a folder that is not whole, ExportError if the result is no valid model,
+    InputError where it cannot be written.
     """
     for needed in ("onnx", "onnx_ir", "onnxruntime"):
         require(needed)
@@ -45,7 +47,8 @@ def merge_onnx(folder: str | Path, path: str | Path | None = None) -> onnx.Model
         raise ExportError(f"{folder} holds no stages, only one annotated model; export with form='stages'")
     model = merged(manifest, {e["stage"]: ir.load(folder / e["file"]) for e in manifest["stages"]})
     if path is not None:
-        save(model, Path(path), external_above_bytes=EXTERNAL_ABOVE_BYTES)
+        with writing(path):
+            save(model, Path(path), external_above_bytes=EXTERNAL_ABOVE_BYTES)
     ir.external_data.load_to_model(model)
     return ir.to_proto(model)
 

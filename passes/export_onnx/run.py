@@ -86,7 +86,11 @@ def run_files(
 def run_whole(path: Path, inputs: Mapping[str, Array], outputs: Mapping[str, str]) -> dict[str, Array]:
     """The outputs of one file that holds the whole model; `outputs`: the names in the file by the model's."""
     session = open_session(path, path.name)
-    return dict(zip(outputs, session.run(list(outputs.values()), dict(inputs)), strict=True))
+    try:
+        results = session.run(list(outputs.values()), dict(inputs))
+    except Exception as error:  # onnxruntime's own classes derive from Exception directly
+        raise ExportError(f"{path.name} failed in onnxruntime: {first_line(error)}") from error
+    return dict(zip(outputs, results, strict=True))
 
 
 def run_modules(

@@ -61,5 +61,7 @@ def registered_method(name: str) -> Method | None:
 def method_of(name: str) -> Method:
     """Raises InputError for a name that is none."""
     if name not in METHODS:
-        raise InputError(f"method is {name!r}; expected one of {', '.join(METHODS)}")
+        meant = next((known for known in METHODS if known == str(name).lower()), None)
+        advice = f"did you mean {meant!r}?" if meant else f"expected one of {', '.join(METHODS)}"
+        raise InputError(f"method is {name!r}; {advice}")
     return METHODS[name]

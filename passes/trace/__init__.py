@@ -73,13 +73,20 @@ _FRONT_ENDS: dict[str, tuple[str, ...]] = {
 _OPEN = ("export", "export-as-example", "export-sequence")
 
 _NO_CONDITIONS = (
-    "no condition on values was met on the example inputs, or the weights hold no data to run the model with"
+    "no condition on values was met on the example inputs (of numbers that int() or float() has made none is "
+    "seen; item() is), or the weights hold no data to run the model with"
 )
 
+_AS_EXAMPLE = "pass tracer='export-as-example' if it always goes the same way"
+_ASKING = (
+    "if it always goes the same way ask the tensor itself or its item(), as `if x.max() > 1` does, and pass "
+    "tracer='export-as-example'"
+)
+_ALLOW = "for you to allow"  # in the words of `require_checks`
 _ADVICE = (
-    "take what depends on tensor values out of Python control flow (torch.where), or pass "
-    "tracer='export-as-example' if it always goes the same way, have a loss or a part of the model run as it "
-    "is written (pd2bw_fx.untraced), or pass a program that you exported yourself"
+    f"take what depends on tensor values out of Python control flow (torch.where), or {_AS_EXAMPLE}, have a "
+    "loss or a part of the model run as it is written (pd2bw_fx.untraced), or pass a program that you "
+    "exported yourself"
 )
 _ADVICE_FOR_PACKED = (
     "the recurrent layer on the padded batch, since how long packed sequences are depends on values; what "
@@ -319,6 +326,8 @@ def _cannot_be_traced(
         lines.append(f"  stopped at {places[0]}")
     lines += [f"  {finding}" for finding in findings]
     advice = _ADVICE if program.flat.tensors else _ADVICE_WITHOUT_EXAMPLES
+    if any(name == "export-as-example" and _ALLOW not in str(error) for name, error in attempts):
+        advice = advice.replace(_AS_EXAMPLE, _ASKING)
     if any(met_packed_sequences(error) for _, error in attempts):
         advice = _ADVICE_FOR_PACKED
     elif any(chooses_at_random(error) for _, error in attempts):

@@ -18,14 +18,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._C import TensorBase
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from pd2bw_fx.program import written_by_schema
 from pd2bw_fx.traced import assumption
+
+from .asked_numbers import asked_number
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _LAYERS = str(Path(nn.__file__).resolve().parent)
@@ -33,6 +38,8 @@ _LAYERS = str(Path(nn.__file__).resolve().parent)
 _BETWEEN = tuple(
     str(Path(__file__).with_name(name)) for name in ("detached.py", "held.py", "saved_values.py")
 )
+
+_NUMBERS = str(Path(__file__).with_name("asked_numbers.py"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +91,14 @@ class Conditions:
             self.found.append((place, outcome))
             return outcome
 
-        with _on_truth(record):
+        def number(tensor: Tensor) -> Any:
+            return asked_number(TensorBase.item(tensor), self._note)
+
+        with _on_truth(record, number):
             yield
+
+    def _note(self, outcome: bool, asking: FrameType) -> None:
+        self.found.append((_place(_authors(asking)), outcome))
 
     @contextmanager
     def assumed(self) -> Iterator[None]:
@@ -105,8 +118,26 @@ class Conditions:
             torch.ops.aten._assert_async.msg(holds, assumption(place.model, place.line))
             return entry[1]
 
+        numbers: dict[sympy.Symbol, Tensor] = {}
+
+        def number(tensor: Tensor) -> Any:
+            value: Any = TensorBase.item(tensor)
+            if isinstance(value, torch.SymFloat | torch.SymInt):
+                numbers[value.node.expr] = tensor
+            return value
+
+        def of_numbers(condition: torch.SymBool) -> bool | None:
+            symbols = sorted(free_unbacked_symbols(condition), key=str)
+            if not symbols or not numbers.keys() >= set(symbols):
+                return None
+            place = _place(_authors(sys._getframe(2)))
+            if all(entry[0] != place for entry in coming):
+                return None
+            tensor = sympy.lambdify(symbols, condition.node.expr, "math")(*(numbers[s] for s in symbols))
+            return answer(tensor, place)
+
         if self.found:
-            with _on_truth(answer):
+            with _on_truth(answer, number), _on_truth_of_numbers(of_numbers):
                 yield
         else:
             yield
@@ -148,8 +179,9 @@ def _draws(node: fx.Node) -> bool:
 
 
 @contextmanager
-def _on_truth(answer: Callable[[Tensor, Place], bool]) -> Iterator[None]:
-    """Whenever this thread's Python wants to know whether a tensor is true, by `item` too, it asks `answer`.
+def _on_truth(answer: Callable[[Tensor, Place], bool], number: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Whenever this thread's Python wants to know whether a tensor is true, by `item` too, it asks `answer`;
+    for any other `item` it has what `number` makes of it.
 
     A torch function mode would not see what functions of torch's ask.
     """
@@ -160,10 +192,10 @@ def _on_truth(answer: Callable[[Tensor, Place], bool]) -> Iterator[None]:
             return TensorBase.__bool__(tensor)
         return answer(tensor, _place(sys._getframe(1)))
 
-    def item(tensor: Tensor) -> float | bool:
-        if threading.get_ident() != thread or tensor.dtype != torch.bool:
+    def item(tensor: Tensor) -> Any:
+        if threading.get_ident() != thread:
             return TensorBase.item(tensor)
-        return answer(tensor, _place(sys._getframe(1)))
+        return answer(tensor, _place(sys._getframe(1))) if tensor.dtype == torch.bool else number(tensor)
 
     Tensor.__bool__ = truth  # type: ignore[method-assign, assignment]
     Tensor.item = item  # type: ignore[method-assign, assignment]
@@ -171,6 +203,23 @@ def _on_truth(answer: Callable[[Tensor, Place], bool]) -> Iterator[None]:
         yield
     finally:
         del Tensor.__bool__, Tensor.item
+
+
+@contextmanager
+def _on_truth_of_numbers(answer: Callable[[torch.SymBool], bool | None]) -> Iterator[None]:
+    """The same of comparisons of numbers in a trace; None leaves it to torch."""
+    thread = threading.get_ident()
+    torchs: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
+
+    def truth(condition: torch.SymBool) -> bool:
+        answered = answer(condition) if threading.get_ident() == thread else None
+        return torchs(condition) if answered is None else answered
+
+    torch.SymBool.__bool__ = truth  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.SymBool.__bool__ = torchs  # type: ignore[method-assign]
 
 
 class UnseenChoiceError(ValueError):
@@ -196,6 +245,13 @@ def truths_by_item(given: bool | None = None) -> Iterator[list[Place]]:
         yield asked
     finally:
         del Tensor.item
+
+
+def _authors(frame: FrameType) -> FrameType:
+    """The first one outside of torch and of what asks for numbers."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _NUMBERS, *_BETWEEN)):
+        frame = frame.f_back
+    return frame
 
 
 def _place(asking: FrameType) -> Place:

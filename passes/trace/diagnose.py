@@ -31,7 +31,7 @@ _LINES_BEFORE = 8
 # For who works on torch: its own switches, and a line of its own or of ours where it came upon something.
 _OF_TRACERS = re.compile(
     r" (For more information, run with TORCH_LOGS=\S+"
-    r"|Caused by: \((?=_|nn/|functional|\S*passes/trace/)[^)]*\)"
+    r"|Caused by: \([^)]*\)"  # told as the place, whole
     r"|consider using data-dependent friendly APIs such as \w+, \w+ and \w+\.|Suggested fixes:$)"
 )
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in [^\n]*\n([^\n]*)')

@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     )
     probing.add_argument("-o", "--output", type=Path, required=True, help="cluster file to write, by rank 0")
     probing.add_argument(
-        "--processes", type=int, help="processes to start here, without torchrun (default: as --cluster's)"
+        "--processes", type=int, help="to start here, without torchrun (default: the devices of this machine)"
     )
     probing.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     probing.add_argument(
