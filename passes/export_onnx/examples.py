@@ -32,8 +32,8 @@ def examples_of_other_sizes(
     """The same values at other sizes of the dimensions that are dynamic: the first of these that the model
     takes is worth trying, for it is the farthest away.
 
-    First dimensions have one more than twice as many samples (the first ones again), or one more; others,
-    which a model may bound, half as many entries, or all of them.
+    First dimensions have one more than twice as many samples (the first ones again), one more, or where that
+    is too many one less; others, which a model may bound, half as many entries, or all of them.
     """
     sizes: dict[str, int] = {}
     firsts: set[str] = set()
@@ -44,10 +44,10 @@ def examples_of_other_sizes(
                 firsts |= {size} if axis == 0 else set()
     shorter = {symbol: size // 2 for symbol, size in sizes.items() if symbol not in firsts and size >= 4}
     tried = []
-    for times in (2, 1):
-        larger = {symbol: times * sizes[symbol] + 1 for symbol in firsts}
-        if all(size in batches for size in larger.values()):
-            tried += [larger | shorter, larger] if shorter else [larger]
+    for times, more in ((2, 1), (1, 1), (1, -1)):
+        other = {symbol: times * sizes[symbol] + more for symbol in firsts}
+        if all(size in batches for size in other.values()):
+            tried += [other | shorter, other] if shorter else [other]
     return [_resized(specs, example, chosen) for chosen in tried if chosen]
 
 
