@@ -79,8 +79,8 @@ def split(
     `cluster` is a count of equal local devices (GPUs if there are so many, else CPU processes), a Cluster or
     the path of a TOML file; left out, what this machine has. `constraints` pin operators and modules, keep
     them whole, or cap a device's memory. `plan` is one that is there already, edited perhaps
-    (`Plan.loads`): it is checked and priced, not solved, and what is said beside it may not be otherwise
-    than it has it. The solver proves the plan to within `max_gap` or stops after `time_limit_s`; `progress`
+    (`Plan.loads`): it is checked and priced, not solved, and other arguments must agree with it.
+    The solver proves the plan to within `max_gap` or stops after `time_limit_s`; `progress`
     hears how it stands, and Ctrl-C takes the best plan so far.
 
     There is a stage for every device unless `num_stages` says otherwise: a number, or "auto" for the fastest

@@ -108,7 +108,7 @@ class Wish:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What a plan must be explained with, besides the problem."""
+        """The arguments of `explain` that planning had."""
         return {
             "memory_model": self.memory_model,
             "recompute": self.recompute,

@@ -70,8 +70,8 @@ class Cluster:
 
     @property
     def threads_each(self) -> int:
-        """Threads of a process that drives the first device, where it is a CPU of this machine: the devices
-        beside it on its host are CPUs of their own, and all share the cores."""
+        """Threads of a process that drives the first device: this machine's cores, divided by the CPU devices
+        on that device's host."""
         first = self.devices[0]
         beside = [device for device in self.devices if (device.kind, device.host) == ("cpu", first.host)]
         return min(torch.get_num_threads(), cores_each(max(1, len(beside))))

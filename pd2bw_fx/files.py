@@ -107,7 +107,7 @@ def _own_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _kept(target: Path, fresh: Path) -> list[str]:
-    """What is not ours in a folder that is to be replaced. InputError where replacing it would lose work."""
+    """What is not ours in a folder that is to be replaced, by name. InputError where that would lose work."""
     before, after = _own_manifest(target), _own_manifest(fresh)
     if before["kind"] not in (None, after["kind"]):
         raise InputError(

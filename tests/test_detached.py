@@ -114,3 +114,33 @@ def test_data_of_another_shape_is_no_values_for_what_is_there() -> None:
 
     with pytest.raises(TraceError, match=r"shape \(\d, 8\) is given another of shape \(\d, 8\)"):
         split(Growing(), tracer="export")
+
+
+class Adversarial(nn.Module):
+    """Both players in one forward; the critic is not to learn from what the generator is told."""
+
+    def __init__(self, *, by_attribute: bool) -> None:
+        super().__init__()
+        self.generator, self.critic, self.by_attribute = nn.Linear(4, 6), nn.Linear(6, 1), by_attribute
+
+    def forward(self, real: Tensor, noise: Tensor) -> Tensor:
+        made = self.generator(noise)
+        loss = nn.functional.softplus(-self.critic(real)).mean()
+        for weight in self.critic.parameters():
+            if self.by_attribute:
+                weight.requires_grad = False
+            else:
+                weight.requires_grad_(False)
+        loss = loss + nn.functional.softplus(-self.critic(made)).mean()
+        for weight in self.critic.parameters():
+            weight.requires_grad_(True)
+        return loss
+
+
+@pytest.mark.parametrize("by_attribute", [False, True])
+def test_weights_that_are_frozen_for_a_while_are_told(by_attribute: bool) -> None:
+    told = r"switches requires_grad of a tensor off \(test_detached\.py:\d+: .*torch\.func\.functional_call"
+    model = Adversarial(by_attribute=by_attribute)
+    with pytest.raises(TraceError, match=told):
+        pd2bw_fx.split(model, (torch.randn(4, 6), torch.randn(4, 4)), cluster=2, costs="analytic")
+    assert all(parameter.requires_grad for parameter in model.parameters())

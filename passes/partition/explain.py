@@ -251,7 +251,7 @@ def _what_ifs(plan: Plan, problem: Problem, cluster: Cluster, setting: dict[str,
     else:
         copied = plan.stages[-1].device
         more_stages = setting | {"num_stages": plan.num_stages + 1} | _microbatches(plan)
-        what = f"one stage more, on another {plan.stages[-1].device_name}"
+        what = f"one stage more, on a further device like {plan.stages[-1].device_name}"
         another = and_another(cluster, copied, f"another {plan.stages[-1].device_name}")
         yield _WhatIf(what, one_device_more(problem, copied), another, more_stages)
     if plan.num_stages > 1:

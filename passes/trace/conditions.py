@@ -247,6 +247,11 @@ def truths_by_item(given: bool | None = None) -> Iterator[list[Place]]:
         del Tensor.item
 
 
+def authors_line() -> str:
+    """Where the model's own code is, with what it says there."""
+    return str(_place(_authors(sys._getframe(1))))
+
+
 def _authors(frame: FrameType) -> FrameType:
     """The first one outside of torch and of what asks for numbers."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _NUMBERS, *_BETWEEN)):

@@ -8,6 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pd2bw_fx.errors import TraceError
+
+from .conditions import authors_line
+
 
 class DataIsDetached(TorchFunctionMode):
     """`h.data` is `h.detach()`, and `buffer.data = value` writes the value into the buffer's memory."""
@@ -15,6 +19,8 @@ class DataIsDetached(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is Tensor.requires_grad_ or _sets(func, "requires_grad"):
+            _require_trained(*args, **(kwargs or {}))
         if not is_of_data(func):
             return func(*args, **(kwargs or {}))
         if func.__name__ == "__get__":
@@ -31,7 +37,27 @@ class DataIsDetached(TorchFunctionMode):
 
 
 def is_of_data(func: Any) -> bool:
-    return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
+    return _attribute(func) == "data"
+
+
+def _attribute(func: Any) -> str:
+    """Of a tensor, that the function reads or sets."""
+    return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+
+
+def _sets(func: Any, name: str) -> bool:
+    return _attribute(func) == name and func.__name__ == "__set__"
+
+
+def _require_trained(tensor: Tensor, requires_grad: bool = True) -> None:
+    """Raises TraceError where a forward freezes a weight for a part of what it computes."""
+    if tensor.requires_grad and tensor.is_leaf and not requires_grad:
+        raise TraceError(
+            f"the forward switches requires_grad of a tensor off ({authors_line()}), and a trace has one "
+            "graph, in which it has a gradient or not. For a part without gradients of its weights compute "
+            "torch.func.functional_call(part, {name: p.detach() for name, p in part.named_parameters()}, x); "
+            "what is frozen for good is frozen before the model is split"
+        )
 
 
 def _is_the_same_memory(one: Tensor, other: Tensor) -> bool:

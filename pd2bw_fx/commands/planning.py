@@ -223,7 +223,7 @@ def _check(options: argparse.Namespace) -> int:
         print(json.dumps(priced.to_json()))
         return 0
     print(plan_table(pipe.graph, pipe.costs, priced))
-    print("the plan can be")
+    print("the plan is valid")
     return 0
 
 

@@ -178,7 +178,7 @@ def _why(operator: Operator, plan: Plan, stage: int) -> str:
     if stage == slowest.stage:
         told.append("Its stage is the slowest: the plan makes this one as fast as it can be.")
     else:
-        told.append(f"Its stage is done before stage {slowest.stage}, which limits the pipeline.")
+        told.append(f"Its stage takes less time than stage {slowest.stage}, which limits the pipeline.")
     crossing = [t for t in plan.transfers if t.value == operator.name]
     if crossing:
         told.append(f"Its value is sent to stage {', '.join(str(t.target) for t in crossing)}.")

@@ -67,8 +67,29 @@ def meet(timeout_s: float) -> Meeting:
 @functools.cache
 def _rendezvous(timeout_s: float) -> tuple[Any, int, int]:
     """Once for a process: where rank 0 keeps the store itself, another engine would find it gone."""
-    store, rank, num_ranks = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+    rank, num_ranks = (_number(name) for name in ("RANK", "WORLD_SIZE"))
+    if not 0 <= rank < num_ranks:
+        raise InputError(
+            f"RANK is {rank} and WORLD_SIZE {num_ranks}; ranks from 0 to {num_ranks - 1} were expected"
+        )
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+    except ValueError as error:
+        raise InputError(f"{error}; torchrun sets it, beside RANK and WORLD_SIZE") from None
+    except dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise WorkerError(
+            f"rank {rank} of {num_ranks} did not find the others at {where} within {timeout_s:.0f} s: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
     return store, rank, num_ranks
+
+
+def _number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise InputError(f"{name} is {os.environ[name]!r}; torchrun sets a whole number") from None
 
 
 class _Arrival:

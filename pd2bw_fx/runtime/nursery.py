@@ -226,7 +226,10 @@ def main() -> None:
                 connection, tells[pid], *output = descriptors
                 for descriptor in (connection, *output):
                     os.close(descriptor)
-                control.sendall(_CODE.pack(pid))
+                try:
+                    control.sendall(_CODE.pack(pid))
+                except OSError:
+                    return  # the parent is gone, and its workers see that themselves
 
 
 def _request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
