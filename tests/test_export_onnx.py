@@ -371,7 +371,7 @@ class Untranslatable(nn.Module):
     ("module", "said"),
     [
         (Wrong(), r"y, an output of stage 0, differs from torch by 1"),
-        (OneSize(), r"stage 0 fails in torch on inputs of shape \(3, 4\): RuntimeError: shape '\[2, 4\]'"),
+        (OneSize(), r"stage 0 fails in torch on inputs of shape \(1, 4\): RuntimeError: shape '\[2, 4\]'"),
         (Projected(), r"layer 'rnn' of stage 0 is an LSTM with proj_size=4"),
         (Untranslatable(), r"stage 0 cannot be translated to ONNX opset 20"),
     ],
