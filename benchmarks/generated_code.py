@@ -40,8 +40,8 @@ and a test checks that it is current. What to look at:
 - Masks and positions are computed here rather than sent, and labels are an input of the stage itself.
 - No size of the batch and no device is written down: both are read off the inputs.
 - It imports torch and nothing else: `python stage_1.py` runs it forward and backward. What a model leaves
-  untraced (`pd2bw_fx.untraced`), or calls of a library's own operators, is called there by the name that it is
-  registered under: the script or library that does so is imported first.
+  untraced (`pd2bw_fx.untraced`), or calls of a library's own operators, is called there by the name that it
+  is registered under: the script or library that does so is imported first.
 - It computes in the model's own order, so that loss and gradients are the model's bit for bit.
 
 ```python
