@@ -342,3 +342,17 @@ def test_a_mean_that_is_only_kept_is_noted() -> None:
 
     traced = trace(Logging(), (torch.randn(4, 6),))
     assert any("assigns a tensor to mean" in note for note in traced.report.notes)
+
+
+def test_a_table_that_each_call_makes_anew_is_no_state() -> None:
+    class Anchored(_Averaging):
+        anchors: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.anchors is None or self.anchors.shape[0] != x.shape[1]:
+                self.anchors = torch.arange(x.shape[1], dtype=x.dtype)
+            return self.last(self.first(x) + self.anchors).square().mean()
+
+    model = Anchored()
+    trace(model, (torch.randn(4, 6),))
+    assert model.anchors is None

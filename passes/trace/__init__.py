@@ -237,6 +237,7 @@ def _first_that_works(
                     continue
             with attributes_kept(model), torch_errors_unlogged(), training_context(), tensor_hooks_refused():
                 traced = _traced(name, program, batch_size)
+            require_nothing_kept(program)  # when what the trace has left in attributes is gone
             if tracer == "auto":
                 program.conditions.require_checks()
             return program, traced, attempts
@@ -271,7 +272,6 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
                 "asks for the batch size",
             )
         notes += tuple(map(note_on_operator, foreign_operators(graph)))
-    require_nothing_kept(program)
     return Traced(
         program=graph,
         model=program.model,
