@@ -194,7 +194,7 @@ def run_training(
             _say(f"{options.checkpoint} has {first} updates: {left}", engine, options)
         losses, told_s = [], [time.perf_counter()]
         with _Reports(engine, first, options, console) as reports:
-            for batch in itertools.islice(batches, options.num_updates - first):
+            for batch in itertools.islice(batches, max(0, options.num_updates - first)):
                 loss = engine.step(batch)
                 losses.append(loss)
                 told_s.append(time.perf_counter())
