@@ -253,3 +253,38 @@ def test_shifts_of_whole_numbers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     source = _source(Shifted(), (torch.randn(4, 8), torch.randint(0, 9, (4, 8))), tmp_path)
     assert "(y << 2 >> 1)" in source
+
+
+def test_cells_with_and_without_their_states(tmp_path: Path) -> None:
+    class Stepping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gated, self.plain = nn.GRUCell(8, 6), nn.RNNCell(6, 6, bias=False, nonlinearity="relu")
+            self.cell, self.pair = nn.LSTMCell(6, 6), nn.Bilinear(6, 6, 3)
+            self.twice = nn.RNNCell(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = self.gated(x[:, 0])
+            hidden, memory = self.cell(state)
+            for step in range(1, 3):
+                state = self.gated(x[:, step], state)
+                state = self.plain(state, hidden)
+                hidden, memory = self.cell(state, (hidden, memory))
+            mixed = self.pair(hidden, memory)
+            return self.twice(mixed, mixed).square().mean()
+
+    source = _source(Stepping(), (torch.randn(4, 3, 8),), tmp_path)
+    for line in (
+        "self.gated = nn.GRUCell(8, 6)",
+        'self.plain = nn.RNNCell(6, 6, bias=False, nonlinearity="relu")',
+        "self.cell = nn.LSTMCell(6, 6)",
+        "self.pair = nn.Bilinear(6, 6, 3)",
+        "state = self.gated(x[:, 0])",
+        "hidden, memory = self.cell(state)",
+        "state = self.gated(x[:, 2], state)",
+        "state = self.plain(state, hidden)",
+        "hidden, memory = self.cell(state, (hidden, memory))",
+        "mixed = self.pair(hidden, memory)",
+        "self.weight_ih = nn.Parameter(torch.empty(3, 3))",  # given one tensor twice: as it was traced
+    ):
+        assert line in source

@@ -12,11 +12,12 @@ from torch import fx
 from pd2bw_fx.program import autocast_of
 
 from .cut import is_size, tensors_read
-from .layers import RECURRENT_LAYERS
+from .layers import LAYERS_GIVING_TUPLES
 from .limits import is_asked_for_a_limit
 from .naming import is_final, operator_name, place_in_mask
-from .scopes import Line, Scope, assigned_names, line_at, makes_one_by_one
+from .scopes import Line, Scope, line_at
 from .stage_tree import StageTree, occurrences
+from .statements import assigned_names, makes_one_by_one
 
 # no_grad, autocast, and a number that tells apart autocast regions which are alike and touch.
 Region = tuple[object, Any, int]
@@ -126,10 +127,10 @@ class Body:
         )
 
     def is_recurrent(self, item: fx.Node | Scope) -> bool:
-        """A whole LSTM, GRU or RNN, which gives a tuple."""
+        """A whole LSTM, GRU, RNN or LSTMCell, which gives a tuple."""
         if not isinstance(item, Scope) or not self.tree.is_layer(item):
             return False
-        return isinstance(self.tree.modules[item.path], RECURRENT_LAYERS)
+        return isinstance(self.tree.modules[item.path], LAYERS_GIVING_TUPLES)
 
     def author_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
         """What the author's statement calls its result, if this is it."""

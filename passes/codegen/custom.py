@@ -15,9 +15,10 @@ from .expression import Scene, Source
 from .layout import laid_out, signature_lines
 from .literals import identifier, plain
 from .naming import result_name
-from .scopes import assigned_names, frames_of
+from .scopes import frames_of
 from .spell import spell
 from .stage_tree import occurrences
+from .statements import assigned_names
 
 _LONGEST_FOLDED = 80
 

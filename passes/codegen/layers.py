@@ -15,8 +15,8 @@ from pd2bw_fx.modes import LAYERS_WITH_MODES
 from .literals import are_numbered, is_plain_name
 from .template import NO_DEFAULT, Call, Fixed, Leaf, Part, Template
 
-# Layers whose forward takes one tensor and gives one (recurrent ones: a tuple). Anything else is printed as
-# the operators that it was traced to.
+# Layers whose forward takes one tensor and gives one (recurrent ones: with their states). Anything else is
+# printed as the operators that it was traced to.
 _LAYERS: tuple[type[nn.Module], ...] = (
     nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm,
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
@@ -36,14 +36,17 @@ _LAYERS: tuple[type[nn.Module], ...] = (
     nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d,
     nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, nn.PixelShuffle, nn.PixelUnshuffle,
     nn.ChannelShuffle, nn.Flatten, nn.Unflatten, nn.Fold, nn.Unfold,
-    nn.LSTM, nn.GRU, nn.RNN, nn.EmbeddingBag, nn.Identity,
+    nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.EmbeddingBag, nn.Identity,
 )  # fmt: skip
 # Of two, in the order of their operator.
 LAYERS_OF_TWO: tuple[type[nn.Module], ...] = (
     nn.CrossEntropyLoss, nn.NLLLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss,
-    nn.BCEWithLogitsLoss, nn.KLDivLoss,
+    nn.BCEWithLogitsLoss, nn.KLDivLoss, nn.Bilinear,
 )  # fmt: skip
 RECURRENT_LAYERS = (nn.LSTM, nn.GRU, nn.RNN)
+RECURRENT_CELLS = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+LAYERS_OF_PAIRS = (nn.LSTM, nn.LSTMCell)  # their state is (hidden, cell)
+LAYERS_GIVING_TUPLES = (*RECURRENT_LAYERS, nn.LSTMCell)
 _SIZES_TO_KEEP = {"normalized_shape", "unflattened_size"}  # (8, 8) is not 8 there
 
 _RECURRENT = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
@@ -71,7 +74,7 @@ def is_layer(module: nn.Module, *, training: bool) -> bool:
 
 def constructor(module: nn.Module) -> Call:
     """`nn.Linear(768, 3072, bias=False)`: arguments that have their default are left out."""
-    pairs = _recurrent(module) if isinstance(module, RECURRENT_LAYERS) else _by_signature(module)
+    pairs = _recurrent(module) if isinstance(module, nn.RNNBase) else _by_signature(module)
     parts = [Part(Leaf(argument, value), argument, default) for argument, value, default in pairs]
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     if dtype != torch.float32:

@@ -13,9 +13,10 @@ from .cut import is_size, size_symbol
 from .expression import Scene, Source
 from .literals import identifier, plain
 from .naming import argument_name, element_name, hands_on, name_within, result_name, state_name
-from .scopes import Scope, assigned_names
+from .scopes import Scope
 from .spell import spell
 from .stage_tree import DEVICE, StageTree, walk
+from .statements import assigned_names
 
 _LONGEST_FOLDED = 88  # characters of a line that still reads well with its parts folded in
 _SHORT_OPERAND = 40  # of an operand that has a line to itself where the whole is laid out over several

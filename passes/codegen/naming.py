@@ -11,10 +11,11 @@ from torch import fx, nn
 from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 
-from .layers import RECURRENT_LAYERS
+from .layers import LAYERS_GIVING_TUPLES
 from .literals import identifier
-from .scopes import Scope, assigned_names, is_outermost, line_at, module_calls
+from .scopes import Scope, line_at, module_calls
 from .stage_tree import StageTree
+from .statements import assigned_names, is_outermost
 
 # What a value is called that its author gave no name.
 _RESULT_NAMES = {
@@ -115,14 +116,15 @@ def state_name(tree: StageTree, node: fx.Node) -> str | None:
     """The author's name of a recurrent layer's output or last states, else what they are."""
     calls = module_calls(node)
     layer = tree.modules.get(calls[-1][1]) if calls else None
-    if not isinstance(layer, RECURRENT_LAYERS) or not _is_operator(node, "getitem"):
+    if not isinstance(layer, LAYERS_GIVING_TUPLES) or not _is_operator(node, "getitem"):
         return None
     place = int(str(node.args[1]))
     line = line_at(node, len(calls) - 1)
     names = assigned_names(line.code) if line is not None else ()
     has_pair = isinstance(layer, nn.LSTM)  # output, (hidden, cell)
     name = names[place] if len(names) == 2 and place < (1 if has_pair else 2) else "_"
-    return name if name != "_" else ("output", "hidden", "cell")[place]
+    own = ("hidden", "cell") if isinstance(layer, nn.LSTMCell) else ("output", "hidden", "cell")
+    return name if name != "_" else own[place]
 
 
 def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:

@@ -6,7 +6,6 @@ stage's tree is found by reading its operators from first to last.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from torch import fx, nn
 from pd2bw_fx.graph import OF_A_MAP, OperatorGraph
 
 from .cut import is_size
-from .literals import identifier
+from .statements import assigned_names
 
 # A preamble shorter than this reads better where it is than as a function of its own.
 _LONG_PREAMBLE = 6
@@ -25,7 +24,7 @@ _SEQUENTIAL = f"{nn.Sequential.__module__}.{nn.Sequential.__qualname__}"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A place in the author's file: `forward` of some module stood there while an operator was traced."""
+    """A statement of an author by its first line: some `forward` was there while an operator was traced."""
 
     file: str
     number: int
@@ -139,68 +138,6 @@ def frames_of(node: fx.Node) -> list[Line]:
         r'File "([^"]*)", line (\d+), in [^\n]*\n[ \t]*([^\n]*)', node.meta.get("stack_trace") or ""
     )
     return [Line(file, int(number), code) for file, number, code in found]
-
-
-def assigned_names(code: str) -> tuple[str, ...]:
-    """The names that a line of the author's assigns: "q, k = f(" -> ("q", "k"); nothing for other lines, and
-    for one of several statements, of which a traced node does not say which it comes from."""
-    if ";" in code and _num_statements(code) != 1:
-        return ()
-    match = re.match(r"^([A-Za-z_][\w, ()]*?)\s*(?::[^=]*)?(?<![=!<>+*/%&|^@-])=(?!=)", code)
-    if match is None:
-        return ()
-    try:
-        target = ast.parse(match[1].strip(), mode="eval").body
-    except SyntaxError:
-        return ()
-    names = target.elts if isinstance(target, ast.Tuple) else [target]
-    found = tuple(name.id if isinstance(name, ast.Name) else "" for name in names)
-    return tuple(identifier(name) if name not in ("", "_") else "_" for name in found)
-
-
-def makes_one_by_one(code: str) -> bool:
-    """Whether a line assigns several names, each from an expression of its own or a round of one."""
-    try:
-        (statement,) = ast.parse(code).body
-    except (SyntaxError, ValueError):
-        return False
-    if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Tuple):
-        return False
-    return isinstance(statement.value, ast.Tuple | ast.GeneratorExp | ast.ListComp)
-
-
-def _num_statements(code: str) -> int:
-    try:
-        return len(ast.parse(code).body)
-    except SyntaxError:  # it goes on below
-        return 0
-
-
-_SIGNS: dict[type[ast.operator], str] = {
-    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.MatMult: "matmul"
-}  # fmt: skip
-
-
-def is_outermost(code: str, operator: str, *, is_call: bool) -> bool:
-    """Whether a line that assigns a name from itself (`x = x + f(x)`) does so by this operator, or by the
-    call of a module. Of a line that goes on below only the first part is known."""
-    if re.fullmatch(r"\w+(, \w+)* = [\w.\[\]]+\(", code):
-        return is_call
-    try:
-        statement = ast.parse(code).body[0]
-    except (SyntaxError, IndexError):
-        return False
-    if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
-        return False
-    target, value = statement.targets[0].id, statement.value
-    if target not in {name.id for name in ast.walk(value) if isinstance(name, ast.Name)}:
-        return False
-    if isinstance(value, ast.BinOp):
-        return not is_call and _SIGNS.get(type(value.op)) == operator
-    if not isinstance(value, ast.Call):
-        return False
-    called = value.func.attr if isinstance(value.func, ast.Attribute) else ast.unparse(value.func)
-    return is_call or called == operator
 
 
 def _separate_preambles(graph: OperatorGraph, scope: Scope) -> None:

@@ -17,7 +17,14 @@ from pd2bw_fx.modes import passes_through_in_evaluation
 from pd2bw_fx.program import autocast_of
 
 from .cut import Cut, is_size, size_symbol, spec_of, tensors_read
-from .layers import LAYERS_OF_TWO, RECURRENT_LAYERS, is_layer, is_sequential
+from .layers import (
+    LAYERS_GIVING_TUPLES,
+    LAYERS_OF_PAIRS,
+    LAYERS_OF_TWO,
+    RECURRENT_CELLS,
+    is_layer,
+    is_sequential,
+)
 from .scopes import Scope, lift, module_calls
 
 # Stands among the sizes that a call is given: the device on which it makes tensors out of nothing.
@@ -257,9 +264,21 @@ class StageTree:
         if isinstance(module, LAYERS_OF_TWO):
             (given,) = self.gives(scope)
             return len(reads) == 2 and list(given.args[:2]) == reads
+        if isinstance(module, RECURRENT_CELLS):
+            return self._takes_states(scope, reads)
         if isinstance(module, nn.EmbeddingBag) and len(reads) == 1:
             return bool(reads[0].meta["val"].ndim == 2)  # bags of one length; a row of words has offsets
         return len(reads) == 1 or self._given_to_an_operator_of_several(scope) == reads
+
+    def _takes_states(self, scope: Scope, reads: Sequence[fx.Node]) -> bool:
+        """Whether a cell is given its input and all of its states, or makes the states itself."""
+        inside = set(scope.nodes)
+        cell = next((node for node in inside if str(node.target).endswith("_cell.default")), None)
+        if cell is None:
+            return False
+        given, states = cell.args[:2]
+        operands = [given, *(states if isinstance(states, list | tuple) else [states])]
+        return [operand for operand in operands if operand not in inside] == list(reads)
 
     def _given_to_an_operator_of_several(self, scope: Scope) -> list[Any]:
         """A recurrent layer's sequence and first states, a bag of embeddings' words and offsets."""
@@ -274,15 +293,15 @@ class StageTree:
         return [sequence, *(states if isinstance(states, list | tuple) else [states])]
 
     def call_arguments(self, call: Scope) -> list[fx.Node | tuple[fx.Node, ...]]:
-        """The tensors that it is given, in order; both first states of an LSTM as one argument."""
+        """The tensors that it is given, in order; both states of an LSTM as one argument."""
         reads = self.reads(call)
-        if self.is_layer(call) and isinstance(self.modules[call.path], nn.LSTM) and len(reads) == 3:
+        if self.is_layer(call) and isinstance(self.modules[call.path], LAYERS_OF_PAIRS) and len(reads) == 3:
             return [reads[0], (reads[1], reads[2])]
         return list(reads)
 
     def _gives_what_the_layer_gives(self, scope: Scope, module: nn.Module) -> bool:
         given = self.gives(scope)
-        if isinstance(module, RECURRENT_LAYERS):
+        if isinstance(module, LAYERS_GIVING_TUPLES):
             return all(len(node.args) == 2 and isinstance(node.args[1], int) for node in given)
         return len(given) == 1
 

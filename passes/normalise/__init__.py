@@ -13,6 +13,7 @@ from pd2bw_fx.program import FxProgram, tensors, torch_errors_unlogged, training
 from pd2bw_fx.traced import Traced
 
 from .assume import assume
+from .author_lines import keep_whole_statements
 from .casts import working_casts
 from .clean import (
     fill_empty,
@@ -61,6 +62,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     remove_true_terms(draft, facts)
     call_mapped_layers(draft, traced.model)
     remove_dead_code(draft, facts)
+    keep_whole_statements(draft)
     separate_repeated_outputs(draft, facts)
     placeholders = draft.graph.find_nodes(op="placeholder")
     parameters, buffers = parameter_specs(traced, draft)

@@ -1,0 +1,88 @@
+"""Values are called what the author's statements call them, over however many lines these go."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx import split
+
+
+def _statements(model: nn.Module, x: Tensor) -> dict[str, int]:
+    """Of the only stage, what each line says and which line of this file its comment names."""
+    pipe = split(model, (x,), cluster=2, num_stages=1, costs="analytic")
+    found = re.findall(r"^ {8,12}(\S.*?)  # test_generated_names\.py:(\d+)", pipe.stages[0].source, re.MULTILINE)
+    return {text: int(number) for text, number in found}
+
+
+# fmt: off
+class _Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = (
+            self.q(x)
+            .unflatten(-1, (2, 4))
+            .transpose(1, 2)
+        )
+        key = self.k(
+            x
+        ).unflatten(
+            -1, (2, 4)
+        ).transpose(1, 2)
+        value: Tensor = (
+            self.v(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        )
+        weights = torch.softmax(
+            query @ key.mT
+            / 2,
+            dim=-1,
+        )
+        mixed = (
+            (weights @ value).flatten(1)
+        )
+        return (
+            (mixed + mixed).square()
+            .mean()
+        )
+# fmt: on
+
+
+def test_a_statement_of_several_lines_is_named_by_what_it_assigns() -> None:
+    first = _Attending.forward.__code__.co_firstlineno
+    found = _statements(_Attending(), torch.randn(4, 3, 8))
+
+    assert found == {
+        "query = self.q(x).unflatten(-1, (2, 4)).transpose(1, 2)": first + 1,
+        "key = self.k(x).unflatten(-1, (2, 4)).transpose(1, 2)": first + 6,
+        "value = self.v(x).unflatten(-1, (2, 4)).transpose(1, 2)": first + 11,
+        "weights = F.softmax(query @ key.mT / 2, dim=-1)": first + 14,
+        "mixed = (weights @ value).flatten(1)": first + 19,
+        "return (mixed + mixed).square().mean()": first + 22,
+    }
+
+
+class _Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.side = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = x * 0.5
+        for layer in self.layers:
+            x = layer(x).tanh()
+            skip += self.side(x) * 0.1
+        skip -= skip.mean()
+        return skip.square().mean()
+
+
+def test_what_is_added_to_a_name_keeps_it() -> None:
+    found = _statements(_Adding(), torch.randn(4, 8))
+
+    assert "skip = skip + self.side(x) * 0.1" in found
+    assert "skip = skip - skip.mean()" in found
