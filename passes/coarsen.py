@@ -50,6 +50,7 @@ def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
         parameters=_parameter_sizes(graph),
         fingerprint=graph.fingerprint(),
         module_of={operator.name: operator.module_path for operator in placed},
+        costs_origin=costs.origin,
     )
 
 

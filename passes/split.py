@@ -128,7 +128,6 @@ def split(
     else:
         known = profiled(model, inputs, pricing)
     plan, shape = wish.granted(coarsen(known.graph, known.costs, chosen))
-    plan = replace(plan, costs_origin=known.costs.origin)
     schedule = schedule_of(plan.method, shape, updates=range(_UPDATES_SHOWN), drain=True)
     if registered_method(plan.method) is not None:
         check_schedule(schedule)  # those of ours are held to their rules by tests

@@ -71,7 +71,7 @@ def split_onnx(
         progress=progress,
         **setting,
     )
-    plan = replace(plan, method="inference", costs_origin=priced.origin)
+    plan = replace(plan, method="inference")
     held = TemporaryDirectory(prefix="pd2bw_fx_") if folder is None else None
     written = Path(held.name if held is not None else str(folder))
     manifest = export_parts(model, plan, written, tolerance=tolerance)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -150,8 +149,7 @@ class Pipeline:
         setting = {
             name: self.setting[name] for name in ("memory_model", "constraints") if name in self.setting
         }
-        found = checked(plan, problem, self.cluster, **setting)
-        return replace(found, costs_origin=self.costs.origin)
+        return checked(plan, problem, self.cluster, **setting)
 
     def verify(
         self,

@@ -49,7 +49,8 @@ class ParameterSize:
 class Problem:
     """Blocks in a topological order, the values between them, and the sizes of the parameters they name.
 
-    `module_of` has the module path of each operator, by which a user's constraints may name it.
+    `module_of` has the module path of each operator, by which a user's constraints may name it;
+    `costs_origin` says how the times were come by ("measured", "analytic"; "given" with the problem).
     """
 
     blocks: tuple[Block, ...]
@@ -57,3 +58,4 @@ class Problem:
     parameters: Mapping[str, ParameterSize]
     fingerprint: str = ""
     module_of: Mapping[str, str] = field(default_factory=dict)
+    costs_origin: str = "given"

@@ -11,9 +11,10 @@ from pd2bw_fx import split
 
 
 def _statements(model: nn.Module, x: Tensor) -> dict[str, int]:
-    """Of the only stage, what each line says and which line of this file its comment names."""
+    """Of the only stage: what each line says, and the line of this file that its comment names."""
     pipe = split(model, (x,), cluster=2, num_stages=1, costs="analytic")
-    found = re.findall(r"^ {8,12}(\S.*?)  # test_generated_names\.py:(\d+)", pipe.stages[0].source, re.MULTILINE)
+    line = re.compile(r"^ {8,12}(\S.*?)  # test_generated_names\.py:(\d+)", re.MULTILINE)
+    found = line.findall(pipe.stages[0].source)
     return {text: int(number) for text, number in found}
 
 

@@ -92,6 +92,7 @@ def plan_of(
         solver=solver,
         planning_s=planning_s,
         fingerprint=problem.fingerprint,
+        costs_origin=problem.costs_origin,
     )
 
 
