@@ -268,3 +268,30 @@ def test_a_batch_that_helpers_of_the_models_file_count_stays_open(
     pipe = pd2bw_fx.split(model, example, cluster=1, costs="analytic")
 
     pipe.verify(example={"x": torch.randn(7, 6), "lengths": torch.arange(7)})
+
+
+class Contrasting(nn.Module):
+    """Two views of each sample go through in one batch, and are taken apart again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        both = self.second(self.first(torch.cat([x, y])).relu())
+        left, right = both.chunk(chunks=2)
+        one, other = both.split(x.shape[0])
+        rest = torch.split(torch.cat([both, both[: x.shape[0]]]), 3 * len(x))[0]
+        return (left - other).square().mean() + (one - right).abs().mean() + rest.sum()
+
+
+def test_parts_of_as_many_as_there_are_samples_leave_the_batch_open(tmp_path: Path) -> None:
+    example = (rows(4), -rows(4))
+    pipe = pd2bw_fx.split(Contrasting(), example, cluster=2, num_stages=2, costs="analytic", check="full")
+
+    assert pipe.graph.batch_sizes == ANY_SIZE
+    source = "".join(stage.source for stage in pipe.stages)
+    assert "left, right = both.split([x.shape[0], x.shape[0]])" in source
+    assert "torch.cat([both, both[:left.shape[0]]])" in source
+    pipe.verify(example={"x": rows(1), "y": rows(1)})
+    pipe.export_onnx(tmp_path / "onnx")

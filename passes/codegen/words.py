@@ -21,10 +21,14 @@ def _slice(values: Mapping[str, Any], scene: Scene) -> Source | None:
         end = None
     start = values.get("start")
     bounds = slice(None if start == 0 and type(start) is int else start, end, values.get("step"))
-    if any(isinstance(bound, fx.Node) for bound in (bounds.start, bounds.stop)):
+    if any(_is_tensor(bound) for bound in (bounds.start, bounds.stop)):
         return None
     places = [":"] * dimension + [subscript(bounds, scene)]
     return Source(f"{scene.receiver(values['self'])}[{', '.join(places)}]")
+
+
+def _is_tensor(bound: Any) -> bool:
+    return isinstance(bound, fx.Node) and not isinstance(bound.meta.get("val"), int | torch.SymInt)
 
 
 def _slice_scatter(values: Mapping[str, Any], scene: Scene) -> Source:
@@ -102,6 +106,11 @@ def _unsqueeze(values: Mapping[str, Any], scene: Scene) -> Source | None:
     return Source(f"{scene.receiver(base)}[{', '.join(places)}]")
 
 
+def _split_with_sizes(values: Mapping[str, Any], scene: Scene) -> Source:
+    receiver = scene.receiver(values["self"])
+    return call(f"{receiver}.split", scene, values["split_sizes"], **given(values, "dim"))
+
+
 def _einsum(values: Mapping[str, Any], scene: Scene) -> Source:
     operands = ", ".join(scene.text(tensor) for tensor in values["tensors"])
     return Source(f"torch.einsum({quoted(str(values['equation']))}, {operands})")
@@ -176,5 +185,6 @@ SPECIAL: dict[str, Special] = FUNCTIONS | {
     "cat": _lists_first("torch.cat", "tensors"),
     "stack": _lists_first("torch.stack", "tensors"),
     "unsqueeze": _unsqueeze,
+    "split_with_sizes": _split_with_sizes,
     "einsum": _einsum,
 }

@@ -24,6 +24,7 @@ from pd2bw_fx.program import training_context
 from .diagnose import state_kept
 from .exported import open_sizes
 from .numbers_of_sizes import sizes_stay_open
+from .parts_of_sizes import PartsStayOpen
 from .program import Program
 
 _TORCH, _TRACER = (Path(file).resolve().parent for file in (torch.__file__, __file__))
@@ -46,6 +47,7 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
             _unlogged(),
             contractions_stay_open(),
             sizes_stay_open(program.model, program.loss_fn),
+            PartsStayOpen(),
             training_context(),
             warnings.catch_warnings(),
         ):

@@ -34,6 +34,7 @@ from .inputs import FlatArguments
 from .mapped import write_out_vmap
 from .moved import moves_to_where_it_is_left_out
 from .numbers_of_sizes import sizes_stay_open
+from .parts_of_sizes import PartsStayOpen
 from .program import Program
 from .saved_values import saved_values_found
 from .second_call import require_the_same_again
@@ -188,6 +189,7 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         moves_to_where_it_is_left_out(),
         contractions_stay_open(),
         sizes_stay_open(program.model, program.loss_fn),
+        PartsStayOpen(),
         checks_passed_while_traced(),
         maps_for_all_sizes(),
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ class Program(nn.Module):
         self.training = model.training
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        _take_for_one_batch(tensors)
         self.watch.before(self.model)
         with self.conditions.assumed():
             results = self._run(tensors)
@@ -106,6 +107,14 @@ class Program(nn.Module):
                     self.record.resized += (name,)
                 path, _, attribute = name.rpartition(".")
                 setattr(self.model.get_submodule(path), attribute, buffer)
+
+
+def _take_for_one_batch(tensors: Sequence[torch.Tensor]) -> None:
+    """Inputs have a symbol each for the batch's size while they are traced, which are one from here on."""
+    sizes: list[Any] = [t.shape[0] for t in tensors if isinstance(t, torch.Tensor) and t.dim()]
+    symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
+    for symbol in symbols:
+        torch._check(symbol == symbols[0])  # type: ignore[no-untyped-call]
 
 
 def loss_place(output: Any) -> int | None:
