@@ -23,9 +23,8 @@ from pd2bw_fx.errors import InfeasibleError, InputError
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 
-from .arrange import arrange, share_out, wished_shape
+from .arrange import arrange, shape_again, share_out, wished_shape
 from .checked import checked
-from .schedule import shape_of
 from .solver import check_solver
 
 
@@ -125,7 +124,7 @@ class Wish:
                 memory_model=self.memory_model,
                 constraints=self.constraints,
             )
-            return plan, shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)
+            return plan, shape_again(plan, self.cluster)
         if self.num_stages == "auto":
             return self._of_any_number(problem)
         if self.replicas is None:

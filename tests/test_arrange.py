@@ -81,6 +81,17 @@ def test_bapipe_keeps_the_order_that_fits_and_is_fastest() -> None:
         assert pipe.simulate().span_s <= split(2, method=method).simulate().span_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("bytes_per_s", "order"), [(1e12, "1f1b"), (1e8, "gpipe")])
+def test_bapipe_takes_the_same_order_for_its_own_plan(bytes_per_s: float, order: str) -> None:
+    cluster = pd2bw_fx.Cluster.uniform(2, memory_bytes="1GiB", bytes_per_s=bytes_per_s, latency_s=1e-7)
+    pipe = split(2, method="bapipe", cluster=cluster)
+    again = split(2, plan=pipe.plan, cluster=cluster)
+
+    assert pipe.schedule.shape is not None
+    assert pipe.schedule.shape.base == order
+    assert again.schedule.shape == pipe.schedule.shape
+
+
 def test_bapipe_says_what_does_not_fit() -> None:
     with pytest.raises(InfeasibleError, match=r"no assignment fits|alone needs"):
         split(2, method="bapipe", cluster=cluster_of(2, "1MiB"))
