@@ -343,3 +343,32 @@ class Sized(Solving):
 def test_what_may_be_otherwise_in_the_next_call_is_no_constant(kind: type[nn.Module]) -> None:
     with pytest.raises(TraceError):
         pd2bw_fx.split(model_of(kind), inputs(), cluster=2, costs="analytic")
+
+
+class Flagged(Asserting):
+    """What it holds decides, and no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("doubling", torch.tensor(True))
+        self.register_buffer("rounds", torch.tensor(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.doubling:
+            hidden = hidden * 2
+        if self.rounds > 1:
+            hidden = hidden.tanh()
+        return self.second(hidden).square().mean()
+
+
+def test_what_buffers_decide_needs_no_leave_and_is_asserted() -> None:
+    pipe = pd2bw_fx.split(model_of(Flagged), inputs(), cluster=2, num_stages=2, costs="analytic")
+
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.tracer == "export-as-example"
+    assert "which the stages assert" in str(pipe.trace_report)
+    pipe.verify(example={"x": inputs(3)[0]})
+    pipe.load_tensors(pipe.state_dict() | {"doubling": torch.tensor(False)})
+    with pytest.raises(RuntimeError, match="values go another way than in the trace"):
+        pipe.run(inputs())

@@ -58,7 +58,7 @@ from .notes import note_on_operator, notes_of
 from .program import MODEL_PREFIX, Program
 from .required import require_data, require_traceable_modules, tensor_hooks_refused
 from .second_call import OtherNextTimeError, called_before, require_nothing_kept
-from .symbolic import trace_symbolically
+from .symbolic import trace_symbolically, writes_in_place
 
 __all__ = ["find_example_inputs", "trace"]
 
@@ -210,6 +210,28 @@ def _tried(
     return program, traced, attempts
 
 
+def _asserted(
+    traced: Traced,
+    model: nn.Module,
+    flat: FlatArguments,
+    loss_fn: Callable[..., Any] | None,
+    batch_size: int | None,
+) -> tuple[Program, Traced, list[tuple[str, Exception]]] | None:
+    """What torch.fx has traced though Python asks for values in it, none of which depends on an input: with
+    the answers asserted. None where that cannot be traced, or where what is asked may have been written."""
+    assert isinstance(traced.program, fx.GraphModule)
+    if writes_in_place(traced.program.graph):
+        return None
+    name = "export-as-example"
+    program, again, attempts = _first_that_works((name,), model, flat, loss_fn, batch_size, name)
+    return None if again is None else (program, again, attempts)
+
+
+def _may_be_allowed(attempt: tuple[str, Exception]) -> bool:
+    name, error = attempt
+    return name == "export-as-example" and _ALLOW in str(error)
+
+
 def _failed_to_export(attempts: Sequence[tuple[str, Exception]]) -> bool:
     return any(name == "export" for name, _ in attempts)
 
@@ -240,6 +262,9 @@ def _first_that_works(
             require_nothing_kept(program)  # when what the trace has left in attributes is gone
             if tracer == "auto":
                 program.conditions.require_checks()
+            if tracer == "auto" and name == "fx" and any(map(_may_be_allowed, attempts)):
+                asserted = _asserted(traced, model, flat, loss_fn, batch_size)
+                return (program, traced, attempts) if asserted is None else asserted
             return program, traced, attempts
         except Pd2bwError:
             raise

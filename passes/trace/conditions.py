@@ -36,7 +36,8 @@ _TORCH = str(Path(torch.__file__).resolve().parent)
 _LAYERS = str(Path(nn.__file__).resolve().parent)
 # Torch functions that the model calls pass through these where it is traced, and not where it is run.
 _BETWEEN = tuple(
-    str(Path(__file__).with_name(name)) for name in ("detached.py", "held.py", "saved_values.py")
+    str(Path(__file__).with_name(name))
+    for name in ("detached.py", "held.py", "parts_of_sizes.py", "saved_values.py")
 )
 
 _NUMBERS = str(Path(__file__).with_name("asked_numbers.py"))

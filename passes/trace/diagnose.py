@@ -236,5 +236,5 @@ def require_nothing_written(names: list[str], *, how: str = "through .data") -> 
         raise TraceError(
             f"the forward writes {names[0].removeprefix(MODEL_PREFIX)!r} {how}, or in place where torch.fx "
             "does not see it; write it under torch.no_grad() and without .data, as torch.export can trace, "
-            "or outside of the forward"
+            "or outside of the forward. If only a first call writes it, run the model once, then split it"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import re
 from collections.abc import Callable
 from traceback import StackSummary
 from typing import Any
@@ -140,6 +141,15 @@ def trace_symbolically(program: Program) -> fx.GraphModule:
     for node in graph.nodes:
         _write_plainly(node)
     return _Uncompiled(tracer.root, graph, type(program.model).__name__)
+
+
+def writes_in_place(graph: fx.Graph) -> bool:
+    """By the names of its operators: what was asked of a tensor while tracing may not be what it holds."""
+    names = {getattr(node.target, "__name__", str(node.target)) for node in graph.nodes}
+    return any(
+        name in ("setitem", "iadd", "imul", "isub", "itruediv") or re.search(r"[a-z]_$", name)
+        for name in names
+    )
 
 
 def _text(root: nn.Module, graph: fx.Graph) -> list[tuple[str, ...]]:
