@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from .attributes import Attributes
 from .body import NO_REGION, Region
+from .literals import is_plain_name
 from .method import Statement
 
 WIDTH = 110
@@ -38,7 +39,8 @@ def rolled(statements: Sequence[Statement], attributes: Attributes) -> list[Stat
     lines differ, the last one's serves for all.
     """
     found: list[Statement | Loop] = []
-    words = {word for statement in statements for word in re.findall(r"\w+", statement.text)}
+    plain = (_REFERENCE.sub("", statement.text) for statement in statements)
+    words = {word for text in plain for word in re.findall(r"\w+", text)}
     position = 0
     while position < len(statements):
         for level, length in itertools.product(range(_DEEPEST), range(1, _LONGEST_BODY + 1)):
@@ -193,11 +195,20 @@ def _loop_names(
             key = counter if member.is_list else f"str({counter})"
             names[holder] = f"{attributes.refer(holder)}[{key}]"
             continue
-        last = holder.rpartition(".")[2]
-        name = last[:-1] if len(last) > 2 and last.endswith("s") and last[:-1].isidentifier() else "block"
-        taken = name in words or name in names.values()
-        names[holder] = _free(f"{name}_module", words) if taken else name
+        taken = words | set(names.values())
+        wishes = _member_names(holder, is_alone=len(members) == 1)
+        names[holder] = next((name for name in wishes if name not in taken), _free(wishes[-1], taken))
     return names
+
+
+def _member_names(holder: str, *, is_alone: bool) -> list[str]:
+    """What a member of a container may be called, best first: a block of `blocks`, a conv beside a norm."""
+    last = holder.rpartition(".")[2]
+    if len(last) < 3 or not is_plain_name(last):
+        return ["block", "block_module"]
+    if last.endswith("s") and is_plain_name(last[:-1]):
+        return [last[:-1], f"{last[:-1]}_module"]
+    return ["block", last, f"{last}_module"] if is_alone else [last, "block", f"{last}_module"]
 
 
 def _named(text: str, names: dict[str, str]) -> str:
