@@ -31,6 +31,7 @@ def test_a_part_of_a_large_tensor_travels_without_the_rest(written: Callable[[ob
         torch.randn(2, 2, dtype=torch.complex64),
         torch.randn(3).to(torch.float8_e4m3fn), torch.randn(3, dtype=torch.complex128).conj(),
         torch.randn(4, 5).t(), torch.randn(1, 4).expand(3, 4), torch.randn(9)[2:8:3],
+        torch.randn(3, 3)[:, -1:].expand(3, 3), torch.arange(4)[2:3].expand(4),
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.randn(4, 3, 4, 5).to(memory_format=torch.channels_last)[1:3],
         torch.randn(3, requires_grad=True), torch.eye(3).to_sparse(),

@@ -87,6 +87,7 @@ class Walk(ProgramInterpreter):
         self._graph = graph
         self._meter = meter
         self._converted: dict[int, Tensor] = {}
+        self._storages: set[int] = set()  # of all that is converted
         self._keys: dict[str, Hashable] = {}
         self._is_counting = True
         self._saved: set[int] = set()
@@ -152,7 +153,7 @@ class Walk(ProgramInterpreter):
         with (
             torch.enable_grad(),
             region(node, self._device_type),
-            _SavedStorages(self._saved, self._parameters()) as saved,
+            _SavedStorages(self._saved, self._storages) as saved,
         ):
             result = call.run()
         self._alive.append(result)
@@ -245,10 +246,8 @@ class Walk(ProgramInterpreter):
             if isinstance(tensor, nn.Parameter) and not isinstance(converted, nn.Parameter):
                 converted = nn.Parameter(converted, requires_grad=tensor.requires_grad)
             self._converted[id(tensor)] = converted
+            self._storages.add(converted.untyped_storage()._cdata)
         return self._converted[id(tensor)]
-
-    def _parameters(self) -> set[int]:
-        return {tensor.untyped_storage()._cdata for tensor in self._converted.values()}
 
     def _key(self, node: fx.Node) -> Hashable:
         """Equal for calls that take equally long: same operator, sizes, types and constants."""

@@ -56,7 +56,8 @@ def _is_plain(value: Any) -> bool:
 
 def _reduced(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
     own = tensor.detach().resolve_conj().resolve_neg()
-    if own.untyped_storage().nbytes() != own.nbytes:
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(own)
+    if not is_dense or own.untyped_storage().nbytes() != own.nbytes:
         own = own.clone()  # as densely as it was laid out: channels_last stays so
     data = torch.empty(0, dtype=torch.uint8).set_(own.untyped_storage())
     buffer = pickle.PickleBuffer(data.numpy())  # type: ignore[arg-type]  # an array is a buffer
