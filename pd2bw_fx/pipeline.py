@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +35,7 @@ from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.local import TrainResult, train_local
 from pd2bw_fx.simulated import shape_for, simulated, simulated_peak_bytes
 from pd2bw_fx.stage import Stage, StageProgram, build_module, run_in_turn
-from pd2bw_fx.state import accepted, as_state_dict
+from pd2bw_fx.state import accepted, as_state_dict, buffers_aside, state_of
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.traced import TraceReport
 from pd2bw_fx.verified import verified
@@ -81,28 +81,35 @@ class Pipeline:
         self.trace_report = trace_report
         self.reference = reference
         self.setting = dict(setting or {})
-        self._tensors = dict(tensors)
-        self._stages: tuple[Stage, ...] | None = None
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._stages: tuple[Stage, ...] = ()
+        self._state_of_stages: tuple[tuple[int, int], ...] = ()
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Each stage's program and a module with the pipeline's weights (copies), built when first asked."""
-        if self._stages is None:
-            self._stages = tuple(
-                Stage(program, build_module(program, self._tensors)) for program in self.programs
-            )
+        """Each stage's program and a module with the pipeline's weights (copies), built when first asked and
+        anew when the weights have changed."""
+        state = tuple(map(state_of, self._tensors.values()))
+        if not self._stages or state != self._state_of_stages:
+            self._stages, self._state_of_stages = tuple(self._built()), state
         return self._stages
+
+    def _built(self) -> Iterator[Stage]:
+        for program in self.programs:
+            yield Stage(program, build_module(program, self._tensors))
 
     def run(self, batch: Any) -> dict[str, Tensor]:
         """What the model returns for a batch, by output name: the stages one after another in this process.
 
         `batch` is as `Engine.step` takes it, whole. Gradients flow back through all `stages[i].module`, which
-        are copies of the weights. Raises InputError for a batch that the model was not traced for.
+        are copies of the weights; their buffers are afterwards as they were. Raises InputError for a batch
+        that the model was not traced for.
         """
         if self.batch_layout is None:
             raise InputError("to run the stages on a batch, split the model with example_args")
         (inputs,) = self.batch_layout.cut(self.batch_layout.flatten(batch), 1)
-        outputs = run_in_turn(self.stages, inputs)
+        with buffers_aside(stage.module for stage in self.stages):
+            outputs = run_in_turn(self.stages, inputs)
         return {output.name: outputs[output.name] for output in self.graph.outputs}
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -120,7 +127,6 @@ class Pipeline:
         names of one tied parameter; nothing is replaced then.
         """
         self._tensors = {**self._tensors, **accepted(self.graph, tensors)}
-        self._stages = None
 
     def explain(self, **options: Any) -> Explanation:
         """Why the plan is as it is: each cut and the next best one, what binds, what would help most.
@@ -223,7 +229,7 @@ class Pipeline:
             raise ExportError(f"the stages are not for evaluation: {told}, or export with training=True")
         return export_onnx(
             self.programs,
-            [stage.module for stage in self.stages],
+            [stage.module for stage in self._built()],
             self.example,
             folder,
             original=Original(self.graph, self.plan, self.graph.root, self.reference),

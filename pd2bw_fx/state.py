@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec
@@ -19,6 +20,28 @@ def as_state_dict(specs: Iterable[ParameterSpec], tensors: Mapping[str, Tensor])
         if spec.persistent
         for name in (spec.name, *spec.tied_names)
     }
+
+
+def state_of(tensor: Tensor) -> tuple[int, int]:
+    """Another one after every write that torch knows of (one through `.data` it does not)."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def buffers_aside(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A run writes copies of the modules' buffers, whose own are put back: what autograd keeps of the copies
+    is not written again."""
+    owners = [inner for module in modules for inner in module.modules()]
+    own = {id(owner): dict(owner._buffers) for owner in owners}
+    copies = {id(b): b.clone() for owner in owners for b in owner._buffers.values() if b is not None}
+    try:
+        for owner in owners:
+            for name, buffer in own[id(owner)].items():
+                owner._buffers[name] = None if buffer is None else copies[id(buffer)]
+        yield
+    finally:
+        for owner in owners:
+            owner._buffers.update(own[id(owner)])
 
 
 def accepted(graph: OperatorGraph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -41,11 +41,11 @@ class Original:
         if self.model is None or self.forward is None:
             return None
         with model_kept(self.model):
-            turn(self.model, training=training)
             live: dict[str, Tensor] = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
             with torch.no_grad():
                 for name in live.keys() & weights.keys():
                     live[name].copy_(weights[name])
+            turn(self.model, training=training)  # now: LoRA's layers add up their weights when they turn
             try:
                 outputs = without_gradients(self.forward, inputs)
             except Exception as error:  # whatever the model's own code raises
