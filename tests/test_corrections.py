@@ -137,7 +137,7 @@ def test_spike_compensation_of_one_update_is_nesterovs_momentum() -> None:
     for gradient in gradients:
         nesterov.grad, mine.grad = gradient.clone(), gradient.clone()
         theirs.step()
-        corrector.step(plain)
+        corrector.step(plain, plain.step)
 
     assert torch.allclose(mine, nesterov, rtol=0, atol=1e-14)
 

@@ -14,6 +14,7 @@ import pd2bw_fx
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.models import build
 from pd2bw_fx.optim import MuonWithAdamW, heads_to_adamw, nadamw
+from pd2bw_fx.runtime.reference import train_reference
 from pd2bw_fx.train import optimizer_named
 
 SHAPES = {"embedding": (7, 4), "matrix": (4, 6), "bias": (6,), "filters": (3, 2, 2, 2)}
@@ -116,3 +117,33 @@ def test_embeddings_and_heads_are_left_to_adamw_by_the_graph() -> None:
 def test_a_name_that_is_no_optimizer_is_refused_with_those_that_are() -> None:
     with pytest.raises(InputError, match=r"'lion'; expected adamw, nadamw, muon, adam, sgd or module:callab"):
         optimizer_named("lion", None, lambda name: functools.partial(AdamW))
+
+
+class Rebinding(Optimizer):
+    """Gives its parameters other memory, as hand-written optimizers do."""
+
+    def __init__(self, parameters: object, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+@pytest.mark.parametrize("method", ["2bw", "1f1b"])
+def test_an_optimizer_may_give_its_parameters_other_memory(method: str) -> None:
+    torch.manual_seed(0)
+    model = build("mlp")
+    batches = [tuple(torch.cat([t] * 2) for t in model.example_inputs()) for _ in range(3)]
+    pipe = pd2bw_fx.split(model, cluster=2, costs="analytic", method=method)
+    optimizer = functools.partial(Rebinding, lr=0.1)
+
+    found = pipe.train_local(batches, optimizer=optimizer, microbatches_per_update=2)
+
+    rule = "2bw" if method == "2bw" else "synchronous"
+    expected = train_reference(model, batches, optimizer=optimizer, microbatches_per_update=2, method=rule)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    for name, tensor in expected.state_dict.items():
+        assert torch.allclose(pipe.state_dict()[name], tensor, atol=1e-6), name

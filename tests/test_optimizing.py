@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import (
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    SequentialLR,
+)
 
 from pd2bw_fx.errors import InputError, PlanMismatchError
 from pd2bw_fx.graph import ParameterSpec, TensorSpec
@@ -103,9 +110,29 @@ def warm_then_fall(optimizer: torch.optim.Optimizer) -> LRScheduler:
     )
 
 
-SCHEDULERS = {
+def fall_at_once_then_again(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    steps = MultiStepLR(optimizer, milestones=[2, 2, 4], gamma=0.3)
+    return SequentialLR(optimizer, [LinearLR(optimizer, total_iters=1), steps], milestones=[1])
+
+
+class Remembering(LRScheduler):
+    """Its list has an entry for each step, and none for each group."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seen: list[float] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        self.seen.append(1 / (1 + len(self.seen)))
+        return [base * self.seen[-1] for base in self.base_lrs]
+
+
+SCHEDULERS: dict[str, Any] = {
     "exponential": functools.partial(ExponentialLR, gamma=0.9),
     "sequential": warm_then_fall,
+    "milestones": functools.partial(MultiStepLR, milestones=[2, 4, 4]),
+    "milestones later": fall_at_once_then_again,
+    "remembering": Remembering,
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda t: 1 / (1 + t)),
 }
 
@@ -187,6 +214,65 @@ def test_an_optimizer_that_computes_losses_itself_is_refused() -> None:
 def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
     with pytest.raises(InputError, match="SparseAdam takes sparse gradients"):
         RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.SparseAdam)
+
+
+def test_a_hook_on_a_parameter_that_no_backward_would_call_is_refused() -> None:
+    def clamping(given: list[nn.Parameter]) -> torch.optim.Optimizer:
+        given[0].register_hook(lambda gradient: gradient.clamp(-1, 1))
+        return torch.optim.SGD(given)
+
+    with pytest.raises(InputError, match=r"a hook on norm, .*register_step_pre_hook"):
+        RankOptimizer(parameters("norm"), EVERYWHERE, clamping)
+
+
+class Precise(torch.optim.Optimizer):
+    """Sums in float64, at a learning rate that is a tensor."""
+
+    def __init__(self, groups: Any, lr: float = 0.1) -> None:
+        super().__init__(groups, {"lr": torch.tensor(lr)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kept = self.state[parameter]
+                kept["sum"] = kept.get("sum", 0.0) + parameter.grad.double() / 3
+                parameter -= (group["lr"] * kept["sum"]).float()
+
+
+def test_state_goes_on_in_its_own_type(tmp_path: Path) -> None:
+    weights = parameters("norm")
+    made = RankOptimizer(weights, EVERYWHERE, Precise)
+    run(made, weights, 2)
+    checkpoint = saved(tmp_path, [(made, weights)])
+
+    resumed = RankOptimizer(weights, EVERYWHERE, Precise)
+    resumed.load(checkpoint, checkpoint.tensors(["optimizer/norm"]))
+
+    assert made.optimizer is not None
+    assert resumed.optimizer is not None
+    before, after = (m.optimizer.state[weights["norm"]]["sum"] for m in (made, resumed))
+    assert after.dtype == torch.float64
+    assert torch.equal(before, after)
+    assert isinstance(resumed.optimizer.param_groups[0]["lr"], torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "told"),
+    [
+        (lambda state, own: state[own].update(past=[own.grad]), "keeps for norm a list as 'past'"),
+        (lambda state, own: state["all"].update(count=1), "keeps for 'all', which is no parameter"),
+    ],
+)
+def test_state_that_a_checkpoint_cannot_hold_is_told(keeps: Any, told: str) -> None:
+    weights = parameters("norm")
+    made = RankOptimizer(weights, EVERYWHERE, torch.optim.SGD)
+    run(made, weights, 1)
+    assert made.optimizer is not None
+    keeps(made.optimizer.state, weights["norm"])
+
+    with pytest.raises(InputError, match=told):
+        made.state()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import numpy as np
 from .instance import Floats, Hops, Instance, Integers, Loads, direct_hops, evaluate
 from .sharing import shared_out
 
+_SHUNNED = 1e6  # a second of a stage that is shunned counts as much as these of others
 _LEAST_GAIN = 1e-6  # of a value's time on its links: equal ways are direct ones
 
 
@@ -80,14 +81,14 @@ def _relief(
 
 
 def _other_ways(instance: Instance, stage_of: Integers, net: int, shunned: int) -> list[Hops]:
-    """Straight, the cheapest way, and the one that has least to do with a stage."""
+    """Straight, the cheapest way, and the one that keeps the links of a stage busy for the least time."""
     straight = direct_hops(instance.nets[net], stage_of)
     if straight[-1][1] - straight[0][0] < 2:
         return []
     costs, targets = instance.cost_s[net], [target for _, target in straight]
     dear = costs.copy()
-    dear[shunned, :] += costs.sum()
-    dear[:, shunned] += costs.sum()
+    dear[shunned, :] *= _SHUNNED
+    dear[:, shunned] *= _SHUNNED
     ways = (straight, _handed_on(costs, straight[0][0], targets), _handed_on(dear, straight[0][0], targets))
     return list(dict.fromkeys(ways))
 

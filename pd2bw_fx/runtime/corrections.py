@@ -11,7 +11,7 @@ All follow the published descriptions; tests hold them to the identities and sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -131,14 +131,14 @@ class Corrector:
                 flat.copy_(self.newest[dtype])
         self._shown = "newest"
 
-    def step(self, optimizer: Optimizer) -> None:
-        """The optimizer's step on `newest`, corrected."""
+    def step(self, optimizer: Optimizer, step: Callable[[], None]) -> None:
+        """The optimizer's step on `newest`, which `step` makes, corrected."""
         for dtype in self._change:  # the slot is free until something is shown in it again
             self._seen[dtype].copy_(self.newest[dtype])
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * self._rate_factor()
-        optimizer.step()
+        step()
         if self._compensation is not None and self._delay:
             self._compensate(optimizer)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ParameterSpec
 from pd2bw_fx.runtime.checkpoint import Checkpoint
+from pd2bw_fx.runtime.scheduler_state import plain_state, state_for_groups
 
 OptimizerFactory = Callable[[Any], Optimizer]  # takes what torch's optimizers take: parameters, or groups
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -53,6 +53,7 @@ class RankOptimizer:
             return
         self.optimizer = optimizer(grouped(parameters, everywhere, options))
         _require_optimizer(self.optimizer, parameters.values())
+        _require_no_hooks(parameters)
         if scheduler is not None:
             self._scheduler = scheduler(self.optimizer)
             _require_scheduler(self._scheduler)
@@ -75,19 +76,29 @@ class RankOptimizer:
             return tensors, plain
         for group in self.optimizer.param_groups:
             names = [self._name_of(parameter) for parameter in group["params"]]
-            options = {key: value for key, value in group.items() if key != "params"}
+            options = {key: _number(value) for key, value in group.items() if key != "params"}
             plain["options"] |= dict.fromkeys(names, options)
             plain["groups"].append(options)
         for parameter, kept in self.optimizer.state.items():
+            if id(parameter) not in self._names:
+                raise self._cannot_save(f"{str(parameter)[:40]!r}, which is no parameter")
             name = self._name_of(parameter)
             for key, value in kept.items():
                 if isinstance(value, numbers.Number):  # as a tensor it would be rounded to float32
                     plain["numbers"].setdefault(name, {})[key] = value
+                elif isinstance(value, Tensor):
+                    tensors[f"optimizer/{name}/{key}"] = value
                 elif value is not None:
-                    tensors[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
+                    raise self._cannot_save(f"{name} a {type(value).__name__} as {key!r}")
         if self._scheduler is not None:
-            plain["scheduler"] = {_KIND: type(self._scheduler).__name__, **_plain_state(self._scheduler)}
+            plain["scheduler"] = {_KIND: type(self._scheduler).__name__, **plain_state(self._scheduler)}
         return tensors, plain
+
+    def _cannot_save(self, what: str) -> InputError:
+        return InputError(
+            f"{type(self.optimizer).__name__} keeps for {what}; a checkpoint has tensors and numbers for "
+            "each parameter: keep it so, or train without save_checkpoint"
+        )
 
     def load(self, checkpoint: Checkpoint, found: Mapping[str, Tensor]) -> None:
         """Go on from what `state` gave, of this rank or of those that held its parameters then.
@@ -118,24 +129,47 @@ class RankOptimizer:
                     f"options are {', '.join(saved)}; go on with the one it was made with, or begin from the "
                     "weights alone"
                 )
-            group |= saved
+            group |= {key: _like(value, group.get(key)) for key, value in saved.items()}
         self.optimizer.load_state_dict(state)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self._keep_types(parameter, kept[self._name_of(parameter)])
         if checkpoint.scheduler is not None:
-            self._load_scheduler(checkpoint.path, dict(checkpoint.scheduler))
+            self._load_scheduler(checkpoint, dict(checkpoint.scheduler))
 
-    def _load_scheduler(self, path: Path, saved: dict[str, Any]) -> None:
-        kind, own = saved.pop(_KIND), type(self._scheduler).__name__
-        if self._scheduler is None or kind != own:
-            found = "no lr_scheduler" if self._scheduler is None else own
+    def _keep_types(self, parameter: Tensor, kept: Mapping[str, Any]) -> None:
+        """torch rounds what it loads to the parameter's type: moments in float64 for a float32 one."""
+        assert self.optimizer is not None
+        state = self.optimizer.state[parameter] if kept else {}
+        for key, saved in kept.items():
+            found = state.get(key)
+            if isinstance(found, Tensor) and isinstance(saved, Tensor) and found.dtype != saved.dtype:
+                state[key] = saved.to(found.device)
+
+    def _load_scheduler(self, checkpoint: Checkpoint, saved: dict[str, Any]) -> None:
+        kind, mine = saved.pop(_KIND), type(self._scheduler).__name__
+        if self._scheduler is None or kind != mine:
+            found = "no lr_scheduler" if self._scheduler is None else mine
             raise InputError(
-                f"{path} is of a run with {kind}, and this one has {found}; go on with the one it was made "
-                "with, or begin from the weights alone"
+                f"{checkpoint.path} is of a run with {kind}, and this one has {found}; go on with the one it "
+                "was made with, or begin from the weights alone"
             )
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        self._scheduler.load_state_dict(_for_groups(saved, self._scheduler.state_dict(), groups))
+        own = self._scheduler.state_dict()
+        state = state_for_groups(saved, own, groups, num_saved=len(checkpoint.groups))
+        self._scheduler.load_state_dict(state)
 
     def _name_of(self, parameter: Tensor) -> str:
         return self._names[id(parameter)]
+
+
+def _number(option: Any) -> Any:
+    """A learning rate may be a tensor."""
+    return option.item() if isinstance(option, Tensor) and option.dim() == 0 else option
+
+
+def _like(saved: Any, own: Any) -> Any:
+    return torch.full_like(own, saved) if isinstance(own, Tensor) else saved
 
 
 def grouped(
@@ -195,6 +229,16 @@ def _require_optimizer(made: Any, parameters: Iterable[nn.Parameter]) -> None:
         )
 
 
+def _require_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise InputError(
+                f"the optimizer's function has registered a hook on {name}, and gradients come to it added "
+                "up over a whole update, by no backward that would call one; change them in "
+                "optimizer.register_step_pre_hook, before each step"
+            )
+
+
 def _require_scheduler(made: Any) -> None:
     if not hasattr(made, "step"):
         raise InputError(
@@ -206,42 +250,3 @@ def _require_scheduler(made: Any) -> None:
             "ReduceLROnPlateau wants a metric at every step, which a pipeline's update does not have; "
             "use a scheduler that steps by itself, such as CosineAnnealingLR"
         )
-
-
-def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Its state without the functions in it, which the next run brings itself."""
-    plain = (int, float, str, bool, list, tuple, dict, type(None))
-    return {k: v for k, v in scheduler.state_dict().items() if isinstance(v, plain) and k != "lr_lambdas"}
-
-
-def _for_groups(
-    saved: Mapping[str, Any], own: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """A scheduler's saved state for an optimizer with these groups, whose options have been loaded.
-
-    Another number of ranks may have another number of groups, where the optimizer's factory made them of the
-    parameters that it was given. Raises InputError for a list whose part of each group cannot be told.
-    """
-    state = dict(saved)
-    if "lr_lambdas" in own:
-        state["lr_lambdas"] = [None] * len(groups)  # the functions stay its own
-    for key, option in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
-        if key in state and all(option in group for group in groups):
-            state[key] = [group[option] for group in groups]
-    for key, before in state.items():
-        now = own.get(key)
-        if not isinstance(before, list) or not isinstance(now, list) or not before:
-            continue
-        if isinstance(before[0], dict):  # of schedulers one after another
-            state[key] = [_for_groups(*pair, groups) for pair in zip(before, now, strict=False)]
-            continue
-        if len(before) == len(now):
-            continue
-        if any(value != before[0] for value in before):
-            raise InputError(
-                f"the checkpoint's scheduler has {len(before)} values of {key!r} where this run's has "
-                f"{len(now)}: its option groups differ from rank to rank; go on with as many ranks as then, "
-                "or make the groups by parameter_options"
-            )
-        state[key] = before[:1] * len(now)
-    return state

@@ -307,12 +307,21 @@ class WeightStore:
             # No gradient is not a zero gradient: AdamW decays the weight for the one, and not for the other.
             alias.grad = gradients.get(name)
         if self._corrector is None:
-            optimizer.step()
+            self._step_in_place(target)
         else:
-            self._corrector.step(optimizer)
+            self._corrector.step(optimizer, lambda: self._step_in_place(target))
         for alias in self._aliases.values():
             alias.grad = None
         self._optimizer.step_scheduler()
+
+    def _step_in_place(self, target: int) -> None:
+        """An optimizer may give its parameters other memory (`p.data = p.data - lr * p.grad`)."""
+        assert self._optimizer.optimizer is not None
+        self._optimizer.optimizer.step()
+        for name, place in self._stepped[target].items():
+            alias = self._aliases[name]
+            if alias.data_ptr() != place.data_ptr():
+                place.copy_(alias.detach())
 
     def _taken_gradients(self) -> dict[str, Tensor]:
         """Of all slots: with one version an update, as in 2BW, one of them has everything."""
