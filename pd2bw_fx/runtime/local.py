@@ -45,6 +45,7 @@ from pd2bw_fx.runtime.messages import (
     Finish,
     Finished,
     Start,
+    interrupts_noted,
     receive,
 )
 from pd2bw_fx.runtime.nursery import Nursery, Process, nursery
@@ -290,12 +291,15 @@ class _Workers:
         for connection in heard:
             assert isinstance(connection, Connection)
             rank = self._connections.index(connection)
-            try:
-                message = receive(connection)
-            except (EOFError, OSError):
-                raise self._reason({rank: None}) from None
+            with interrupts_noted() as interrupts:
+                try:
+                    message = receive(connection)
+                except (EOFError, OSError):
+                    raise self._reason({rank: None}) from None
             self._last_heard[rank] = time.monotonic()
             self._take(rank, message)
+            if interrupts:
+                raise KeyboardInterrupt
 
     def _check_silence(self, about_to_speak: set[int]) -> None:
         """A rank whose words wait to be heard is alive, however long another's took."""

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,20 +37,21 @@ def serve(descriptor: int) -> None:
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     try:
         sys.path[:] = receive(connection)
-        sent = connection.recv_bytes()
+        received = [connection.recv_bytes()]
     except EOFError:
         return
     parent = _Parent(connection)
     threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
     threading.Thread(target=parent.keep_beating, daemon=True).start()
     try:
-        _work(_loaded(sent), parent, messages)
+        _work(received, parent, messages)
     except Exception as error:
         mine = not isinstance(error, WorkerError)
         text = traceback.format_exc()
         if isinstance(error, Pd2bwError):  # which says itself what it is about
             text = "\n".join([str(error), *(getattr(error, "__notes__", ()) if mine else ())])
-        parent.tell(Failed(text, type(error).__name__, not mine))
+        with suppress(OSError):  # it may have gone
+            parent.tell(Failed(text, type(error).__name__, not mine))
         end_now()
 
 
@@ -93,7 +95,9 @@ def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
             end_now()
 
 
-def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> None:
+def _work(received: list[bytes], parent: _Parent, messages: queue.SimpleQueue[Any]) -> None:
+    """`received` has the Start, and nothing any more: its weights would stand beside the engine's."""
+    start = _loaded(received.pop())
     job = start.job
     torch.set_num_threads(start.num_threads)
     start.settings.take_over()
@@ -107,7 +111,9 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
         rank=job.rank,
         world_size=job.num_ranks,
     )
-    engine = Engine(job, start.options)
+    engine, records_wanted = Engine(job, start.options), start.options.record
+    job = engine.job
+    del start
     layout = job.layout.restricted(job.inputs())
     tells = job.rank == job.ranks_of(job.loss_stage)[0]
     while True:
@@ -119,7 +125,7 @@ def _work(start: Start, parent: _Parent, messages: queue.SimpleQueue[Any]) -> No
         loss = engine.step_microbatches([Microbatch(piece, size) for piece, size in sized])
         parent.tell(Done(float(loss), loss.numbers) if tells else Done())
     tensors = {name: tensor.cpu() for name, tensor in engine.tensors().items()}
-    records = engine.records() if start.options.record else ()
+    records = engine.records() if records_wanted else ()
     parent.tell(Finished(tensors, records if job.rank == 0 else ()))
     engine.close()
     dist.destroy_process_group()

@@ -1,0 +1,53 @@
+"""Ctrl-C that comes while a worker's message is read."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+import pd2bw_fx
+from pd2bw_fx.models import build
+from pd2bw_fx.runtime import local
+from pd2bw_fx.runtime.messages import Finished, interrupts_noted, receive
+
+
+def test_the_trained_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = build("mlp")
+    pipe = pd2bw_fx.split(model, cluster=2, costs="analytic")
+    batches = [tuple(torch.cat([t] * 2) for t in model.example_inputs()) for _ in range(3)]
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    start, pressed = pipe.state_dict(), []
+
+    def received(connection: Connection) -> Any:
+        message = receive(connection)
+        if isinstance(message, Finished) and not pressed:
+            pressed.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+        return message
+
+    monkeypatch.setattr(local, "receive", received)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
+
+    assert raised.value.__notes__ == ["the pipeline has the weights after the 3 updates before it"]
+    trained = pipe.state_dict()
+    monkeypatch.undo()
+    pipe.load_tensors(start)
+    pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in pipe.state_dict().items())
+
+
+def test_a_second_one_is_not_put_off() -> None:
+    with pytest.raises(KeyboardInterrupt), interrupts_noted() as noted:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert noted
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
