@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +70,12 @@ def writing(path: str | Path) -> Iterator[Path]:
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """A safetensors file that whoever may read files of this process may read. Raises OSError."""
-    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in whole.values())
+    for name, tensor in whole.items():
+        storage = tensor.untyped_storage()
+        if uses[storage.data_ptr()] > 1 or storage.nbytes() != tensor.nbytes:
+            whole[name] = tensor.clone()  # a part of more, which the file would not take
     try:
         save_file(whole, path)
     except SafetensorError as error:  # it has no class for a disk that is full

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -288,3 +289,48 @@ def test_cells_with_and_without_their_states(tmp_path: Path) -> None:
         "self.weight_ih = nn.Parameter(torch.empty(3, 3))",  # given one tensor twice: as it was traced
     ):
         assert line in source
+
+
+def test_sizes_may_be_numpys() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = np.array([8, 6, 3])
+            self.first = nn.Linear(sizes[0], sizes[1], bias=np.bool_(True))
+            self.last = nn.Linear(np.prod(sizes[1:2]), sizes[-1])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x)).square().mean()
+
+    source = _source(Sized(), (torch.randn(4, 8),))
+    assert "self.first = nn.Linear(8, 6)" in source
+    assert "self.last = nn.Linear(6, 3)" in source
+
+
+def test_a_layer_whose_weight_is_computed_in_every_call_is_written_out() -> None:
+    class Dropped(nn.Module):
+        """DropConnect, as Merity's AWD-LSTM has it."""
+
+        def __init__(self, inner: nn.Module, name: str) -> None:
+            super().__init__()
+            self.inner, self.name = inner, name
+            self.inner.register_parameter(f"{name}_raw", inner._parameters.pop(name))
+
+        def forward(self, x: Tensor) -> Tensor:
+            raw: Tensor = getattr(self.inner, f"{self.name}_raw")
+            setattr(self.inner, self.name, F.dropout(raw, 0.5, self.training))
+            found = self.inner(x)
+            return found[0] if isinstance(found, tuple) else found
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = Dropped(nn.LSTM(4, 6), "weight_hh_l0")
+            self.linear = Dropped(nn.Linear(6, 3), "weight")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.recurrent(x)).square().mean()
+
+    source = _source(Net(), (torch.randn(4, 5, 4),), check="fast")
+    assert "torch.lstm(" in source
+    assert "F.linear(" in source

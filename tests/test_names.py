@@ -40,6 +40,25 @@ class _Inner(nn.Module):
         return F.cross_entropy(self._graph(hidden), labels) + self.recompile(hidden, labels)
 
 
+class _Transposing(nn.Module):
+    """What it has is called as torch's operators are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add = nn.Linear(6, 6)
+        self.t = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, t: Tensor, relu: Tensor) -> Tensor:
+        return F.cross_entropy(self.add(t.t().t()).relu() @ self.t.t().t(), relu)
+
+
+def test_inputs_and_weights_are_called_as_operators_are() -> None:
+    torch.manual_seed(0)
+    pipe = pd2bw_fx.split(_Transposing(), INPUTS, cluster=2, costs="analytic")
+
+    assert pipe.verify().exact
+
+
 @pytest.mark.parametrize("kind", [_Graphs, _Inner])
 @pytest.mark.parametrize("tracer", ["export", "fx"])
 def test_a_model_has_what_a_graph_module_has_too(kind: type[nn.Module], tracer: str, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ RECURRENT_LAYERS = (nn.LSTM, nn.GRU, nn.RNN)
 RECURRENT_CELLS = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 LAYERS_OF_PAIRS = (nn.LSTM, nn.LSTMCell)  # their state is (hidden, cell)
 LAYERS_GIVING_TUPLES = (*RECURRENT_LAYERS, nn.LSTMCell)
+_WITH_WEIGHT = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 _SIZES_TO_KEEP = {"normalized_shape", "unflattened_size"}  # (8, 8) is not 8 there
 
 _RECURRENT = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
@@ -67,9 +68,21 @@ def is_layer(module: nn.Module, *, training: bool) -> bool:
         and not getattr(module, "return_indices", False)
         and not any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks))
         and not hasattr(module, "parametrizations")
-        and not hasattr(module, "weight_g")
+        and _has_its_own_weights(module)
         and not (type(module) in LAYERS_OF_TWO and next(module.buffers(), None) is not None)
     )
+
+
+def _has_its_own_weights(module: nn.Module) -> bool:
+    """Weights may be computed in every call, of others that the layer or somebody else holds instead."""
+    if any(isinstance(value, torch.Tensor) for value in vars(module).values()):
+        return False
+    held = {name for name, parameter in module._parameters.items() if parameter is not None}
+    if isinstance(module, nn.RNNBase):
+        return held == set(module._flat_weights_names)
+    if isinstance(module, RECURRENT_CELLS):
+        return {"weight_ih", "weight_hh"} <= held <= {"weight_ih", "weight_hh", "bias_ih", "bias_hh"}
+    return held <= {"weight", "bias"} and (not isinstance(module, _WITH_WEIGHT) or "weight" in held)
 
 
 def constructor(module: nn.Module) -> Call:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from pd2bw_fx.errors import TraceError
@@ -37,6 +38,8 @@ def literal(value: Any) -> str:
 
     Types are compared, not tested by isinstance: a subclass may print as it likes.
     """
+    if isinstance(value, np.generic):
+        value = value.item()  # `nn.Linear(sizes[0], 8)` with numpy's sizes
     kind = type(value)
     if value is None or value is Ellipsis or kind is bool:
         return {None: "None", Ellipsis: "...", True: "True", False: "False"}[value]

@@ -13,10 +13,13 @@ from pd2bw_fx.traced import is_assumption
 
 
 def operator_name(node: fx.Node) -> str:
-    """The "add_" of aten.add_.Tensor; the function's or method's name where it is no ATen operator."""
+    """The "add_" of aten.add_.Tensor; the function's or method's name where it is no ATen operator; nothing
+    for inputs, weights and whole layers, which have names of the author's."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._opname
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op == "call_method":
+        return str(node.target)
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
 def writes(node: fx.Node) -> tuple[fx.Node, ...]:

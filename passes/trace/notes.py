@@ -56,11 +56,13 @@ def notes_of(program: Program, batch_size: int | None) -> list[str]:
             if name not in batched:
                 notes.append(_unbatched(name, tuple(tensor.shape), batch_size))
     notes += _said_of(program.watch.changes)
-    notes += [
-        f"the forward assigns a tensor to {name}, which the stages do not; register it as a buffer if a "
-        "later call reads it"
-        for name in program.watch.assigned_tensors
-    ]
+    first, *others = program.watch.assigned_tensors or ("",)
+    if first:
+        more = f" and to {len(others)} more" if others else ""
+        notes.append(
+            f"the forward assigns a tensor to {first}{more}, which the stages do not; register it as a "
+            "buffer if a later call reads it"
+        )
     return notes
 
 

@@ -80,6 +80,9 @@ class Watch:
         self.assigned_tensors = tuple(
             f"{path}.{name}" if path else name
             for path, module in model.named_modules()
+            if not type(module).__module__.startswith(
+                "torch.nn."
+            )  # weights, which hooks compute in each call
             for name, identity in _tensor_attributes(module).items()
             if self._tensors.get(module, {}).get(name) != identity
         )

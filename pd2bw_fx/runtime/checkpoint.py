@@ -229,13 +229,16 @@ class Checkpoint:
     def tensors(self, prefixes: Iterable[str]) -> dict[str, Tensor]:
         """The tensors whose name, or its beginning up to a slash, is one of these."""
         wanted = set(prefixes)
-        found: dict[str, Tensor] = {}
+        keys_in: dict[Path, list[str]] = {}
         for key, path in self._places.items():
             if key in wanted or key.rpartition("/")[0] in wanted:
-                self._require_whole(path)
-                with safe_open(path, framework="pt") as file:
-                    found[key] = file.get_tensor(key)
-        return found
+                keys_in.setdefault(path, []).append(key)
+        found: dict[str, Tensor] = {}
+        for path, keys in keys_in.items():
+            self._require_whole(path)
+            with safe_open(path, framework="pt") as file:
+                found |= {key: file.get_tensor(key) for key in keys}
+        return {key: found[key] for key in self._places if key in found}
 
     def _require_whole(self, path: Path) -> None:
         """Raises PlanMismatchError for a file that is not as it was written."""
