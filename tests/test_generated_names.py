@@ -7,7 +7,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx import split
+from pd2bw_fx import Constraints, split
 
 
 def _statements(model: nn.Module, x: Tensor) -> dict[str, int]:
@@ -87,3 +87,66 @@ def test_what_is_added_to_a_name_keeps_it() -> None:
 
     assert "skip = skip + self.side(x) * 0.1" in found
     assert "skip = skip - skip.mean()" in found
+
+
+class _Helped(nn.Module):
+    """Functions on a line give the parts of what they compute changed, or in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 16)
+
+    def encoded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        output, hidden = self.recurrent(x)
+        return hidden[-1], output
+
+    def spread(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, logarithm = self.head(x).chunk(2, dim=-1)
+        return mean, logarithm.exp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        last, sequence = self.encoded(x)
+        mean, deviation = self.spread(last)
+        left, right = self.head(mean).chunk(2, dim=-1)
+        return (sequence.sum(1) + mean * deviation + left * right).mean()
+
+
+def test_names_of_what_a_function_gives_are_not_those_of_what_it_takes_apart() -> None:
+    found = _statements(_Helped(), torch.randn(4, 3, 8))
+
+    assert "output, hidden = self.recurrent(x)" in found
+    assert not any(re.match(r"(last, sequence|mean, deviation) =", line) for line in found)
+    assert "left, right = self.head(part_1).chunk(2, dim=-1)" in found
+
+
+class _Crossing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(16, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        skips = []
+        for layer in self.down:
+            x = torch.relu(layer(x))
+            skips.append(x)
+        for layer in self.up:
+            x = layer(torch.cat([x, skips.pop()], dim=-1))
+        losses = {"far": x.square().mean(), "near": x.abs().mean()}
+        losses["loss"] = losses["far"] + losses["near"]
+        return losses
+
+
+def test_what_crosses_has_one_name_in_all_stages_and_results_are_called_what_they_are() -> None:
+    operators = [f"{name}.{at}" for name in ("down", "up") for at in range(3)]
+    constraints = Constraints(stage_of={name: at // 3 for at, name in enumerate(operators)})
+    pipe = split(_Crossing(), (torch.randn(4, 8),), cluster=2, costs="analytic", constraints=constraints)
+
+    first, last = pipe.programs
+    given = {port.value: port.name for port in first.outputs}
+    taken = {port.value: port.name for port in last.inputs}
+    assert given == taken
+    assert len({*given.values()}) == 3
+    assert f"return {', '.join(port.name for port in first.outputs)}" in first.source
+    assert "return far, near, loss" in last.source
+    assert "loss = far + near" in last.source

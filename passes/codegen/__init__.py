@@ -9,7 +9,7 @@ Everything that comes from the model passes through `literals.py`.
 
 from __future__ import annotations
 
-from torch import fx
+from collections.abc import Sequence
 
 from pd2bw_fx.graph import OperatorGraph, TensorSpec
 from pd2bw_fx.plan import Plan
@@ -20,7 +20,7 @@ from .cut import Cut, cut
 from .document import document
 from .literals import identifier
 from .method import Method
-from .naming import argument_name
+from .naming import argument_name, free_name
 from .stage_tree import StageTree
 from .write import StageWriter
 
@@ -33,11 +33,33 @@ def generate(graph: OperatorGraph, plan: Plan) -> tuple[StageProgram, ...]:
     Any assignment without a way back is legal, whether or not its stages are contiguous. Raises TraceError
     for a constant or function of the model that cannot be written as source.
     """
-    return tuple(_program(graph, plan, stage) for stage in cut(graph, plan))
+    cuts = cut(graph, plan)
+    trees = [StageTree(graph, stage) for stage in cuts]
+    names = _names_of_what_crosses(cuts, trees)
+    for tree in trees:
+        tree.port_names.update(names)
+    return tuple(_program(graph, plan, tree) for tree in trees)
 
 
-def _program(graph: OperatorGraph, plan: Plan, stage: Cut) -> StageProgram:
-    tree = StageTree(graph, stage)
+def _names_of_what_crosses(cuts: Sequence[Cut], trees: Sequence[StageTree]) -> dict[str, str]:
+    """One name for each value that a stage gives, in all stages that have it: what the model calls it, else
+    what its reader will. Two of one name are never given by one stage, nor taken by one."""
+    names: dict[str, str] = {}
+    for stage, tree in zip(cuts, trees, strict=True):
+        given = tree.gives(tree.root)
+        for node in given:
+            if node.name in names:
+                continue  # handed on
+            beside = [*given, *(other for at in stage.targets[node.name] for other in cuts[at].inputs)]
+            taken = {names[other.name] for other in beside if other.name in names}
+            taken |= {identifier(other.name) for other in beside if other.op == "placeholder"}
+            base = identifier(stage.model_outputs.get(node.name) or argument_name(tree, tree.root, node))
+            names[node.name] = free_name(base, taken)
+    return names
+
+
+def _program(graph: OperatorGraph, plan: Plan, tree: StageTree) -> StageProgram:
+    stage = tree.stage
     name = identifier(f"{graph.model_name}Stage{stage.stage}", fallback="Model")
     writer = StageWriter(tree, name)
     method = writer.write()
@@ -72,11 +94,10 @@ def _ports(
         Port(value=name, name=local, spec=_spec(graph, name), source=stage.source.get(name))
         for name, local in reads.items()
     )
-    taken: set[str] = set()
     outputs = tuple(
         Port(
             value=node.name,
-            name=_output_name(tree, stage, node, taken),
+            name=tree.port_names[node.name],
             spec=_spec(graph, node.name),
             targets=stage.targets[node.name],
             model_output=stage.model_outputs.get(node.name),
@@ -84,17 +105,6 @@ def _ports(
         for node in tree.gives(tree.root)
     )
     return inputs, outputs
-
-
-def _output_name(tree: StageTree, stage: Cut, node: fx.Node, taken: set[str]) -> str:
-    """What the model calls it, else what its reader will."""
-    base = identifier(stage.model_outputs.get(node.name) or argument_name(tree, tree.root, node))
-    name, count = base, 1
-    while name in taken:
-        count += 1
-        name = f"{base}_{count}"
-    taken.add(name)
-    return name
 
 
 def _spec(graph: OperatorGraph, name: str) -> TensorSpec:

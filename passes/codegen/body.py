@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from .scopes import Line, Scope, line_at
 from .stage_tree import StageTree, occurrences
 from .statements import assigned_names, makes_one_by_one
 
+_MOST_FOLDED = 40  # items of a statement; one of fewer is too long for a line already
 # no_grad, autocast, and a number that tells apart autocast regions which are alike and touch.
 Region = tuple[object, Any, int]
 NO_REGION: Region = (None, None, 0)
@@ -244,14 +246,20 @@ class Folding:
         Autograd adds up gradients in the reverse order of the computations, and random numbers come in
         theirs: another order would be right, and not bit for bit the same.
         """
+        sizes: Counter[int] = Counter()  # items folded into each statement
         for index in reversed(range(self.end)):
             results = self.results[index]
             # What links the members of a chain has lines of its own, so that equal ones roll up.
             if len(results) != 1 or self.body.tree.is_link(self.body.scope, results[0]):
                 continue
             if self._may_fold(index, self.items[index], results[0]):
+                statement = self.emitted_at(self.users[results[0]][0])
+                if sizes[statement] == _MOST_FOLDED:
+                    continue
                 self.folded.add(results[0])
-                if not self._is_in_order(index):
+                if self._is_in_order(index):
+                    sizes[statement] += 1
+                else:
                     self.folded.remove(results[0])
 
     def _is_in_order(self, index: int) -> bool:

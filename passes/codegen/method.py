@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -12,11 +13,20 @@ from .body import NO_REGION, Body, Folding, Region
 from .cut import is_size, size_symbol
 from .expression import Scene, Source
 from .literals import identifier, plain
-from .naming import argument_name, element_name, hands_on, name_within, result_name, state_name
+from .naming import (
+    argument_name,
+    element_name,
+    hands_on,
+    is_final,
+    name_within,
+    operator_name,
+    result_name,
+    state_name,
+)
 from .scopes import Scope
 from .spell import spell
 from .stage_tree import DEVICE, StageTree, walk
-from .statements import assigned_names
+from .statements import assigned_names, takes_apart
 
 _LONGEST_FOLDED = 88  # characters of a line that still reads well with its parts folded in
 _SHORT_OPERAND = 40  # of an operand that has a line to itself where the whole is laid out over several
@@ -111,10 +121,16 @@ class _Draft:
 
     # Names.
 
+    def _port_name(self, node: fx.Node) -> str | None:
+        """What the stages call a value that one gives and others take; within a stage's own forward alone."""
+        tree = self.body.tree
+        return tree.port_names.get(node.name) if self.body.scope is tree.root else None
+
     def _bind_arguments(self) -> list[str]:
         names: list[str] = []
         for node in self.body.reads:
-            name = self._free(argument_name(self.body.tree, self.body.scope, node), -1)
+            own = self._port_name(node) or argument_name(self.body.tree, self.body.scope, node)
+            name = self._free(own, -1)
             self._bind(node, name)
             names.append(name)
         return [*names, *(identifier(symbol) for symbol in self.body.symbols)]
@@ -127,10 +143,14 @@ class _Draft:
         state = state_name(self.body.tree, result) if self.body.is_recurrent(item) else None
         if state is not None:
             return self._free(state, index)
-        wanted = self.body.author_name(item, result) or self._inner_name(item, result)
+        port = self._port_name(result)
+        wanted = None if result.name in self.body.tree.stage.model_outputs else port
+        wanted = wanted or self.body.author_name(item, result) or self._inner_name(item, result)
         if wanted is None and self.body.gives == [result]:
             wanted = self.body.scope.function  # what a helper function makes
         wanted = wanted or self._handed_on_name(item)
+        if wanted is None and port is not None and not port.startswith("output"):
+            wanted = port
         if wanted is not None and not self._is_live(wanted, index):
             return wanted
         return self._free(result_name(item, result), index)
@@ -208,7 +228,8 @@ class _Draft:
 
     def _tuple_target(self, index: int, item: fx.Node | Scope, elements: dict[int, fx.Node | None]) -> str:
         line = self.body.line(item)
-        wanted = assigned_names(line.code) if line is not None else ()
+        is_its = line is not None and self._makes_the_names_of(line.code, item, elements)
+        wanted = assigned_names(line.code) if line is not None and is_its else ()
         names: list[str] = []
         for place, element in elements.items():
             if element is None:
@@ -222,6 +243,16 @@ class _Draft:
             self._bind(element, name if name == hint else self._free(name, index))
             names.append(self.bound[element])
         return ", ".join(names) + ("," if len(names) == 1 else "")
+
+    def _makes_the_names_of(self, code: str, item: fx.Node | Scope, elements: Mapping[int, Any]) -> bool:
+        """Whether `q, k = ..` is of this operator's elements: what a function on the line makes of them may
+        come in another order, or be something else."""
+        if isinstance(item, Scope):
+            return True
+        if takes_apart(code, operator_name(item)):
+            return True
+        is_plain = all(is_final(e, self.body.scope.depth) for e in elements.values() if e is not None)
+        return operator_name(item) == "unbind" and is_plain
 
     def _bind(self, node: fx.Node, name: str) -> None:
         self.bound[node] = name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Container
 from typing import Any
 
 from torch import fx, nn
@@ -15,7 +16,7 @@ from .layers import LAYERS_GIVING_TUPLES
 from .literals import identifier
 from .scopes import Scope, line_at, module_calls
 from .stage_tree import StageTree
-from .statements import assigned_names, is_outermost
+from .statements import assigned_names, calls_one, is_outermost
 
 # What a value is called that its author gave no name.
 _RESULT_NAMES = {
@@ -23,8 +24,9 @@ _RESULT_NAMES = {
     "addmm": "projected", "linear": "projected", "layer_norm": "normed", "batch_norm": "normed",
     "dropout": "dropped", "alpha_dropout": "dropped", "feature_dropout": "dropped",
     "view": "viewed", "reshape": "viewed", "transpose": "turned", "permute": "turned",
-    "embedding": "embedded", "scaled_dot_product_attention": "attended", "cross_entropy_loss": "loss",
-    "to": "cast", "mean": "mean", "cat": "joined", "unsqueeze": "widened", "expand": "expanded",
+    "embedding": "embedded", "scaled_dot_product_attention": "attended",
+    "cross_entropy_loss": "cross_entropy", "to": "cast", "mean": "mean", "cat": "joined",
+    "unsqueeze": "widened", "expand": "expanded",
     "slice": "part", "select": "part", "index": "picked", "split": "parts", "chunk": "parts",
     "contiguous": "copied", "clone": "copied", "where": "chosen", "neg": "negated", "arange": "positions",
     "__and__": "both", "__or__": "either", "bitwise_not": "inverted", "masked_fill": "masked",
@@ -120,7 +122,7 @@ def state_name(tree: StageTree, node: fx.Node) -> str | None:
         return None
     place = int(str(node.args[1]))
     line = line_at(node, len(calls) - 1)
-    names = assigned_names(line.code) if line is not None else ()
+    names = assigned_names(line.code) if line is not None and calls_one(line.code, calls[-1][1]) else ()
     has_pair = isinstance(layer, nn.LSTM)  # output, (hidden, cell)
     name = names[place] if len(names) == 2 and place < (1 if has_pair else 2) else "_"
     own = ("hidden", "cell") if isinstance(layer, nn.LSTMCell) else ("output", "hidden", "cell")
@@ -150,6 +152,14 @@ def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
             return names[place]
     source = hands_on(node)
     return result_name(node, node) if source is None else argument_name(tree, scope, source)
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    candidate, count = name, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}_{count}"
+    return candidate
 
 
 def result_name(item: fx.Node | Scope, result: fx.Node) -> str:

@@ -39,6 +39,7 @@ class StageTree:
         self.graph = graph
         self.stage = stage
         self.model: nn.Module = graph.root
+        self.port_names: dict[str, str] = {}  # of values that stages give: the same in all of them
         self.modules: dict[str, nn.Module] = dict(graph.root.named_modules(remove_duplicate=False))
         nodes = [node for node in stage.nodes if not is_size(graph, node)]
         functions = (custom_function(node.target) for node in nodes)

@@ -11,13 +11,17 @@ _SIGNS: dict[type[ast.operator], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.MatMult: "matmul"
 }  # fmt: skip
 
+_SEVERAL = (ast.List, ast.Dict, ast.Set, ast.Tuple, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+
 
 def assigned_names(code: str) -> tuple[str, ...]:
-    """The names that a statement assigns: "q, k = f(x)" -> ("q", "k"); nothing for others, and for a line of
-    several statements, of which a traced node does not say which it comes from."""
+    """The names that a statement assigns: "q, k = f(x)" -> ("q", "k"); nothing for others, for the name of a
+    list or a dict, and for a line of several statements: a traced node does not say which it is of."""
     statement = _statement(code)
     if isinstance(statement, ast.Assign):
         target = statement.targets[0]
+        if isinstance(target, ast.Name) and isinstance(statement.value, _SEVERAL):
+            return ()
     elif isinstance(statement, ast.AnnAssign | ast.AugAssign):
         target = statement.target
     else:
@@ -37,6 +41,30 @@ def makes_one_by_one(code: str) -> bool:
     return isinstance(statement.value, ast.Tuple | ast.GeneratorExp | ast.ListComp)
 
 
+_PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind", "unsafe_chunk", "unsafe_split"}
+
+
+def takes_apart(code: str, operator: str) -> bool:
+    """Whether the names that a statement assigns are of what this operator gives (`q, k = x.chunk(2)`)."""
+    statement = _statement(code)
+    value = getattr(statement, "value", None)
+    if isinstance(value, ast.Subscript):  # `.topk(2)[1]`
+        value = value.value
+    if not isinstance(value, ast.Call):
+        return False
+    called = value.func.attr if isinstance(value.func, ast.Attribute) else ast.unparse(value.func)
+    return called in operator or {called, operator} <= _PARTS
+
+
+def calls_one(code: str, path: str) -> bool:
+    """Whether a statement is a call of the module at this path: `h, c = self.rnn(x)`, `h, c = layer(x)`."""
+    value = getattr(_statement(code), "value", None)
+    if not isinstance(value, ast.Call):
+        return False
+    called = value.func
+    return not isinstance(called, ast.Attribute) or called.attr == path.rpartition(".")[2]
+
+
 def is_outermost(code: str, operator: str, *, is_call: bool) -> bool:
     """Whether a statement that assigns a name from itself (`x = x + f(x)`, `x += f(x)`) does so by this
     operator, or by the call of a module."""
@@ -46,22 +74,43 @@ def is_outermost(code: str, operator: str, *, is_call: bool) -> bool:
     if not isinstance(statement, ast.Assign):
         return False
     targets = {name.id for name in ast.walk(statement.targets[0]) if isinstance(name, ast.Name)}
-    value = statement.value
-    if targets.isdisjoint(name.id for name in ast.walk(value) if isinstance(name, ast.Name)):
+    if targets.isdisjoint(name.id for name in ast.walk(statement.value) if isinstance(name, ast.Name)):
         return False
+    ways = [statement.value]
+    while isinstance(ways[-1], ast.IfExp):  # `x = f(x) if self.last else g(f(x))`
+        chosen = ways.pop()
+        assert isinstance(chosen, ast.IfExp)
+        ways += [chosen.body, chosen.orelse]
+    return any(_makes(value, targets, operator, is_call=is_call) for value in ways)
+
+
+def _makes(value: ast.expr, targets: set[str], operator: str, *, is_call: bool) -> bool:
+    """Whether an expression's outermost operation is this operator, or the call of a module."""
     if isinstance(value, ast.BinOp):
         return not is_call and _SIGNS.get(type(value.op)) == operator
     if not isinstance(value, ast.Call):
         return False
     called = value.func.attr if isinstance(value.func, ast.Attribute) else ast.unparse(value.func)
-    return is_call or called == operator
+    return _is_of_a_module(value.func, targets) if is_call else called == operator
+
+
+def _is_of_a_module(called: ast.expr, targets: set[str]) -> bool:
+    """`self.conv(x)`, `layer(x)`, `self.layers[0](x)`; but not `F.relu(x)` or `x.relu()`."""
+    root = called
+    while isinstance(root, ast.Attribute | ast.Subscript):
+        root = root.value
+    if not isinstance(root, ast.Name):
+        return False
+    return called is root or root.id not in {*targets, "F", "torch", "nn"}
 
 
 @functools.cache
 def _statement(code: str) -> ast.stmt | None:
-    """The one statement of a line."""
+    """The one statement of a line, also within a loop or a condition: `for layer in layers: x = layer(x)`."""
     try:
         body = ast.parse(code).body
+        while len(body) == 1 and isinstance(body[0], ast.For | ast.If | ast.With | ast.While):
+            body = body[0].body
     except (SyntaxError, ValueError):
         return None
     return body[0] if len(body) == 1 else None
