@@ -70,6 +70,9 @@ def split(
     options of `split_onnx`; or a Pipeline that was split here, which is planned again, for another method or
     cluster, and neither traced nor profiled a second time.
 
+    The pipeline has the model's own tensors until it is trained or loaded: what changes them in place changes
+    both. A model on the meta device is given its values afterwards (`Pipeline.load_tensors`).
+
     Any batch size can be run later; of a model that asks for it in Python, all with the example's answer;
     with `tracer="export-sequence"` any length of token sequences too, where the model allows it, which
     `trace_report` says. A Python condition on the values of tensors is refused, unless it is an `assert` or
@@ -145,6 +148,10 @@ def split(
         reference=known.reference,
         setting=wish.setting,
     )
+    if check and any(tensor.is_meta for tensor in pipeline.tensors().values()):
+        _tell_of_the_meta_device(pipeline)
+        return pipeline
+    check = check if known.reference is not None else False
     if check and known.example is not None:
         with blaming_the_model(known.graph.model_name, known.reference, known.example):
             pipeline.verify()
@@ -157,6 +164,16 @@ def split(
         with blaming_the_model(known.graph.model_name, known.reference, other, **_OF_A_FULL_CHECK):
             pipeline.verify(example=other)
     return pipeline
+
+
+def _tell_of_the_meta_device(pipeline: Pipeline) -> None:
+    if pipeline.trace_report is not None:
+        note = (
+            "weights on the meta device have no values: the stages were not compared with the model. "
+            "load_tensors gives them, and verify(model) compares"
+        )
+        notes = (*pipeline.trace_report.notes, note)
+        pipeline.trace_report = replace(pipeline.trace_report, notes=notes)
 
 
 _OF_A_FULL_CHECK = {

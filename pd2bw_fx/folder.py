@@ -32,6 +32,7 @@ from pd2bw_fx.files import read_manifest, save_tensors, sha256, whole_folder, wr
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
+from pd2bw_fx.state import require_values
 from pd2bw_fx.traced import TraceReport
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ SCHEMA = 3
 def save_pipeline(pipeline: Pipeline, folder: str | Path) -> None:
     """Write the whole pipeline; the folder appears only when it is complete."""
     tensors = pipeline.tensors()
+    require_values(pipeline.graph, tensors)
     with whole_folder(folder) as fresh:
         for program in pipeline.programs:
             (fresh / f"stage_{program.stage}.py").write_text(program.source)

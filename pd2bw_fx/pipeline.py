@@ -35,7 +35,7 @@ from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.local import TrainResult, train_local
 from pd2bw_fx.simulated import shape_for, simulated, simulated_peak_bytes
 from pd2bw_fx.stage import Stage, StageProgram, build_module, run_in_turn
-from pd2bw_fx.state import accepted, as_state_dict, buffers_aside, state_of
+from pd2bw_fx.state import accepted, as_state_dict, buffers_aside, made_up, require_values, state_of
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.traced import TraceReport
 from pd2bw_fx.verified import verified
@@ -107,6 +107,7 @@ class Pipeline:
         """
         if self.batch_layout is None:
             raise InputError("to run the stages on a batch, split the model with example_args")
+        require_values(self.graph, self._tensors)
         (inputs,) = self.batch_layout.cut(self.batch_layout.flatten(batch), 1)
         with buffers_aside(stage.module for stage in self.stages):
             outputs = run_in_turn(self.stages, inputs)
@@ -123,10 +124,17 @@ class Pipeline:
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace weights, by name in the graph or any tied name; each becomes the type that the model has.
 
+        A pipeline that was split on the meta device is as one that was loaded from a folder when all of its
+        tensors have values: its example inputs are made up, and `verify` wants the model.
+
         Raises InputError for a name that the model does not have, another shape, and unlike values under the
         names of one tied parameter; nothing is replaced then.
         """
+        were_empty = any(tensor.is_meta for tensor in self._tensors.values())
         self._tensors = {**self._tensors, **accepted(self.graph, tensors)}
+        if were_empty and not any(tensor.is_meta for tensor in self._tensors.values()):
+            self.reference = None  # runs the empty model
+            self.example = None if self.example is None else made_up(self.example)
 
     def explain(self, **options: Any) -> Explanation:
         """Why the plan is as it is: each cut and the next best one, what binds, what would help most.
@@ -224,6 +232,7 @@ class Pipeline:
         """
         if self.example is None:
             raise InputError("exporting needs shapes: split the model with example_args")
+        require_values(self.graph, self._tensors)
         told = "" if training or self.trace_report is None else self.trace_report.evaluation
         if told:
             raise ExportError(f"the stages are not for evaluation: {told}, or export with training=True")

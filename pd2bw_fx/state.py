@@ -27,6 +27,35 @@ def state_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
+def require_values(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> None:
+    """Raises InputError naming what is still on the meta device."""
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if not empty:
+        return
+    more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+    kept = {spec.name for spec in (*graph.parameters.values(), *graph.buffers.values()) if spec.persistent}
+    advice = "give them by load_tensors, all at once or one file after another"
+    if kept.isdisjoint(empty):
+        advice = (
+            "no state dict has them: load_tensors(dict(model.named_buffers())) gives those of a model that "
+            "is built on a device with memory"
+        )
+    raise InputError(f"{graph.model_name} has no values for {empty[0]!r}{more}, on the meta device; {advice}")
+
+
+def made_up(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Values for inputs that have none: normal numbers, the same each time, and zeros of other types."""
+    drawn = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(tensor.shape, generator=drawn).to(tensor.dtype)
+        if tensor.is_meta and tensor.dtype.is_floating_point
+        else torch.zeros(tensor.shape, dtype=tensor.dtype)
+        if tensor.is_meta
+        else tensor
+        for name, tensor in example.items()
+    }
+
+
 @contextmanager
 def buffers_aside(modules: Iterable[nn.Module]) -> Iterator[None]:
     """A run writes copies of the modules' buffers, whose own are put back: what autograd keeps of the copies
@@ -60,7 +89,7 @@ def accepted(graph: OperatorGraph, given: Mapping[str, Tensor]) -> dict[str, Ten
         spec = specs.get(name)
         if spec is None:
             raise InputError(f"{graph.model_name} has no tensor named {name!r}")
-        if spec.persistent and tuple(tensor.shape) != spec.spec.example_shape:
+        if tuple(tensor.shape) != spec.spec.example_shape:
             raise InputError(
                 f"{name!r} has shape {tuple(tensor.shape)}, and {graph.model_name}'s has "
                 f"{spec.spec.example_shape}"

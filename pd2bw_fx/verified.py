@@ -13,6 +13,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
 from pd2bw_fx.passes.verify import Verification, verify
+from pd2bw_fx.state import require_values
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -42,18 +43,21 @@ def verified(
         )
     if pipeline.example is None:
         raise InputError("comparing needs example inputs: split the model with example_args")
-    if any(tensor.is_meta for tensor in tensors.values()):
-        raise InputError(
-            "weights on the meta device have no values to compare; split the model with check=False"
-        )
+    require_values(pipeline.graph, tensors)
     reference, original = pipeline.reference, pipeline.graph.root
     is_own = plain and loss_fn is None and model is original and reference is not None
     if model is not None and not is_own:
         kwargs = _plain_arguments(pipeline, model) if plain else example_kwargs or {}
         flat = flatten_arguments(model, example_args, kwargs, example_targets)
         reference, original = Program(model, flat, loss_fn).call, model
+        given = dict(zip(flat.names, flat.tensors, strict=True))
+        if example is None and not plain and given.keys() >= pipeline.graph.inputs.keys():
+            example = given
     if reference is None or original is None:
-        raise InputError("a loaded pipeline has no original model: pass the original model to verify()")
+        raise InputError(
+            "a pipeline that was loaded, or split on the meta device, has no original model with values: "
+            "pass the original model to verify()"
+        )
     return verify(
         pipeline.graph,
         pipeline.plan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,7 +98,50 @@ def test_weights_without_data_are_planned_where_the_inputs_have_none_either() ->
 
     with pytest.raises(InputError, match="weights are on the meta device, and input 'x' is on cpu"):
         pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
-    with pytest.raises(InputError, match="no values to compare; split the model with check=False"):
-        pd2bw_fx.split(model, (there,), cluster=2, num_stages=2, costs="analytic")
-    pipe = pd2bw_fx.split(model, (there,), cluster=2, num_stages=2, costs="analytic", check=False)
+    pipe = pd2bw_fx.split(model, (there,), cluster=2, num_stages=2, costs="analytic")
     assert [stage.program.stage for stage in pipe.stages] == [0, 1]
+    assert "the stages were not compared with the model" in str(pipe.trace_report)
+    for use in (pipe.verify, lambda: pipe.run(rows()), lambda: pipe.save("anywhere")):
+        with pytest.raises(InputError, match=r"no values for 'first\.weight' and 3 more, on the meta device"):
+            use()
+
+
+def test_adapters_with_values_around_weights_without_are_told() -> None:
+    with torch.device("meta"):
+        model, there = Plain(), torch.empty(4, 8)
+    model.first.bias = nn.Parameter(torch.zeros(8))
+
+    with pytest.raises(InputError, match=r"'first\.weight' is on the meta device, and 'first\.bias' on cpu"):
+        pd2bw_fx.split(model, (there,), cluster=2, num_stages=2, costs="analytic")
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("scale", torch.arange(8.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu() * self.scale).square().mean()
+
+
+def test_what_was_split_without_values_is_whole_when_they_are_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    real = Scaled()
+    with torch.device("meta"):
+        pipe = pd2bw_fx.split(Scaled(), (torch.empty(4, 8),), cluster=2, costs="analytic")
+    for name, tensor in real.state_dict().items():  # one after another, as from files
+        pipe.load_tensors({name: tensor})
+    with pytest.raises(InputError, match=r"no values for 'scale', .*no state dict has them"):
+        pipe.run(rows())
+    with pytest.raises(InputError, match=r"'scale' has shape \(7,\)"):
+        pipe.load_tensors({"scale": torch.zeros(7)})
+    pipe.load_tensors(dict(real.named_buffers()))
+
+    assert pipe.run(rows())["loss"] == real(*rows())
+    assert pipe.verify(real).exact
+    assert pipe.verify(real, example_args=(torch.randn(6, 8),)).exact
+    pipe.save(tmp_path / "saved")
+    pipe.export_onnx(tmp_path / "onnx")
+    again = pd2bw_fx.split(pipe, cluster=2, method="1f1b")
+    assert again.verify(real).exact

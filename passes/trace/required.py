@@ -61,9 +61,16 @@ def _counts_its_batches(module: nn.Module) -> bool:
 
 def require_data(model: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
     """Raises InputError where the weights have no data and the inputs have."""
-    weights = list(model.parameters())
-    if not weights or not all(weight.is_meta for weight in weights):
+    weights = dict(model.named_parameters()) | dict(model.named_buffers())
+    empty = [name for name, weight in weights.items() if weight.is_meta]
+    if not empty:
         return
+    full = next((name for name, weight in weights.items() if not weight.is_meta), None)
+    if full is not None:
+        raise InputError(
+            f"{empty[0]!r} is on the meta device, and {full!r} on {weights[full].device}; put all of the "
+            "model there, model.to('meta'), and give the pipeline the values by load_tensors"
+        )
     for name, tensor in zip(names, tensors, strict=False):
         if not tensor.is_meta:
             raise InputError(

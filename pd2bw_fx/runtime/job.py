@@ -16,7 +16,7 @@ from pd2bw_fx.passes.schedule import METHODS, Method, check_schedule, method_of,
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.source_check import uses_vary
 from pd2bw_fx.stage import StageProgram
-from pd2bw_fx.state import as_state_dict
+from pd2bw_fx.state import as_state_dict, require_values
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -218,6 +218,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
     assert loss_stages, f"no stage returns the output {graph.loss!r}"
     returned = {port.model_output: port for p in programs for port in p.outputs}
     held, report = pipeline.tensors(), pipeline.trace_report
+    require_values(graph, held)
     ranks = _ranks(pipeline.plan, work)
     stages_of = [work.rules.stages_of(work.shape, place) for place in range(len(ranks))]
     planned = _planned_devices(pipeline, work)
