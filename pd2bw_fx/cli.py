@@ -16,15 +16,18 @@ import torch
 
 from pd2bw_fx import __version__
 from pd2bw_fx.commands import comparing, onnx, planning, probing, training
+from pd2bw_fx.commands.options import in_options
 from pd2bw_fx.errors import Pd2bwError, UsageError
-from pd2bw_fx.runtime.failure import tell_launcher
-from pd2bw_fx.train import STARTED_HERE, is_under_torchrun
+from pd2bw_fx.runtime.failure import end_with_parent, tell_launcher
+from pd2bw_fx.train import STARTED_BY, STARTED_HERE, is_under_torchrun
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = parser().parse_args(arguments)
     options.arguments = arguments
+    if options.started_here:
+        end_with_parent(int(os.environ[STARTED_BY]))
     try:
         torch.manual_seed(getattr(options, "seed", 0))  # fresh weights and dropout: the same every time
         code: int = options.run(options)
@@ -32,17 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, `head` for instance, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:
-        return _failed(error, options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 1
+    except Exception as error:
+        return _failed(error, options)
     return code
 
 
 def _failed(error: Exception, options: argparse.Namespace) -> int:
     """Say it in one line, where it is the user's to mend; a bug of ours keeps its traceback."""
     told = f"{type(error).__name__}: {error}"
+    if isinstance(error, Pd2bwError) and hasattr(options, "runs"):  # it splits
+        told = in_options(told)
     is_theirs = isinstance(error, (Pd2bwError, OSError))
     if is_under_torchrun():
         is_short = is_theirs and not options.started_here and not options.debug
@@ -59,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="pd2bw-fx",
         description="Split a PyTorch model into pipeline stages you can read, and train them with 2BW.",
+        epilog="exit codes: 0 done, 1 the work failed, 2 words that the command does not take",
     )
     made.add_argument("--version", action="version", version=f"pd2bw-fx {__version__}")
     made.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -11,6 +11,15 @@ class Pd2bwError(Exception):
     """The base of all errors that are the user's to mend; anything else is a bug of ours."""
 
 
+def require_not_interrupted(error: BaseException) -> None:
+    """Raises KeyboardInterrupt for an error that came of one: torch's imports raise their own over it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        cause = cause.__cause__ or cause.__context__
+
+
 class InputError(Pd2bwError, ValueError):
     """An argument of the wrong kind, shape or size."""
 

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -48,6 +49,7 @@ _OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
 }
 OPTIMIZER_NAMES = ", ".join(_OPTIMIZERS)
 _REPORTS_A_RUN = 20
+STARTED_BY = "PD2BW_FX_STARTED_BY"  # in a rank's environment: the process that it ends with
 STARTED_HERE = "--started-here"  # tells a rank that its errors are printed by the process that started it
 
 
@@ -79,19 +81,22 @@ def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
     Raises the error of the rank that failed first, WorkerError where it could not tell.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_each(num_processes)))
+    os.environ[STARTED_BY] = str(os.getpid())
     # What it would say of a failure is said once, by whoever catches it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    setting = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id="train",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-    )
     try:
-        elastic_launch(setting, sys.executable)("-m", "pd2bw_fx", STARTED_HERE, *arguments)
+        with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as logs:  # the launcher leaves them behind
+            setting = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=num_processes,
+                run_id="train",
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                max_restarts=0,
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+            )
+            elastic_launch(setting, sys.executable)("-m", "pd2bw_fx", STARTED_HERE, *arguments)
     except ChildFailedError as error:
         raise _reason(error.failures) from None
     except SignalException as error:  # its processes have ended
@@ -212,6 +217,23 @@ def run_training(
             save_model_weights(weights, options.output)
         if losses and (options.metrics is not None or options.trace is not None):
             _save_measured(engine, losses, told_s, first, options, earlier)
+        if losses and engine.rank == 0 and not options.as_json:
+            _tell_where(options)
+
+
+def _tell_where(options: TrainOptions) -> None:
+    """Where everything lies that the run has written."""
+    places = {
+        "weights": options.output,
+        "checkpoint": options.checkpoint,
+        "metrics": options.metrics,
+        "timeline": options.trace,
+    }
+    told = [f"{name} in {path}" for name, path in places.items() if path is not None]
+    if told:
+        print(f"written: {', '.join(told)}", flush=True)
+    if options.output is None and options.checkpoint is None:
+        print("the trained weights are kept nowhere; --output FILE or --checkpoint FOLDER does", flush=True)
 
 
 def _say(text: str, engine: Engine, options: TrainOptions) -> None:

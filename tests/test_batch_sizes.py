@@ -295,3 +295,26 @@ def test_parts_of_as_many_as_there_are_samples_leave_the_batch_open(tmp_path: Pa
     assert "torch.cat([both, both[:left.shape[0]]])" in source
     pipe.verify(example={"x": rows(1), "y": rows(1)})
     pipe.export_onnx(tmp_path / "onnx")
+
+
+class Windowed(nn.Module):
+    """Swin's window_reverse: the batch is told from the number of windows by a true division."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width, side = x.shape[1], x.shape[2], 2
+        windows = self.first(x).unflatten(1, (-1, side)).unflatten(3, (-1, side)).transpose(2, 3)
+        windows = windows.reshape(-1, side, side, 4)
+        count = int(windows.shape[0] / (height * width / side / side))
+        found = windows.view(count, height // side, width // side, side, side, -1)
+        return self.second(found.transpose(2, 3).reshape(count, height, width, -1)).square().mean()
+
+
+def test_a_batch_that_is_told_from_a_multiple_stays_open() -> None:
+    pipe = pd2bw_fx.split(Windowed(), (torch.randn(2, 4, 6, 4),), cluster=2, costs="analytic", check="full")
+
+    assert pipe.graph.batch_sizes == ANY_SIZE
+    pipe.verify(example={"x": torch.randn(5, 4, 6, 4)})

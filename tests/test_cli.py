@@ -78,7 +78,7 @@ def test_check_prices_a_plan_again_and_names_what_is_wrong_with_it(
     assert main(["check", str(folder / "plan.json")]) == 0
     said = capsys.readouterr().out
     assert "(proven): no plan of 2 stages is faster" in said or "proven optimal" in said
-    assert said.endswith("the plan is valid\n")
+    assert "the plan is valid; to have its stages: pd2bw-fx split MODEL --plan " in said
 
     copy = tmp_path / "mlp"
     shutil.copytree(folder, copy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,46 @@ def test_what_no_option_can_be_is_wrong_use(words: list[str], capsys: pytest.Cap
 
     assert ended.value.code == 2
     assert f"argument {words[0]}: " in capsys.readouterr().err
+
+
+def test_a_plan_that_was_edited_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["mlp", "--cluster", "2", "--costs", "analytic"]
+    assert main(["plan", *common, "--microbatches", "8", "--json"]) == 0
+    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+
+    assert main(["split", *common, "--plan", str(tmp_path / "plan.json"), "-o", str(tmp_path / "mlp")]) == 0
+    assert pd2bw_fx.load(tmp_path / "mlp").plan.microbatches_per_update == 8
+
+    assert main(["plan", *common, "--plan", str(tmp_path / "none.json")]) == 1
+    assert "none.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_plan_and_why_are_one_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "mlp", "--cluster", "2", "--costs", "analytic", "--explain", "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert told["stages"]
+    assert told["explanation"]["cuts"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--num-stages", "9"], "--num-stages 2"),
+        (["--time-limit", "0"], "--time-limit is 0.0"),
+        (["--chunks", "3"], "try --method interleaved"),
+        (["--microbatches", "1"], "--microbatches 2"),
+    ],
+)
+def test_errors_speak_of_options(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "mlp", "--cluster", "2", "--costs", "analytic", *words]) == 1
+
+    said = capsys.readouterr().err
+    assert told in said
+    assert not re.search(r"num_stages|microbatches_per_update|time_limit_s|method=", said)
+
+
+def test_what_cannot_be_trained_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["train", "mlp", "--cluster", "2", "--checkpoint", str(tmp_path / "file" / "run")]) == 2
+    assert "cannot be a folder that is written to" in capsys.readouterr().err

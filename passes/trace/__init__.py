@@ -26,7 +26,7 @@ from torch.export import ExportedProgram
 
 from pd2bw_fx.arguments import require_loss_function
 from pd2bw_fx.attributes import attributes_kept
-from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
+from pd2bw_fx.errors import InputError, Pd2bwError, TraceError, require_not_interrupted
 from pd2bw_fx.program import torch_errors_unlogged, training_context
 from pd2bw_fx.size_range import ANY_SIZE
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
@@ -269,6 +269,7 @@ def _first_that_works(
         except Pd2bwError:
             raise
         except Exception as error:  # whatever the model does under this tracer is the next one's chance
+            require_not_interrupted(error)
             attempts.append((name, error))
             if name == front_ends[0] and batch_size is not None:
                 require_eager_run(program)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 @contextmanager
@@ -41,8 +42,10 @@ def sizes_stay_open(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Ite
         for module, name, value in _EVERYWHERE:
             changed.append((vars(module), name, vars(module)[name]))
             vars(module)[name] = value
+        torch.SymInt.__truediv__ = _divided  # type: ignore[method-assign]
         yield
     finally:
+        torch.SymInt.__truediv__ = _plain_division  # type: ignore[method-assign]
         for found, name, before in reversed(changed):
             if before is _NOTHING:
                 del found[name]
@@ -68,6 +71,8 @@ def _helpers(files: Sequence[ModuleType]) -> list[ModuleType]:
 _NOTHING = object()
 _OF_OTHERS = {"torch", "pd2bw_fx", *sys.stdlib_module_names}
 _plain_sqrt = math.sqrt
+_plain_division = torch.SymInt.__truediv__
+_WHOLE = "_pd2bw_fx_whole"  # of a quotient that is a whole number for every size: that number
 
 
 def _replacements(file: ModuleType) -> Mapping[str, Any]:
@@ -88,6 +93,15 @@ def _sqrt(number: Any) -> Any:
     if isinstance(number, torch.SymInt | torch.SymFloat):
         return number**0.5  # torch.sym_sqrt has no translation to ONNX
     return _plain_sqrt(number)
+
+
+def _divided(size: torch.SymInt, by: Any) -> Any:
+    """`int(windows.shape[0] / (H * W / 49))`, as in Swin: by what each size is a multiple of."""
+    found = _plain_division(size, by)  # type: ignore[no-untyped-call]
+    is_whole = type(by) in (int, float) and by != 0 and by % 1 == 0
+    if is_whole and isinstance(found, torch.SymFloat) and statically_known_true(size % int(by) == 0):
+        setattr(found, _WHOLE, size // int(by))
+    return found
 
 
 def _without_no_generator(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,7 +128,7 @@ class _Number(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], torch.SymInt | torch.SymFloat):
-            return cls.of_a_size(args[0])
+            return cls.of_a_size(getattr(args[0], _WHOLE, args[0]))
         return cls.plain(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:

@@ -131,6 +131,15 @@ def check_writable(path: Path | None) -> None:
         raise UsageError(f"{path} cannot be written; name a file in a folder that is there and is yours")
 
 
+def check_folder(path: Path | None) -> None:
+    """A folder to be, or that is there already."""
+    if path is None:
+        return
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UsageError(f"{path} cannot be a folder that is written to: {there} is none of yours")
+
+
 def named_cluster(options: argparse.Namespace) -> int | str | None:
     """A number of devices, or the path of a cluster file."""
     given: str | None = options.cluster

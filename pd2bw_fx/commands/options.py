@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.schedule import METHODS
+from pd2bw_fx.plan import Plan
 
 # Options -> arguments of `split`. Those of a run are of a saved pipeline too, for simulate and train.
 _OF_A_RUN = {"method": "method", "chunks": "chunks", "microbatches": "microbatches_per_update"}
@@ -18,6 +20,7 @@ _OF_A_PLAN = {
     "replicas": "replicas",
     "recompute": "recompute",
     "constraints": "constraints",
+    "plan": "plan",
     "costs": "costs",
     "tracer": "tracer",
     "solver": "solver",
@@ -53,6 +56,9 @@ def add_planning(parser: argparse.ArgumentParser, *, runs: bool) -> None:
     group.add_argument(
         "--constraints", type=Path, metavar="FILE", help="TOML with the fields of pd2bw_fx.Constraints"
     )
+    group.add_argument(
+        "--plan", type=Path, metavar="FILE", help="plan.json of one that is there, edited perhaps: not solved"
+    )
     group.add_argument("--costs", choices=("measured", "analytic"), help="of operators (default: measured)")
     group.add_argument("--tracer", help="a front end's name (default: the first that carries the model)")
     group.add_argument("--solver", help="highs, cbc, or another that PuLP knows (default: highs)")
@@ -68,7 +74,20 @@ def planning(options: argparse.Namespace) -> dict[str, Any]:
         given["recompute"] = _RECOMPUTE[given["recompute"]]
     if "constraints" in given:
         given["constraints"] = _constraints(given["constraints"])
+    if "plan" in given:
+        given["plan"] = plan_in(given["plan"])
     return given
+
+
+def in_options(told: str) -> str:
+    """An error in the words of the command line: `num_stages=9` is `--num-stages 9`."""
+    told = re.sub(r"split\(\.\., ([^()]*)\)", r"\1", told)  # `split(.., method='ddp')`
+    for option, argument in (_OF_A_RUN | _OF_A_PLAN).items():
+        word = f"--{option.replace('_', '-')}"
+        told = re.sub(rf"\b{argument}=(['\"]?)([\w.-]+)\1", rf"{word} \2", told)
+        if argument != option or "_" in argument:
+            told = re.sub(rf"(?<![\w.-]){argument}\b", word, told)
+    return told
 
 
 def search_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -104,6 +123,14 @@ def _numbers_or_auto(text: str) -> int | list[int] | Literal["auto"]:
         return [int(number) for number in numbers]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, such as 2,1,1") from None
+
+
+def plan_in(path: Path) -> Plan:
+    """Raises InputError for a file that cannot be read, PlanMismatchError for what is no plan."""
+    try:
+        return Plan.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
 
 
 def _constraints(path: Path) -> Constraints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,14 @@ from pd2bw_fx.commands.common import (
     saved_folder,
     slack_named,
 )
-from pd2bw_fx.commands.options import planning, search_options
+from pd2bw_fx.commands.options import plan_in, planning, search_options
 from pd2bw_fx.commands.progress import ProgressLine, in_workload_units
-from pd2bw_fx.errors import InputError, UsageError
+from pd2bw_fx.errors import UsageError
 from pd2bw_fx.folder import read_pipeline
 from pd2bw_fx.metrics import FILE, Metrics
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.partition import plan_workload
 from pd2bw_fx.pipeline import Pipeline
-from pd2bw_fx.plan import Plan
 from pd2bw_fx.report.page import page_html
 from pd2bw_fx.report.parts import PARTS, picture_of, write_timeline
 from pd2bw_fx.report.table import plan_table
@@ -177,9 +177,11 @@ def _plan(options: argparse.Namespace) -> int:
         print(json.dumps(placement.to_json()) if options.json else placement)
         return 0
     pipe = named_onnx(options) if is_onnx(options) else named_pipeline(options)
-    print(json.dumps(pipe.plan.to_json()) if options.json else pipe)
-    if options.explain:
-        print(f"\n{pipe.explain()}")
+    why = pipe.explain() if options.explain else None
+    if options.json:
+        print(json.dumps(pipe.plan.to_json() | ({} if why is None else {"explanation": asdict(why)})))
+        return 0
+    print(pipe if why is None else f"{pipe}\n\n{why}")
     return 0
 
 
@@ -213,17 +215,13 @@ def _check(options: argparse.Namespace) -> int:
         raise UsageError(f"{options.plan} is not there; name plan.json in a folder written by split")
     folder = options.plan if options.plan.is_dir() else options.plan.parent
     pipe = Pipeline(**read_pipeline(folder, edited=True))
-    try:
-        text = (folder / "plan.json" if options.plan.is_dir() else options.plan).read_text()
-    except OSError as error:
-        raise InputError(f"{options.plan} cannot be read: {error}") from error
-    edited = Plan.loads(text)
-    priced = pipe.check_plan(edited)
+    path = folder / "plan.json" if options.plan.is_dir() else options.plan
+    priced = pipe.check_plan(plan_in(path))
     if options.json:
         print(json.dumps(priced.to_json()))
         return 0
     print(plan_table(pipe.graph, pipe.costs, priced))
-    print("the plan is valid")
+    print(f"the plan is valid; to have its stages: pd2bw-fx split MODEL --plan {path} -o FOLDER")
     return 0
 
 

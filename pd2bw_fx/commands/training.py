@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from pd2bw_fx.actions import Wanted
 from pd2bw_fx.commands.common import (
     called,
+    check_folder,
     check_writable,
     command,
     loaded,
@@ -115,6 +117,7 @@ def _train(options: argparse.Namespace) -> int:
         )
     for path in (options.trace, options.output):
         check_writable(path)
+    check_folder(options.checkpoint)
     optimizer = optimizer_named(options.optimizer, options.lr, loaded)
     if options.metrics is None and (folder := saved_folder(options) or options.checkpoint) is not None:
         options.metrics = Path(folder) / FILE
@@ -124,6 +127,9 @@ def _train(options: argparse.Namespace) -> int:
     pipe = named_pipeline(options)
     if options.data:
         batches = called(options.data, loaded(options.data))
+        if not isinstance(batches, Iterable):
+            kind = type(batches).__name__
+            raise UsageError(f"{options.data!r} gives a {kind}; an iterable of batches was expected")
     else:
         batches = text_batches(pipe, options.updates, seed=options.seed)
     run_training(
@@ -152,13 +158,13 @@ def _train(options: argparse.Namespace) -> int:
 
 def _train_here(options: argparse.Namespace) -> int:
     """Split once, and have torchrun's launcher start one process for each rank."""
+    pipe = named_pipeline(options)
+    wanted = Wanted(options.method, options.microbatches, "auto", options.replicas)
+    num_ranks = work_for(pipe, wanted).num_ranks
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
-        pipe = named_pipeline(options)
         pipe.save(Path(folder) / "pipeline")
-        wanted = Wanted(options.method, options.microbatches, "auto", options.replicas)
-        work = work_for(pipe, wanted)
-        start_processes(work.num_ranks, _words(options, Path(folder) / "pipeline"))
-        return 0
+        start_processes(num_ranks, _words(options, Path(folder) / "pipeline"))
+    return 0
 
 
 def _words(options: argparse.Namespace, folder: Path) -> list[str]:

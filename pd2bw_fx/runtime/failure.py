@@ -24,6 +24,7 @@ from pd2bw_fx.errors import WorkerError
 _MAKING = "making an engine"
 _MEETING_S = 5.0  # until all ranks have come to where one is: a batch that it cannot take, the end
 _FLUSH_S = 1.0
+_LOOKING_S = 1.0  # whether the parent is there
 _GRACE_S = 2.0  # between the end of a connection and the word of the rank that ended it
 
 
@@ -33,6 +34,17 @@ def end_now() -> NoReturn:
     flushing.start()
     flushing.join(_FLUSH_S)
     os._exit(1)
+
+
+def end_with_parent(process_id: int) -> None:
+    """From now on, when that process is not the parent any more: it was killed, and could tell nobody."""
+
+    def watch() -> None:
+        while os.getppid() == process_id:
+            time.sleep(_LOOKING_S)
+        end_now()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _flush() -> None:
