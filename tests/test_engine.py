@@ -149,3 +149,12 @@ def test_the_example_script_trains_under_torchrun() -> None:
     assert len(losses) == 3
     assert losses[-1] < losses[0] - 1.0
     assert len(evaluated) == 1
+
+
+def test_a_rank_that_goes_on_after_its_failure_is_not_waited_for_in_vain() -> None:
+    finished = torchrun(2, "sweeps.py")
+
+    assert finished.returncode == 1
+    assert "left out: the third step went wrong" in finished.stdout
+    assert "WorkerError: rank 1 (stage 1) failed in update" in finished.stderr
+    assert "ArithmeticError('the third step went wrong')" in finished.stderr

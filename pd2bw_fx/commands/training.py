@@ -119,8 +119,9 @@ def _train(options: argparse.Namespace) -> int:
         check_writable(path)
     check_folder(options.checkpoint)
     optimizer = optimizer_named(options.optimizer, options.lr, loaded)
-    if options.metrics is None and (folder := saved_folder(options) or options.checkpoint) is not None:
-        options.metrics = Path(folder) / FILE
+    folder = None if options.started_here else saved_folder(options) or options.checkpoint
+    if options.metrics is None and folder is not None:
+        options.metrics = folder / FILE
     if not is_under_torchrun():
         return _train_here(options)
     is_first = int(os.environ["RANK"]) == 0

@@ -33,6 +33,7 @@ class Fate:
         self._name = control.group_name
         self._num_refused = 0
         self._has_told = False  # why this rank ends
+        self._why_broken: str | None = None  # unless another rank was the first
         if self._rank == 0:
             forget(self._name)
 
@@ -58,8 +59,10 @@ class Fate:
                 watch.begin(doing)
             with watch, shared_fate(self._rank, self._described, doing, watch.lost, engine=self._name):
                 yield
-        except BaseException:
+        except BaseException as error:
             self.is_broken = True
+            if not isinstance(error, WorkerError):
+                self._why_broken = f"rank {self._rank} ({self._described}) failed {doing}: {error!r}"
             raise
 
     @contextmanager
@@ -88,7 +91,9 @@ class Fate:
         if not self.is_closed and not self.is_broken:
             self._has_told = True
             shown = "".join(traceback.format_exception(error))
-            tell(self._name, f"the program of rank {self._rank} ({self._described}) failed {when}:\n{shown}")
+            failed = f"the program of rank {self._rank} ({self._described}) failed {when}"
+            tell(self._name, f"{failed}:\n{shown}")
+            self._why_broken = f"{failed}: {error!r}"
 
     def close(self) -> None:
         """Connections are not closed before all ranks are through with them: what this one has sent last may
@@ -98,5 +103,5 @@ class Fate:
             if not self.is_broken and not self._has_told:
                 with self.world.watch:
                     is_met_by_all(f"{self._name}/closed", self._num_ranks)
-            self.world.leave()
+            self.world.leave(self._why_broken)
             self.world = None

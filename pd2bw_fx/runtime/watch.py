@@ -51,6 +51,7 @@ class Watch:
         self._is_closed = threading.Event()
         self._counts: dict[int, bytes] = {}
         self._left: list[int] = []  # in the order in which that was heard
+        self._failed: tuple[float, str] | None = None  # another rank: when that was heard, and why
         self._heard_s = dict.fromkeys(self._others, time.monotonic())
         self._answered_s = time.monotonic()  # by the store
         if num_ranks == 1 or not silence_s:
@@ -111,8 +112,8 @@ class Watch:
             time.sleep(_BEAT_S / 10)
         return None
 
-    def close(self) -> None:
-        """This rank has no part in the pipeline any longer."""
+    def close(self, failed: str | None = None) -> None:
+        """This rank has no part in the pipeline any longer, or (why) cannot go on with it."""
         atexit.unregister(self.close)
         if not self._is_closed.is_set():
             self._is_closed.set()
@@ -120,7 +121,13 @@ class Watch:
             for thread in self._threads:
                 thread.join(_BEAT_S)
             with contextlib.suppress(RuntimeError):
+                if failed is not None:
+                    self._store.set(self._failure_key, failed)
                 self._store.set(_key(self._rank), _DONE)
+
+    @property
+    def _failure_key(self) -> str:
+        return f"pd2bw_fx/failed/{self._engine}"
 
     def _listen(self) -> None:
         """Tell and ask. A store whose process is stopped answers nothing, without any time limit."""
@@ -132,6 +139,8 @@ class Watch:
                 there = [other for other in self._others if self._store.check([_key(other)])]
                 values = self._store.multi_get([_key(other) for other in there]) if there else []
                 self._answered_s = time.monotonic()
+                if self._failed is None and self._engine and self._store.check([self._failure_key]):
+                    self._failed = self._answered_s, self._store.get(self._failure_key).decode()
                 for other, value in zip(there, values, strict=True):
                     if value == _DONE or self._counts.get(other) != value:
                         self._counts[other], self._heard_s[other] = value, self._answered_s
@@ -158,6 +167,11 @@ class Watch:
             before_s = now_s
             if not self._depth:
                 continue
+            if self._failed is not None:
+                # The other's program goes on, with the connections that this one waits at.
+                failed_s, why = self._failed
+                if now_s - max(failed_s, self._entered_s) > self._silence_s:
+                    self._end_for(why)
             if now_s - self._answered_s > self._allowed_s:
                 self._end(self._holder(), now_s - self._answered_s)
             for other, heard_s in self._heard_s.items():

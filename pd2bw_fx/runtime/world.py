@@ -76,9 +76,9 @@ class World:
             self.watch.close()
             raise
 
-    def leave(self) -> None:
-        """The last engine that is open gives up what an engine has initialised."""
-        self.watch.close()
+    def leave(self, failed: str | None = None) -> None:
+        """The last engine that is open gives up what one has initialised. `failed`: why this one has."""
+        self.watch.close(failed)
         if self._is_to_leave:
             self._is_to_leave = False
             World._engines -= 1

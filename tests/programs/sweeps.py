@@ -1,0 +1,29 @@
+"""Run by torchrun: a sweep goes on after an engine that failed on rank 1, while rank 0 waits in it."""
+
+import torch
+from engine_errors import Exploding
+
+import pd2bw_fx
+from pd2bw_fx.models import build
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = build("mlp")
+    pipe = pd2bw_fx.split(model, cluster=2, costs="analytic", check=False)
+    batch = model.example_inputs(batch_size=4)  # type: ignore[operator]
+    for kind in (Exploding, torch.optim.SGD):
+        try:
+            with pipe.engine(
+                optimizer=lambda parameters, kind=kind: kind(parameters, lr=0.1),
+                microbatches_per_update=2,
+                silence_s=3.0,
+            ) as engine:
+                for _ in range(6):
+                    engine.step(batch)
+        except ArithmeticError as error:
+            print(f"left out: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
