@@ -102,3 +102,37 @@ def test_a_hugging_face_model_with_gradient_checkpointing(use_reentrant: bool) -
 
     assert any("torch.utils.checkpoint" in note for note in pipe.trace_report.notes)
     assert "checkpoint" not in pipe.stages[0].source
+
+
+class CopiedCheckpointFunction(torch.autograd.Function):
+    """As libraries have it of their own: of the operands the first `length`, then what gradients are for."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, length: int, *operands: Tensor) -> Any:  # type: ignore[override]
+        ctx.function, ctx.inputs, ctx.weights = function, operands[:length], operands[length:]
+        with torch.no_grad():
+            return function(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.inputs]
+        with torch.enable_grad():
+            outputs = ctx.function(*inputs)
+        return None, None, *torch.autograd.grad(outputs, [*inputs, *ctx.weights], gradients)
+
+
+class Copied(Model):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = CopiedCheckpointFunction.apply(self.inner, 1, self.first(x), *self.inner.parameters())
+        return F.cross_entropy(self.last(x), y)
+
+
+def test_a_librarys_own_checkpointing_is_left_out_too() -> None:
+    torch.manual_seed(0)
+    model = Copied(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    batch = torch.randn(4, 8), torch.tensor([0, 1, 2, 3])
+
+    pipe = pd2bw_fx.split(model, batch, cluster=2, costs="analytic", check="full")
+
+    assert pipe.verify().exact
+    assert pipe.graph.batch_symbol == "batch"

@@ -38,7 +38,9 @@ def makes_one_by_one(code: str) -> bool:
     statement = _statement(code)
     if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Tuple):
         return False
-    return isinstance(statement.value, ast.Tuple | ast.GeneratorExp | ast.ListComp)
+    value = statement.value
+    is_map = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "map"
+    return is_map or isinstance(value, ast.Tuple | ast.GeneratorExp | ast.ListComp)
 
 
 _PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind", "unsafe_chunk", "unsafe_split"}

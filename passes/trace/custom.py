@@ -7,11 +7,12 @@ traced together, as one program over tensors of open sizes, which is then taken 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import keyword
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,8 @@ def custom_functions_kept() -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread or kwargs or cls.__module__.partition(".")[0] in _RUN_AS_THEY_ARE:
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
-        return _call(cls, args, names)
+        computed = _computed_again(cls, args)
+        return _call(cls, args, names) if computed is None else computed()
 
     # Function.apply ends in this one, also where a model has kept `Function.apply` under another name.
     _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
@@ -51,6 +53,19 @@ def custom_functions_kept() -> Iterator[None]:
         yield
     finally:
         del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+
+
+def _computed_again(cls: type, args: Sequence[Any]) -> Callable[[], Any] | None:
+    """For activation checkpointing that a library has copied (guided-diffusion, latent-diffusion, Megatron):
+    what is computed, without the saving. `CheckpointFunction.apply(function, length or flag, *operands)`."""
+    if not cls.__name__.endswith("CheckpointFunction") or len(args) < 2 or not callable(args[0]):
+        return None
+    function, flag, *operands = args
+    if type(flag) is int:
+        operands = operands[:flag]  # and then the parameters that a gradient is wanted for
+    elif type(flag) is not bool:
+        operands = [flag, *operands]
+    return functools.partial(function, *operands)
 
 
 _RUN_AS_THEY_ARE = ("torch", "pd2bw_fx")
