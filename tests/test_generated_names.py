@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from pd2bw_fx import Constraints, split
 
 
-def _statements(model: nn.Module, x: Tensor) -> dict[str, int]:
+def _statements(model: nn.Module, x: Tensor, *, tracer: str = "auto") -> dict[str, int]:
     """Of the only stage: what each line says, and the line of this file that its comment names."""
-    pipe = split(model, (x,), cluster=2, num_stages=1, costs="analytic")
+    pipe = split(model, (x,), cluster=2, num_stages=1, costs="analytic", tracer=tracer)
     line = re.compile(r"^ {8,12}(\S.*?)  # test_generated_names\.py:(\d+)", re.MULTILINE)
     found = line.findall(pipe.stages[0].source)
     return {text: int(number) for text, number in found}
@@ -115,8 +116,56 @@ def test_names_of_what_a_function_gives_are_not_those_of_what_it_takes_apart() -
     found = _statements(_Helped(), torch.randn(4, 3, 8))
 
     assert "output, hidden = self.recurrent(x)" in found
-    assert not any(re.match(r"(last, sequence|mean, deviation) =", line) for line in found)
-    assert "left, right = self.head(part_1).chunk(2, dim=-1)" in found
+    assert "mean, logarithm = self.head(hidden[-1]).chunk(2, dim=-1)" in found
+    assert "left, right = self.head(mean).chunk(2, dim=-1)" in found
+
+
+def _in_heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (2, 4)).transpose(1, 2)
+
+
+class _Parted(nn.Module):
+    """A forward in methods and functions of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q(x), self.k(x)
+
+    def attended(self, query: Tensor, key: Tensor) -> Tensor:
+        scores = query @ key.mT
+        weights = scores.softmax(-1)
+        return weights @ key
+
+    def steps(self, x: Tensor) -> Tensor:
+        query, key = self.both(x)
+        query = _in_heads(query)
+        context = self.attended(query, _in_heads(key))
+        return self.last(context.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.steps(x)
+        return result.square().mean()
+
+
+@pytest.mark.parametrize("tracer", ["export", "fx"])
+def test_what_functions_of_the_forward_make_is_called_as_they_call_it(tracer: str) -> None:
+    first = _Parted.both.__code__.co_firstlineno
+    found = _statements(_Parted(), torch.randn(4, 3, 8), tracer=tracer)
+
+    assert [(text.split()[0], number - first) for text, number in found.items()] == [
+        ("query", 1),
+        ("key", 1),
+        ("query", -10),
+        ("turned", -10),  # what the call of another is given has no name
+        ("scores", 4),
+        ("weights", 5),
+        ("context", 6),
+        ("result", 12),
+        ("return", 16),
+    ]
 
 
 class _Crossing(nn.Module):

@@ -15,7 +15,7 @@ from pd2bw_fx.program import autocast_of
 from .cut import is_size, tensors_read
 from .layers import LAYERS_GIVING_TUPLES
 from .limits import is_asked_for_a_limit
-from .naming import is_final, operator_name, place_in_mask
+from .naming import is_final, operator_name, outer_name, place_in_mask
 from .scopes import Line, Scope, line_at
 from .stage_tree import StageTree, occurrences
 from .statements import assigned_names, makes_one_by_one
@@ -140,15 +140,20 @@ class Body:
         names = assigned_names(line.code) if line is not None else ()
         if len(names) > 1:
             return self._names_by_place.get(id(item))
-        if not names or names[0] == "_" or not is_final(result, self.scope.depth):
-            return None
-        return names[0]
+        if not names:
+            return self._names_by_place.get(id(item)) or outer_name(result, self.scope.depth)
+        return names[0] if names[0] != "_" and is_final(result, self.scope.depth) else None
 
     def _named_by_place(self) -> dict[int, str]:
-        """Of `q, k = self.q(x), self.k(x)` and `q, k = (cut(t) for t in (q, k))`: what makes each value."""
+        """Of `q, k = self.q(x), self.k(x)` and `q, k = (cut(t) for t in (q, k))`: what makes each value, and
+        of `q, k = self.made(x)` where that returns `self.q(x), self.k(x)`."""
         named: dict[int, str] = {}
         for line, group in itertools.groupby(self.items, key=self.line):
-            names = assigned_names(line.code) if line is not None and makes_one_by_one(line.code) else ()
+            names: tuple[str, ...] = ()
+            if line is not None and makes_one_by_one(line.code):
+                names = assigned_names(line.code) or (
+                    assigned_names(line.outer[-1].code) if line.outer else ()
+                )
             final = [item for item in group if self._makes_what_is_assigned(item)] if names else []
             if len(final) == len(names):
                 both = zip(final, names, strict=True)

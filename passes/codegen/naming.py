@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Container
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
@@ -104,6 +105,24 @@ def is_final(node: fx.Node, depth: int) -> bool:
     return is_outermost(line.code, operator_name(node), is_call=len(module_calls(node)) > depth)
 
 
+def outer_name(node: fx.Node, depth: int) -> str | None:
+    """What the lines assign that have called the function in which the value was made, if it is their own."""
+    line, calls = line_at(node, depth), module_calls(node)[:depth]
+    if line is None:
+        return None
+    readers = [line_at(u, depth) for u in node.users if module_calls(u)[:depth] == calls]
+    chains = [(*reader.outer, replace(reader, outer=())) for reader in readers if reader is not None]
+    for place in reversed(range(len(line.outer))):
+        if any(chain[: place + 1] == line.outer[: place + 1] for chain in chains):
+            return None
+        names = assigned_names(line.outer[place].code)
+        if len(names) == 1 and names[0] != "_":
+            return names[0]
+        if names:
+            return None
+    return None
+
+
 def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
     """The author's name for a value in the outermost body at this depth or below that has one."""
     for inner in range(depth, len(module_calls(node)) + 1):
@@ -111,6 +130,8 @@ def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
         names = assigned_names(line.code) if line is not None else ()
         if len(names) == 1 and names[0] != "_" and is_final(node, inner):
             return names[0]
+        if not names and (name := outer_name(node, inner)) is not None:
+            return name
     return None
 
 

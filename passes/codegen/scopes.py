@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx, nn
 
@@ -19,16 +19,23 @@ from .statements import assigned_names
 
 # A preamble shorter than this reads better where it is than as a function of its own.
 _LONG_PREAMBLE = 6
+_FRAME = re.compile(r'File "([^"]*)", line (\d+), in ([^\n]*)\n[ \t]*([^\n]*)')
 _SEQUENTIAL = f"{nn.Sequential.__module__}.{nn.Sequential.__qualname__}"
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A statement of an author by its first line: some `forward` was there while an operator was traced."""
+    """A statement of an author by its first line: some `forward` was there while an operator was traced, or a
+    function that it calls. `outer` are then the lines of the calls, the forward's first."""
 
     file: str
     number: int
     code: str
+    outer: tuple[Line, ...] = ()
+
+    @property
+    def of_the_forward(self) -> Line:
+        return self.outer[0] if self.outer else self
 
     @property
     def is_in_container(self) -> bool:
@@ -106,14 +113,14 @@ def module_calls(node: fx.Node) -> list[tuple[str, str, str]]:
 
 
 def line_at(node: fx.Node, depth: int) -> Line | None:
-    """Where the forward of the module at this depth stood when the node was traced.
-
-    The tracer keeps one frame for each module's forward, innermost last.
-    """
+    """Where the forward of the module at this depth stood when the node was traced, or what it had called."""
     calls = node.meta.get("nn_module_stack") or {}
     if not any(not path for path, _ in calls.values()):
         return None
-    frames = _frames_of_calls(frames_of(node), [str(kind) for _, kind in calls.values()])
+    kinds = [str(kind) for _, kind in calls.values()]
+    if node.op == "call_module":
+        del kinds[-1]  # of torch.fx, which has not entered it
+    frames = _frames_of_calls(frames_of(node), kinds)
     return frames[depth] if depth < len(frames) else None
 
 
@@ -133,11 +140,13 @@ def _frames_of_calls(frames: Sequence[Line], kinds: Sequence[str]) -> list[Line 
 
 
 def frames_of(node: fx.Node) -> list[Line]:
-    """The author's lines that an operator was traced in, innermost last."""
-    found = re.findall(
-        r'File "([^"]*)", line (\d+), in [^\n]*\n[ \t]*([^\n]*)', node.meta.get("stack_trace") or ""
-    )
-    return [Line(file, int(number), code) for file, number, code in found]
+    """The author's lines that an operator was traced in: one for each module's forward, innermost last."""
+    found: list[Line] = []
+    for file, number, name, code in _FRAME.findall(node.meta.get("stack_trace") or ""):
+        is_called = bool(found) and name != "forward" and not file.endswith("torch/__init__.py")
+        outer = (*found[-1].outer, replace(found[-1], outer=())) if is_called else ()
+        found[-1 if is_called else len(found) :] = [Line(file, int(number), code, outer)]
+    return found
 
 
 def _separate_preambles(graph: OperatorGraph, scope: Scope) -> None:
@@ -162,11 +171,12 @@ def _separate_preambles(graph: OperatorGraph, scope: Scope) -> None:
 def _preamble_line(graph: OperatorGraph, item: fx.Node | Scope, depth: int) -> Line | None:
     if isinstance(item, Scope) or item.name not in graph.operators:
         return None
-    return line_at(item, depth) if graph.operators[item.name].is_replicable else None
+    line = line_at(item, depth) if graph.operators[item.name].is_replicable else None
+    return None if line is None else line.of_the_forward
 
 
 def _as_function(graph: OperatorGraph, run: Sequence[fx.Node], scope: Scope) -> list[fx.Node | Scope]:
-    line = line_at(run[0], scope.depth) if run else None
+    line = _preamble_line(graph, run[0], scope.depth) if run else None
     working = [node for node in run if not is_size(graph, node)]
     names = assigned_names(line.code) if line is not None else ()
     if len(working) < _LONG_PREAMBLE or len(names) != 1 or names[0] == "_":

@@ -34,8 +34,10 @@ def assigned_names(code: str) -> tuple[str, ...]:
 
 
 def makes_one_by_one(code: str) -> bool:
-    """Whether a statement assigns several names, each from an expression of its own or a round of one."""
+    """Whether a statement assigns or returns several values, each of an expression of its own or a round."""
     statement = _statement(code)
+    if isinstance(statement, ast.Return):
+        return isinstance(statement.value, ast.Tuple)
     if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Tuple):
         return False
     value = statement.value

@@ -94,7 +94,7 @@ class StageWriter:
         scope = scopes[0]
         whole = self.tree.is_whole(scope)
         base = self.root_name if not path else identifier(scope.type_name, fallback="Module")
-        line = next((line_at(node, scope.depth) for node in scope.nodes), None)
+        line = next((line.of_the_forward for n in scope.nodes if (line := line_at(n, scope.depth))), None)
         self._drafts[path] = Draft(
             path=path,
             base=base if whole or not path else f"{base}Part",

@@ -228,4 +228,6 @@ class _Copier:
 def _outermost_frames(stack_trace: str, number: int) -> str:
     """Without those of layers that run within a map: they are no calls of the module that maps them."""
     before, *frames = re.split(r'(?=  File ")', stack_trace)
-    return "".join([before, *frames[:number]])
+    forwards = [place for place, frame in enumerate(frames) if ", in forward\n" in frame]
+    end = forwards[number] if number < len(forwards) else len(frames)
+    return "".join([before, *frames[:end]])

@@ -30,6 +30,7 @@ from .detached import DataIsDetached
 from .diagnose import line_of
 from .differentiating import DerivativeError, derivatives_traced
 from .held import ParametersReadInstead, in_their_modules, parameter_in_memory_of, require_untrained
+from .helper_frames import helpers_noted
 from .inputs import FlatArguments
 from .mapped import write_out_vmap
 from .moved import moves_to_where_it_is_left_out
@@ -190,6 +191,7 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         contractions_stay_open(),
         sizes_stay_open(program.model, program.loss_fn),
         PartsStayOpen(),
+        helpers_noted(),
         checks_passed_while_traced(),
         maps_for_all_sizes(),
     ):
