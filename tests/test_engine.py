@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,6 +69,10 @@ def test_a_loss_behaves_as_the_number_that_it_is() -> None:
         0.5,
         2.0,
     )
+    assert divmod(loss, 0.5) == (1.0, 0.25)
+    assert (statistics.mean([loss, other]), np.array([loss, other]).tolist()) == (0.625, [0.75, 0.5])
+    assert not np.isnan(loss)
+    assert loss.detach() == 0.75
 
 
 MISTAKES = {

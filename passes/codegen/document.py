@@ -169,5 +169,6 @@ def _random(spec: TensorSpec) -> str:
     if not spec.dtype.is_floating_point:
         return f"torch.ones({shape}, dtype=torch.{kind})"
     dtype = f", dtype=torch.{kind}" if kind else ""
-    needs = ", requires_grad=True" if spec.requires_grad else ""
-    return f"torch.randn({shape}{dtype}{needs})"
+    if spec.requires_grad:
+        return f"torch.randn({shape}{dtype}, requires_grad=True)"
+    return f"torch.rand({shape}{dtype})"  # within what probabilities, masks and images are, as targets too

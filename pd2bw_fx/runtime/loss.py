@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -74,8 +75,8 @@ def _nothing() -> None:
 
 
 class Loss:
-    """Behaves as the float that it is; reading it waits until the last stage has it. Where only a float
-    will do (json.dumps, torch.tensor), give float(loss).
+    """Behaves as the float that it is, to numpy and `statistics` too; reading it waits until the last stage
+    has it. Where only a float will do (json.dumps, torch.tensor), give float(loss).
 
     On all but the rank of the loss, a read right after `step` stands still until the update's last
     microbatch has gone through the whole pipeline. Read the loss of the step before, or every tenth one,
@@ -105,6 +106,10 @@ class Loss:
         self._means[0].wait()
         return self._means[0].values()[0]
 
+    def detach(self) -> float:
+        """For scripts in which the loss was a tensor."""
+        return self.item()
+
     @property
     def numbers(self) -> dict[str, float]:
         """The other numbers that the model returns, by name: means over the batch, as the loss is."""
@@ -132,6 +137,12 @@ class Loss:
     def __repr__(self) -> str:
         return repr(self.item())
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.item(), dtype=dtype)
+
+    def as_integer_ratio(self) -> tuple[int, int]:
+        return self.item().as_integer_ratio()
+
     __add__ = _of_float("__add__")
     __radd__ = _of_float("__radd__")
     __sub__ = _of_float("__sub__")
@@ -144,6 +155,8 @@ class Loss:
     __rfloordiv__ = _of_float("__rfloordiv__")
     __mod__ = _of_float("__mod__")
     __rmod__ = _of_float("__rmod__")
+    __divmod__ = _of_float("__divmod__")
+    __rdivmod__ = _of_float("__rdivmod__")
     __pow__ = _of_float("__pow__")
     __rpow__ = _of_float("__rpow__")
     __neg__ = _of_float("__neg__")
