@@ -35,7 +35,7 @@ from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.local import TrainResult, train_local
 from pd2bw_fx.simulated import shape_for, simulated, simulated_peak_bytes
 from pd2bw_fx.stage import Stage, StageProgram, build_module, run_in_turn
-from pd2bw_fx.state import accepted, as_state_dict, buffers_aside, made_up, require_values, state_of
+from pd2bw_fx.state import accepted, as_state_dict, made_up, require_values, state_of
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.traced import TraceReport
 from pd2bw_fx.verified import verified
@@ -102,15 +102,15 @@ class Pipeline:
         """What the model returns for a batch, by output name: the stages one after another in this process.
 
         `batch` is as `Engine.step` takes it, whole. Gradients flow back through all `stages[i].module`, which
-        are copies of the weights; their buffers are afterwards as they were. Raises InputError for a batch
-        that the model was not traced for.
+        are copies of the weights: running statistics go on in them from run to run, and stay as they were in
+        the pipeline, which is what is saved and exported. Raises InputError for a batch that the model was
+        not traced for.
         """
         if self.batch_layout is None:
             raise InputError("to run the stages on a batch, split the model with example_args")
         require_values(self.graph, self._tensors)
         (inputs,) = self.batch_layout.cut(self.batch_layout.flatten(batch), 1)
-        with buffers_aside(stage.module for stage in self.stages):
-            outputs = run_in_turn(self.stages, inputs)
+        outputs = run_in_turn(self.stages, inputs)
         return {output.name: outputs[output.name] for output in self.graph.outputs}
 
     def tensors(self) -> Mapping[str, Tensor]:

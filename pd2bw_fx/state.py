@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec
@@ -54,23 +53,6 @@ def made_up(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else tensor
         for name, tensor in example.items()
     }
-
-
-@contextmanager
-def buffers_aside(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A run writes copies of the modules' buffers, whose own are put back: what autograd keeps of the copies
-    is not written again."""
-    owners = [inner for module in modules for inner in module.modules()]
-    own = {id(owner): dict(owner._buffers) for owner in owners}
-    copies = {id(b): b.clone() for owner in owners for b in owner._buffers.values() if b is not None}
-    try:
-        for owner in owners:
-            for name, buffer in own[id(owner)].items():
-                owner._buffers[name] = None if buffer is None else copies[id(buffer)]
-        yield
-    finally:
-        for owner in owners:
-            owner._buffers.update(own[id(owner)])
 
 
 def accepted(graph: OperatorGraph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ def test_a_loss_behaves_as_the_number_that_it_is() -> None:
         2.0,
     )
     assert divmod(loss, 0.5) == (1.0, 0.25)
-    assert (statistics.mean([loss, other]), np.array([loss, other]).tolist()) == (0.625, [0.75, 0.5])
+    assert (statistics.fmean([loss, other]), np.array([loss, other]).tolist()) == (0.625, [0.75, 0.5])
     assert not np.isnan(loss)
     assert loss.detach() == 0.75
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,6 +16,14 @@ import pd2bw_fx
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime import local
 from pd2bw_fx.runtime.messages import Finished, interrupts_noted, receive
+
+
+@pytest.fixture(autouse=True)
+def pythons_own_handler() -> Iterator[None]:
+    """torchrun's launcher, which other tests start here, leaves its own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_the_trained_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

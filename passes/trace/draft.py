@@ -28,6 +28,7 @@ from .parts_of_sizes import PartsStayOpen
 from .program import Program
 
 _TORCH, _TRACER = (Path(file).resolve().parent for file in (torch.__file__, __file__))
+_BETWEEN = Path(__file__).with_name("parts_of_sizes.py").resolve()  # between the model and what it calls
 _MOST = 3
 
 
@@ -100,7 +101,7 @@ def _line(stack: list[Mapping[str, Any]], files: Mapping[int, str]) -> tuple[str
     for frame in reversed(stack):
         name = files.get(frame["filename"])
         folders = set() if name is None else {*Path(name).resolve().parents}
-        if name is None or _TORCH in folders:
+        if name is None or _TORCH in folders or Path(name).resolve() == _BETWEEN:
             continue
         if _TRACER in folders:
             return None

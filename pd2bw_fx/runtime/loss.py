@@ -75,8 +75,8 @@ def _nothing() -> None:
 
 
 class Loss:
-    """Behaves as the float that it is, to numpy and `statistics` too; reading it waits until the last stage
-    has it. Where only a float will do (json.dumps, torch.tensor), give float(loss).
+    """Behaves as the float that it is, to numpy too; reading it waits until the last stage has it. Where only
+    a float will do (json.dumps, torch.tensor, statistics.mean), give float(loss).
 
     On all but the rank of the loss, a read right after `step` stands still until the update's last
     microbatch has gone through the whole pipeline. Read the loss of the step before, or every tenth one,
@@ -139,9 +139,6 @@ class Loss:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.asarray(self.item(), dtype=dtype)
-
-    def as_integer_ratio(self) -> tuple[int, int]:
-        return self.item().as_integer_ratio()
 
     __add__ = _of_float("__add__")
     __radd__ = _of_float("__radd__")
