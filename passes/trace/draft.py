@@ -24,11 +24,9 @@ from pd2bw_fx.program import training_context
 from .diagnose import state_kept
 from .exported import open_sizes
 from .numbers_of_sizes import sizes_stay_open
-from .parts_of_sizes import PartsStayOpen
 from .program import Program
 
 _TORCH, _TRACER = (Path(file).resolve().parent for file in (torch.__file__, __file__))
-_BETWEEN = Path(__file__).with_name("parts_of_sizes.py").resolve()  # between the model and what it calls
 _MOST = 3
 
 
@@ -48,7 +46,6 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
             _unlogged(),
             contractions_stay_open(),
             sizes_stay_open(program.model, program.loss_fn),
-            PartsStayOpen(),
             training_context(),
             warnings.catch_warnings(),
         ):
@@ -101,7 +98,7 @@ def _line(stack: list[Mapping[str, Any]], files: Mapping[int, str]) -> tuple[str
     for frame in reversed(stack):
         name = files.get(frame["filename"])
         folders = set() if name is None else {*Path(name).resolve().parents}
-        if name is None or _TORCH in folders or Path(name).resolve() == _BETWEEN:
+        if name is None or _TORCH in folders:
             continue
         if _TRACER in folders:
             return None
