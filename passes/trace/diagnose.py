@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import re
 import traceback
@@ -104,6 +105,7 @@ def line_of(node: fx.Node) -> str:
     return own
 
 
+@functools.cache
 def is_the_authors(file: str) -> bool:
     """Whether code of that file is the model's, and not torch's or what traces it."""
     parents = Path(file).resolve().parents
