@@ -116,8 +116,8 @@ def test_a_model_without_low_precision_has_no_such_cast(batch: tuple[Tensor, Ten
 
 def test_limits_are_those_of_the_type(batch: tuple[Tensor, Tensor]) -> None:
     source = "".join(stage.source for stage in _split(MaskedOfAnExpression(), batch).stages)
-    assert "product.clamp(torch.finfo(product.dtype).min)" in source
-    assert "product_2.masked_fill(triu, torch.finfo(product_2.dtype).min)" in source
+    assert "scores.clamp(torch.finfo(scores.dtype).min)" in source
+    assert "product.masked_fill(later, torch.finfo(product.dtype).min)" in source
 
 
 class Block(nn.Module):
