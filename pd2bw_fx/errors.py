@@ -11,10 +11,11 @@ class Pd2bwError(Exception):
     """The base of all errors that are the user's to mend; anything else is a bug of ours."""
 
 
-def require_not_interrupted(error: BaseException) -> None:
-    """Raises KeyboardInterrupt for an error that came of one: torch's imports raise their own over it."""
+def require_not_interrupted(error: BaseException, outside: BaseException | None) -> None:
+    """Raises KeyboardInterrupt for an error that came of one: torch's imports raise their own over it.
+    `outside` is what was being handled before."""
     cause: BaseException | None = error
-    while cause is not None:
+    while cause is not None and cause is not outside:
         if isinstance(cause, KeyboardInterrupt):
             raise KeyboardInterrupt from None
         cause = cause.__cause__ or cause.__context__

@@ -16,6 +16,7 @@ The reason of each one that failed is kept in the report, and beside it the line
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -216,15 +217,15 @@ def _asserted(
     flat: FlatArguments,
     loss_fn: Callable[..., Any] | None,
     batch_size: int | None,
-) -> tuple[Program, Traced, list[tuple[str, Exception]]] | None:
+) -> tuple[Program, Traced] | None:
     """What torch.fx has traced though Python asks for values in it, none of which depends on an input: with
     the answers asserted. None where that cannot be traced, or where what is asked may have been written."""
     assert isinstance(traced.program, fx.GraphModule)
     if writes_in_place(traced.program.graph):
         return None
     name = "export-as-example"
-    program, again, attempts = _first_that_works((name,), model, flat, loss_fn, batch_size, name)
-    return None if again is None else (program, again, attempts)
+    program, again, _ = _first_that_works((name,), model, flat, loss_fn, batch_size, name)
+    return None if again is None else (program, again)
 
 
 def _may_be_allowed(attempt: tuple[str, Exception]) -> bool:
@@ -246,6 +247,7 @@ def _first_that_works(
 ) -> tuple[Program, Traced | None, list[tuple[str, Exception]]]:
     attempts: list[tuple[str, Exception]] = []
     program = Program(model, flat, loss_fn)
+    outside = sys.exc_info()[1]
     for name in front_ends:
         program = Program(model, flat, loss_fn)
         if name == "fx" and any(isinstance(error, UnseenChoiceError) for _, error in attempts):
@@ -264,12 +266,13 @@ def _first_that_works(
                 program.conditions.require_checks()
             if tracer == "auto" and name == "fx" and any(map(_may_be_allowed, attempts)):
                 asserted = _asserted(traced, model, flat, loss_fn, batch_size)
-                return (program, traced, attempts) if asserted is None else asserted
+                if asserted is not None:
+                    return *asserted, attempts[:1]
             return program, traced, attempts
         except Pd2bwError:
             raise
         except Exception as error:  # whatever the model does under this tracer is the next one's chance
-            require_not_interrupted(error)
+            require_not_interrupted(error, outside)
             attempts.append((name, error))
             if name == front_ends[0] and batch_size is not None:
                 require_eager_run(program)
