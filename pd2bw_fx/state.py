@@ -45,14 +45,15 @@ def require_values(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> None:
 def made_up(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Values for inputs that have none: normal numbers, the same each time, and zeros of other types."""
     drawn = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(tensor.shape, generator=drawn).to(tensor.dtype)
-        if tensor.is_meta and tensor.dtype.is_floating_point
-        else torch.zeros(tensor.shape, dtype=tensor.dtype)
-        if tensor.is_meta
-        else tensor
-        for name, tensor in example.items()
-    }
+
+    def values(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if tensor.dtype.is_floating_point:
+            return torch.randn(tensor.shape, generator=drawn).to(tensor.dtype)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    return {name: values(tensor) for name, tensor in example.items()}
 
 
 def accepted(graph: OperatorGraph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,9 +18,9 @@ from pd2bw_fx.stage import Port, StageProgram
 
 from .cut import Cut, cut
 from .document import document
-from .literals import identifier
+from .literals import free_name, identifier
 from .method import Method
-from .naming import argument_name, free_name
+from .naming import argument_name
 from .stage_tree import StageTree
 from .write import StageWriter
 

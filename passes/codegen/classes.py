@@ -13,7 +13,7 @@ from torch import nn
 
 from .attributes import Attributes
 from .layout import laid_out, rolled, signature_lines, written
-from .literals import identifier, is_plain_name, literal
+from .literals import free_name, identifier, is_plain_name, literal
 from .method import Method, Statement
 from .template import ClassOf, Leaf, Template, leaves, outline, spelled
 
@@ -173,7 +173,7 @@ class _Writer:
         taken = {draft.base for family in families for draft in family.members if not draft.path}
         taken |= taken_already
         for family in families:
-            family.name = _free(family.members[0].base, set() if not family.members[0].path else taken)
+            family.name = free_name(family.members[0].base, taken if family.members[0].path else (), "")
             taken.add(family.name)
             self._name_arguments(family)
 
@@ -191,7 +191,7 @@ class _Writer:
             wanted = own or identifier(hint or "size", fallback="size")
             if wanted in taken and attribute:
                 wanted = identifier(f"{attribute}_{hint}", fallback="size")
-            name = _free(wanted, taken, "_")
+            name = free_name(wanted, taken)
             taken.add(name)
             family.arguments[name] = columns[0]
             for column in columns:
@@ -320,11 +320,3 @@ def _annotation(value: Any) -> str:
     if kind in (tuple, list) and all(type(item) is int for item in value):
         return "tuple[int, ...]" if kind is tuple else "list[int]"
     return "object"
-
-
-def _free(wanted: str, taken: Set[str], joint: str = "") -> str:
-    name, count = wanted, 1
-    while name in taken:
-        count += 1
-        name = f"{wanted}{joint}{count}"
-    return name

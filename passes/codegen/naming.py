@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
@@ -173,14 +172,6 @@ def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
             return names[place]
     source = hands_on(node)
     return result_name(node, node) if source is None else argument_name(tree, scope, source)
-
-
-def free_name(name: str, taken: Container[str]) -> str:
-    candidate, count = name, 1
-    while candidate in taken:
-        count += 1
-        candidate = f"{name}_{count}"
-    return candidate
 
 
 def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
