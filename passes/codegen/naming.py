@@ -185,7 +185,8 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
     if custom is not None:
         return identifier(custom.name.lower())
     if getattr(result.target, "namespace", None) == UNTRACED:
-        return identifier(operator_name(result).lower()) if "training" in result.kwargs else "loss"
+        part = re.sub(r"_\d+$", "", operator_name(result))  # numbered among those of the process
+        return identifier(part.lower()) if "training" in result.kwargs else "loss"
     special = _part_in_attention(result) or place_in_mask(result)
     if special is not None:
         return special
