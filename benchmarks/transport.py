@@ -45,7 +45,7 @@ def work(rounds: int) -> None:
     groups = {shares: dist.new_group([0, 1]) for shares in (False, True)}
     for size in KIBIBYTES:
         tensor = torch.ones(size * 256)
-        routes = {s: Route(1 - rank, group, CPU, 0, shares_memory=s) for s, group in groups.items()}
+        routes = {s: Route(1 - rank, group, CPU, CPU, 0, shares_memory=s) for s, group in groups.items()}
         ends = {
             shares: Outbox(route, ("x",), window=1) if rank == 0 else Inbox(route, ("x",))
             for shares, route in routes.items()

@@ -41,24 +41,17 @@ TAGS_A_LINK = _TAGS_A_MICROBATCH * _MICROBATCH_TAGS
 class Route:
     """How to reach a peer: its rank, the process group, the device of the tensors, and their tags' start.
 
-    `via_host`: the group moves host memory only (gloo), and tensors on another device are copied.
+    `wire`: the device of what the group moves; tensors of another one are copied to it and from it.
     `shares_memory`: the peer is a process of this host, and both see each other's memory.
     """
 
     peer: int
     group: dist.ProcessGroup
     device: torch.device
+    wire: torch.device
     first_tag: int
     shares_memory: bool = False
     timeout_s: float = 600.0  # of a wait for shared memory; the group has one of its own
-
-    @property
-    def via_host(self) -> bool:
-        return self.device.type != "cpu" and dist.get_backend(self.group) == "gloo"
-
-    @property
-    def wire_device(self) -> torch.device:
-        return torch.device("cpu") if self.via_host else self.device
 
     def tag(self, microbatch: int, position: int) -> int:
         return self.first_tag + (microbatch % _MICROBATCH_TAGS) * _TAGS_A_MICROBATCH + position
@@ -117,7 +110,7 @@ class Outbox:
             self._refuse(layout, self._agreed[size], microbatch)
         for position, tensor in enumerate(tensors, start=1):
             if tensor is not None and not self._share(microbatch, (size, position), tensor.detach()):
-                wire = tensor.detach().contiguous().to(self.route.wire_device)
+                wire = tensor.detach().contiguous().to(self.route.wire)
                 works.append((self.route.isend(wire, self.route.tag(microbatch, position)), wire))
         self._under_way.append((microbatch, works))
         while len(self._under_way) > self.window:
@@ -140,7 +133,7 @@ class Outbox:
             else _NO_TICKET
             for position in range(1, len(layout) + 1)
         ]
-        header = _header(self.values, layout, tickets).to(self.route.wire_device)
+        header = _header(self.values, layout, tickets).to(self.route.wire)
         works = [(self.route.isend(header, self.route.tag(microbatch, 0)), header)]
         if any(ticket is not _NO_TICKET for ticket in tickets):
             answer = torch.empty(1, dtype=torch.float32)  # whatever either side's default is
@@ -188,30 +181,48 @@ class Inbox:
     _posted: dict[int, _Posted] = field(default_factory=dict)
 
     def expect(self, microbatch: int, size: Hashable) -> None:
-        posted = _Posted(size)
-        if size in self._agreed:
-            self._post_tensors(microbatch, posted, self._agreed[size])
-        elif not any(other.size == size for other in self._posted.values()):
-            posted.header = torch.empty(
-                len(self.values), _HEADER_COLUMNS, dtype=torch.int64, device=self.route.wire_device
-            )
-            posted.header_work = self.route.irecv(posted.header, self.route.tag(microbatch, 0))
-        self._posted[microbatch] = posted
+        if microbatch not in self._posted:
+            self._posted[microbatch] = _Posted(size)
+            self._post()
+
+    def read_headers(self) -> None:
+        """Wait for those of what has been sent, so that all of it is posted."""
+        while any(posted.works is None for posted in self._posted.values()):
+            self._read_header()
 
     def take(self, microbatch: int) -> list[Tensor | None]:
         """The tensors in the order of `values`; they belong to the caller."""
         posted = self._posted[microbatch]
-        if posted.header_work is not None:
-            self.route.wait(posted.header_work)
-            assert posted.header is not None
-            self._read(microbatch, posted.size, posted.header.tolist())
-            for number, other in self._posted.items():
-                if other.size == posted.size:
-                    self._post_tensors(number, other, self._agreed[posted.size])
+        while posted.works is None:
+            self._read_header()
         del self._posted[microbatch]
-        for work in posted.works or []:
+        for work in posted.works:
             self.route.wait(work)
         return [self._value(microbatch, posted, position) for position in range(1, len(posted.buffers) + 1)]
+
+    def _post(self) -> None:
+        """In the order of the sends, which nccl tells apart by nothing else: what comes behind a header is
+        posted when that has been read."""
+        for microbatch, posted in self._posted.items():
+            if posted.works is not None:
+                continue
+            if posted.size not in self._agreed:
+                if posted.header is None:
+                    posted.header = torch.empty(
+                        len(self.values), _HEADER_COLUMNS, dtype=torch.int64, device=self.route.wire
+                    )
+                    posted.header_work = self.route.irecv(posted.header, self.route.tag(microbatch, 0))
+                return
+            self._post_tensors(microbatch, posted, self._agreed[posted.size])
+
+    def _read_header(self) -> None:
+        """The one that is waited for."""
+        microbatch, posted = next(item for item in self._posted.items() if item[1].works is None)
+        assert posted.header is not None
+        assert posted.header_work is not None
+        self.route.wait(posted.header_work)
+        self._read(microbatch, posted.size, posted.header.tolist())
+        self._post()
 
     def _read(self, microbatch: int, size: Hashable, header: list[list[int]]) -> None:
         self._agreed[size] = layout = _read_layout(header)
@@ -247,7 +258,7 @@ class Inbox:
             if entry is None or (posted.size, position) in self._shared:
                 posted.buffers.append(None)
                 continue
-            buffer = torch.empty(entry[1], dtype=entry[0], device=self.route.wire_device)
+            buffer = torch.empty(entry[1], dtype=entry[0], device=self.route.wire)
             posted.buffers.append(buffer)
             posted.works.append(self.route.irecv(buffer, self.route.tag(microbatch, position)))
 

@@ -6,6 +6,8 @@ from pd2bw_fx.actions import Action, Kind
 from pd2bw_fx.passes.schedule import method_of
 from pd2bw_fx.runtime.job import Job
 
+_SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+
 
 class Course:
     """Counts the updates of a rank, and gives their actions one after another.
@@ -27,11 +29,22 @@ class Course:
     def next_update(self) -> tuple[Action, ...]:
         """One more update; what it leaves in flight comes home in the next one."""
         self.updates += 1
-        return self._actions(range(self.updates - 1, self.updates), drain=False)
+        return self._actions(range(self.updates - 1, self.updates), self._job.place, drain=False)
+
+    def sent_by_others(self) -> list[Action]:
+        """In the update that was begun last, each rank's in their order."""
+        now = range(self.updates - 1, self.updates)
+        return [
+            action
+            for place in range(self._job.num_ranks)
+            if place != self._job.place
+            for action in self._actions(now, place, drain=False)
+            if action.kind in _SENDS
+        ]
 
     def way_home(self) -> tuple[Action, ...]:
         """What brings in all that is in flight."""
-        return self._actions(range(self.updates, self.updates), drain=True)
+        return self._actions(range(self.updates, self.updates), self._job.place, drain=True)
 
     def go_on_after(self, updates: int) -> None:
         """So many updates are done, and nothing is in flight."""
@@ -53,7 +66,7 @@ class Course:
                     actions.append(Action(Kind.SEND_ACTIVATION, stage, microbatch, version))
         return actions
 
-    def _actions(self, updates: range, *, drain: bool) -> tuple[Action, ...]:
+    def _actions(self, updates: range, place: int, *, drain: bool) -> tuple[Action, ...]:
         job, rules, empty_before = self._job, self._job.work.rules, self._home
         if updates.start < self._synchronous_updates:
             rules = method_of("1f1b")
@@ -61,7 +74,7 @@ class Course:
             empty_before = max(empty_before, self._synchronous_updates)
         return rules.actions(
             job.shape,
-            job.place,
+            place,
             updates=updates,
             drain=drain,
             empty_before=min(empty_before, updates.start),

@@ -32,6 +32,7 @@ from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
 from pd2bw_fx.runtime.course import Course
 from pd2bw_fx.runtime.failure import shared_fate, translated
 from pd2bw_fx.runtime.fate import Fate
+from pd2bw_fx.runtime.groups import Groups
 from pd2bw_fx.runtime.job import Job, merged_tensors
 from pd2bw_fx.runtime.loss import Loss
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
@@ -39,7 +40,7 @@ from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.reading import LossReader
 from pd2bw_fx.runtime.reports import LossLog
 from pd2bw_fx.runtime.results import Results, evaluation_pieces, joined
-from pd2bw_fx.runtime.setup import Groups, make_recorder, make_runner, make_weights
+from pd2bw_fx.runtime.setup import make_recorder, make_runner, make_weights
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.world import (
     World,
@@ -75,7 +76,9 @@ class Engine:
         synchronous_updates = max(
             (c.synchronous_updates for c in corrections if isinstance(c, PipeMare)), default=0
         )
-        self._groups = groups = Groups(job.num_ranks, options.timeout_s)
+        self._groups = groups = Groups(
+            job.num_ranks, options.timeout_s, device=self.device, backend=options.backend
+        )
         self._control = groups.control
         self._fate = Fate(job, self._control)
         self._weights = weights = make_weights(
@@ -88,7 +91,7 @@ class Engine:
         )
         self.job = job = replace(job, tensors={})  # the weights are the store's now
         self._course = Course(job, synchronous_updates=synchronous_updates)
-        self._results = Results(job, group=self._control, device=self.device)
+        self._results = Results(job, group=self._control)
         weights.optimize_with(
             options.optimizer,
             options.lr_scheduler,
@@ -111,7 +114,7 @@ class Engine:
             microbatches_per_update=job.microbatches_per_update,
             learning_rates=weights.learning_rates,
         )
-        self._recorder = make_recorder(job, options.record, self._control)
+        self._recorder = make_recorder(job, options.record, self._control, self.device)
         self._runner = make_runner(
             job,
             self._weights,
@@ -119,6 +122,7 @@ class Engine:
             groups=groups,
             precision=options.precision,
             on_output=self._results.collect,
+            before_waiting=self._results.send,
             recorder=self._recorder,
         )
         self._draw_by(agreed_seed(options.seed, self._control))
@@ -168,7 +172,10 @@ class Engine:
         `device` is this rank's, in place of the one that the plan names. `timeout_s`: how many seconds
         anything that another rank owes is waited for.
 
-        Joins the process group that torchrun describes, if none is there: gloo for CPU, nccl for GPU.
+        `backend`: what moves tensors between ranks. "auto" is nccl where every rank has a GPU of its own,
+        else gloo, over the host's memory; nccl cannot be where ranks share a GPU.
+
+        Joins the process group that torchrun describes, if none is there.
         Raises InputError on every rank where there are not as many processes as the method needs, where it
         cannot use the numbers (fewer microbatches than stages for 2bw), or where the pipeline has no loss.
         """
@@ -240,7 +247,9 @@ class Engine:
             )
         with self._fate.shared(f"in update {update}"):
             self._add(microbatches)
-            self._runner.run(self._course.next_update())
+            actions = self._course.next_update()
+            sent = self._course.sent_by_others() if self._groups.is_nccl else None
+            self._runner.run(actions, sent=sent)
             return self._told(self._losses.of_update(update))
 
     def eval(self, batch: Any) -> Loss:
@@ -299,7 +308,7 @@ class Engine:
         """Bring the microbatches in flight home and apply the last update. Training may go on afterwards."""
         with self._fate.shared("at the end of the pipeline"):
             if not self._course.is_empty:
-                self._runner.run(self._course.way_home())
+                self._runner.run(self._course.way_home(), sent=())
                 self._course.go_on_after(self.updates)
             self._runner.finish_update()
             self._runner.settle()

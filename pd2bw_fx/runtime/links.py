@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pd2bw_fx.runtime.channel import TAGS_A_LINK, Inbox, Outbox, Route
+from pd2bw_fx.runtime.groups import Way
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.stage import Port, StageProgram
 
@@ -36,6 +37,9 @@ class Handover:
 
     def expect(self, microbatch: int, size: Hashable) -> None:
         """There is nothing to post."""
+
+    def read_headers(self) -> None:
+        """There are none."""
 
     def take(self, microbatch: int) -> list[Tensor | None]:
         return self._held.pop(microbatch)
@@ -72,6 +76,12 @@ class Links:
             for link in self.activations_out:
                 link.of(microbatch).settle(microbatch)
 
+    def read_headers(self) -> None:
+        """Wait for those of all that is expected."""
+        for link in (*self.activations_in, *self.gradients_in):
+            for end in link.ends.values():
+                end.read_headers()
+
     def settle(self) -> None:
         """Wait until every peer has what was sent to it."""
         for link in (*self.activations_out, *self.gradients_out):
@@ -81,25 +91,21 @@ class Links:
 
 @dataclass(slots=True)
 class Connections:
-    """Makes the links of a rank's stages. `activations` and `gradients` are the two directions' groups."""
+    """Makes the links of a rank's stages. `wire` is the device of what their `groups` move."""
 
     job: Job
-    activations: dist.ProcessGroup
-    gradients: dist.ProcessGroup
+    groups: Mapping[Way, dist.ProcessGroup]
     device: torch.device
+    wire: torch.device
     in_reach: frozenset[int]  # ranks whose memory this one sees
     timeout_s: float
     _handovers: dict[tuple[int, int, bool], Handover] = field(default_factory=dict)
 
     def of(self, program: StageProgram) -> Links:
-        own = program.stage
-        sources = _grouped((port.source, port) for port in program.inputs if port.source is not None)
-        targets = _grouped((target, port) for port in program.outputs for target in port.targets)
-        returning = [(s, names) for s, ports in sources if (names := _differentiable(ports))]
-        coming = [(t, names) for t, ports in targets if (names := _differentiable(ports))]
+        own, (sources, targets, coming, returning) = program.stage, _values_of(program)
         return Links(
-            activations_in=tuple(self._incoming(s, own, _names(p), back=False) for s, p in sources),
-            activations_out=tuple(self._outgoing(own, t, _names(p), back=False) for t, p in targets),
+            activations_in=tuple(self._incoming(s, own, names, back=False) for s, names in sources),
+            activations_out=tuple(self._outgoing(own, t, names, back=False) for t, names in targets),
             # The last reader's gradient comes first, as one backward of the whole model adds them.
             gradients_in=tuple(self._incoming(t, own, names, back=True) for t, names in reversed(coming)),
             gradients_out=tuple(self._outgoing(own, s, names, back=True) for s, names in returning),
@@ -113,7 +119,7 @@ class Connections:
             if rank == self.job.rank:
                 ends[rank] = self._handover(sender, own, back)
             else:
-                ends[rank] = Inbox(self._route(rank, sender, own, back), values)
+                ends[rank] = Inbox(self._route(Way(sender, own, back, rank, self.job.rank)), values)
         return Link(values, sender, self.job, ends)
 
     def _outgoing(
@@ -125,26 +131,25 @@ class Connections:
             if rank == self.job.rank:
                 ends[rank] = self._handover(own, receiver, back)
             else:
-                ends[rank] = Outbox(self._route(rank, own, receiver, back), values, window)
+                way = Way(own, receiver, back, self.job.rank, rank)
+                ends[rank] = Outbox(self._route(way), values, window)
         return Link(values, receiver, self.job, ends)
 
     def _handover(self, sender: int, receiver: int, back: bool) -> Handover:
         return self._handovers.setdefault((sender, receiver, back), Handover())
 
-    def _route(self, rank: int, sender: int, receiver: int, back: bool) -> Route:
+    def _route(self, way: Way) -> Route:
         """The tags of a link are its own among all those between the same two ranks."""
-        rules, shape = self.job.work.rules, self.job.shape
-        place = self.job.ranks.index(rank)
-        theirs = rules.stages_of(shape, place)
-        if sender in self.job.stages:
-            number = self.job.stages.index(sender) * len(theirs) + theirs.index(receiver)
-        else:
-            number = theirs.index(sender) * len(self.job.stages) + self.job.stages.index(receiver)
-        group = self.gradients if back else self.activations
-        shares = rank in self.in_reach and self.device.type == "cpu"
+        theirs, mine = (
+            self.job.work.rules.stages_of(self.job.shape, self.job.ranks.index(rank))
+            for rank in (way.source, way.target)
+        )
+        number = theirs.index(way.sender) * len(mine) + mine.index(way.receiver)
         # The two directions may share a group with each other and with tags below those of any link.
-        first_tag = (1 + 2 * number + back) * TAGS_A_LINK
-        return Route(rank, group, self.device, first_tag, shares, self.timeout_s)
+        first_tag = (1 + 2 * number + way.back) * TAGS_A_LINK
+        peer = way.source if way.target == self.job.rank else way.target
+        shares = peer in self.in_reach and self.device.type == "cpu"
+        return Route(peer, self.groups[way], self.device, self.wire, first_tag, shares, self.timeout_s)
 
     @property
     def _most(self) -> int:
@@ -164,6 +169,32 @@ class Connections:
         if rules.is_synchronous:
             return _GRADIENTS_UNDER_WAY  # nobody stands still before the flush
         return rules.in_flight(shape, receiver) - rules.in_flight(shape, own) + 1
+
+
+def ways_of(job: Job) -> set[Way]:
+    """All that this rank sends to others, and they to it."""
+    found: set[Way] = set()
+    for program in job.programs:
+        own, (sources, targets, coming, returning) = program.stage, _values_of(program)
+        for back, senders, receivers in ((False, sources, targets), (True, coming, returning)):
+            found |= {Way(s, own, back, rank, job.rank) for s, _ in senders for rank in job.ranks_of(s)}
+            found |= {Way(own, r, back, job.rank, rank) for r, _ in receivers for rank in job.ranks_of(r)}
+    return {way for way in found if way.source != way.target}
+
+
+_Ends = list[tuple[int, tuple[str, ...]]]  # stages, and what goes between them and this one
+
+
+def _values_of(program: StageProgram) -> tuple[_Ends, _Ends, _Ends, _Ends]:
+    """Where activations come from and go to, and where gradients do."""
+    sources = _grouped((port.source, port) for port in program.inputs if port.source is not None)
+    targets = _grouped((target, port) for port in program.outputs for target in port.targets)
+    return (
+        [(stage, _names(ports)) for stage, ports in sources],
+        [(stage, _names(ports)) for stage, ports in targets],
+        [(stage, names) for stage, ports in targets if (names := _differentiable(ports))],
+        [(stage, names) for stage, ports in sources if (names := _differentiable(ports))],
+    )
 
 
 def _grouped(ends: Iterable[tuple[int, Port]]) -> list[tuple[int, list[Port]]]:

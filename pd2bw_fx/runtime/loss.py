@@ -173,8 +173,9 @@ class NumberPost:
     (`sources`) to all others.
 
     A rank sends its part right after its last forward of the update, before anything that may wait for
-    another rank: a rank that stands still until it has the loss holds nobody up. What is made of them, the
-    means, is computed by whoever reads it, when it is read.
+    another rank: a rank that stands still until it has the loss holds nobody up. A GPU computes them later
+    than its rank asks for it: there, they go out before the next wait. What is made of them, the means, is
+    computed by whoever reads it, when it is read.
     """
 
     def __init__(
@@ -186,19 +187,19 @@ class NumberPost:
         *,
         tag: tuple[int, int] = (0, 1),
         group: dist.ProcessGroup,
-        device: torch.device,
     ) -> None:
-        """`tag` is this post's number, and how many there are between the same ranks."""
+        """`tag` is this post's number, and how many there are between the same ranks; `group` moves tensors
+        of the CPU."""
         self.names = tuple(names)
         self._sources = sources
         self._rank = rank
         self._others = [other for other in range(num_ranks) if other != rank]
         self._tag = tag
         self._group = group
-        self._device = device
         self._update = 0
         self._expected: Mapping[int, Sequence[int]] = {}
         self._collected: dict[int, dict[str, Tensor]] = {}
+        self._coming: tuple[Tensor, torch.cuda.Event] | None = None  # from the GPU
         self._sent: tuple[Tensor, list[dist.Work | None]] | None = None
 
     @property
@@ -217,10 +218,18 @@ class NumberPost:
         if len(self._collected) == len(own) and all(
             len(numbers) == len(self.names) for numbers in self._collected.values()
         ):
-            self._send(own)
+            self._bring(own)
+
+    def send(self) -> None:
+        """What the GPU may have still had to compute."""
+        if self._coming is not None:
+            (part, is_there), self._coming = self._coming, None
+            is_there.synchronize()
+            self._send(part)
 
     def means(self) -> Means:
         """Of the update that was expected last, whose forwards this rank has done."""
+        self.send()
         works: list[tuple[int | None, dist.Work | None]] = []
         parts: list[Part] = []
         for source in self._sources:
@@ -232,7 +241,7 @@ class NumberPost:
                 part, sent = self._sent
                 works += [(None, work) for work in sent]
             else:
-                part = torch.empty(len(numbers), len(self.names), dtype=torch.float64, device=self._device)
+                part = torch.empty(len(numbers), len(self.names), dtype=torch.float64)
                 with translated(source):
                     work = dist.irecv(part, source, group=self._group, tag=self._tag_of_update())
                 works.append((source, work))
@@ -246,10 +255,23 @@ class NumberPost:
 
         return Means(self.names, parts, wait, is_known_here=self.is_known_here)
 
-    def _send(self, numbers: Sequence[int]) -> None:
+    def _bring(self, numbers: Sequence[int]) -> None:
         ordered = [self._collected[number][name].double() for number in numbers for name in self.names]
-        part = torch.stack(ordered).view(len(numbers), len(self.names)).to(self._device)
         self._collected = {}
+        devices = {number.device for number in ordered}
+        if len(devices) > 1:  # a forward may make some on the CPU
+            ordered = [number.cpu() for number in ordered]
+        part = torch.stack(ordered).view(len(numbers), len(self.names))
+        if part.device.type != "cuda":
+            self._send(part.cpu())
+            return
+        there = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+        there.copy_(part, non_blocking=True)
+        is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        is_there.record(torch.cuda.current_stream(part.device))
+        self._coming = there, is_there
+
+    def _send(self, part: Tensor) -> None:
         tag = self._tag_of_update()
         with translated(None):
             works = [dist.isend(part, other, group=self._group, tag=tag) for other in self._others]

@@ -18,6 +18,7 @@ from pd2bw_fx.arguments import (
 )
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.corrections import Correction
+from pd2bw_fx.runtime.groups import Backend
 from pd2bw_fx.runtime.optimizing import (
     EXPECTED_OPTIMIZER,
     OptimizerFactory,
@@ -42,6 +43,7 @@ class EngineOptions:
     on_report: Callable[[UpdateReport], None] | None = None
     stop_at_nan: bool = True
     device: torch.device | str | None = None
+    backend: Backend = "auto"
     seed: int | None = None
     record: int = 0
     timeout_s: float = 600.0
@@ -55,6 +57,7 @@ class EngineOptions:
         if self.max_gradient_norm is not None:
             require_positive("max_gradient_norm", self.max_gradient_norm)
         require_choice("precision", self.precision, None, "bf16", "fp16")
+        require_choice("backend", self.backend, "auto", "gloo", "nccl")
         if self.corrections is not None:
             require_kind("corrections", self.corrections, Sequence, "a sequence of corrections, or None,")
         if self.seed is not None:

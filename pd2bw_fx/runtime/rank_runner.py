@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pd2bw_fx.actions import Action, Kind
 from pd2bw_fx.runtime.job import Job
@@ -24,6 +24,8 @@ class RankRunner:
         job: Job,
         stages: Mapping[int, StageRunner],
         weights: WeightStore,
+        *,
+        before_waiting: Callable[[], None],
         recorder: Recorder | None = None,
     ) -> None:
         self.current: Action | None = None
@@ -31,6 +33,7 @@ class RankRunner:
         self._recorder = recorder
         self._stages = stages
         self._weights = weights
+        self._before_waiting = before_waiting
         self._posted: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in _RECEIVES}
         self._updated: set[int] = set()  # stages that have come to the end of an update
 
@@ -48,11 +51,15 @@ class RankRunner:
             for runner in own:
                 runner.add(number, there)
 
-    def run(self, actions: Sequence[Action], *, training: bool = True) -> None:
+    def run(
+        self, actions: Sequence[Action], *, training: bool = True, sent: Iterable[Action] | None = None
+    ) -> None:
         """Perform the actions.
 
         Receives are posted a few actions ahead, so that data arrives while this rank computes; those of
-        gradients even for the actions of the next call, since their microbatches are known by then.
+        gradients even for the actions of the next call, since their microbatches are known by then. Where a
+        send and a receive keep the device busy until they meet (nccl), `sent` are the sends of others in this
+        call: their receives alone are posted, and nothing keeps it busy between calls.
         """
         for stage in self._stages.values():
             stage.training = training
@@ -67,6 +74,8 @@ class RankRunner:
             if action.kind is Kind.UPDATE:
                 self._update(action)
             else:
+                if action.kind in coming:
+                    self._before_waiting()
                 self._stages[action.stage].perform(action)
             if self._recorder is not None:
                 self._recorder.note(action, began_s, self._weights.take_steps())
@@ -75,7 +84,14 @@ class RankRunner:
                 self._posted[action.kind].discard((action.stage, action.microbatch))
                 coming[action.kind] = self._post(action.kind, coming[action.kind])
         self.current = None
-        if training:
+        if sent is not None:
+            received = {(action.kind, action.stage, action.microbatch) for action in actions}
+            for action in sent:
+                for stage in self._stages.values():
+                    stage.expect_sent(action, received)
+            for stage in self._stages.values():
+                stage.links.read_headers()
+        elif training:
             waiting = [(stage.program.stage, k) for stage in self._stages.values() for k in stage.waiting]
             self._post(Kind.RECEIVE_GRADIENT, sorted(waiting, key=lambda piece: piece[1]))
 

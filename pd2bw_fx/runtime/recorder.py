@@ -20,12 +20,14 @@ _EXCHANGES = 8
 class Recorder:
     """Keeps the actions of the last `updates` calls; an action that waits for a peer lasts until it came.
 
-    `offset_s` is added to this process's clock, which gives rank 0's.
+    `offset_s` is added to this process's clock, which gives rank 0's. A GPU works on after a call has
+    returned: its actions end, and the next begin, when it has done them.
     """
 
-    def __init__(self, rank: int, updates: int, *, offset_s: float) -> None:
+    def __init__(self, rank: int, updates: int, *, offset_s: float, device: torch.device) -> None:
         self._rank = rank
         self._offset_s = offset_s
+        self._device = device
         self._calls: deque[list[tuple[Action, float, float]]] = deque(maxlen=updates)
         self._put_off: dict[int, list[Action]] = {}  # by version: updates that are still to be told
 
@@ -38,6 +40,8 @@ class Recorder:
 
         An update that is put off is told when it is made: as a wait for other ranks, and a step.
         """
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         is_update = action.kind is Kind.UPDATE
         is_made = False
         for step in steps:

@@ -22,7 +22,7 @@ from pd2bw_fx.runtime.loss import Means, NumberPost
 class Results:
     """Is told by this rank's stages what they return for each microbatch."""
 
-    def __init__(self, job: Job, *, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, job: Job, *, group: dist.ProcessGroup) -> None:
         named = {job.loss_stage: (job.loss,)}
         for stage, names in job.numbers.items():
             named[stage] = (*named.get(stage, ()), *names)
@@ -35,7 +35,6 @@ class Results:
                 job.num_ranks,
                 tag=(number, len(named)),
                 group=group,
-                device=device,
             )
             for number, (stage, names) in enumerate(named.items())
         }
@@ -57,6 +56,11 @@ class Results:
             self._post_of[name].collect(microbatch, name, value.detach())
         if name in self._wanted:
             self._kept[_key(microbatch, name)] = value.detach()
+
+    def send(self) -> None:
+        """Before this rank waits for another: numbers of an update that are still here."""
+        for post in self._posts.values():
+            post.send()
 
     def keep(self, names: Collection[str]) -> None:
         """From now on, until they are taken."""

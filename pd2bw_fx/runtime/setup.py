@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,8 +11,9 @@ import torch.distributed as dist
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.corrections import Correction, Corrector
 from pd2bw_fx.runtime.failure import translated
+from pd2bw_fx.runtime.groups import Groups
 from pd2bw_fx.runtime.job import Job
-from pd2bw_fx.runtime.links import Connections
+from pd2bw_fx.runtime.links import Connections, ways_of
 from pd2bw_fx.runtime.options import Precision
 from pd2bw_fx.runtime.rank_runner import RankRunner
 from pd2bw_fx.runtime.recorder import Recorder, offset_to_first_rank
@@ -26,46 +26,14 @@ from pd2bw_fx.runtime.weights import WeightStore
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Groups:
-    """The process groups of an engine. All ranks make the same ones, in the same order.
-
-    nccl carries out what it is given on a group one after another, so the two directions of the pipeline have
-    a group each. gloo tells messages apart by their tags and has a thread for every group that wakes a
-    hundred times a second: there, one group does for both and for `control`.
-    """
-
-    def __init__(self, num_ranks: int, timeout_s: float) -> None:
-        self._ranks = tuple(range(num_ranks))
-        self.timeout_s = timeout_s
-        self._made: list[dist.ProcessGroup] = []
-        self.control = self.of_all()
-        apart = dist.get_backend() != "gloo"
-        self.activations = self.of_all() if apart else self.control
-        self.gradients = self.of_all() if apart else self.control
-
-    def of_all(self) -> dist.ProcessGroup:
-        return self.of(self._ranks)
-
-    def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        limit = datetime.timedelta(seconds=self.timeout_s)
-        with translated(None):
-            group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit)
-        if dist.get_rank() in ranks:
-            self._made.append(group)
-        return group
-
-    def close(self) -> None:
-        """Give up the groups; their threads end with the last that still holds them."""
-        while self._made:
-            dist.destroy_process_group(self._made.pop())
-
-
-def make_recorder(job: Job, num_calls: int, control: dist.ProcessGroup) -> Recorder | None:
+def make_recorder(
+    job: Job, num_calls: int, control: dist.ProcessGroup, device: torch.device
+) -> Recorder | None:
     if num_calls == 0:
         return None
     with translated(None):
         offset_s = offset_to_first_rank(job.rank, job.num_ranks, control)
-    return Recorder(job.rank, num_calls, offset_s=offset_s)
+    return Recorder(job.rank, num_calls, offset_s=offset_s, device=device)
 
 
 def make_weights(
@@ -146,12 +114,13 @@ def make_runner(
     groups: Groups,
     precision: Precision | None,
     on_output: OnOutput,
+    before_waiting: Callable[[], None],
     recorder: Recorder | None = None,
 ) -> RankRunner:
     with translated(None):
         in_reach = ranks_in_reach(groups.control, job.rank, job.num_ranks)
     connections = Connections(
-        job, groups.activations, groups.gradients, device, in_reach, timeout_s=groups.timeout_s
+        job, groups.of_links(ways_of(job)), device, groups.wire, in_reach, timeout_s=groups.timeout_s
     )
     return RankRunner(
         job,
@@ -168,5 +137,6 @@ def make_runner(
             for program in job.programs
         },
         weights,
-        recorder,
+        before_waiting=before_waiting,
+        recorder=recorder,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -20,9 +20,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pd2bw_fx.actions import Action, Kind
 from pd2bw_fx.runtime.again import WrittenBuffers, other_buffers
+from pd2bw_fx.runtime.channel import Inbox
 from pd2bw_fx.runtime.draws import Draws
 from pd2bw_fx.runtime.job import Job
-from pd2bw_fx.runtime.links import Links
+from pd2bw_fx.runtime.links import Handover, Link, Links
 from pd2bw_fx.runtime.split_backward import WeightHalf, input_half
 from pd2bw_fx.runtime.weights import WeightStore
 from pd2bw_fx.stage import StageProgram, held_tensors, outputs_of
@@ -117,14 +118,25 @@ class StageRunner:
         return sorted(self._in_flight)
 
     def expect(self, kind: Kind, number: int) -> None:
-        """Post the receives of a coming action."""
-        links = self.links.activations_in if kind is Kind.RECEIVE_ACTIVATION else self.links.gradients_in
-        for link in links:
+        """Post the receives of a coming action, those that are not posted."""
+        for link in self._incoming(kind):
             link.of(number).expect(number, self._in_flight[number].microbatch.size)
 
+    def expect_sent(self, send: Action, received: Collection[tuple[Kind, int, int]]) -> None:
+        """Post the receives of what another rank has sent, if it goes to this stage and is not `received`."""
+        kind = Kind.RECEIVE_ACTIVATION if send.kind is Kind.SEND_ACTIVATION else Kind.RECEIVE_GRADIENT
+        number = send.microbatch
+        if number not in self._in_flight or (kind, self._stage, number) in received:
+            return
+        for link in self._incoming(kind):
+            if link.peer == send.stage:
+                link.of(number).expect(number, self._in_flight[number].microbatch.size)
+
     def receives(self, kind: Kind) -> bool:
-        links = self.links.activations_in if kind is Kind.RECEIVE_ACTIVATION else self.links.gradients_in
-        return bool(links)
+        return bool(self._incoming(kind))
+
+    def _incoming(self, kind: Kind) -> tuple[Link[Inbox | Handover], ...]:
+        return self.links.activations_in if kind is Kind.RECEIVE_ACTIVATION else self.links.gradients_in
 
     def perform(self, action: Action) -> None:
         self._performs[action.kind](self, action)

@@ -28,7 +28,7 @@ from pd2bw_fx.runtime.failure import end_now
 from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finished, Start, receive
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.wire import decoded, encoded
-from pd2bw_fx.runtime.world import backend_of_this_machine
+from pd2bw_fx.runtime.world import BACKEND
 
 
 def serve(descriptor: int) -> None:
@@ -106,7 +106,7 @@ def _work(received: list[bytes], parent: _Parent, messages: queue.SimpleQueue[An
     if start.method is not None:
         register_method(start.method)
     dist.init_process_group(
-        backend_of_this_machine(),
+        BACKEND,
         init_method=Path(start.rendezvous).as_uri(),
         rank=job.rank,
         world_size=job.num_ranks,

@@ -44,11 +44,16 @@ def local_device(planned: Planned, wanted: torch.device | str | None = None) -> 
             'device="cpu" trains it on the CPU'
         )
     if wanted is not None:
-        has_number = ":" in str(device)
-        return device if has_number else torch.device("cuda", torch.cuda.current_device())
+        if ":" in str(device):
+            return device
+        under_torchrun = "LOCAL_RANK" in os.environ
+        return torch.device("cuda", torch.cuda.current_device() if under_torchrun else planned.index % count)
     local_rank, local_ranks = (os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     as_planned = local_ranks in (None, str(planned.ranks_of_host)) and planned.index < count
     return torch.device("cuda", planned.index if as_planned else int(local_rank or 0) % count)
+
+
+BACKEND = "gloo"  # of what all ranks say to one another; between GPUs engines have groups of their own
 
 
 class World:
@@ -86,18 +91,12 @@ class World:
                 dist.destroy_process_group()
 
 
-def backend_of_this_machine() -> str:
-    """All ranks of a group have the same, whatever each of them computes on."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
 def _initialise(meeting: Meeting, timeout_s: float) -> None:
-    backend = backend_of_this_machine()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     try:
         dist.init_process_group(
-            backend,
+            BACKEND,
             store=meeting.store,
             rank=meeting.rank,
             world_size=meeting.num_ranks,

@@ -16,6 +16,7 @@ from torch import Tensor
 from pd2bw_fx.runtime.channel import TAGS_A_LINK, Inbox, Outbox, Route
 from pd2bw_fx.runtime.shared_memory import ranks_in_reach
 
+CPU = torch.device("cpu")
 MICROBATCHES = 6
 NAMES = ("large", "turned", "small", "absent")
 
@@ -78,7 +79,7 @@ def main() -> None:
     rank, group = dist.get_rank(), dist.new_group([0, 1])
     reach = ranks_in_reach(group, rank, 2)
     route, last = (
-        Route(1 - rank, group, torch.device("cpu"), number * TAGS_A_LINK, shares_memory=bool(reach))
+        Route(1 - rank, group, CPU, CPU, number * TAGS_A_LINK, shares_memory=bool(reach))
         for number in range(2)
     )
     if rank == 0:

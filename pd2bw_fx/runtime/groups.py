@@ -1,0 +1,132 @@
+"""The process groups of an engine: who carries what between which ranks.
+
+    control      gloo, all ranks: batches' digests, losses, weights that are collected
+    of(ranks)    sums over ranks that hold the same parameters
+    links        tensors from stage to stage
+
+On GPUs the last two are nccl's, if every rank has a GPU of its own; else gloo's, and what goes over links is
+copied to the host and from it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.runtime.failure import translated
+
+Backend = Literal["auto", "gloo", "nccl"]
+
+
+class Way(NamedTuple):
+    """What one stage sends to another in one direction (`back`: gradients), from a rank to a rank."""
+
+    sender: int
+    receiver: int
+    back: bool
+    source: int
+    target: int
+
+
+class Groups:
+    """All ranks make the same ones, in the same order."""
+
+    def __init__(
+        self, num_ranks: int, timeout_s: float, *, device: torch.device, backend: Backend = "auto"
+    ) -> None:
+        """`device` is this rank's. Raises InputError for nccl where a rank is not on a GPU."""
+        self._ranks = tuple(range(num_ranks))
+        self.timeout_s = timeout_s
+        self._device = device
+        self._made: list[dist.ProcessGroup] = []
+        speaks_gloo = "cpu:gloo" in dist.get_backend_config()
+        self.control = self._new(self._ranks, "gloo" if speaks_gloo else None)
+        self.is_nccl = self._chosen(backend)
+
+    @property
+    def wire(self) -> torch.device:
+        """Where what goes over links is, on its way."""
+        return self._device if self.is_nccl else torch.device("cpu")
+
+    def of_all(self) -> dist.ProcessGroup:
+        return self.of(self._ranks)
+
+    def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """For sums of tensors on the ranks' devices."""
+        if self._device.type == "cuda":
+            return self._new(ranks, "nccl" if self.is_nccl else "gloo")
+        return self._new(ranks, None)
+
+    def of_links(self, own: Iterable[Way]) -> Mapping[Way, dist.ProcessGroup]:
+        """A group for each of this rank's ways.
+
+        gloo tells messages apart by their tags and has a thread for every group that wakes a hundred times a
+        second: there, `control` does for all. nccl carries out what it is given on a group in its order (a
+        send waits behind a receive), and knows no tags: each way has a group of its own. Both of its ranks
+        stand still until they have first used it, which they do here, all in one order: at work each would
+        wait for the other at another one.
+        """
+        if not self.is_nccl:
+            return dict.fromkeys(own, self.control)
+        everyone: list[Any] = [None] * len(self._ranks)
+        with translated(None):
+            dist.all_gather_object(everyone, list(own), group=self.control)
+        made: dict[Way, dist.ProcessGroup] = {}
+        for way in sorted({Way(*way) for ways in everyone for way in ways}):
+            group = self._new(sorted((way.source, way.target)), "nccl")
+            if dist.get_rank() in (way.source, way.target):
+                made[way] = group
+                self._use(way, group)
+        torch.cuda.synchronize(self._device)
+        return made
+
+    def close(self) -> None:
+        """Give up the groups; their threads end with the last that still holds them."""
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
+
+    def _new(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+        limit = datetime.timedelta(seconds=self.timeout_s)
+        with translated(None):
+            group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, backend=backend)
+        if dist.get_rank() in ranks:
+            self._made.append(group)
+        return group
+
+    def _use(self, way: Way, group: dist.ProcessGroup) -> None:
+        token = torch.zeros(1, device=self._device)
+        if dist.get_rank() == way.source:
+            with translated(way.target):
+                dist.send(token, way.target, group=group)
+        else:
+            with translated(way.source):
+                dist.recv(token, way.source, group=group)
+
+    def _chosen(self, wanted: Backend) -> bool:
+        everyone: list[Any] = [None] * len(self._ranks)
+        with translated(None):
+            dist.all_gather_object(everyone, (wanted, _place(self._device)), group=self.control)
+        places = [place for _, place in everyone]
+        if wanted == "nccl" and None in places:
+            raise InputError(
+                f"backend='nccl' moves tensors between GPUs, and rank {places.index(None)} computes on the "
+                "CPU; leave it out, or give 'gloo'"
+            )
+        if wanted != "auto":
+            return wanted == "nccl"
+        return None not in places and len(set(places)) == len(places) and dist.is_nccl_available()
+
+
+def _place(device: torch.device) -> tuple[str, str] | None:
+    """A rank's GPU among all GPUs of all machines."""
+    if device.type != "cuda":
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", device.index)
+    return f"{socket.gethostname()} {os.environ.get('NCCL_HOSTID', '')}", str(uuid)

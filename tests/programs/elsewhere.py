@@ -1,0 +1,122 @@
+"""Run by torchrun: another of these programs, with its engines on a GPU, or with links as nccl has them.
+
+    torchrun --nproc-per-node N elsewhere.py cuda equals_methods.py RESULT.json
+
+cuda       on the GPU that this rank has, whether others have it too or not
+nccl       the same, over nccl even where ranks share a GPU: each tells nccl that it is a machine of its own
+in-order   on the CPU: whatever goes one way on a link goes in the order that it is asked for and without a
+           tag, a send ends when it has been received, and after every call all of them are waited for
+"""
+
+import os
+import queue
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pd2bw_fx.runtime import setup
+from pd2bw_fx.runtime.channel import Route
+from pd2bw_fx.runtime.groups import Groups
+from pd2bw_fx.runtime.options import EngineOptions
+from pd2bw_fx.runtime.rank_runner import RankRunner
+
+
+class InOrder:
+    """What a group carries out, one after another."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self.last: Sent | None = None
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def add(self, work: Callable[[], None]) -> "Sent":
+        self.last = sent = Sent(work)
+        self._waiting.put(sent)
+        return sent
+
+    def _work(self) -> None:
+        while True:
+            sent = self._waiting.get()
+            sent.work()
+            sent.is_done.set()
+
+
+class Sent:
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work, self.is_done = work, threading.Event()
+
+    def wait(self) -> None:
+        if not self.is_done.wait(30):
+            raise RuntimeError("nothing has met this send or receive for 30 s")
+
+
+def link_in_order() -> None:
+    of_groups: dict[Any, InOrder] = {}
+
+    def of(route: Route) -> InOrder:
+        if route.group not in of_groups:
+            of_groups[route.group] = InOrder()
+        return of_groups[route.group]
+
+    def isend(route: Route, tensor: Tensor, tag: int) -> Any:
+        def work() -> None:
+            dist.send(tensor, route.peer, group=route.group)
+            dist.recv(torch.empty(1), route.peer, group=route.group, tag=1)
+
+        return of(route).add(work)
+
+    def irecv(route: Route, buffer: Tensor, tag: int) -> Any:
+        def work() -> None:
+            dist.recv(buffer, route.peer, group=route.group)
+            dist.send(torch.empty(1), route.peer, group=route.group, tag=1)
+
+        return of(route).add(work)
+
+    new, run = Groups._new, RankRunner.run
+
+    def run_and_wait(runner: RankRunner, *args: Any, **given: Any) -> None:
+        run(runner, *args, **given)
+        for group in of_groups.values():
+            if group.last is not None:
+                group.last.wait()
+        dist.barrier()
+
+    setup.ranks_in_reach = lambda *_: frozenset()
+    Route.isend, Route.irecv = isend, irecv  # type: ignore[method-assign]
+    RankRunner.run = run_and_wait  # type: ignore[method-assign]
+    Groups._chosen = lambda *_: True  # type: ignore[method-assign]
+    Groups._new = lambda groups, ranks, _: new(groups, ranks, "gloo")  # type: ignore[method-assign]
+    torch.cuda.synchronize = lambda *_: None
+
+
+def choose(**chosen: Any) -> None:
+    """For every engine that is not told otherwise."""
+    of = EngineOptions.of
+
+    def with_choice(options: Mapping[str, Any], *others: str) -> EngineOptions:
+        return of({**chosen, **options}, *others)
+
+    EngineOptions.of = with_choice  # type: ignore[method-assign, assignment]
+
+
+def main() -> None:
+    where, program = sys.argv[1:3]
+    if where == "in-order":
+        link_in_order()
+    else:
+        choose(device="cuda", backend="nccl" if where == "nccl" else "gloo")
+    if where == "nccl":
+        os.environ |= {"NCCL_HOSTID": f"machine{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo"}
+    del sys.argv[1:3]
+    runpy.run_path(str(Path(__file__).parent / program), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
