@@ -2,9 +2,11 @@
 recomputation.
 
     python benchmarks/memory.py [--processes 2] [--methods 2bw gpipe]
-        [--vocabulary 512] [--sequence 128] [-o memory.json]
+        [--vocabulary 512] [--sequence 128] [--width 256] [-o memory.json]
+    python benchmarks/memory.py --device cuda --sequence 512 --width 1024   # ranks may share a GPU
 
-Each rank records all that torch's allocator gives out, from the making of the engine on, over three updates.
+Each rank records all that torch's allocator gives out, from the making of the engine on, over three updates;
+on a GPU cuBLAS's workspaces are there before.
 Exits with 1 if a peak is more than 5% from its plan.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import os
 import sys
@@ -22,8 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from launch import told_under_torchrun
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as torch_profile
+from predictions import most_allocated
 
 import pd2bw_fx
 from pd2bw_fx.models.gpt import GPT, GPTConfig
@@ -46,6 +48,8 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--vocabulary", type=int, default=CONFIG.vocab_size, help="of the GPT")
     parser.add_argument("--sequence", type=int, default=CONFIG.sequence_length)
+    parser.add_argument("--width", type=int, default=CONFIG.width)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -60,44 +64,54 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    config = replace(CONFIG, vocab_size=options.vocabulary, sequence_length=options.sequence)
+    config = replace(
+        CONFIG, vocab_size=options.vocabulary, sequence_length=options.sequence, width=options.width
+    )
     model = GPT.from_config(config)
     rows: list[dict[str, Any]] = []
     for method in options.methods:
         m = METHODS[method]
         m = m if m == 1 else m * dist.get_world_size() // 2
         for recompute in (False, True):
-            rows += compared(model, method, m, recompute)
+            rows += compared(model, method, m, recompute, torch.device(options.device))
     if dist.get_rank() == 0:
         options.output.write_text(json.dumps(rows, indent=1))
     dist.destroy_process_group()
 
 
-def compared(model: GPT, method: str, m: int, recompute: bool) -> list[dict[str, Any]]:
+def compared(model: GPT, method: str, m: int, recompute: bool, device: torch.device) -> list[dict[str, Any]]:
     pipe = None
     if dist.get_rank() == 0:
         pipe = pd2bw_fx.split(
             model,
             model.example_inputs(batch_size=MICROBATCH),
-            cluster=dist.get_world_size(),
+            cluster=pd2bw_fx.Cluster.uniform(dist.get_world_size(), kind=device.type, memory_bytes="16 GiB"),
             method=method,
             microbatches_per_update=m,
             recompute=recompute,
             check=False,
         )
     batch = model.example_inputs(batch_size=MICROBATCH * m)
-    with torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        engine = pd2bw_fx.Engine.from_pipeline(pipe, optimizer=OPTIMIZER, slack=0.0)
+    engines = []
+
+    def train() -> None:
+        engine = pd2bw_fx.Engine.from_pipeline(pipe, optimizer=OPTIMIZER, slack=0.0, device=device)
+        engines.append(engine)
         for _ in range(UPDATES * (1 if m > 1 else 8)):
             engine.step(batch)
         engine.flush()
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
+
+    if device.type == "cuda":
+        layer = torch.nn.Linear(8, 8, device=device)
+        layer(torch.randn(8, 8, device=device)).sum().backward()
+    most = most_allocated(train, device)
+    engine = engines.pop()
     peaks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, most)
+    stage_ranks = engine.job.ranks
+    engine.close()
+    del engine
+    gc.collect()
     if pipe is None:
         return []
     return [
@@ -106,7 +120,7 @@ def compared(model: GPT, method: str, m: int, recompute: bool) -> list[dict[str,
             "recompute": recompute,
             "stage": stage.stage,
             "planned": stage.memory.total_bytes,
-            "measured": peaks[engine.job.ranks[stage.stage]],
+            "measured": peaks[stage_ranks[stage.stage]],
         }
         for stage in pipe.plan.stages
     ]

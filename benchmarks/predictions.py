@@ -2,13 +2,15 @@
 
     python benchmarks/predictions.py               # large enough models of every kind, two stages each
     python benchmarks/predictions.py gpt resnet    # small ones by name
+    python benchmarks/predictions.py --device cuda --samples 32
 
 Each model is split for two devices. In every round it is profiled again and its stages are run, forward and
 backward with gradients added up, so that both see the machine in the same minute; the median over rounds of
 predicted over measured counts. Memory is torch's own count of what its allocator gives out while a stage
 trains as 2BW has it: two versions, AdamW, as many microbatches in flight as the schedule keeps. Links are not
-measured here. Each stage has one thread, and what counts is the time that it had a core: what other processes
-take of the wall clock is no stage's. Exits with 1 if the median error of time or of memory is more than 5%.
+measured here. On a CPU each stage has one thread, and what counts is the time that it had a core: what other
+processes take of the wall clock is no stage's. Exits with 1 if the median error of time or of memory is more
+than 5%.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from pd2bw_fx import split
+from pd2bw_fx import Cluster, split
 from pd2bw_fx.models import MODELS, build
 from pd2bw_fx.passes.profile import clock_for, profile
 from pd2bw_fx.passes.trace import trace
@@ -63,8 +65,8 @@ def _as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _backward(edges: list[tuple[GradientEdge, Tensor | None]]) -> None:
-    received = [torch.ones(()) if gradient is None else gradient.clone() for _, gradient in edges]
+def _backward(edges: list[tuple[GradientEdge, Tensor | None]], device: torch.device) -> None:
+    received = [torch.ones((), device=device) if g is None else g.clone() for _, g in edges]
     torch.autograd.backward([edge for edge, _ in edges], received)
 
 
@@ -102,14 +104,20 @@ def quartile(samples: Sequence[float]) -> float:
     return statistics.quantiles(samples, n=4)[0]
 
 
-def measured_s(stages: Sequence[StageInputs]) -> list[float]:
+def measured_s(stages: Sequence[StageInputs], device: torch.device) -> list[float]:
     """Seconds of forward and backward of each stage, the stages in turns."""
     samples: list[list[float]] = [[] for _ in stages]
-    now_s = clock_for(torch.device("cpu"))
+    clock_s = clock_for(device)
+
+    def now_s() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return clock_s()
+
     for repeat in range(REPEATS + 1):
         for stage, own in zip(stages, samples, strict=True):
             began_s = now_s()
-            _backward(stage.forward())
+            _backward(stage.forward(), device)
             if repeat > 0:  # the first one makes the gradients that the others add to
                 own.append(now_s() - began_s)
     for stage in stages:
@@ -117,7 +125,7 @@ def measured_s(stages: Sequence[StageInputs]) -> list[float]:
     return [quartile(own) for own in samples]
 
 
-def peak_bytes(stage: StageInputs, *, in_flight: int) -> int:
+def peak_bytes(stage: StageInputs, device: torch.device, *, in_flight: int) -> int:
     """The most that the allocator had given out while the stage trained, with its tensors from before."""
 
     def train() -> None:
@@ -131,7 +139,7 @@ def peak_bytes(stage: StageInputs, *, in_flight: int) -> int:
         for _update in range(3):
             for _microbatch in range(2 * in_flight):
                 kept.append(stage.forward())
-                _backward(kept.popleft())
+                _backward(kept.popleft(), device)
             for other, parameter in zip(others, parameters, strict=True):
                 other.grad, parameter.grad = parameter.grad, None
             optimizer.step()
@@ -140,10 +148,16 @@ def peak_bytes(stage: StageInputs, *, in_flight: int) -> int:
     held = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in stage.module.state_dict().values()
     }
-    return sum(held.values()) + _most_allocated(train)
+    return sum(held.values()) + most_allocated(train, device)
 
 
-def _most_allocated(run: Callable[[], None]) -> int:
+def most_allocated(run: Callable[[], None], device: torch.device) -> int:
+    """Beside what is there before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
     with torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -154,10 +168,12 @@ def _most_allocated(run: Callable[[], None]) -> int:
     return most
 
 
-def compared(model: nn.Module) -> list[tuple[list[str], float, float]]:
+def compared(model: nn.Module, device: torch.device, samples: int) -> list[tuple[list[str], float, float]]:
     """A row for each stage, with the errors of time and memory."""
-    inputs: tuple[Tensor, ...] = model.example_inputs(MICROBATCH_SIZE)  # type: ignore[operator]
-    pipe = split(model, inputs, num_stages=2, cluster=2, check=False)
+    inputs: tuple[Tensor, ...] = model.example_inputs(samples)  # type: ignore[operator]
+    model, inputs = model.to(device), tuple(tensor.to(device) for tensor in inputs)
+    cluster = Cluster.uniform(2, kind=device.type, memory_bytes="16 GiB")
+    pipe = split(model, inputs, num_stages=2, cluster=cluster, check=False)
     whole = trace(model, inputs, {}).call
     assert pipe.example is not None
     stages = stage_inputs(pipe)
@@ -166,7 +182,7 @@ def compared(model: nn.Module) -> list[tuple[list[str], float, float]]:
         costs = profile(
             pipe.graph, pipe.example, device=pipe.cluster.devices[0], method="measured", whole=whole
         ).operators
-        for planned, own, seconds in zip(pipe.plan.stages, pairs, measured_s(stages), strict=True):
+        for planned, own, seconds in zip(pipe.plan.stages, pairs, measured_s(stages, device), strict=True):
             predicted_s = sum(costs[name].forward_s + costs[name].backward_s for name in planned.operators)
             own.append((predicted_s, seconds))
     rows = []
@@ -174,7 +190,7 @@ def compared(model: nn.Module) -> list[tuple[list[str], float, float]]:
         predicted_s, seconds = (quartile(column) for column in zip(*own, strict=True))
         time_error = predicted_s / seconds - 1
         predicted_bytes = planned.memory.total_bytes
-        num_bytes = peak_bytes(stage, in_flight=planned.microbatches_in_flight)
+        num_bytes = peak_bytes(stage, device, in_flight=planned.microbatches_in_flight)
         memory_error = predicted_bytes / num_bytes - 1
         row = [str(planned.stage), f"{predicted_s * 1e3:.2f}", f"{seconds * 1e3:.2f}", f"{time_error:+.1%}"]
         row += [f"{predicted_bytes / 2**20:.1f}", f"{num_bytes / 2**20:.1f}", f"{memory_error:+.1%}"]
@@ -187,7 +203,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="small models; none: the large ones")
-    chosen = parser.parse_args().models
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--samples", type=int, default=MICROBATCH_SIZE, help="of a microbatch")
+    options = parser.parse_args()
+    chosen, device = options.models, torch.device(options.device)
     torch.set_num_threads(1)
     table = Table(
         "model", "stage", "predicted ms", "measured ms", "error", "predicted MiB", "measured MiB", "error"
@@ -195,7 +214,8 @@ def main() -> int:
     time_errors, memory_errors = [], []
     for name in chosen or LARGE:
         torch.manual_seed(0)
-        for row, time_error, memory_error in compared(build(name) if chosen else LARGE[name]()):
+        model = build(name) if chosen else LARGE[name]()
+        for row, time_error, memory_error in compared(model, device, options.samples):
             table.add_row(name, *row)
             time_errors.append(time_error)
             memory_errors.append(memory_error)

@@ -122,7 +122,8 @@ class Pipeline:
         return as_state_dict((*self.graph.parameters.values(), *self.graph.buffers.values()), self._tensors)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace weights, by name in the graph or any tied name; each becomes the type that the model has.
+        """Replace weights, by name in the graph or any tied name; each becomes the type that the model has,
+        and comes where the one before it is.
 
         A pipeline that was split on the meta device is as one that was loaded from a folder when all of its
         tensors have values: its example inputs are made up, and `verify` wants the model.
@@ -131,7 +132,9 @@ class Pipeline:
         names of one tied parameter; nothing is replaced then.
         """
         were_empty = any(tensor.is_meta for tensor in self._tensors.values())
-        self._tensors = {**self._tensors, **accepted(self.graph, tensors)}
+        own = self._tensors
+        given = accepted(self.graph, tensors)
+        self._tensors = {**own, **{n: t if own[n].is_meta else t.to(own[n].device) for n, t in given.items()}}
         if were_empty and not any(tensor.is_meta for tensor in self._tensors.values()):
             self.reference = None  # runs the empty model
             self.example = None if self.example is None else made_up(self.example)

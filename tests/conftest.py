@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.runtime.nursery import kept_nursery
+from tests.programs.elsewhere import choose
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -33,6 +34,17 @@ def methods_kept() -> Iterator[None]:
     yield
     METHODS.clear()
     METHODS.update(before)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", help="where engines train that a test tells nothing else, such as cuda")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _on_device(request: pytest.FixtureRequest) -> None:
+    device = request.config.getoption("--device")
+    if device is not None:
+        choose(device=device)
 
 
 def pytest_collection_finish() -> None:

@@ -81,11 +81,14 @@ def check_alive(run: str, result: dict[str, Any]) -> None:
             assert in_flight == microbatches, (run, rank)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_runs"), [(2, 29), (3, 16), (4, 27)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_runs", "links"),
+    [(2, 29, []), (2, 29, ["elsewhere.py", "in-order"]), (3, 16, []), (4, 27, [])],
+)
 def test_every_method_equals_a_reference_of_its_rule_and_holds_what_its_formula_says(
-    num_ranks: int, num_runs: int, tmp_path: Path
+    num_ranks: int, num_runs: int, links: list[str], tmp_path: Path
 ) -> None:
-    finished = torchrun_of_forks(num_ranks, "equals_methods.py", tmp_path / "result.json")
+    finished = torchrun_of_forks(num_ranks, *links, "equals_methods.py", tmp_path / "result.json")
 
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())

@@ -15,15 +15,16 @@ from tests.programs.unequal import batches, sgd, split
 from tests.torchrun import torchrun_of_forks
 
 
+@pytest.mark.parametrize("links", [[], ["elsewhere.py", "in-order"]])
 @pytest.mark.parametrize(("num_stages", "copies"), [(3, 1), (2, 2)])
 def test_an_update_on_unlike_microbatches_is_that_of_the_rule(
-    num_stages: int, copies: int, tmp_path: Path
+    num_stages: int, copies: int, links: list[str], tmp_path: Path
 ) -> None:
-    num_ranks = num_stages * copies
-    finished = torchrun_of_forks(num_ranks, "unequal.py", tmp_path / "found.json", str(num_stages))
+    words = [*links, "unequal.py", tmp_path / "found.json", str(num_stages)]
+    finished = torchrun_of_forks(num_stages * copies, *words)
 
     assert finished.returncode == 0, finished.stderr[-3000:]
-    for rank in range(num_ranks):
+    for rank in range(num_stages * copies):
         found = json.loads((tmp_path / f"found.json.{rank}").read_text())
         assert found["losses"] == pytest.approx(found["expected"], rel=1e-12)
         assert found["apart"] < 1e-12

@@ -37,7 +37,7 @@ def torchrun(
 
 
 def torchrun_of_forks(
-    num_processes: int, program: str, *arguments: str | Path
+    num_processes: int, program: str | Path, *arguments: str | Path
 ) -> subprocess.CompletedProcess[str]:
     """torchrun, whose ranks are forks of a process that has imported torch: for what ranks compute."""
     words = ["--nproc-per-node", str(num_processes), "--start-method", "fork", "--run-path"]

@@ -11,9 +11,11 @@ Between processes of one host, tensors of the first such size go through memory 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,7 @@ class Route:
     """How to reach a peer: its rank, the process group, the device of the tensors, and their tags' start.
 
     `wire`: the device of what the group moves; tensors of another one are copied to it and from it.
+    `receiving`: where receives begin, so that none waits for what the GPU computes meanwhile.
     `shares_memory`: the peer is a process of this host, and both see each other's memory.
     """
 
@@ -52,6 +55,7 @@ class Route:
     first_tag: int
     shares_memory: bool = False
     timeout_s: float = 600.0  # of a wait for shared memory; the group has one of its own
+    receiving: torch.cuda.Stream | None = None
 
     def tag(self, microbatch: int, position: int) -> int:
         return self.first_tag + (microbatch % _MICROBATCH_TAGS) * _TAGS_A_MICROBATCH + position
@@ -67,6 +71,16 @@ class Route:
             work = dist.irecv(buffer, self.peer, group=self.group, tag=tag)
         assert work is not None
         return work
+
+    def on_receiving(self) -> contextlib.AbstractContextManager[Any]:
+        """Where buffers are made and receives asked for."""
+        return contextlib.nullcontext() if self.receiving is None else torch.cuda.stream(self.receiving)
+
+    def taken(self, buffer: Tensor) -> Tensor:
+        """Where this rank computes."""
+        if self.receiving is not None:
+            buffer.record_stream(torch.cuda.current_stream(self.device))
+        return buffer.to(self.device)
 
     def wait(self, work: dist.Work) -> None:
         with translated(self.peer):
@@ -208,12 +222,14 @@ class Inbox:
                 continue
             if posted.size not in self._agreed:
                 if posted.header is None:
-                    posted.header = torch.empty(
-                        len(self.values), _HEADER_COLUMNS, dtype=torch.int64, device=self.route.wire
-                    )
-                    posted.header_work = self.route.irecv(posted.header, self.route.tag(microbatch, 0))
+                    with self.route.on_receiving():
+                        posted.header = torch.empty(
+                            len(self.values), _HEADER_COLUMNS, dtype=torch.int64, device=self.route.wire
+                        )
+                        posted.header_work = self.route.irecv(posted.header, self.route.tag(microbatch, 0))
                 return
-            self._post_tensors(microbatch, posted, self._agreed[posted.size])
+            with self.route.on_receiving():
+                self._post_tensors(microbatch, posted, self._agreed[posted.size])
 
     def _read_header(self) -> None:
         """The one that is waited for."""
@@ -241,7 +257,7 @@ class Inbox:
         shared = self._shared.get((posted.size, position))
         if shared is None:
             buffer = posted.buffers[position - 1]
-            return None if buffer is None else buffer.to(self.route.device)
+            return None if buffer is None else self.route.taken(buffer)
         assert self._notes is not None
         place = self.route.place(self._notes, microbatch, position)
         if place != NO_PLACE:

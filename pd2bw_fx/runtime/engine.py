@@ -248,7 +248,7 @@ class Engine:
         with self._fate.shared(f"in update {update}"):
             self._add(microbatches)
             actions = self._course.next_update()
-            sent = self._course.sent_by_others() if self._groups.is_nccl else None
+            sent = self._course.sent_by_others() if self._groups.is_nccl else ()
             self._runner.run(actions, sent=sent)
             return self._told(self._losses.of_update(update))
 
@@ -308,7 +308,7 @@ class Engine:
         """Bring the microbatches in flight home and apply the last update. Training may go on afterwards."""
         with self._fate.shared("at the end of the pipeline"):
             if not self._course.is_empty:
-                self._runner.run(self._course.way_home(), sent=())
+                self._runner.run(self._course.way_home())
                 self._course.go_on_after(self.updates)
             self._runner.finish_update()
             self._runner.settle()

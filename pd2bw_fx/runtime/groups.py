@@ -49,6 +49,11 @@ class Groups:
         speaks_gloo = "cpu:gloo" in dist.get_backend_config()
         self.control = self._new(self._ranks, "gloo" if speaks_gloo else None)
         self.is_nccl = self._chosen(backend)
+        # nccl begins what it is told on a stream when all is done that was asked of that one before.
+        on_gpu = self.is_nccl and device.type == "cuda"
+        self.receiving: torch.cuda.Stream | None = (
+            torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        )
 
     @property
     def wire(self) -> torch.device:

@@ -97,6 +97,7 @@ class Connections:
     groups: Mapping[Way, dist.ProcessGroup]
     device: torch.device
     wire: torch.device
+    receiving: torch.cuda.Stream | None
     in_reach: frozenset[int]  # ranks whose memory this one sees
     timeout_s: float
     _handovers: dict[tuple[int, int, bool], Handover] = field(default_factory=dict)
@@ -149,7 +150,16 @@ class Connections:
         first_tag = (1 + 2 * number + way.back) * TAGS_A_LINK
         peer = way.source if way.target == self.job.rank else way.target
         shares = peer in self.in_reach and self.device.type == "cpu"
-        return Route(peer, self.groups[way], self.device, self.wire, first_tag, shares, self.timeout_s)
+        return Route(
+            peer,
+            self.groups[way],
+            self.device,
+            self.wire,
+            first_tag,
+            shares,
+            self.timeout_s,
+            self.receiving,
+        )
 
     @property
     def _most(self) -> int:

@@ -26,6 +26,7 @@ class RankRunner:
         weights: WeightStore,
         *,
         before_waiting: Callable[[], None],
+        posts_ahead: bool,
         recorder: Recorder | None = None,
     ) -> None:
         self.current: Action | None = None
@@ -34,6 +35,7 @@ class RankRunner:
         self._stages = stages
         self._weights = weights
         self._before_waiting = before_waiting
+        self._posts_ahead = posts_ahead
         self._posted: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in _RECEIVES}
         self._updated: set[int] = set()  # stages that have come to the end of an update
 
@@ -51,19 +53,23 @@ class RankRunner:
             for runner in own:
                 runner.add(number, there)
 
-    def run(
-        self, actions: Sequence[Action], *, training: bool = True, sent: Iterable[Action] | None = None
-    ) -> None:
+    def run(self, actions: Sequence[Action], *, training: bool = True, sent: Iterable[Action] = ()) -> None:
         """Perform the actions.
 
         Receives are posted a few actions ahead, so that data arrives while this rank computes; those of
-        gradients even for the actions of the next call, since their microbatches are known by then. Where a
-        send and a receive keep the device busy until they meet (nccl), `sent` are the sends of others in this
-        call: their receives alone are posted, and nothing keeps it busy between calls.
+        gradients even for the actions of the next call, since their microbatches are known by then.
+
+        A GPU is kept busy by a send or receive of nccl until they meet, and some calls wait until it is not
+        (the first of a kernel, more memory, torch.cuda.synchronize). There nothing is posted that needs this
+        rank to go on: receives in their turn, which comes well before the GPU is so far, and in the end those
+        of what others have `sent` in this call and this rank takes in a later one.
         """
         for stage in self._stages.values():
             stage.training = training
-        coming = {kind: self._post(kind, _pieces(actions, kind)) for kind in _RECEIVES}
+        coming = {
+            kind: self._post(kind, _pieces(actions, kind)) if self._posts_ahead else deque[tuple[int, int]]()
+            for kind in _RECEIVES
+        }
         if self._recorder is not None:
             self._recorder.begin()
         completing = _last_backwards(actions)
@@ -76,6 +82,7 @@ class RankRunner:
             else:
                 if action.kind in coming:
                     self._before_waiting()
+                    self._stages[action.stage].expect(action.kind, action.microbatch)
                 self._stages[action.stage].perform(action)
             if self._recorder is not None:
                 self._recorder.note(action, began_s, self._weights.take_steps())
@@ -84,7 +91,7 @@ class RankRunner:
                 self._posted[action.kind].discard((action.stage, action.microbatch))
                 coming[action.kind] = self._post(action.kind, coming[action.kind])
         self.current = None
-        if sent is not None:
+        if not self._posts_ahead:
             received = {(action.kind, action.stage, action.microbatch) for action in actions}
             for action in sent:
                 for stage in self._stages.values():

@@ -120,7 +120,13 @@ def make_runner(
     with translated(None):
         in_reach = ranks_in_reach(groups.control, job.rank, job.num_ranks)
     connections = Connections(
-        job, groups.of_links(ways_of(job)), device, groups.wire, in_reach, timeout_s=groups.timeout_s
+        job,
+        groups.of_links(ways_of(job)),
+        device,
+        groups.wire,
+        groups.receiving,
+        in_reach,
+        timeout_s=groups.timeout_s,
     )
     return RankRunner(
         job,
@@ -138,5 +144,6 @@ def make_runner(
         },
         weights,
         before_waiting=before_waiting,
+        posts_ahead=not groups.is_nccl,
         recorder=recorder,
     )

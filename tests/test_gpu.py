@@ -1,0 +1,99 @@
+"""What runs on a GPU that several ranks share. `pytest --device cuda` runs other tests' engines there too."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pd2bw_fx
+from pd2bw_fx.models.gpt import GPT, GPTConfig
+from tests.torchrun import torchrun
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05)
+ADAM = functools.partial(torch.optim.AdamW, lr=1e-3)
+GPUS = pd2bw_fx.Cluster.uniform(2, kind="cuda", memory_bytes="4 GiB")
+
+
+@pytest.mark.parametrize("num_ranks", [4, 3, 2])
+@pytest.mark.parametrize("program", ["equals_methods.py", "equals_reference.py"])
+@pytest.mark.parametrize("where", ["cuda", "nccl"])
+def test_training_on_a_gpu_equals_the_reference(
+    where: str, program: str, num_ranks: int, tmp_path: Path
+) -> None:
+    finished = torchrun(num_ranks, "elsewhere.py", where, program, tmp_path / "result.json")
+
+    assert finished.returncode == 0, finished.stderr
+    for run, difference in json.loads((tmp_path / "result.json").read_text()).items():
+        assert difference["loss"] <= 1e-12, run
+        assert difference["weights"] <= 1e-12, run
+
+
+def gpt(**given: Any) -> GPT:
+    torch.manual_seed(0)
+    return GPT.from_config(GPTConfig(num_layers=4, width=64, num_heads=4, **given))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", None])
+def test_a_precision_is_that_of_torchs_autocast(precision: Any) -> None:
+    model, dtype = (
+        gpt(dropout=0.0, tied=False),
+        {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision),
+    )
+    batches = [model.example_inputs(batch_size=8) for _ in range(8)]
+    pipe = pd2bw_fx.split(model, model.example_inputs(batch_size=4), cluster=GPUS, costs="analytic")
+    alone = gpt(dropout=0.0, tied=False).cuda()
+    optimizer, expected = SGD(alone.parameters()), []
+    for batch in batches:
+        total = 0.0
+        for part in zip(*(tensor.cuda().chunk(2) for tensor in batch), strict=True):
+            with torch.autocast("cuda", dtype, enabled=dtype is not None):
+                loss = alone(*part)
+            (loss / 2).backward()
+            total += loss.item() / 2
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(total)
+
+    result = pipe.train_local(
+        batches, optimizer=SGD, microbatches_per_update=2, method="1f1b", precision=precision
+    )
+
+    assert result.losses == pytest.approx(expected, rel=1e-4 if dtype is None else 5e-3)
+    assert result.losses[-1] < result.losses[0]
+
+
+def test_what_is_drawn_on_a_gpu_depends_on_the_microbatch_alone() -> None:
+    losses = []
+    for num_stages, recompute in ((1, False), (2, False), (2, True)):
+        model = gpt(dropout=0.2).double()
+        batches = [model.example_inputs(batch_size=8)] * 3
+        pipe = pd2bw_fx.split(
+            model, cluster=GPUS, num_stages=num_stages, recompute=recompute, costs="analytic", check=False
+        )
+        losses.append(
+            pipe.train_local(batches, optimizer=ADAM, method="1f1b", microbatches_per_update=4, seed=3).losses
+        )
+    assert losses[0] != pytest.approx([losses[0][0]] * 3, rel=1e-6)
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-12)] * 2
+
+
+def test_a_model_on_a_gpu_is_split_trained_and_exported(tmp_path: Path) -> None:
+    model = gpt(dropout=0.0).cuda()
+    inputs = tuple(tensor.cuda() for tensor in model.example_inputs(batch_size=4))
+    pipe = pd2bw_fx.split(model, inputs, cluster=GPUS, check="full")
+    before = model(*inputs).item()
+    result = pipe.train_local([inputs] * 8, optimizer=ADAM, microbatches_per_update=2)
+
+    assert result.losses[0] == pytest.approx(before, rel=1e-4)
+    assert result.losses[-1] < before
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"cuda"}
+    assert pipe.run(inputs)["loss"].item() == pytest.approx(model(*inputs).item(), rel=1e-5)
+    assert len(pipe.export_onnx(tmp_path)["stages"]) == 2
