@@ -32,8 +32,9 @@ def test_training_on_a_gpu_equals_the_reference(
 
     assert finished.returncode == 0, finished.stderr
     for run, difference in json.loads((tmp_path / "result.json").read_text()).items():
-        assert difference["loss"] <= 1e-12, run
-        assert difference["weights"] <= 1e-12, run
+        within = 2e-2 if "muon" in run else 1e-12  # Muon's iteration is in bf16
+        assert difference["loss"] <= within, run
+        assert difference["weights"] <= within, run
 
 
 def gpt(**given: Any) -> GPT:
@@ -94,6 +95,8 @@ def test_a_model_on_a_gpu_is_split_trained_and_exported(tmp_path: Path) -> None:
 
     assert result.losses[0] == pytest.approx(before, rel=1e-4)
     assert result.losses[-1] < before
+    assert {tensor.device.type for tensor in pipe.state_dict().values()} == {"cuda"}
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cuda"}
+    model.load_state_dict(pipe.state_dict())
     assert pipe.run(inputs)["loss"].item() == pytest.approx(model(*inputs).item(), rel=1e-5)
     assert len(pipe.export_onnx(tmp_path)["stages"]) == 2

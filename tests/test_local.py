@@ -290,7 +290,7 @@ def test_an_option_that_cannot_be_is_refused_by_the_engine(
         ({"threads_per_worker": 0}, "threads_per_worker is 0; a whole number of one or more"),
         ({"slack": "x"}, "slack is 'x'; a number or \"auto\" was expected"),
         ({"microbatches": 4}, "microbatches is no option of training; did you mean microbatches_per_update?"),
-        ({"device": "cuda"}, "this stage is to run on cuda, and this process sees no GPU"),
+        ({"device": "cuda:99"}, "this stage is to run on cuda:99, and this process sees (no GPU|1 GPU)"),
         ({"lr": 0.1}, r"lr is no option of training; the optimizer has it: .*AdamW\(parameters, lr=3e-4\)"),
         ({"epochs": 2}, "epochs is no option of training; batches are gone through once: .*chain"),
         (

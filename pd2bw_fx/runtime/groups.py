@@ -64,10 +64,14 @@ class Groups:
         return self.of(self._ranks)
 
     def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """For sums of tensors on the ranks' devices."""
-        if self._device.type == "cuda":
-            return self._new(ranks, "nccl" if self.is_nccl else "gloo")
-        return self._new(ranks, None)
+        """For sums of tensors on the ranks' devices. nccl's are used here first, as those of links are."""
+        if self._device.type != "cuda":
+            return self._new(ranks, None)
+        group = self._new(ranks, "nccl" if self.is_nccl else "gloo")
+        if self.is_nccl and dist.get_rank() in ranks:
+            with translated(None):
+                dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        return group
 
     def of_links(self, own: Iterable[Way]) -> Mapping[Way, dist.ProcessGroup]:
         """A group for each of this rank's ways.

@@ -78,6 +78,7 @@ class RankRunner:
             self._weights.is_completing = index in completing
             began_s = time.perf_counter()
             if action.kind is Kind.UPDATE:
+                self._before_waiting()
                 self._update(action)
             else:
                 if action.kind in coming:

@@ -20,6 +20,7 @@ from pd2bw_fx.runtime.job import Job, Planned, Work, jobs, work_for
 from pd2bw_fx.runtime.meeting import Meeting, meet
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.wire import decoded, encoded
+from pd2bw_fx.units import counted
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -44,6 +45,10 @@ def local_device(planned: Planned, wanted: torch.device | str | None = None) -> 
             'device="cpu" trains it on the CPU'
         )
     if wanted is not None:
+        if (device.index or 0) >= count:
+            raise InputError(
+                f"this stage is to run on {device}, and this process sees {counted(count, 'GPU')}"
+            )
         if ":" in str(device):
             return device
         under_torchrun = "LOCAL_RANK" in os.environ
