@@ -18,11 +18,13 @@ from pd2bw_fx.runtime.loss import Loss, Means
 from tests.torchrun import torchrun, torchrun_of_forks
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("num_stages", "links"), [(2, []), (3, []), (4, []), (4, ["elsewhere.py", "in-order"])]
+)
 def test_losses_and_weights_equal_those_of_the_update_rule_in_one_process(
-    num_stages: int, tmp_path: Path
+    num_stages: int, links: list[str], tmp_path: Path
 ) -> None:
-    finished = torchrun_of_forks(num_stages, "equals_reference.py", tmp_path / "result.json")
+    finished = torchrun_of_forks(num_stages, *links, "equals_reference.py", tmp_path / "result.json")
 
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())

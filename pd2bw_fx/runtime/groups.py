@@ -65,10 +65,10 @@ class Groups:
 
     def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """For sums of tensors on the ranks' devices. nccl's are used here first, as those of links are."""
-        if self._device.type != "cuda":
-            return self._new(ranks, None)
-        group = self._new(ranks, "nccl" if self.is_nccl else "gloo")
-        if self.is_nccl and dist.get_rank() in ranks:
+        if not self.is_nccl:
+            return self._new(ranks, "gloo" if self._device.type == "cuda" else None)
+        group = self._new(ranks, "nccl")
+        if dist.get_rank() in ranks:
             with translated(None):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         return group

@@ -5,7 +5,8 @@
 cuda       on the GPU that this rank has, whether others have it too or not
 nccl       the same, over nccl even where ranks share a GPU: each tells nccl that it is a machine of its own
 in-order   on the CPU: whatever goes one way on a link goes in the order that it is asked for and without a
-           tag, a send ends when it has been received, and after every call all of them are waited for
+           tag, a send ends when it has been received, the first sum of a group waits until all its ranks are
+           there, and after every call all that was asked for is waited for
 """
 
 import os
@@ -79,6 +80,15 @@ def link_in_order() -> None:
 
         return of(route).add(work)
 
+    all_reduce, used = dist.all_reduce, set[Any]()
+
+    def all_reduce_in_order(tensor: Tensor, *args: Any, group: Any = None, async_op: bool = False) -> Any:
+        work = all_reduce(tensor, *args, group=group, async_op=True)
+        if group not in used or not async_op:
+            work.wait()
+        used.add(group)
+        return work
+
     new, run = Groups._new, RankRunner.run
 
     def run_and_wait(runner: RankRunner, *args: Any, **given: Any) -> None:
@@ -88,6 +98,7 @@ def link_in_order() -> None:
                 group.last.wait()
         dist.barrier()
 
+    dist.all_reduce = all_reduce_in_order  # type: ignore[assignment]
     setup.ranks_in_reach = lambda *_: frozenset()
     Route.isend, Route.irecv = isend, irecv  # type: ignore[method-assign]
     RankRunner.run = run_and_wait  # type: ignore[method-assign]
