@@ -5,6 +5,7 @@ Each maker gives a function that makes one update with the stages, optimizer and
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -112,7 +113,7 @@ def torch_pipeline(kind: Any, job: Job, batch: Batch, m: int) -> Update:
 
 def data_parallel(model: GPT, batch: Batch, m: int) -> Update:
     """The same global batch: each process has a share of the microbatches, gradients are reduced once."""
-    replica = DistributedDataParallel(GPT.from_config(CONFIG))
+    replica = DistributedDataParallel(copy.deepcopy(model))
     optimizer = OPTIMIZER(replica.parameters())
     pieces = chunked(batch, m)[dist.get_rank() :: dist.get_world_size()]
 
@@ -129,7 +130,7 @@ def one_process(model: GPT, batch: Batch, m: int) -> Update:
     """The whole update on rank 0, while the others have nothing to do."""
     if dist.get_rank() > 0:
         return lambda: None
-    alone = GPT.from_config(CONFIG)
+    alone = copy.deepcopy(model)
     pieces = chunked(batch, m)
     return functools.partial(
         step, OPTIMIZER(alone.parameters()), lambda: [alone(*piece).backward() for piece in pieces]

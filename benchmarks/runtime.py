@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--updates", type=int, default=8, help="updates of each contender in a round")
     parser.add_argument("--vocabulary", type=int, default=CONFIG.vocab_size, help="of the GPT")
+    parser.add_argument("--layers", type=int, default=CONFIG.num_layers)
     parser.add_argument("--clock", choices=list(CLOCKS), default="slowest", help="of the processes")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these, and 2bw")
     parser.add_argument("--plot", type=Path, help="a picture of the ratios")
@@ -93,7 +94,7 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    config = replace(CONFIG, vocab_size=options.vocabulary)
+    config = replace(CONFIG, vocab_size=options.vocabulary, num_layers=options.layers)
     model = GPT.from_config(config)
     num_ranks = dist.get_world_size()
     whole, chunks = None, None
