@@ -284,6 +284,11 @@ def test_an_option_that_cannot_be_is_refused_by_the_engine(
         ({"max_gradient_norm": -1.0}, "max_gradient_norm is -1.0; a number above 0 was expected"),
         ({"max_gradient_norm": "1"}, "max_gradient_norm is '1'; a number above 0 was expected"),
         ({"precision": "int8"}, "precision is 'int8'; None or 'bf16' or 'fp16' was expected"),
+        ({"backend": "mpi"}, "backend is 'mpi'; 'auto' or 'gloo' or 'nccl' was expected"),
+        (
+            {"backend": "nccl", "device": "cpu"},
+            "backend='nccl' moves tensors between GPUs, and rank 0 computes",
+        ),
         ({"record": -1}, "record is -1; a whole number of zero or more was expected"),
         ({"seed": "x"}, "seed is 'x'; a whole number or None was expected"),
         ({"on_update": 3}, "on_update is 3; a function of the update's number and its loss"),

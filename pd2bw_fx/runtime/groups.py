@@ -41,13 +41,14 @@ class Groups:
     def __init__(
         self, num_ranks: int, timeout_s: float, *, device: torch.device, backend: Backend = "auto"
     ) -> None:
-        """`device` is this rank's. Raises InputError for nccl where a rank is not on a GPU."""
+        """`device` is this rank's. Raises InputError where a rank has another `backend`, and for nccl where
+        one is not on a GPU."""
         self._ranks = tuple(range(num_ranks))
         self.timeout_s = timeout_s
         self._device = device
         self._made: list[dist.ProcessGroup] = []
-        speaks_gloo = "cpu:gloo" in dist.get_backend_config()
-        self.control = self._new(self._ranks, "gloo" if speaks_gloo else None)
+        self._of_host = "gloo" if "cpu:gloo" in dist.get_backend_config() else None  # or what is the default
+        self.control = self._new(self._ranks, self._of_host)
         self.is_nccl = self._chosen(backend)
         # nccl begins what it is told on a stream when all is done that was asked of that one before.
         on_gpu = self.is_nccl and device.type == "cuda"
@@ -66,7 +67,7 @@ class Groups:
     def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """For sums of tensors on the ranks' devices. nccl's are used here first, as those of links are."""
         if not self.is_nccl:
-            return self._new(ranks, "gloo" if self._device.type == "cuda" else None)
+            return self._new(ranks, self._of_host)
         group = self._new(ranks, "nccl")
         if dist.get_rank() in ranks:
             with translated(None):
@@ -122,15 +123,25 @@ class Groups:
         everyone: list[Any] = [None] * len(self._ranks)
         with translated(None):
             dist.all_gather_object(everyone, (wanted, _place(self._device)), group=self.control)
+        for rank, (theirs, _) in enumerate(everyone):
+            if theirs != wanted:
+                raise InputError(
+                    f"backend is {wanted!r} here and {theirs!r} on rank {rank}; give all ranks the same"
+                )
         places = [place for _, place in everyone]
-        if wanted == "nccl" and None in places:
-            raise InputError(
-                f"backend='nccl' moves tensors between GPUs, and rank {places.index(None)} computes on the "
-                "CPU; leave it out, or give 'gloo'"
-            )
+        require_gpus(wanted, [place is not None for place in places])
         if wanted != "auto":
             return wanted == "nccl"
         return None not in places and len(set(places)) == len(places) and dist.is_nccl_available()
+
+
+def require_gpus(backend: Backend, are_on_gpus: Sequence[bool]) -> None:
+    """`are_on_gpus[rank]`. Raises InputError for nccl where a rank is not on one."""
+    if backend == "nccl" and not all(are_on_gpus):
+        raise InputError(
+            f"backend='nccl' moves tensors between GPUs, and rank {list(are_on_gpus).index(False)} computes on "
+            "the CPU; leave it out, or give 'gloo'"
+        )
 
 
 def _place(device: torch.device) -> tuple[str, str] | None:

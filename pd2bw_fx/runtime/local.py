@@ -34,6 +34,7 @@ from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.module import require_operators
 from pd2bw_fx.passes.schedule import registered_method
 from pd2bw_fx.runtime.foreign import foreign_operators
+from pd2bw_fx.runtime.groups import require_gpus
 from pd2bw_fx.runtime.job import Job, jobs, work_for
 from pd2bw_fx.runtime.messages import (
     BEAT_S,
@@ -115,8 +116,8 @@ def train_local(
     chosen = EngineOptions.of(
         {"optimizer": optimizer, "seed": drawn, **options}, "on_update", "threads_per_worker"
     )
-    for job in prepared:
-        local_device(job.device, chosen.device)
+    devices = [local_device(job.device, chosen.device) for job in prepared]
+    require_gpus(chosen.backend, [device.type == "cuda" for device in devices])
     if threads_per_worker is not None:
         require_whole_number("threads_per_worker", threads_per_worker)
     if on_update is not None:
