@@ -139,8 +139,8 @@ def require_gpus(backend: Backend, are_on_gpus: Sequence[bool]) -> None:
     """`are_on_gpus[rank]`. Raises InputError for nccl where a rank is not on one."""
     if backend == "nccl" and not all(are_on_gpus):
         raise InputError(
-            f"backend='nccl' moves tensors between GPUs, and rank {list(are_on_gpus).index(False)} computes on "
-            "the CPU; leave it out, or give 'gloo'"
+            "backend='nccl' moves tensors between GPUs, and rank "
+            f"{list(are_on_gpus).index(False)} computes on the CPU; leave it out, or give 'gloo'"
         )
 
 
