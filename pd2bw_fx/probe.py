@@ -28,9 +28,11 @@ from torch import Tensor, nn
 from pd2bw_fx.cluster import Cluster, Device, machine_memory_bytes
 from pd2bw_fx.errors import ClusterError, InputError
 from pd2bw_fx.runtime.failure import translated
+from pd2bw_fx.runtime.groups import Groups
 
 SIZES = (2**10, 2**14, 2**17, 2**19, 2**21, 2**23)
 _ROUNDS = 20
+_TIMEOUT_S = 600.0
 _MORE_TRIES = 10
 _LEAST_SHARE = 0.1  # of the latencies, that the bytes of the largest message take
 _ENOUGH_S = 1.5  # for each device's figures together
@@ -47,6 +49,23 @@ class _Seen:
     device: Device
     step_s: float
     machine: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How tensors go between ranks, as they do in training: on the device, or over the host's memory."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    wire: torch.device
+
+    def send(self, tensor: Tensor, other: int) -> None:
+        dist.send(tensor.to(self.wire), other, group=self.group)
+
+    def receive(self, tensor: Tensor, other: int) -> None:
+        there = tensor if tensor.device == self.wire else torch.empty_like(tensor, device=self.wire)
+        dist.recv(there, other, group=self.group)
+        tensor.copy_(there)
 
 
 def probe(kind: str, *, tolerance: float = 0.1, sizes: Sequence[int] = SIZES) -> Cluster:
@@ -68,7 +87,9 @@ def probe(kind: str, *, tolerance: float = 0.1, sizes: Sequence[int] = SIZES) ->
     seen = [own] * dist.get_world_size()
     with translated(None):
         dist.all_gather_object(seen, own)
-        links = _fitted_links(device, sizes)
+        groups = Groups(dist.get_world_size(), _TIMEOUT_S, device=device)
+        links = _fitted_links(_Way(groups.of_all(), device, groups.wire), sizes)
+        groups.close()
     return _cluster(seen, links, tolerance)
 
 
@@ -81,6 +102,7 @@ def _own_device(kind: str) -> torch.device:
             f"process {local_rank} of {socket.gethostname()} has no GPU of its own: there are "
             f"{torch.cuda.device_count()}; start one process for each, or probe with --device cpu"
         )
+    torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
@@ -141,34 +163,34 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _fitted_links(device: torch.device, sizes: Sequence[int]) -> dict[tuple[int, int], tuple[float, float]]:
+def _fitted_links(way: _Way, sizes: Sequence[int]) -> dict[tuple[int, int], tuple[float, float]]:
     """Latency and bandwidth of each link.
 
     Where one gave no line, all are timed again, and the shortest of all times count: on a machine where
     something else computes on every core, most messages wait for a turn of the scheduler, which is as long
     for few bytes as for many. Every rank has the times of all, so that all do the same.
     """
-    seconds = _links(device, sizes, _lower_quartile)
+    seconds = _links(way, sizes, _lower_quartile)
     for _ in range(_MORE_TRIES):
         try:
             return {pair: _fitted(pair, sizes, points) for pair, points in seconds.items()}
         except ClusterError:
-            again = _links(device, sizes, min)
+            again = _links(way, sizes, min)
             seconds = {pair: list(map(min, points, again[pair])) for pair, points in seconds.items()}
     return {pair: _fitted(pair, sizes, points) for pair, points in seconds.items()}
 
 
 def _links(
-    device: torch.device, sizes: Sequence[int], summary: Callable[[Sequence[float]], float]
+    way: _Way, sizes: Sequence[int], summary: Callable[[Sequence[float]], float]
 ) -> dict[tuple[int, int], list[float]]:
     """Seconds for each size there and a few bytes back, by (sender, receiver), each the summary of many."""
     rank, count = dist.get_rank(), dist.get_world_size()
-    buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for num_bytes in sizes]
+    buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=way.device) for num_bytes in sizes]
     own: dict[tuple[int, int], list[float]] = {}
     for first, second in itertools.combinations(range(count), 2):
         if rank in (first, second):
             other = second if rank == first else first
-            samples = _to_and_fro(buffers, other, goes_first=rank == first)
+            samples = _to_and_fro(way, buffers, other, goes_first=rank == first)
             own[rank, other] = [summary(each[2:]) for each in samples]  # the first ones open the connection
         dist.barrier()
     gathered = [own] * count
@@ -176,22 +198,22 @@ def _links(
     return {pair: seconds for part in gathered for pair, seconds in part.items()}
 
 
-def _to_and_fro(buffers: Sequence[Tensor], other: int, *, goes_first: bool) -> list[list[float]]:
+def _to_and_fro(way: _Way, buffers: Sequence[Tensor], other: int, *, goes_first: bool) -> list[list[float]]:
     """Seconds of each buffer to the other rank, time after time; both directions in turns."""
-    answer = torch.zeros(8, dtype=torch.uint8, device=buffers[0].device)
+    answer = torch.zeros(8, dtype=torch.uint8, device=way.device)
     samples: list[list[float]] = [[] for _ in buffers]
     for sends in (goes_first, not goes_first) * _ROUNDS:
         for buffer, own in zip(buffers, samples, strict=True):
             if sends:
                 _wait(buffer.device)
                 began = time.perf_counter()
-                dist.send(buffer, other)
-                dist.recv(answer, other)
+                way.send(buffer, other)
+                way.receive(answer, other)
                 _wait(buffer.device)
                 own.append(time.perf_counter() - began)
             else:
-                dist.recv(buffer, other)
-                dist.send(answer, other)
+                way.receive(buffer, other)
+                way.send(answer, other)
     return samples
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-import torch
 
 from pd2bw_fx import probe
 from pd2bw_fx.cli import main
@@ -62,7 +62,7 @@ def test_links_are_timed_again_where_one_gave_no_line(monkeypatch: pytest.Monkey
     ]
     monkeypatch.setattr(probe, "_links", lambda device, sizes, summary: tries.pop(0))
 
-    found = probe._fitted_links(torch.device("cpu"), (1000, 10**6))
+    found = probe._fitted_links(Mock(), (1000, 10**6))
 
     assert tries == []
     assert found[0, 1] == pytest.approx(fitted_link((1000, 10**6), (1e-4, 4e-3)))
@@ -76,7 +76,7 @@ def test_where_most_messages_wait_for_a_core_the_fastest_count(monkeypatch: pyte
         probe, "_links", lambda device, sizes, summary: {(0, 1): [summary(small), summary(large)]}
     )
 
-    found = probe._fitted_links(torch.device("cpu"), (1000, 10**6))
+    found = probe._fitted_links(Mock(), (1000, 10**6))
 
     assert found[0, 1] == pytest.approx(fitted_link((1000, 10**6), (1e-4, 6e-4)))
 
@@ -85,7 +85,7 @@ def test_a_link_that_never_gives_a_line_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(probe, "_links", lambda device, sizes, summary: {(0, 1): [3e-3, 1e-3]})
 
     with pytest.raises(ClusterError, match=r"link from rank 0 to rank 1: .*probe again"):
-        probe._fitted_links(torch.device("cpu"), (1000, 2000))
+        probe._fitted_links(Mock(), (1000, 2000))
 
 
 def test_figures_near_one_another_are_written_as_their_median() -> None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -78,8 +79,20 @@ def profile(
         )
     if method == "analytic" or not here or not has_values:
         return _estimated(graph, inputs, device, has_values=has_values)
-    with _threads(num_threads):
-        return _measured(graph, inputs, device, whole, cache)
+    try:
+        with _threads(num_threads):
+            return _measured(graph, inputs, device, whole, cache)
+    except torch.OutOfMemoryError:
+        if method == "measured":
+            raise InputError(
+                f"the model does not fit on one {device.kind} device, where its operators are timed; pass a "
+                'smaller microbatch, or costs="analytic"'
+            ) from None
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()
+    estimated = _estimated(graph, inputs, device, has_values=has_values)
+    note = f"the model does not fit on one {device.kind} device, so nothing was measured: {estimated.note}"
+    return replace(estimated, note=note)
 
 
 def _measured(
@@ -89,13 +102,38 @@ def _measured(
     whole: Forward | None,
     cache: Path | None,
 ) -> Costs:
-    where = torch.device(device.kind)
+    where = _where(device, inputs)
     known = None if cache is None else ProfileCache(cache, where)
-    costs, are_outdated = _timed(graph, inputs, where, whole, known)
-    if known is not None and are_outdated:
-        known.forget()
-        costs, _ = _timed(graph, inputs, where, whole, known)
+    with _gpu(where):
+        costs, are_outdated = _timed(graph, inputs, where, whole, known)
+        if known is not None and are_outdated:
+            known.forget()
+            costs, _ = _timed(graph, inputs, where, whole, known)
     return Costs(costs, device.kind, _microbatch_size(graph, inputs), origin="measured")
+
+
+def _where(device: Device, inputs: Mapping[str, Tensor]) -> torch.device:
+    """The GPU that has the inputs, or else this process's: torchrun's ranks may all measure at once."""
+    if device.kind != "cuda":
+        return torch.device(device.kind)
+    there = next((tensor.device for tensor in inputs.values() if tensor.device.type == "cuda"), None)
+    if there is not None:
+        return there
+    own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    return torch.device("cuda", torch.cuda.current_device() or own)
+
+
+@contextmanager
+def _gpu(where: torch.device) -> Iterator[None]:
+    """Its memory is given back after: the stage that will be there counts on it."""
+    if where.type != "cuda":
+        yield
+        return
+    try:
+        with torch.cuda.device(where):
+            yield
+    finally:
+        torch.cuda.empty_cache()
 
 
 @contextmanager

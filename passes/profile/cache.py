@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from pd2bw_fx.process_settings import flags, matmul_precision
+
 from .walk import ONLY_HERE
 
 _LOG = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ class ProfileCache:
             "machine": platform.node(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
             "threads": torch.get_num_threads(),
+            "matmul": matmul_precision(),
+            "flags": json.dumps(flags()),
         }
         self.path = folder / f"{_digest(tuple(self.environment.values()))}.json"
         self._seconds = self._read()

@@ -106,7 +106,7 @@ class Stopwatch:
         return self._device
 
     def convert(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device.type == self._device.type else tensor.to(self._device)
+        return tensor if tensor.device == self._device else tensor.to(self._device)
 
     def expect(self, keys: Collection[Hashable]) -> None:
         self._wanted = frozenset(key for key in keys if self._known(key) is None)
@@ -274,7 +274,7 @@ class Stopwatch:
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
 
     def _empty_backward_s(self) -> float:
         """What entering and leaving autograd costs, which a stage pays once and not for each operator."""

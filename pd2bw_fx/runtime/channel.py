@@ -236,8 +236,10 @@ class Inbox:
         microbatch, posted = next(item for item in self._posted.items() if item[1].works is None)
         assert posted.header is not None
         assert posted.header_work is not None
-        self.route.wait(posted.header_work)
-        self._read(microbatch, posted.size, posted.header.tolist())
+        with self.route.on_receiving():  # behind nothing that the GPU has still to compute
+            self.route.wait(posted.header_work)
+            header = posted.header.tolist()
+        self._read(microbatch, posted.size, header)
         self._post()
 
     def _read(self, microbatch: int, size: Hashable, header: list[list[int]]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pd2bw_fx.drawing import call_draws
+from pd2bw_fx.drawing import RECURRENT, call_draws
 
 _WHOLE_MODEL = -1
 
@@ -74,6 +74,12 @@ class _BeforeDrawing(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if call_draws(func, args, given):
-            self._begin()
+        if not call_draws(func, args, given):
+            return func(*args, **given)
+        self._begin()
+        if (
+            getattr(func, "__name__", "").partition(".")[0] in RECURRENT
+        ):  # cuDNN's dropout has a state of its own, which no seed reaches
+            with torch.backends.cudnn.flags(enabled=False):
+                return func(*args, **given)
         return func(*args, **given)

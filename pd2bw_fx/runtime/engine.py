@@ -228,7 +228,7 @@ class Engine:
         with self._fate.reading_a_batch(f"in update {self.updates}", self.updates):
             flat = layout.flat_batches(batch, self.job.microbatches_per_update)
             # What this rank reads may be in flight when the caller fills its tensors anew.
-            flat = [one | {name: one[name].clone() for name in self.job.inputs()} for one in flat]
+            flat = [one | {name: self._kept(one[name]) for name in self.job.inputs()} for one in flat]
             pieces = layout.pieces(flat, self.job.microbatches_per_update)
             if self._to_compare:
                 compare_batches(flat, self._control)
@@ -450,6 +450,12 @@ class Engine:
             self._runner.add(number, microbatch)
         return numbers
 
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """A copy, where a GPU can fetch it while this rank goes on."""
+        if self.device.type != "cuda" or tensor.device.type != "cpu":
+            return tensor.clone()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
     def _told(self, loss: Loss) -> Loss:
         """For the caller; on_report and what watches for NaN have it as it is."""
         self._log.add(loss)
@@ -466,5 +472,5 @@ def _close_at_exit(known: weakref.ref[Engine]) -> None:
     error = getattr(sys, "last_value", None)  # what has ended the program
     if engine is not None and error is not None:
         engine._tell_of(error)
-    if engine is not None and engine._course.is_empty:
+    if engine is not None and (engine._course.is_empty or engine._fate.is_broken):
         engine.close()

@@ -50,6 +50,8 @@ class Groups:
         self._of_host = "gloo" if "cpu:gloo" in dist.get_backend_config() else None  # or what is the default
         self.control = self._new(self._ranks, self._of_host)
         self.is_nccl = self._chosen(backend)
+        if self.is_nccl:  # else the first sum of another size may wait for all ranks once more
+            os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         # nccl begins what it is told on a stream when all is done that was asked of that one before.
         on_gpu = self.is_nccl and device.type == "cuda"
         self.receiving: torch.cuda.Stream | None = (

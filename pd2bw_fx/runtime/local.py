@@ -33,6 +33,7 @@ from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.module import require_operators
 from pd2bw_fx.passes.schedule import registered_method
+from pd2bw_fx.process_settings import ProcessSettings
 from pd2bw_fx.runtime.foreign import foreign_operators
 from pd2bw_fx.runtime.groups import require_gpus
 from pd2bw_fx.runtime.job import Job, jobs, work_for
@@ -53,7 +54,6 @@ from pd2bw_fx.runtime.nursery import Nursery, Process, nursery
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.reading import updates_apart
-from pd2bw_fx.runtime.settings import ProcessSettings
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.wire import encoded, encoded_with_code
 from pd2bw_fx.runtime.world import local_device
@@ -61,6 +61,9 @@ from pd2bw_fx.runtime.world import local_device
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
+_OF_TORCHRUN = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 _AHEAD = 2  # batches sent to a worker beyond the ones that it has done, or can without more
 _LEAVING_S, _ENDING_S = 5.0, 2.0  # until a worker is killed that has finished, that its run has failed
 _REASONS_S = 3.0  # after a first failure, how long to wait for a better reason
@@ -272,7 +275,7 @@ class _Workers:
         with theirs:
             environment = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            for name in _OF_TORCHRUN:
                 environment.pop(name, None)
             self._processes.append(ready.start_worker(theirs, environment))
         self._connections.append(Connection(ours.detach()))

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.passes.schedule import Method
+from pd2bw_fx.process_settings import ProcessSettings
 from pd2bw_fx.runtime.foreign import ForeignOperators
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.options import EngineOptions
-from pd2bw_fx.runtime.settings import ProcessSettings
 from pd2bw_fx.runtime.wire import decoded
 
 BEAT_S = 1.0

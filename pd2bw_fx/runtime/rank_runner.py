@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
+
 from pd2bw_fx.actions import Action, Kind
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.recorder import Recorder
@@ -13,7 +15,29 @@ from pd2bw_fx.runtime.stage_runner import Microbatch, StageRunner
 from pd2bw_fx.runtime.weights import WeightStore
 
 _POSTED_AHEAD = 2
+_ASKED_AHEAD = 4
+_ENDS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # of a microbatch
 _RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
+
+
+class Pace:
+    """Lets a rank ask its GPU for a few microbatches more than that has done, and no more: memory for what is
+    received is taken when it is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ended: deque[torch.cuda.Event] = deque()
+
+    def ended(self) -> None:
+        """A microbatch's backward has been asked for."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._ended.append(event)
+
+    def wait(self) -> None:
+        while len(self._ended) > _ASKED_AHEAD:
+            self._ended.popleft().synchronize()
 
 
 class RankRunner:
@@ -36,6 +60,7 @@ class RankRunner:
         self._weights = weights
         self._before_waiting = before_waiting
         self._posts_ahead = posts_ahead
+        self._pace = Pace(next(iter(stages.values())).device)
         self._posted: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in _RECEIVES}
         self._updated: set[int] = set()  # stages that have come to the end of an update
 
@@ -83,11 +108,14 @@ class RankRunner:
             else:
                 if action.kind in coming:
                     self._before_waiting()
+                    self._pace.wait()
                     self._stages[action.stage].expect(action.kind, action.microbatch)
                 self._stages[action.stage].perform(action)
             if self._recorder is not None:
                 self._recorder.note(action, began_s, self._weights.take_steps())
             self._weights.progress()
+            if action.kind in _ENDS:
+                self._pace.ended()
             if action.kind in coming:
                 self._posted[action.kind].discard((action.stage, action.microbatch))
                 coming[action.kind] = self._post(action.kind, coming[action.kind])

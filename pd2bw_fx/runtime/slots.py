@@ -10,6 +10,7 @@ that it began with, recomputation included.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -173,7 +174,10 @@ def _owner(module: nn.Module, name: str) -> nn.Module:
 
 
 def _refresh_recurrent(module: nn.Module) -> None:
-    """Recurrent modules keep a list of their weights beside the attributes."""
+    """Recurrent modules keep a list of their weights beside the attributes. They are not flattened, as they
+    are where cuDNN is: it would have the weights in memory of its own, which no optimizer steps."""
     for part in module.modules():
         if isinstance(part, nn.RNNBase):
-            part._init_flat_weights()
+            weights = [getattr(part, name, None) for name in part._flat_weights_names]
+            part._flat_weights = weights
+            part._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]

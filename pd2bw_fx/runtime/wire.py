@@ -49,13 +49,13 @@ def _is_plain(value: Any) -> bool:
     return (
         type(value) is Tensor
         and value.layout is torch.strided
-        and value.device.type == "cpu"
+        and value.device.type in ("cpu", "cuda")
         and not value.is_quantized
     )
 
 
 def _reduced(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    own = tensor.detach().resolve_conj().resolve_neg()
+    own = tensor.detach().resolve_conj().resolve_neg().cpu()  # where it goes, its GPU may not be
     is_dense = torch.ops.aten.is_non_overlapping_and_dense(own)
     if not is_dense or own.untyped_storage().nbytes() != own.nbytes:
         own = own.clone()  # as densely as it was laid out: channels_last stays so

@@ -51,8 +51,9 @@ def local_device(planned: Planned, wanted: torch.device | str | None = None) -> 
             )
         if ":" in str(device):
             return device
-        under_torchrun = "LOCAL_RANK" in os.environ
-        return torch.device("cuda", torch.cuda.current_device() if under_torchrun else planned.index % count)
+        if "LOCAL_RANK" not in os.environ:
+            return torch.device("cuda", planned.index % count)
+        return torch.device("cuda", torch.cuda.current_device() or int(os.environ["LOCAL_RANK"]) % count)
     local_rank, local_ranks = (os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     as_planned = local_ranks in (None, str(planned.ranks_of_host)) and planned.index < count
     return torch.device("cuda", planned.index if as_planned else int(local_rank or 0) % count)
