@@ -36,6 +36,7 @@ from .schedule import (
 )
 from .simulate import simulate
 
+CHUNKS = 2  # stages of each device, for methods that go round, where nothing else is wished
 _WITHIN_A_DEVICE = 1e15  # bytes per second: no time at all
 _BAPIPE = (("1f1b", 0.0), ("1f1b", 1.0), ("gpipe", 0.0))  # base and slack: 1.0 overlaps the messages
 _UPDATES_TIMED = 3
@@ -56,7 +57,7 @@ def wished_shape(
     """
     chosen = method_of(method)
     is_whole = chosen.placing is Placing.WHOLE
-    v = chunks or (2 if chosen.placing is Placing.ROUND else 1)
+    v = chunks or (CHUNKS if chosen.placing is Placing.ROUND else 1)
     d = 1 if is_whole else len(cluster) * v
     d = d if num_stages is None else num_stages
     m = 2 * (len(cluster) if is_whole else d // v)
@@ -99,9 +100,9 @@ def arrange(
     if chosen.placing is Placing.ROUND:
         turn = in_turn(problem, cluster, chosen.num_ranks(shape), shape.chunks)
         order = range(shape.num_stages)
-        plan = turn.of_plan(partition(turn.problem, turn.cluster, order=order, **settings))
+        plan = by_device(turn.of_plan(partition(turn.problem, turn.cluster, order=order, **settings)))
     elif chosen.placing is Placing.BOTH_WAYS:
-        plan = partition(problem, half_of_each(cluster), **settings)
+        plan = by_device(partition(*both_ways(problem, cluster), **settings))
     else:
         plan = partition(problem, cluster, **settings)
     return plan, shape_of(
@@ -161,10 +162,44 @@ def share_out(
     return plan, shape_of(plan, method, microbatches_per_update=plan.microbatches_per_update)
 
 
-def half_of_each(cluster: Cluster) -> Cluster:
-    """Of the devices' memory: chimera has two stages on each."""
-    devices = tuple(replace(device, memory_bytes=device.memory_bytes // 2) for device in cluster.devices)
-    return replace(cluster, devices=devices)
+def by_device(plan: Plan) -> Plan:
+    """A plan with two or more stages on each device, whose slowest is what an update waits for. It is the
+    plan whose slowest stage is as fast as can be, which is not proven to be that of the slowest device."""
+    loads_s = [stage.load_s for stage in plan.stages]
+    if method_of(plan.method).placing is Placing.BOTH_WAYS:  # half of the microbatches go the other way
+        loads_s = [(one + other) / 2 for one, other in zip(loads_s, reversed(loads_s), strict=True)]
+    of_devices: dict[int, float] = {}
+    for stage, load_s in zip(plan.stages, loads_s, strict=True):
+        of_devices[stage.device] = of_devices.get(stage.device, 0.0) + load_s
+    return replace(plan, bottleneck_s=max(of_devices.values()), bound_s=0.0)
+
+
+def both_ways(problem: Problem, cluster: Cluster) -> tuple[Problem, Cluster]:
+    """With half of the devices' memory, for chimera has two stages on each: every stage is on the device that
+    it is planned for and on the one as far from the other end, so that a place is as the lesser of both."""
+    last = len(cluster) - 1
+    blocks = tuple(
+        replace(block, forward_s=_slower(block.forward_s), backward_s=_slower(block.backward_s))
+        for block in problem.blocks
+    )
+    devices = tuple(
+        replace(device, memory_bytes=min(device.memory_bytes, other.memory_bytes) // 2)
+        for device, other in zip(cluster.devices, reversed(cluster.devices), strict=True)
+    )
+    bytes_per_s = tuple(
+        tuple(min(own, cluster.bytes_per_s[last - a][last - b]) for b, own in enumerate(row))
+        for a, row in enumerate(cluster.bytes_per_s)
+    )
+    latency_s = tuple(
+        tuple(max(own, cluster.latency_s[last - a][last - b]) for b, own in enumerate(row))
+        for a, row in enumerate(cluster.latency_s)
+    )
+    spread = replace(cluster, devices=devices, bytes_per_s=bytes_per_s, latency_s=latency_s)
+    return replace(problem, blocks=blocks), spread
+
+
+def _slower(of_devices: Sequence[float]) -> tuple[float, ...]:
+    return tuple(map(max, of_devices, reversed(of_devices)))
 
 
 @dataclass(frozen=True, slots=True)

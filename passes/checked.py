@@ -14,11 +14,12 @@ from pd2bw_fx.errors import PlanMismatchError
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 
-from .arrange import half_of_each, in_turn
+from .arrange import both_ways, by_device, in_turn, shape_again
 from .partition import check_plan
 from .schedule import BaPipe, Placing, keeping, keeping_copies, method_of, shape_of
 
 _MOST_MICROBATCHES = 10_000
+_ROOMY = 2**60  # bytes of a device
 
 
 def checked(
@@ -42,11 +43,14 @@ def checked(
         )
     method = method_of(plan.method)
     shape = shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)
-    if method.trains and not isinstance(method, BaPipe):  # what that keeps goes by the order it has found
-        plan = _with(plan, _kept(plan, shape, cluster))
     price = functools.partial(check_plan, memory_model=memory_model, constraints=constraints)
+    if isinstance(method, BaPipe):  # what it keeps, and whether messages run beside work, goes by its order
+        shape = _order_again(plan, shape, problem, cluster)
+        price = functools.partial(price, overlap=shape.slack > 0)
+    if method.trains:
+        plan = _with(plan, _kept(plan, shape, cluster))
     if method.placing is Placing.BOTH_WAYS:
-        return price(plan, problem, half_of_each(cluster))
+        return by_device(price(plan, *both_ways(problem, cluster)))
     if method.placing is not Placing.ROUND:
         return price(plan, problem, cluster)
     num_devices = plan.num_stages // shape.chunks
@@ -58,7 +62,19 @@ def checked(
             )
     turn = in_turn(problem, cluster, num_devices, shape.chunks)
     spread = replace(plan, stages=tuple(replace(stage, device=stage.stage) for stage in plan.stages))
-    return turn.of_plan(price(spread, turn.problem, turn.cluster))
+    return by_device(turn.of_plan(price(spread, turn.problem, turn.cluster)))
+
+
+def _order_again(plan: Plan, shape: Shape, problem: Problem, cluster: Cluster) -> Shape:
+    """By the times that the plan really has."""
+    roomy = replace(cluster, devices=tuple(replace(d, memory_bytes=_ROOMY) for d in cluster.devices))
+    first = replace(shape, base="1f1b", slack=0.0)
+    timed = check_plan(_with(plan, _kept(plan, first, cluster)), problem, roomy)
+    stages = (
+        replace(stage, microbatches_in_flight=own.microbatches_in_flight)
+        for stage, own in zip(timed.stages, plan.stages, strict=True)
+    )
+    return shape_again(replace(timed, stages=tuple(stages)), cluster)
 
 
 def _kept(plan: Plan, shape: Shape, cluster: Cluster) -> Sequence[Kept]:

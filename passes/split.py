@@ -17,6 +17,7 @@ from pd2bw_fx.costs import Costs, MemoryModel
 from pd2bw_fx.modes import asking_for_mode, has_one_mode
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import Plan, Progress
+from pd2bw_fx.program import one_at_a_time
 
 from .coarsen import coarsen
 from .codegen import generate
@@ -31,6 +32,7 @@ _UPDATES_SHOWN = 3
 
 
 @takes_onnx_too
+@one_at_a_time
 def split(
     model: nn.Module | ExportedProgram | Pipeline,
     example_args: Sequence[Any] | Tensor | None = None,

@@ -19,12 +19,13 @@ from pd2bw_fx.arguments import (
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
-from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 
-from .arrange import arrange, shape_again, share_out, wished_shape
+from .arrange import CHUNKS, arrange, shape_again, share_out, wished_shape
 from .checked import checked
+from .schedule import Placing, method_of
 from .solver import check_solver
 
 
@@ -145,11 +146,13 @@ class Wish:
         ends_s = time.perf_counter() + self.time_limit_s
         best: tuple[Plan, Shape] | None = None
         bound_s, reason = math.inf, None
+        is_round = method_of(self._method).placing is Placing.ROUND
+        on_each = (self.chunks or CHUNKS) if is_round else 1
         for number in range(len(self.cluster), 0, -1):
             left_s = max(ends_s - time.perf_counter(), 1e-3) / number
             try:
-                found = self._arranged(problem, number, left_s)
-            except (InputError, InfeasibleError) as error:  # too many for the method, too few for the memory
+                found = self._arranged(problem, number * on_each, left_s)
+            except (InputError, InfeasibleError, SolverError) as error:  # for method, memory, or time
                 reason = reason or error
                 continue
             bound_s = min(bound_s, found[0].bound_s)

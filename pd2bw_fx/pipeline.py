@@ -83,7 +83,7 @@ class Pipeline:
         self.setting = dict(setting or {})
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._stages: tuple[Stage, ...] = ()
-        self._state_of_stages: tuple[tuple[int, int], ...] = ()
+        self._state_of_stages: tuple[tuple[int, ...], ...] = ()
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -128,9 +128,16 @@ class Pipeline:
         A pipeline that was split on the meta device is as one that was loaded from a folder when all of its
         tensors have values: its example inputs are made up, and `verify` wants the model.
 
+        What was given may change afterwards: the pipeline has copies (but of first values it has those).
+
         Raises InputError for a name that the model does not have, another shape, and unlike values under the
         names of one tied parameter; nothing is replaced then.
         """
+        is_empty = any(tensor.is_meta for tensor in self._tensors.values())
+        self._take({name: t.detach() if is_empty else t.detach().clone() for name, t in tensors.items()})
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Tensors that are the pipeline's from now on."""
         were_empty = any(tensor.is_meta for tensor in self._tensors.values())
         own = self._tensors
         given = accepted(self.graph, tensors)
@@ -390,7 +397,7 @@ class Pipeline:
             method=method or self.plan.method,
             **options,
         )
-        self.load_tensors(result.tensors)
+        self._take(result.tensors)
         return result
 
     def __str__(self) -> str:

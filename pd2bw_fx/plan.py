@@ -166,6 +166,14 @@ class Plan:
         return "\n".join(lines)
 
     @property
+    def slowest_place(self) -> str:
+        """What the bottleneck is, in words."""
+        slowest = max(self.stages, key=lambda stage: stage.load_s)
+        if self.bottleneck_s == slowest.load_s:
+            return f"stage {slowest.stage} on {slowest.place}"
+        return "the slowest device, with all stages on it"
+
+    @property
     def num_stages(self) -> int:
         return len(self.stages)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx, nn
@@ -16,6 +18,10 @@ from torch.utils import _pytree as pytree
 from pd2bw_fx.errors import Pd2bwError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.value_checks import checks_passed_in
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+_TRACING = threading.RLock()
 
 
 class FxProgram:
@@ -131,8 +137,21 @@ def written_by_schema(node: fx.Node) -> tuple[fx.Node, ...]:
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        written += [value] if isinstance(value, fx.Node) else []
+        values = value if isinstance(value, (list, tuple)) else [value]  # torch._foreach_lerp_ has lists
+        written += [each for each in values if isinstance(each, fx.Node)]
     return tuple(written)
+
+
+def one_at_a_time(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """What traces waits until no other thread does: it changes what torch does in the whole process. It is
+    run in a `training_context`, whatever the caller has switched off."""
+
+    @functools.wraps(function)
+    def waiting(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        with _TRACING, training_context():
+            return function(*args, **kwargs)
+
+    return waiting
 
 
 @contextmanager

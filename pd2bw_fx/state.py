@@ -10,6 +10,8 @@ from torch import Tensor
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
+
 
 def as_state_dict(specs: Iterable[ParameterSpec], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Keys, shapes and ties of the original model's own state_dict."""
@@ -21,9 +23,16 @@ def as_state_dict(specs: Iterable[ParameterSpec], tensors: Mapping[str, Tensor])
     }
 
 
-def state_of(tensor: Tensor) -> tuple[int, int]:
-    """Another one after every write that torch knows of (one through `.data` it does not)."""
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+def state_of(tensor: Tensor) -> tuple[int, ...]:
+    """Another one after every write, of those too that torch does not count (fused optimizers', and through
+    `.data`): where it is, and a sum and a hash of its bits."""
+    where = tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided or not tensor.numel():
+        return where
+    kind = _BITS.get(tensor.element_size(), torch.int64)
+    bits = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(kind)
+    order = int(torch.hash_tensor(bits).view(torch.int64)) if tensor.device.type == "cpu" else 0
+    return *where, int(bits.sum()), order
 
 
 def require_values(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> None:

@@ -18,7 +18,7 @@ from .route import links_are_alike, routed
 from .search import search, search_faster
 
 _FIRST_SHARE = 0.7  # of the time, where there is a second search
-_ROUTES_TIME_S = 2.0  # that this one has at least, if the limit leaves it
+_ROUTES_TIME_S = 15.0  # that this one has at least, if the limit leaves it
 
 
 def search_with_routes(

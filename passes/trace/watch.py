@@ -48,6 +48,10 @@ class Change:
             return isinstance(self.module, LAYERS_WITH_MODES)
         return type(self.module).__module__.startswith("torch.nn")
 
+    @property
+    def is_of_a_counter(self) -> bool:
+        return not self.is_of_a_layer and {type(self.before), type(self.after)} <= {int, float}
+
     def __str__(self) -> str:
         name = f"{self.path}.{self.attribute}" if self.path else self.attribute
         return f"attribute {name} ({self.before!r} before the forward, {self.after!r} after)"
@@ -62,6 +66,7 @@ class Watch:
     assigned_tensors: tuple[str, ...] = ()  # attributes that are no buffers: nothing keeps them
     drew_python_random: bool = False
     made: tuple[str, ...] = ()  # parameters that were not there before
+    foreign: tuple[nn.Parameter, ...] = ()  # that results depend on, and that are none of the model's
     _parameters: frozenset[str] = frozenset()
     _attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
     _tensors: dict[nn.Module, dict[str, int]] = field(default_factory=dict)
@@ -76,7 +81,11 @@ class Watch:
     def after(self, model: nn.Module, results: Iterable[Any]) -> None:
         self.made = tuple(name for name, _ in model.named_parameters() if name not in self._parameters)
         self.drew_python_random = (_random_state(), _own_generators(model)) != self._random
-        self.custom_functions = tuple(_custom_functions(results))
+        nodes = _autograd_nodes(results)
+        self.custom_functions = tuple(_custom_functions(nodes))
+        own = set(model.parameters())
+        leaves = (getattr(node, "variable", None) for node in nodes)
+        self.foreign = tuple(leaf for leaf in leaves if type(leaf) is nn.Parameter and leaf not in own)
         self.assigned_tensors = tuple(
             f"{path}.{name}" if path else name
             for path, module in model.named_modules()
@@ -134,18 +143,26 @@ def _state_of(value: Any) -> Any:
     return repr(value.get_state()) if isinstance(value, numpy.random.RandomState) else None
 
 
-def _custom_functions(results: Iterable[Any]) -> list[str]:
-    """The Python autograd functions between the results and the parameters."""
+def _autograd_nodes(results: Iterable[Any]) -> list[Any]:
+    """Between the results and the parameters, those included."""
     tensors = (value for value in results if isinstance(value, torch.Tensor))
     waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen, found = set(waiting), dict[str, None]()
+    seen, found = set(waiting), list[Any]()
     while waiting:
         node = waiting.pop()
-        forward_class = getattr(node, "_forward_cls", None)
-        if forward_class is not None and forward_class.__module__ not in _KEPT_WHOLE:
-            found[f"{forward_class.__module__}.{forward_class.__qualname__}"] = None
+        found.append(node)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
+    return found
+
+
+def _custom_functions(nodes: Iterable[Any]) -> list[str]:
+    """Those that are written in Python."""
+    found = dict[str, None]()
+    for node in nodes:
+        forward_class = getattr(node, "_forward_cls", None)
+        if forward_class is not None and forward_class.__module__ not in _KEPT_WHOLE:
+            found[f"{forward_class.__module__}.{forward_class.__qualname__}"] = None
     return list(found)

@@ -31,14 +31,13 @@ def nav_html(parts: Sequence[tuple[str, str]]) -> str:
 def _figures(
     plan: Plan, timeline: Timeline | None, metrics: Metrics | None
 ) -> Iterable[tuple[str, str, str]]:
-    slowest = max(plan.stages, key=lambda stage: stage.load_s)
     fullest = max(plan.stages, key=lambda stage: stage.memory.total_bytes / stage.memory_limit_bytes)
     share = fullest.memory.total_bytes / fullest.memory_limit_bytes
     if metrics is not None and metrics.throughput > 0:
         yield "Measured", f"{metrics.throughput:.4g}/s", "microbatches, median update"
     if timeline is not None:
         yield "Predicted", f"{timeline.throughput:.4g}/s", f"microbatches, {timeline.method} simulated"
-    where = f"a microbatch, stage {slowest.stage} on {slowest.device_name}"
+    where = f"a microbatch, {plan.slowest_place}"
     yield "Bottleneck", format_seconds(plan.bottleneck_s), where
     gap = "0%" if plan.gap <= 1e-9 else f"≤ {plan.gap:.2%}"
     if plan.bound_s > 0:

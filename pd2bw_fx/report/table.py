@@ -91,10 +91,9 @@ def _value_name(graph: OperatorGraph, value: str) -> str:
 
 
 def verdict(costs: Costs, plan: Plan) -> list[str]:
-    slowest = max(plan.stages, key=lambda stage: stage.load_s)
     rate = 1.0 / plan.bottleneck_s if plan.bottleneck_s > 0 else float("inf")
     lines = [
-        f"bottleneck: stage {slowest.stage} on {slowest.place}, {format_seconds(plan.bottleneck_s)} a "
+        f"bottleneck: {plan.slowest_place}, {format_seconds(plan.bottleneck_s)} a "
         f"microbatch, {rate:.4g} microbatches/s where no transfer runs beside work",
         plan.proof + (f" ({plan.solver}, {format_seconds(plan.planning_s)})" if plan.bound_s > 0 else ""),
     ]

@@ -173,6 +173,11 @@ def _keep_weights(pipeline: Pipeline, workers: _Workers, error: BaseException) -
             error.add_note(f"the pipeline has the weights after the {len(result.losses)} updates before it")
 
 
+def _is_false(told: Any) -> bool:
+    """Python's or numpy's; a callback may return what it likes besides."""
+    return type(told).__name__ in ("bool", "bool_") and not told
+
+
 class _Workers:
     """The processes of one training run."""
 
@@ -332,7 +337,7 @@ class _Workers:
             self._update_s.append(self._told_s - before_s)
             if self._on_update is not None:
                 told = self._on_update(len(self.losses) - 1, message.loss)
-                self.is_told_to_stop = self.is_told_to_stop or told is False
+                self.is_told_to_stop = self.is_told_to_stop or _is_false(told)
 
     def _reason(self, failures: dict[int, Failed | None]) -> WorkerError:
         """The first cause. A worker whose peer died fails too, so wait a moment for what the others say."""

@@ -59,7 +59,7 @@ def _reduced(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
     is_dense = torch.ops.aten.is_non_overlapping_and_dense(own)
     if not is_dense or own.untyped_storage().nbytes() != own.nbytes:
         own = own.clone()  # as densely as it was laid out: channels_last stays so
-    data = torch.empty(0, dtype=torch.uint8).set_(own.untyped_storage())
+    data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(own.untyped_storage())
     buffer = pickle.PickleBuffer(data.numpy())  # type: ignore[arg-type]  # an array is a buffer
     return _rebuilt, (buffer, own.dtype, tuple(own.shape), own.stride(), tensor.requires_grad)
 
@@ -72,7 +72,7 @@ def _rebuilt(
     requires_grad: bool,
 ) -> Tensor:
     if not len(buffer):
-        return torch.empty_strided(shape, stride, dtype=dtype).requires_grad_(requires_grad)
+        return torch.empty_strided(shape, stride, dtype=dtype, device="cpu").requires_grad_(requires_grad)
     data = torch.frombuffer(buffer, dtype=torch.uint8)
-    whole = torch.empty(0, dtype=dtype).set_(data.untyped_storage(), 0, shape, stride)
+    whole = torch.empty(0, dtype=dtype, device="cpu").set_(data.untyped_storage(), 0, shape, stride)
     return whole.requires_grad_(requires_grad)

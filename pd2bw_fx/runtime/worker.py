@@ -93,6 +93,10 @@ def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
             messages.put(receive(connection))
         except (EOFError, OSError):
             end_now()
+        except Exception as error:  # of a class that is not to be found here
+            error.add_note("while the worker read what it was sent")
+            messages.put(error)
+            return
 
 
 def _work(received: list[bytes], parent: _Parent, messages: queue.SimpleQueue[Any]) -> None:
@@ -118,6 +122,8 @@ def _work(received: list[bytes], parent: _Parent, messages: queue.SimpleQueue[An
     tells = job.rank == job.ranks_of(job.loss_stage)[0]
     while True:
         message = messages.get()
+        if isinstance(message, Exception):
+            raise message
         if isinstance(message, Finish):
             break
         pieces = layout.pieces(message.inputs, job.microbatches_per_update)
