@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -204,3 +206,36 @@ def test_a_plan_for_another_placement_is_refused_with_what_to_do(on_two: Pipelin
         split(2, method="interleaved", num_stages=6, microbatches_per_update=6)
     with pytest.raises(InputError, match="expected one of"):
         split(2, method="zigzag")
+
+
+@pytest.mark.parametrize("method", ["interleaved", "chimera"])
+def test_the_bottleneck_of_several_stages_on_a_device_is_the_devices(method: str) -> None:
+    pipe = pd2bw_fx.split(build("gpt"), cluster=2, method=method, costs="analytic", check=False)
+    loads = [stage.load_s for stage in pipe.plan.stages]
+    expected = max(loads[0] + loads[2], loads[1] + loads[3]) if method == "interleaved" else sum(loads) / 2
+
+    assert pipe.plan.bottleneck_s == pytest.approx(expected)
+    assert pipe.plan.bound_s == 0
+    assert "the slowest device, with all stages on it" in str(pipe)
+    assert pipe.check_plan(pipe.plan).bottleneck_s == pytest.approx(expected)
+
+
+def test_a_place_of_chimera_is_as_the_lesser_of_both_its_devices() -> None:
+    devices = pd2bw_fx.Cluster.uniform(2, memory_bytes="1 GiB").devices
+    small = (devices[0], replace(devices[1], memory_bytes=3 * 2**20))
+    cluster = replace(pd2bw_fx.Cluster.uniform(2), devices=small)
+    with pytest.raises(InfeasibleError, match=r"has 1\.5 MiB"):
+        pd2bw_fx.split(build("gpt"), cluster=cluster, method="chimera", costs="analytic", check=False)
+
+
+def test_a_plan_of_bapipe_costs_again_what_it_was_planned_at() -> None:
+    cluster = pd2bw_fx.Cluster.uniform(3, bytes_per_s=1e8, latency_s=1e-5)
+    pipe = pd2bw_fx.split(build("gpt"), cluster=cluster, method="bapipe", costs="analytic", check=False)
+    data = json.loads(pipe.plan.dumps())
+    for stage in data["stages"]:
+        stage["weight_versions"] = -5
+
+    again = pipe.check_plan(pd2bw_fx.Plan.loads(json.dumps(data)))
+
+    assert (again.bottleneck_s, again.bound_s) == (pipe.plan.bottleneck_s, pipe.plan.bound_s)
+    assert again.stages == pipe.plan.stages
