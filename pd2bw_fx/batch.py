@@ -57,11 +57,15 @@ class BatchInput:
 
 @dataclass(frozen=True, slots=True)
 class PlainValue:
-    """A number, flag or text that the model was traced with: the stages have it in their code."""
+    """A number, flag or text that the model was traced with: the stages have it in their code.
+
+    `is_default` is False where the forward has another one for an argument that is left out.
+    """
 
     argument: str
     path: tuple[str | int, ...]
     value: bool | int | float | str | None
+    is_default: bool = True
 
     def __str__(self) -> str:
         return self.argument + "".join(f"[{key!r}]" for key in self.path)
@@ -132,7 +136,7 @@ class BatchLayout:
             inputs.append(BatchInput(name, argument, path, tensor.dim(), tensor.dtype, is_batched, own))
         defaults = {p.name: p.default for p in kinds if p.default is not p.empty and p.name not in given}
         plain = tuple(
-            PlainValue(name, path, leaf)
+            PlainValue(name, path, leaf, bool(path) or _is_default(signature.parameters.get(name), leaf))
             for name, value in {**defaults, **named}.items()
             for path, leaf in _leaves(value)
             if isinstance(leaf, bool | int | float | str | None)
@@ -343,6 +347,11 @@ def _entry(value: Any, key: str | int) -> Any:
 def _require_plain(plain: PlainValue, call: Mapping[str, Any]) -> None:
     """Raises InputError where the batch has another value in the place of one that the trace has."""
     if plain.argument not in call:
+        if not plain.is_default:
+            raise InputError(
+                f"the batch has no {plain}, which the forward would have its default for, and the model was "
+                f"traced with {plain.value!r}, which is in the stages' code; give it, or split without it"
+            )
         return
     value = call[plain.argument]
     try:
@@ -356,6 +365,13 @@ def _require_plain(plain: PlainValue, call: Mapping[str, Any]) -> None:
             f"the batch's {plain} is {value!r}, and the model was traced with {plain.value!r}, which is in "
             "the stages' code; give it as a tensor in the example inputs, or split with the other value"
         )
+
+
+def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
+    if parameter is None or parameter.default is parameter.empty:
+        return True  # nothing else can be meant
+    default = parameter.default
+    return type(value) is type(default) and bool(value == default)
 
 
 def _step(key: Any) -> str | int:

@@ -10,6 +10,7 @@ from pd2bw_fx.errors import ClusterError
 from pd2bw_fx.units import parse_bytes
 
 _DEVICE_KEYS = {"name", "kind", "memory", "speed", "flops_per_s", "memory_bytes_per_s", "host"}
+_KINDS = ("cpu", "cuda")
 _NODE_KEYS = (_DEVICE_KEYS - {"host"}) | {"count", "inside"}
 _LINK_KEYS = {"bytes_per_s", "latency_s"}
 
@@ -110,6 +111,8 @@ def _device(where: str, table: Mapping[str, Any], index: int) -> dict[str, Any]:
     if "memory" not in table:
         raise ClusterError(f'{where} has no memory; add e.g. memory = "16 GiB"')
     kind = str(table.get("kind", "cuda"))
+    if kind not in _KINDS:
+        raise ClusterError(f"{where}, kind is {kind!r}; {' or '.join(map(repr, _KINDS))} was expected")
     rates = {
         key: _number(f"{where}, {key}", table[key])
         for key in ("speed", "flops_per_s", "memory_bytes_per_s")

@@ -387,7 +387,8 @@ class Pipeline:
         begins with a new optimizer and with the seed's first random numbers: give it the batches of all
         epochs. Raises WorkerError with the failing rank's own error, and leaves the weights as they were; no
         process outlives the call. `options` are those of `Engine.from_pipeline` (`lr_scheduler`,
-        `max_gradient_norm`, ..) and of `train_local` (`on_update`, `seed`, `threads_per_worker`).
+        `max_gradient_norm`, .., but not `silence_s`: workers are watched anyhow) and of `train_local`
+        (`on_update`, `seed`, `threads_per_worker`).
         """
         result = train_local(
             self,

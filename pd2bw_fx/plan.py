@@ -116,8 +116,8 @@ class Transfer:
 class Plan:
     """Stages in pipeline order. No better plan than `bound_s` exists: gap = 1 - bound_s / bottleneck_s.
 
-    That is proven among plans that send every value straight from its maker. Handing values on can make a
-    plan faster than all of those: then `bound_s` is at most its own bottleneck. 0 where nothing is proven.
+    That is proven for all assignments with the routes that values are given; 0 where nothing is proven, as
+    where a device has several stages, whose times together are the bottleneck then.
     `bound_for` is a hash of all that the bound was proven for: costs, cluster, memory and wishes.
     `fingerprint` is the operator graph's; a plan is refused for any other graph.
     """

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pd2bw_fx
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
@@ -150,3 +151,22 @@ def test_an_argument_that_is_called_targets_is_refused_beside_a_loss_function() 
     assert BatchLayout.of(Both(), (X, Y)).has_targets is False
     with pytest.raises(InputError, match="has an argument 'targets', as what loss_fn compares with"):
         BatchLayout.of(Both(), (X, Y), {}, Y)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return (self.b(self.a(x)) * scale).square().mean()
+
+
+def test_a_number_that_is_left_out_is_not_the_traced_one_where_the_forward_has_another() -> None:
+    x = torch.randn(4, 4)
+    pipe = pd2bw_fx.split(Scaled(), (x, 10.0), cluster=2, costs="analytic")
+    assert pipe.run((x, 10.0))["output"].item() > 0
+    for left_out in ((x,), {"x": x}):
+        with pytest.raises(InputError, match="the batch has no scale, which the forward would have its"):
+            pipe.run(left_out)
+    assert pd2bw_fx.split(Scaled(), (x,), cluster=2, costs="analytic").run((x, 1.0))

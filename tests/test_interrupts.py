@@ -45,7 +45,7 @@ def test_the_trained_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt) as raised:
         pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
 
-    assert raised.value.__notes__ == ["the pipeline has the weights after the 3 updates before it"]
+    assert raised.value.__notes__ == ["the pipeline has the weights after the 3 updates that were given"]
     trained = pipe.state_dict()
     monkeypatch.undo()
     pipe.load_tensors(start)

@@ -404,7 +404,7 @@ def test_training_that_is_broken_off_keeps_what_it_learned(model: nn.Module, pip
         pipe.load_tensors(start)
         with pytest.raises(error) as raised:
             pipe.train_local(broken, optimizer=sgd)
-        assert raised.value.__notes__ == ["the pipeline has the weights after the 2 updates before it"]
+        assert raised.value.__notes__ == ["the pipeline has the weights after the 2 updates that were given"]
         assert all(torch.equal(tensor, after_two[name]) for name, tensor in pipe.state_dict().items())
 
     pipe.load_tensors(start)

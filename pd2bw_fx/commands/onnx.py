@@ -84,7 +84,8 @@ def _run_onnx(options: argparse.Namespace) -> int:
     inputs = _arrays(options.input)
     outputs = run_onnx_processes(options.folder, inputs, num_microbatches=options.microbatches)
     if options.output is not None:
-        np.savez(options.output, allow_pickle=False, **outputs)
+        with options.output.open("wb") as file:  # by its name: savez adds .npz to others
+            np.savez(file, **outputs)  # type: ignore[arg-type]
     for name, value in outputs.items():
         shown = f" {value}" if value.ndim == 0 else ""
         print(f"{name}: {value.dtype} {value.shape}{shown}")

@@ -355,13 +355,14 @@ class Engine:
         options, the learning rate among them, are the checkpoint's; parameters that were frozen then begin
         with an optimizer state of their own.
 
-        Raises InputError where there is no checkpoint, or it is of another optimizer or of a method that kept
-        fewer weight versions, PlanMismatchError where its parameters or buffers are not this model's by name
-        and shape, or a file of it is missing.
+        Raises InputError where there is no checkpoint, after which the engine is as before. It is torn after
+        an InputError for another optimizer or a method that kept fewer weight versions, and PlanMismatchError
+        where its parameters or buffers are not this model's by name and shape, or a file of it is missing.
         """
         self.flush()
-        with self._fate.shared("reading a checkpoint"):
+        with self._fate.reading_a_batch("looking for a checkpoint", self.updates):
             checkpoint = Checkpoint(folder, rank=self.rank)
+        with self._fate.shared("reading a checkpoint"):
             header = checkpoint.header
             checkpoint.require_model(self.job.parameters, self.job.buffers)
             self._weights.load(checkpoint)

@@ -170,7 +170,9 @@ def _keep_weights(pipeline: Pipeline, workers: _Workers, error: BaseException) -
         result = workers.finish_after_error()
         if result is not None:
             pipeline.load_tensors(result.tensors)
-            error.add_note(f"the pipeline has the weights after the {len(result.losses)} updates before it")
+            error.add_note(
+                f"the pipeline has the weights after the {len(result.losses)} updates that were given"
+            )
 
 
 def _is_false(told: Any) -> bool:
