@@ -165,7 +165,7 @@ class Scaled(nn.Module):
 def test_a_number_that_is_left_out_is_not_the_traced_one_where_the_forward_has_another() -> None:
     x = torch.randn(4, 4)
     pipe = pd2bw_fx.split(Scaled(), (x, 10.0), cluster=2, costs="analytic")
-    assert pipe.run((x, 10.0))["output"].item() > 0
+    assert pipe.run((x, 10.0))["loss"].item() > 0
     for left_out in ((x,), {"x": x}):
         with pytest.raises(InputError, match="the batch has no scale, which the forward would have its"):
             pipe.run(left_out)

@@ -129,3 +129,11 @@ def test_whoever_may_read_other_files_may_read_checkpoints(folder: Path, tmp_pat
 def test_options_that_are_none_are_told() -> None:
     with pytest.raises(InputError, match=r"parameter_options gave None for .*; options of the optimizer"):
         engine(parameter_options=lambda name, parameter: None)
+
+
+def test_an_engine_goes_on_where_there_is_no_checkpoint(tmp_path: Path) -> None:
+    with engine() as made:
+        with pytest.raises(InputError, match="holds no checkpoint"):
+            made.load_checkpoint(tmp_path)
+        assert made.step(torch.randn(4, 4)) > 0
+        assert made.updates == 1
