@@ -77,9 +77,7 @@ class _BeforeDrawing(TorchFunctionMode):
         if not call_draws(func, args, given):
             return func(*args, **given)
         self._begin()
-        if (
-            getattr(func, "__name__", "").partition(".")[0] in RECURRENT
-        ):  # cuDNN's dropout has a state of its own, which no seed reaches
-            with torch.backends.cudnn.flags(enabled=False):
-                return func(*args, **given)
-        return func(*args, **given)
+        # cuDNN's dropout between layers has a state of its own, which no seed reaches.
+        is_recurrent = getattr(func, "__name__", "").partition(".")[0] in RECURRENT
+        with torch.backends.cudnn.flags(enabled=False) if is_recurrent else contextlib.nullcontext():
+            return func(*args, **given)
