@@ -349,8 +349,8 @@ def _require_plain(plain: PlainValue, call: Mapping[str, Any]) -> None:
     if plain.argument not in call:
         if not plain.is_default:
             raise InputError(
-                f"the batch has no {plain}, which the forward would have its default for, and the model was "
-                f"traced with {plain.value!r}, which is in the stages' code; give it, or split without it"
+                f"the batch leaves out {plain}, for which the forward's default is not the {plain.value!r} "
+                "that the model was traced with and that is in the stages' code; give it, or split without it"
             )
         return
     value = call[plain.argument]

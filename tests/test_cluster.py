@@ -101,6 +101,7 @@ def test_a_full_matrix_is_read_row_by_row_as_sender_to_receiver(tmp_path: Path) 
         (two_devices().replace(", [1e-5, 0]", ""), r"latency_s has 1 rows for 2 devices"),
         (two_devices().replace('"slow"', '"fast"'), r"two devices are named 'fast'"),
         (two_devices().replace("memory", "memroy", 1), r"unknown entry 'memroy'"),
+        (two_devices().replace("memory", 'kind = "gpu"\nmemory', 1), r"kind is 'gpu'; 'cpu' or 'cuda' was"),
         (TWO_NODES.replace("[between]", "[betwixt]"), r"unknown entry 'betwixt'"),
         (TWO_NODES.split("[between]")[0], r"\[between\] is missing"),
         (TWO_NODES.replace("inside", "#"), r"node 'a', inside is missing"),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pd2bw_fx.attributes import attributes_kept
+from pd2bw_fx.drawing import SEED_OF_CHECKS
 from pd2bw_fx.errors import Pd2bwError, TraceError
 
 from .chance import calls_by_chance, random_numbers_kept
@@ -21,7 +22,6 @@ from .program import Program
 from .watch import Change, Watch
 
 _MANY = 1000  # calls, after which a condition on their number is another
-_SEED = 8_589_934_583  # none that a forward sets itself
 
 
 class OtherNextTimeError(TraceError):
@@ -119,7 +119,7 @@ def require_nothing_kept(program: Program) -> None:
 
 def _results(program: Program) -> dict[str, torch.Tensor]:
     with state_kept(program), random_numbers_kept():
-        torch.manual_seed(_SEED)
+        torch.manual_seed(SEED_OF_CHECKS)
         given = program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
         return {name: value.detach().clone() for name, value in given.items()}
 

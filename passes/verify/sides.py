@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pd2bw_fx.attributes import model_kept
+from pd2bw_fx.drawing import SEED_OF_CHECKS
 from pd2bw_fx.errors import InputError, VerificationError, models_own_backward
 from pd2bw_fx.graph import OperatorGraph, dtype_name
 from pd2bw_fx.plan import Plan
@@ -203,16 +204,13 @@ def _summed_gradients(
     return sums
 
 
-_SEED = 8_589_934_583  # of both sides: none that a forward sets itself, as they do with 0 and 42
-
-
 class _EachDrawAlike(TorchFunctionMode):
     """For stages that draw in another order: every call of torch's draws from the same seed, and dropout, of
     which layers may do several within a call, passes its input through."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = dict(kwargs or {})
-        torch.manual_seed(_SEED)
+        torch.manual_seed(SEED_OF_CHECKS)
         if function in (nn.functional.dropout, torch.dropout):
             return args[0] if args else kwargs["input"]
         if function is nn.functional.scaled_dot_product_attention:
@@ -228,7 +226,7 @@ def randomness(*, on: bool) -> Iterator[None]:
     """The same random numbers for both sides, and the caller's generator as it was."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(_SEED)
+        torch.manual_seed(SEED_OF_CHECKS)
         if on:
             yield
         else:

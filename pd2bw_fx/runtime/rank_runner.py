@@ -34,10 +34,8 @@ class Pace:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
             self._ended.append(event)
-
-    def wait(self) -> None:
-        while len(self._ended) > _ASKED_AHEAD:
-            self._ended.popleft().synchronize()
+            if len(self._ended) > _ASKED_AHEAD:
+                self._ended.popleft().synchronize()
 
 
 class RankRunner:
@@ -108,7 +106,6 @@ class RankRunner:
             else:
                 if action.kind in coming:
                     self._before_waiting()
-                    self._pace.wait()
                     self._stages[action.stage].expect(action.kind, action.microbatch)
                 self._stages[action.stage].perform(action)
             if self._recorder is not None:
