@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 from pd2bw_fx.actions import Schedule, Shape, Wanted
+from pd2bw_fx.arguments import require_kind
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Calibration, Costs
@@ -133,6 +134,9 @@ class Pipeline:
         Raises InputError for a name that the model does not have, another shape, and unlike values under the
         names of one tied parameter; nothing is replaced then.
         """
+        require_kind("tensors", tensors, Mapping, "a dict of tensors by name (a state_dict)")
+        for name, tensor in tensors.items():
+            require_kind(f"tensors[{name!r}]", tensor, Tensor, "a tensor")
         is_empty = any(tensor.is_meta for tensor in self._tensors.values())
         self._take({name: t.detach() if is_empty else t.detach().clone() for name, t in tensors.items()})
 
@@ -169,6 +173,7 @@ class Pipeline:
 
         Raises PlanMismatchError, InfeasibleError and InputError for what cannot be, as `split(plan=..)` does.
         """
+        require_kind("plan", plan, Plan, "a Plan (Plan.loads(text) reads one)")
         problem = coarsen(self.graph, self.costs, self.cluster)
         setting = {
             name: self.setting[name] for name in ("memory_model", "constraints") if name in self.setting
@@ -339,6 +344,7 @@ class Pipeline:
         """Simulated as the run was, if there was one."""
         if metrics is None:
             return self.simulate()
+        require_kind("metrics", metrics, Metrics, "a Metrics (of a TrainResult, or Metrics.load(folder))")
         return self.simulate(
             method=metrics.method,
             microbatches_per_update=metrics.microbatches_per_update,

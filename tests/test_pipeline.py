@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import networkx
 import pytest
@@ -35,6 +37,7 @@ def test_weights_take_the_models_type_and_go_to_all_their_names(pipe: pd2bw_fx.P
 @pytest.mark.parametrize(
     ("tensors", "error"),
     [
+        ({"head.weight": 3.0}, "tensors['head.weight'] is 3.0; a tensor was expected"),
         ({"head.wait": torch.zeros(3)}, "GPT has no tensor named 'head.wait'"),
         ({"head.weight": torch.zeros(3)}, "'head.weight' has shape (3,), and GPT's has (256, 16)"),
         (
@@ -44,7 +47,7 @@ def test_weights_take_the_models_type_and_go_to_all_their_names(pipe: pd2bw_fx.P
     ],
 )
 def test_weights_that_cannot_be_are_refused_and_none_replaced(
-    pipe: pd2bw_fx.Pipeline, tensors: dict[str, Tensor], error: str
+    pipe: pd2bw_fx.Pipeline, tensors: dict[str, Any], error: str
 ) -> None:
     before = pipe.state_dict()
 
@@ -53,6 +56,20 @@ def test_weights_that_cannot_be_are_refused_and_none_replaced(
 
     after = pipe.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_what_is_no_dict_plan_or_metrics_is_refused_in_one_line(
+    pipe: pd2bw_fx.Pipeline, tmp_path: Path
+) -> None:
+    wrong: Any = 3
+
+    with pytest.raises(InputError, match="tensors is 3; a dict of tensors by name"):
+        pipe.load_tensors(wrong)
+    with pytest.raises(InputError, match="plan is 3; a Plan"):
+        pipe.check_plan(wrong)
+    with pytest.raises(InputError, match="metrics is 3; a Metrics"):
+        pipe.report(tmp_path / "report.html", metrics=wrong)
+    assert not list(tmp_path.iterdir())
 
 
 def test_arguments_of_a_model_that_is_not_given_are_not_passed_over(pipe: pd2bw_fx.Pipeline) -> None:
