@@ -9,7 +9,6 @@ from typing import Any
 import networkx
 import pytest
 import torch
-from torch import Tensor
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError
