@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, Self
 
+from pd2bw_fx.units import counted
+
 
 class Kind(StrEnum):
     """A backward is whole (B), or stands in two halves: the gradients of the stage's inputs (I), after which
@@ -109,6 +111,10 @@ class Schedule:
     drained: bool
     weight_versions: int  # alive at any one time, at the stage with most
     shape: Shape | None = None  # what it was built for; None in a list written by hand
+
+    def __repr__(self) -> str:
+        parts = counted(len(self.updates), "update"), counted(self.microbatches_per_update, "microbatch")
+        return f"<Schedule of {self.method}: {parts[0]} of {parts[1]} on {counted(len(self.ranks), 'rank')}>"
 
     def then(self, later: Schedule) -> Schedule:
         """This segment and the one that follows it, as one."""

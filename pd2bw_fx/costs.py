@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self, TypeAlias
 
 from pd2bw_fx.arguments import require_whole_number
+from pd2bw_fx.units import counted
 
 Work: TypeAlias = tuple[float, float]  # arithmetic operations, and bytes of memory traffic
 
@@ -52,6 +53,9 @@ class Costs:
     microbatch_size: int | None
     origin: str
     note: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Costs of {counted(len(self.operators), 'operator')} on {self.device}, {self.origin}>"
 
     @property
     def forward_s(self) -> float:

@@ -70,6 +70,9 @@ class Explanation:
     def binding(self) -> tuple[Slack, ...]:
         return tuple(slack for slack in self.slacks if slack.is_tight)
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         lines = [f"bottleneck {format_seconds(self.bottleneck_s)}, at best {format_seconds(self.bound_s)}"]
         lines += [line for cut in self.cuts for line in self._cut_lines(cut)]

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange
+from pd2bw_fx.units import counted
 
 if TYPE_CHECKING:
     from pd2bw_fx.program import FxProgram
@@ -149,6 +150,10 @@ class OperatorGraph:
     fx: FxProgram | None = field(default=None, compare=False, repr=False)
     root: nn.Module | None = field(default=None, compare=False, repr=False)
     changing: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)  # see `Traced`
+
+    def __repr__(self) -> str:
+        held = counted(len(self.parameters), "parameter")
+        return f"<OperatorGraph of {self.model_name}: {counted(len(self.operators), 'operator')}, {held}>"
 
     def digraph(self) -> nx.DiGraph[str]:
         """Nodes are operator names (attribute `operator`), edges go from producer to consumer."""

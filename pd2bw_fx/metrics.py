@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 from pd2bw_fx.actions import Kind
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.timeline import Event, Timeline
+from pd2bw_fx.units import counted
 
 SCHEMA = 1
 FILE = "metrics.json"
@@ -46,6 +47,9 @@ class Metrics:
     first_update: int = 0
     records: tuple[Record, ...] = field(default=(), repr=False)
     replicas: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Metrics of {self.method}: {told_losses(self.losses)}>"
 
     @property
     def throughput(self) -> float:
@@ -119,6 +123,13 @@ class Metrics:
             records=tuple(Record(*record) for record in data["records"]),
             replicas=None if data.get("replicas") is None else tuple(map(int, data["replicas"])),
         )
+
+
+def told_losses(losses: Sequence[float]) -> str:
+    """ "1000 updates, loss 5.180 to 2.312"."""
+    if not losses:
+        return "no updates"
+    return f"{counted(len(losses), 'update')}, loss {losses[0]:.4g} to {losses[-1]:.4g}"
 
 
 def _file(path: str | Path) -> Path:

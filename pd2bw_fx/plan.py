@@ -150,6 +150,9 @@ class Plan:
         count = f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
         return f"{near}: no plan of {count} is faster than {format_seconds(self.bound_s)}"
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         """A line for each stage; `Pipeline` prints what is in them, and `dumps` says everything."""
         lines = [

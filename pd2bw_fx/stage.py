@@ -73,6 +73,10 @@ class StageProgram:
     ties: Mapping[str, str]
     draws: tuple[int, ...] = ()
 
+    def __repr__(self) -> str:
+        lines = counted(self.source.count("\n"), "line")
+        return f"<StageProgram of stage {self.stage}: {self.class_name}, {lines}>"
+
     def to_json(self) -> dict[str, Any]:
         """Everything but the source, which has a file of its own."""
         return {
@@ -107,6 +111,9 @@ class Stage:
 
     program: StageProgram
     module: nn.Module
+
+    def __repr__(self) -> str:
+        return f"<Stage {self.program.stage}: {self.program.class_name}>"
 
     @property
     def source(self) -> str:

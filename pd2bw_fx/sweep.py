@@ -46,6 +46,9 @@ class Sweep:
     def best(self) -> Setting:
         return self.settings[0]
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         lines = [str(setting) for setting in self.settings]
         lines += [f"{name}: {reason.partition(':')[0]}" for name, reason in self.skipped]

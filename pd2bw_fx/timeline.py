@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 from pd2bw_fx.actions import Kind
+from pd2bw_fx.units import counted, format_seconds
 
 SCHEMA = 1
 
@@ -57,6 +58,10 @@ class Timeline:
     microbatches_per_update: int
     events: tuple[Event, ...]
     origin: str = "simulated"  # or "measured"
+
+    def __repr__(self) -> str:
+        actions = f"{counted(len(self.events), 'action')} of {counted(self.num_ranks, 'rank')}"
+        return f"<Timeline of {self.method}, {self.origin}: {actions} in {format_seconds(self.span_s)}>"
 
     def of_rank(self, rank: int) -> Iterator[Event]:
         return (event for event in self.events if event.rank == rank)

@@ -29,8 +29,26 @@ class _Candidate:
     microbatch_size: int
     microbatches: int
     problem: Problem
-    ticks: int  # times the bottleneck that an update takes
-    floor_s: float
+    drains: bool  # the pipeline, after each update
+    work_s: float  # of all blocks in one microbatch, each on the device that is fastest at it
+
+    def update_s(self, bottleneck_s: float, stages_s: float) -> float:
+        """Of an update whose stages take `stages_s` together for a microbatch.
+
+        2BW never drains its pipeline; in the others the first microbatch goes through all stages alone.
+        """
+        if not self.drains:
+            return self.microbatches * bottleneck_s
+        return stages_s + (self.microbatches - 1) * bottleneck_s
+
+    def bound_s(self, bottleneck_s: float) -> float:
+        """No update is faster whose slowest stage takes so long at least."""
+        return self.update_s(bottleneck_s, max(bottleneck_s, self.work_s))
+
+    @property
+    def floor_s(self) -> float:
+        """No stage is faster than the largest block, nor than an equal share of all work."""
+        return self.bound_s(max(max(_fastest(self.problem)), self.work_s / self.num_stages))
 
     @property
     def name(self) -> str:
@@ -130,8 +148,8 @@ def _planned(
         candidate.num_replicas,
         candidate.microbatch_size,
         candidate.microbatches,
-        update_s=plan.bottleneck_s * candidate.ticks,
-        bound_s=plan.bound_s * candidate.ticks,
+        update_s=candidate.update_s(plan.bottleneck_s, sum(stage.load_s for stage in plan.stages)),
+        bound_s=candidate.bound_s(plan.bound_s),
         plan=plan,
     )
 
@@ -153,16 +171,14 @@ def _candidates(
                 if rest or microbatches < 1 or not fits or (method == "2bw" and microbatches < stages):
                     continue
                 summed = _with_sums(problem, cluster, replicas, microbatches)
-                # 2BW never drains its pipeline; the others do after each update.
-                ticks = microbatches if method == "2bw" else microbatches + stages - 1
-                floor_s = _floor_s(summed, stages) * ticks
-                yield _Candidate(stages, replicas, microbatch_size, microbatches, summed, ticks, floor_s)
+                work_s = sum(_fastest(summed))
+                drains = method != "2bw"
+                yield _Candidate(stages, replicas, microbatch_size, microbatches, summed, drains, work_s)
 
 
-def _floor_s(problem: Problem, num_stages: int) -> float:
-    """No stage is faster than the largest block, nor than an equal share of all work."""
-    fastest = [min(map(sum, zip(block.forward_s, block.backward_s, strict=True))) for block in problem.blocks]
-    return max(max(fastest), sum(fastest) / num_stages)
+def _fastest(problem: Problem) -> list[float]:
+    """Seconds of each block, on the device that is fastest at it."""
+    return [min(map(sum, zip(block.forward_s, block.backward_s, strict=True))) for block in problem.blocks]
 
 
 def _with_sums(problem: Problem, cluster: Cluster, replicas: int, microbatches: int) -> Problem:

@@ -65,6 +65,9 @@ class Verification:
     def exact(self) -> bool:
         return self.worst.largest == 0
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         compared = f"{len(self.differences)} outputs, gradients and buffers compared with the model's"
         if self.exact:

@@ -18,6 +18,9 @@ class Picture:
     svg: str
     timeline: Timeline | None = None
 
+    def __repr__(self) -> str:
+        return f"<Picture: {len(self.svg)} characters of SVG>"
+
     def save(self, path: str | Path) -> None:
         """As .svg or .png; a timeline also as .json, for Perfetto and chrome://tracing.
 

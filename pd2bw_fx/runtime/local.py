@@ -30,7 +30,7 @@ from pd2bw_fx.actions import Wanted
 from pd2bw_fx.arguments import require_function, require_kind, require_whole_number
 from pd2bw_fx.cluster import cores_each
 from pd2bw_fx.errors import InputError, WorkerError
-from pd2bw_fx.metrics import Metrics
+from pd2bw_fx.metrics import Metrics, told_losses
 from pd2bw_fx.module import require_operators
 from pd2bw_fx.passes.schedule import registered_method
 from pd2bw_fx.process_settings import ProcessSettings
@@ -81,6 +81,9 @@ class TrainResult:
     tensors: Mapping[str, Tensor] = field(repr=False)
     metrics: Metrics = field(repr=False)
     numbers: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<TrainResult: {told_losses(self.losses)}>"
 
 
 def train_local(
