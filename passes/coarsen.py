@@ -33,6 +33,11 @@ def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
     """
     placed = [operator for operator in graph.operators.values() if not operator.is_replicable]
     needed = _needed(graph)
+    if not graph.outputs:
+        raise InputError(
+            f"{graph.model_name} returns no tensor; its forward is to return the loss, or what loss_fn "
+            "takes, and not what .item() makes of it"
+        )
     if not any(operator.name in needed for operator in placed):
         raise InputError(
             f"{graph.model_name} has no operator to place: its outputs depend on its inputs alone and on no "

@@ -88,7 +88,11 @@ def test_a_saved_pipeline_has_its_plan(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["plan", folder]) == 0
     assert "method gpipe" in capsys.readouterr().out
 
-    for words in (["plan", folder, "--method", "1f1b"], ["simulate", folder, "--num-stages", "1"]):
+    for words in (
+        ["plan", folder, "--method", "1f1b"],
+        ["simulate", folder, "--num-stages", "1"],
+        ["train", folder, "--chunks", "3"],
+    ):
         assert main(words) == 2
         assert f"leave out {words[2]}" in capsys.readouterr().err
     assert main(["simulate", folder, "--method", "1f1b", "--microbatches", "6"]) == 0

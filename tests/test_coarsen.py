@@ -272,6 +272,19 @@ def test_a_model_whose_outputs_need_no_parameter_is_refused() -> None:
         pd2bw_fx.split(Square(), torch.randn(3, 4), cluster=1, costs="analytic")
 
 
+def test_a_model_that_returns_no_tensor_is_refused() -> None:
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> float:
+            return self.linear(x).mean().item()
+
+    with pytest.raises(InputError, match=r"Told returns no tensor; .* not what \.item\(\) makes of it"):
+        pd2bw_fx.split(Told(), torch.randn(3, 4), cluster=1, costs="analytic")
+
+
 def test_a_device_that_states_its_rates_is_estimated_by_them() -> None:
     model = build("mlp")
     first, *others = Cluster.uniform(4).devices

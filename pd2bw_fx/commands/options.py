@@ -14,9 +14,10 @@ from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.plan import Plan
 
 # Options -> arguments of `split`. Those of a run are of a saved pipeline too, for simulate and train.
-_OF_A_RUN = {"method": "method", "chunks": "chunks", "microbatches": "microbatches_per_update"}
+_OF_A_RUN = {"method": "method", "microbatches": "microbatches_per_update"}
 _OF_A_PLAN = {
     "num_stages": "num_stages",
+    "chunks": "chunks",
     "replicas": "replicas",
     "recompute": "recompute",
     "constraints": "constraints",
