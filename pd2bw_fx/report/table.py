@@ -30,7 +30,10 @@ def plan_table(graph: OperatorGraph, costs: Costs, plan: Plan) -> str:
 
 
 def headline(graph: OperatorGraph, plan: Plan) -> str:
-    operators, stages = counted(len(graph.operators), "operator"), counted(plan.num_stages, "stage")
+    placed = sum(
+        len(stage.operators) for stage in plan.stages
+    )  # sizes of inputs are read wherever they are used
+    operators, stages = counted(placed, "operator"), counted(plan.num_stages, "stage")
     microbatches = counted(plan.microbatches_per_update, "microbatch")
     return f"{graph.model_name}: {operators} on {stages}, method {plan.method}, {microbatches} an update"
 
