@@ -10,7 +10,7 @@ import pytest
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import PlanMismatchError
-from pd2bw_fx.passes.partition import explain, partition
+from pd2bw_fx.passes.partition import check_plan, explain, partition
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
 
@@ -107,6 +107,32 @@ def test_what_binds_is_the_slowest_stage_and_the_memory_that_forces_recomputatio
     text = str(explained)
     assert "cut 0 | 1: 20 B cross: v" in text
     assert "what would help:" in text
+
+
+def test_memory_without_recomputation_is_that_of_the_same_plan_without_it() -> None:
+    """Here the optimizer's step takes more than a microbatch that is recomputed, and less than all kept."""
+    problem, cluster = tight()
+    problem = dataclasses.replace(
+        problem, parameters={name: ParameterSize(2**31) for name in problem.parameters}
+    )
+
+    def of(memory_bytes: int) -> Cluster:
+        devices = (dataclasses.replace(device, memory_bytes=memory_bytes) for device in cluster.devices)
+        return dataclasses.replace(cluster, devices=tuple(devices))
+
+    plan = partition(problem, of(20 * 2**30), recompute="auto", method="1f1b")
+    stages = tuple(dataclasses.replace(stage, recompute=False) for stage in plan.stages)
+    kept = check_plan(dataclasses.replace(plan, stages=stages), problem, of(2**60))
+
+    explained = explain(plan, problem, of(20 * 2**30), recompute="auto")
+
+    told = {slack.what: slack.used for slack in explained.binding if "recomputed" in slack.what}
+    assert told == {
+        f"memory of {stage.place} if nothing is recomputed": kept.stages[stage.stage].memory.total_bytes
+        for stage in plan.stages
+        if stage.recompute
+    }
+    assert told
 
 
 def test_plan_of_another_problem_is_refused() -> None:

@@ -22,7 +22,7 @@ from .choices import Choices, Deadline
 from .constrain import constrain
 from .face import partition
 from .handing_on import search_with_routes
-from .instance import Flags, Instance, Integers, evaluate
+from .instance import Flags, Instance, Integers, Loads, evaluate
 from .kept import METHODS
 from .reader import Reader, check_problem, topological_order
 from .replicas import GradientSums, KeepingCopies, partition_replicated, shared_out, stashing
@@ -191,7 +191,8 @@ class _Cuts:
 
 
 def _slacks(plan: Plan, instance: Instance, stage_of: Integers) -> Iterator[Slack]:
-    loads = evaluate(instance, stage_of) if plan.replicas else routed(instance, stage_of)[1]
+    loads = _loads(plan, instance, stage_of)
+    kept = _loads(plan, replace(instance, recompute=False), stage_of)
     for stage in plan.stages:
         at = stage.stage
         work_s = float(loads.work_s[at] + loads.again_s[at])
@@ -204,8 +205,12 @@ def _slacks(plan: Plan, instance: Instance, stage_of: Integers) -> Iterator[Slac
         limit = float(instance.limit_bytes[at])
         yield Slack(f"memory of {_each(stage)}", float(loads.memory_bytes[at]), limit, "bytes")
         if instance.recompute == "auto" and stage.recompute:
-            kept = loads.memory_bytes[at] + loads.saved_bytes[at] * (instance.in_flight[at] - 1)
-            yield Slack(f"memory of {_each(stage)} if nothing is recomputed", float(kept), limit, "bytes")
+            what = f"memory of {_each(stage)} if nothing is recomputed"
+            yield Slack(what, float(kept.memory_bytes[at]), limit, "bytes")
+
+
+def _loads(plan: Plan, instance: Instance, stage_of: Integers) -> Loads:
+    return evaluate(instance, stage_of) if plan.replicas else routed(instance, stage_of)[1]
 
 
 def _each(stage: StagePlan) -> str:
