@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from pd2bw_fx.program import FxProgram
 
 OF_A_MAP = " of a map"
+# In an operator's meta, by the key of a call in nn_module_stack: (place, name, of how many) of the argument
+# that its value is to the call, and of the result that it is of the call; "" where the author gave no name.
+GIVEN_AS, RETURNED_AT = "given_as", "returned_at"
 
 
 @dataclass(frozen=True, slots=True)

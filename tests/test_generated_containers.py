@@ -117,10 +117,10 @@ class SequentialStage1(nn.ModuleDict):
     def __init__(self) -> None:
         super().__init__({"3": nn.Linear(8, 5), "4": nn.Sigmoid()})
 
-    def forward(self, input_: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         for block in self.values():
-            input_ = block(input_)
-        return input_
+            hidden = block(hidden)
+        return hidden
 """
 
 
@@ -166,7 +166,7 @@ def test_a_loop_goes_over_the_part_of_a_container_in_a_container(tmp_path: Path)
     first, second = halves(Stacked(), {"levels.1.2": 0, "levels.1.3": 1}, tmp_path)
 
     assert "*(Unit() for _ in range(2))" in first
-    assert "for block in self.levels[1]:\n            hidden = block(hidden)" in first
+    assert "for block in self.levels[1]:\n            x = block(x)" in first
     assert "Unit()" in second
 
 

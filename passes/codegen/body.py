@@ -18,7 +18,7 @@ from .limits import is_asked_for_a_limit
 from .naming import is_final, operator_name, outer_name, place_in_mask
 from .scopes import Line, Scope, line_at
 from .stage_tree import StageTree, occurrences
-from .statements import assigned_names, makes_one_by_one
+from .statements import calls_one, makes_one_by_one
 
 _MOST_FOLDED = 40  # items of a statement; one of fewer is too long for a line already
 # no_grad, autocast, and a number that tells apart autocast regions which are alike and touch.
@@ -62,8 +62,10 @@ class Body:
         return tensors_read(self.tree.graph, item)
 
     def line(self, item: fx.Node | Scope) -> Line | None:
-        node = next(item.nodes) if isinstance(item, Scope) else item
-        return line_at(node, self.scope.depth)
+        if not isinstance(item, Scope):
+            return line_at(item, self.scope.depth)
+        line = line_at(next(item.nodes), self.scope.depth)
+        return line if line is None or item.function is None else line.of_the_forward
 
     def region(self, item: fx.Node | Scope) -> Region:
         return self._regions[id(item)]
@@ -137,9 +139,13 @@ class Body:
     def author_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
         """What the author's statement calls its result, if this is it."""
         line = self.line(item)
-        names = assigned_names(line.code) if line is not None else ()
+        names = line.assigned if line is not None else ()
         if len(names) > 1:
             return self._names_by_place.get(id(item))
+        if line is not None and names and isinstance(item, Scope):
+            is_one = item.result(result).number <= 1 or not calls_one(line.code, item.path)
+            if not is_one:
+                return None  # the name is of them all
         if not names:
             return self._names_by_place.get(id(item)) or outer_name(result, self.scope.depth)
         return names[0] if names[0] != "_" and is_final(result, self.scope.depth) else None
@@ -151,9 +157,7 @@ class Body:
         for line, group in itertools.groupby(self.items, key=self.line):
             names: tuple[str, ...] = ()
             if line is not None and makes_one_by_one(line.code):
-                names = assigned_names(line.code) or (
-                    assigned_names(line.outer[-1].code) if line.outer else ()
-                )
+                names = line.assigned or (line.outer[-1].assigned if line.outer else ())
             final = [item for item in group if self._makes_what_is_assigned(item)] if names else []
             if len(final) == len(names):
                 both = zip(final, names, strict=True)

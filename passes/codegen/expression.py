@@ -31,9 +31,16 @@ class Source:
 class Scene:
     """What spelling needs of its surroundings."""
 
-    def __init__(self, expression: Callable[[fx.Node], Source], device: Callable[[], str]) -> None:
+    def __init__(
+        self, expression: Callable[[fx.Node], Source], device: Callable[[], str], *, is_training: bool = True
+    ) -> None:
         self.expression = expression
         self.device = device  # source for the device of a tensor at hand
+        self._is_training = is_training  # the model that was traced
+
+    def mode(self, value: Any) -> str:
+        """Whether to do as in training: what does so in evaluation already always does."""
+        return "False" if value is not True else "self.training" if self._is_training else "True"
 
     def text(self, value: Any) -> str:
         """An operand or constant as an argument."""

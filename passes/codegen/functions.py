@@ -27,15 +27,14 @@ def _layer_norm(values: Mapping[str, Any], scene: Scene) -> Source:
 
 def _dropout(values: Mapping[str, Any], scene: Scene) -> Source:
     tensor, rate = scene.text(values["input"]), literal(values["p"])
-    training = "self.training" if values["train"] is True else "False"
-    return Source(f"F.dropout({tensor}, {rate}, training={training})")
+    return Source(f"F.dropout({tensor}, {rate}, training={scene.mode(values['train'])})")
 
 
 def _instance_norm(values: Mapping[str, Any], scene: Scene) -> Source:
     statistics = given(values, "running_mean", "running_var")
     kwargs = {name: scene.text(v) for name, v in (statistics | given(values, "weight", "bias")).items()}
     if statistics.get("running_mean") is not None:
-        kwargs["use_input_stats"] = "self.training" if values["use_input_stats"] is True else "False"
+        kwargs["use_input_stats"] = scene.mode(values["use_input_stats"])
         kwargs["momentum"] = literal(values["momentum"])
     kwargs = {name: text for name, text in kwargs.items() if text != "None"}
     texts = [scene.text(values["input"]), *(f"{name}={text}" for name, text in kwargs.items())]
@@ -45,7 +44,8 @@ def _instance_norm(values: Mapping[str, Any], scene: Scene) -> Source:
 def _attention(values: Mapping[str, Any], scene: Scene) -> Source:
     kwargs = {name: scene.text(v) for name, v in given(values, "attn_mask").items()}
     if values.get("dropout_p", 0.0):
-        kwargs["dropout_p"] = f"{literal(values['dropout_p'])} if self.training else 0.0"
+        rate, mode = literal(values["dropout_p"]), scene.mode(value=True)
+        kwargs["dropout_p"] = rate if mode == "True" else f"{rate} if {mode} else 0.0"
     kwargs |= {n: scene.text(v) for n, v in given(values, "is_causal", "scale", "enable_gqa").items()}
     texts = [scene.text(values[name]) for name in ("query", "key", "value")]
     texts += [f"{name}={text}" for name, text in kwargs.items()]
@@ -55,7 +55,7 @@ def _attention(values: Mapping[str, Any], scene: Scene) -> Source:
 def _batch_norm(values: Mapping[str, Any], scene: Scene) -> Source:
     statistics = [scene.text(values.get(name)) for name in ("running_mean", "running_var")]
     affine = [scene.text(values.get(name)) for name in ("weight", "bias")]
-    training = "self.training" if values["training"] is True else "False"
+    training = scene.mode(values["training"])
     if values.get("running_mean") is None:  # the batch's own statistics, in evaluation too
         training = "True"
     rates = [literal(values["momentum"]), literal(values["eps"])]

@@ -26,7 +26,7 @@ from .naming import (
 from .scopes import Scope
 from .spell import spell
 from .stage_tree import DEVICE, StageTree, walk
-from .statements import assigned_names, takes_apart
+from .statements import calls_one, takes_apart
 
 _LONGEST_FOLDED = 88  # characters of a line that still reads well with its parts folded in
 _SHORT_OPERAND = 40  # of an operand that has a line to itself where the whole is laid out over several
@@ -139,7 +139,7 @@ class _Draft:
         if isinstance(item, Scope) and item.function is not None:
             return self._free(item.function, index)
         if self.body.tree.is_link(self.body.scope, result):
-            return self._free("hidden", index)
+            return self._free(self._link_name(index, item), index)
         state = state_name(self.body.tree, result) if self.body.is_recurrent(item) else None
         if state is not None:
             return self._free(state, index)
@@ -153,20 +153,31 @@ class _Draft:
             wanted = port
         if wanted is not None and not self._is_live(wanted, index):
             return wanted
-        return self._free(result_name(item, result), index)
+        is_one = len(self.body.results(item)) == 1
+        return self._free(result_name(item if is_one else result, result), index)
+
+    def _link_name(self, index: int, item: fx.Node | Scope) -> str:
+        """`x = block(x)` of a chain, where nobody needs the x before any more."""
+        before = [node for node in self.body.operands_of(item) if node in self.bound]
+        is_over = len(before) == 1 and self.folding.last_use(before[0]) <= index
+        return self.bound[before[0]] if is_over else "hidden"
 
     def _handed_on_name(self, item: fx.Node | Scope) -> str | None:
         source = hands_on(item)
         return None if source is None else self.bound.get(source)
 
     def _inner_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
-        """For `hidden, balance = block(hidden)`: what the block calls them, the rest by elimination."""
+        """For `hidden, balance = block(hidden)`: by their places in what the block returns, else what the
+        block calls them, the rest by elimination."""
         if not isinstance(item, Scope) or item.is_of_a_map:
             return None
+        line = self.body.line(item)
+        targets = line.assigned if line is not None else ()
+        place = item.result(result).place
+        if line is not None and calls_one(line.code, item.path) and place < len(targets) > 1:
+            return targets[int(place)] if targets[int(place)] != "_" else None
         results = self.body.results(item)
         inner = {r: name_within(self.body.tree, r, item.depth) for r in results}
-        line = self.body.line(item)
-        targets = assigned_names(line.code) if line is not None else ()
         if len(targets) == len(results) and inner[result] not in targets:
             left = [name for name in targets if name not in inner.values()]
             unnamed = [r for r in results if inner[r] not in targets]
@@ -229,7 +240,7 @@ class _Draft:
     def _tuple_target(self, index: int, item: fx.Node | Scope, elements: dict[int, fx.Node | None]) -> str:
         line = self.body.line(item)
         is_its = line is not None and self._makes_the_names_of(line.code, item, elements)
-        wanted = assigned_names(line.code) if line is not None and is_its else ()
+        wanted = line.assigned if line is not None and is_its else ()
         names: list[str] = []
         for place, element in elements.items():
             if element is None:
@@ -262,10 +273,13 @@ class _Draft:
     def _source(self, item: fx.Node | Scope) -> Source:
         if isinstance(item, Scope):
             given = self.body.tree.call_arguments(item)
-            texts = [Scene(self._expression, self._device).text(argument) for argument in given]
+            texts = [self._scene().text(argument) for argument in given]
             texts += [self._size(symbol).text for symbol in self.body.tree.symbols(item)]
             return Source(self.call_text(self.body.scope, item, texts))
-        return spell(item, Scene(self._expression, self._device))
+        return spell(item, self._scene())
+
+    def _scene(self) -> Scene:
+        return Scene(self._expression, self._device, is_training=self.body.tree.model.training)
 
     def _expression(self, node: fx.Node) -> Source:
         if node in self.sources:
@@ -273,7 +287,7 @@ class _Draft:
         if is_size(self.body.tree.graph, node):
             symbol = size_symbol(self.body.tree.graph, node)
             if symbol is None:
-                return spell(node, Scene(self._expression, self._device))
+                return spell(node, self._scene())
             return self._size(symbol)
         path = self.body.tree.parameter(self.body.scope, node) if node.op == "get_attr" else None
         assert path is not None, f"{node.name} is not within reach of {self.body.scope.path!r}"
@@ -293,8 +307,10 @@ class _Draft:
             standing = [node for node in bearers if node in self.body.reads]
             assert standing, f"no tensor of {self.body.scope.path!r} has the size {symbol}"
             self.lost_sizes.add((standing[0], self.position))
-        shape = self.body.tree.shape(standing[0])
-        return Source(f"{self.bound[standing[0]]}.shape[{shape.index(symbol)}]")
+        item = self.body.items[self.position] if self.position < self.folding.end else None
+        own = [node for node in self.body.operands_of(item) if node in standing] if item is not None else []
+        bearer = (own or standing)[0]
+        return Source(f"{self.bound[bearer]}.shape[{self.body.tree.shape(bearer).index(symbol)}]")
 
     def _device(self) -> str:
         if DEVICE in self.body.symbols:
@@ -360,9 +376,9 @@ class _Draft:
     def _comment(
         self, item: fx.Node | Scope, results: Sequence[fx.Node]
     ) -> tuple[str, tuple[int | str, ...]]:
-        """The author's line (torch's own of a Sequential says nothing), and the shape where it changes."""
+        """The author's line (torch's own say nothing), and the shape where it changes."""
         line = self.body.line(item)
-        place = "" if line is None or line.is_in_container else plain(str(line))
+        place = "" if line is None or line.module_of_torch else plain(str(line))
         if len(results) != 1:
             return place, ()
         shape = self.body.tree.shape(results[0])

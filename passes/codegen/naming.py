@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 
 from pd2bw_fx.custom_function import custom_function
+from pd2bw_fx.graph import RETURNED_AT
 from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 
 from .layers import LAYERS_GIVING_TUPLES
 from .literals import identifier
-from .scopes import Scope, line_at, module_calls
+from .scopes import Line, Scope, line_at, module_calls
 from .stage_tree import StageTree
-from .statements import assigned_names, calls_one, is_outermost
+from .statements import calls_one, is_outermost
 
 # What a value is called that its author gave no name.
 _RESULT_NAMES = {
@@ -98,10 +98,14 @@ def is_final(node: fx.Node, depth: int) -> bool:
     reads what it assigns and the value is of its outermost operation.
     """
     line, calls = line_at(node, depth), module_calls(node)[:depth]
-    beside = [u for u in node.users if line_at(u, depth) == line and module_calls(u)[:depth] == calls]
-    if not beside or line is None:
+    if line is None:
         return True
-    return is_outermost(line.code, operator_name(node), is_call=len(module_calls(node)) > depth)
+    chain = line.chain
+    readers = [line_at(u, depth) for u in node.users if module_calls(u)[:depth] == calls]
+    # On the line itself, or in a function that it calls.
+    beside = [reader for reader in readers if reader is not None and reader.chain[: len(chain)] == chain]
+    is_call = len(module_calls(node)) > depth
+    return not beside or is_outermost(line.code, operator_name(node), is_call=is_call)
 
 
 def outer_name(node: fx.Node, depth: int) -> str | None:
@@ -110,11 +114,11 @@ def outer_name(node: fx.Node, depth: int) -> str | None:
     if line is None:
         return None
     readers = [line_at(u, depth) for u in node.users if module_calls(u)[:depth] == calls]
-    chains = [(*reader.outer, replace(reader, outer=())) for reader in readers if reader is not None]
+    chains = [reader.chain for reader in readers if reader is not None]
     for place in reversed(range(len(line.outer))):
         if any(chain[: place + 1] == line.outer[: place + 1] for chain in chains):
             return None
-        names = assigned_names(line.outer[place].code)
+        names = line.outer[place].assigned
         if len(names) == 1 and names[0] != "_":
             return names[0]
         if names:
@@ -126,12 +130,23 @@ def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
     """The author's name for a value in the outermost body at this depth or below that has one."""
     for inner in range(depth, len(module_calls(node)) + 1):
         line = line_at(node, inner)
-        names = assigned_names(line.code) if line is not None else ()
+        names = line.assigned if line is not None else ()
+        if line is not None and names and _is_one_of_several(node, line, inner):
+            continue
         if len(names) == 1 and names[0] != "_" and is_final(node, inner):
             return names[0]
         if not names and (name := outer_name(node, inner)) is not None:
             return name
     return None
+
+
+def _is_one_of_several(node: fx.Node, line: Line, depth: int) -> bool:
+    """Whether `rope = self.rotary(x)` is a tuple, and this is in it."""
+    calls = module_calls(node)
+    if depth >= len(calls) or len(line.assigned) != 1 or not calls_one(line.code, calls[depth][1]):
+        return False
+    key, path, kind = calls[depth]
+    return Scope(path, kind, key, depth).result(node).number > 1
 
 
 def state_name(tree: StageTree, node: fx.Node) -> str | None:
@@ -142,7 +157,7 @@ def state_name(tree: StageTree, node: fx.Node) -> str | None:
         return None
     place = int(str(node.args[1]))
     line = line_at(node, len(calls) - 1)
-    names = assigned_names(line.code) if line is not None and calls_one(line.code, calls[-1][1]) else ()
+    names = line.assigned if line is not None and calls_one(line.code, calls[-1][1]) else ()
     has_pair = isinstance(layer, nn.LSTM)  # output, (hidden, cell)
     name = names[place] if len(names) == 2 and place < (1 if has_pair else 2) else "_"
     own = ("hidden", "cell") if isinstance(layer, nn.LSTMCell) else ("output", "hidden", "cell")
@@ -153,6 +168,8 @@ def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     """What a body calls a value that it is given."""
     if node.op == "placeholder" and not scope.path:
         return identifier(node.name)
+    if own := scope.argument(node).name:
+        return identifier(own)
     inside = any((key, path) == (scope.key, scope.path) for key, path, _ in module_calls(node))
     if not inside and scope.path and scope.function is None and len(tree.reads(scope)) == 1:
         first = next(iter(inspect.signature(tree.modules[scope.path].forward).parameters.values()), None)
@@ -161,17 +178,26 @@ def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     if node.op == "placeholder":
         return identifier(node.name)
     depth = scope.depth if inside or scope.function is not None else max(scope.depth - 1, 0)
-    own = state_name(tree, node) or name_within(tree, node, depth)
-    if own is not None:
-        return own
+    named = state_name(tree, node) or name_within(tree, node, depth)
+    if named is not None:
+        return named
     line = line_at(node, len(module_calls(node)))  # its own: further out, other things are taken apart
-    names = assigned_names(line.code) if line is not None else ()
+    names = line.assigned if line is not None else ()
     if len(names) > 1 and getattr(node.target, "__name__", "") == "getitem":
         place: Any = node.args[1]
         if isinstance(place, int) and place < len(names) and names[place] != "_":
             return names[place]
+    if _is_link(node):
+        return "hidden"
     source = hands_on(node)
     return result_name(node, node) if source is None else argument_name(tree, scope, source)
+
+
+def _is_link(node: fx.Node) -> bool:
+    """Whether one member of an nn.Sequential gives it, and the next takes it."""
+    returned = node.meta.get(RETURNED_AT, {})
+    lines = [line_at(node, depth) for depth, (key, *_) in enumerate(module_calls(node)) if key in returned]
+    return any(line is not None and line.is_of_a_sequential for line in lines)
 
 
 def result_name(item: fx.Node | Scope, result: fx.Node) -> str:

@@ -6,13 +6,14 @@ stage's tree is found by reading its operators from first to last.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx, nn
 
-from pd2bw_fx.graph import OF_A_MAP, OperatorGraph
+from pd2bw_fx.graph import GIVEN_AS, OF_A_MAP, RETURNED_AT, OperatorGraph
 
 from .cut import is_size
 from .statements import assigned_names
@@ -20,7 +21,7 @@ from .statements import assigned_names
 # A preamble shorter than this reads better where it is than as a function of its own.
 _LONG_PREAMBLE = 6
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in ([^\n]*)\n[ \t]*([^\n]*)')
-_SEQUENTIAL = f"{nn.Sequential.__module__}.{nn.Sequential.__qualname__}"
+_LAYERS_OF_TORCH = nn.modules.__file__.replace("\\", "/").rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,41 @@ class Line:
     outer: tuple[Line, ...] = ()
 
     @property
+    def chain(self) -> tuple[Line, ...]:
+        """The lines that were being run, the forward's first."""
+        return *self.outer, replace(self, outer=())
+
+    @property
     def of_the_forward(self) -> Line:
         return self.outer[0] if self.outer else self
 
     @property
-    def is_in_container(self) -> bool:
-        """Whether it is the loop of nn.Sequential: no author's line."""
-        return self.file == nn.modules.container.__file__
+    def module_of_torch(self) -> str | None:
+        """ "torch.nn.modules.loss" for a line in the forward of a layer of torch's own: no author's line."""
+        folder, _, name = self.file.replace("\\", "/").rpartition("/")
+        return f"torch.nn.modules.{name.removesuffix('.py')}" if folder == _LAYERS_OF_TORCH else None
+
+    @property
+    def assigned(self) -> tuple[str, ...]:
+        """The names that the author assigns here; the loop of an nn.Sequential is nobody's."""
+        return () if self.is_of_a_sequential else assigned_names(self.code)
+
+    @property
+    def is_of_a_sequential(self) -> bool:
+        return self.module_of_torch == nn.modules.container.__name__
 
     def __str__(self) -> str:
         return f"{self.file.rpartition('/')[2]}:{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """The place of a value among a call's arguments or results, its name there, if it has one, and their
+    number."""
+
+    place: float = math.inf
+    name: str = ""
+    number: int = 0
 
 
 @dataclass(slots=True)
@@ -76,6 +102,18 @@ class Scope:
     @property
     def type_name(self) -> str:
         return self.kind.rpartition(".")[2]
+
+    def argument(self, node: fx.Node) -> Passed:
+        """What the author passes it as: nothing for what the call has from elsewhere."""
+        return self._passed(node, GIVEN_AS)
+
+    def result(self, node: fx.Node) -> Passed:
+        """What the author's forward returns it as: nothing for what leaves the call in another way."""
+        return self._passed(node, RETURNED_AT)
+
+    def _passed(self, node: fx.Node, kind: str) -> Passed:
+        known = node.meta.get(kind, {}) if self.function is None else {}
+        return Passed(*known[self.key]) if self.key in known else Passed()
 
 
 def lift(graph: OperatorGraph, nodes: Sequence[fx.Node]) -> Scope:
@@ -127,12 +165,13 @@ def line_at(node: fx.Node, depth: int) -> Line | None:
 def _frames_of_calls(frames: Sequence[Line], kinds: Sequence[str]) -> list[Line | None]:
     """The frame of each call, both outermost first; the innermost frame is the innermost call's.
 
-    An nn.Sequential that is made in a forward (`self.layers[:3](x)`) has a frame, and is no call.
+    A layer of torch's that is made in a forward (`nn.CrossEntropyLoss()(x, y)`, `self.layers[:3](x)`) has a
+    frame, and is no call.
     """
     found: list[Line | None] = []
     left, surplus = list(frames), len(frames) - len(kinds)
     for kind in reversed(kinds):
-        while surplus > 0 and left[-1].is_in_container and kind != _SEQUENTIAL:
+        while surplus > 0 and left[-1].module_of_torch not in (None, kind.rpartition(".")[0]):
             left.pop()
             surplus -= 1
         found.append(left.pop() if left else None)
@@ -144,7 +183,7 @@ def frames_of(node: fx.Node) -> list[Line]:
     found: list[Line] = []
     for file, number, name, code in _FRAME.findall(node.meta.get("stack_trace") or ""):
         is_called = bool(found) and name != "forward" and not file.endswith("torch/__init__.py")
-        outer = (*found[-1].outer, replace(found[-1], outer=())) if is_called else ()
+        outer = found[-1].chain if is_called else ()
         found[-1 if is_called else len(found) :] = [Line(file, int(number), code, outer)]
     return found
 
@@ -178,7 +217,7 @@ def _preamble_line(graph: OperatorGraph, item: fx.Node | Scope, depth: int) -> L
 def _as_function(graph: OperatorGraph, run: Sequence[fx.Node], scope: Scope) -> list[fx.Node | Scope]:
     line = _preamble_line(graph, run[0], scope.depth) if run else None
     working = [node for node in run if not is_size(graph, node)]
-    names = assigned_names(line.code) if line is not None else ()
+    names = line.assigned if line is not None else ()
     if len(working) < _LONG_PREAMBLE or len(names) != 1 or names[0] == "_":
         return list(run)
     return [

@@ -199,7 +199,7 @@ def _by_schema(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: 
         if argument.name == "dim" and isinstance(value, list | tuple) and len(value) == 1:
             value = value[0] if target._schema.name in _OVER_ONE_OR_MORE else value
         is_mode = argument.name in _MODES and value is True and _has_statistics(target, values)
-        text = "self.training" if is_mode else scene.text(value)
+        text = scene.mode(value) if is_mode else scene.text(value)
         named = isinstance(value, bool) or (argument.name == "dim" and texts)
         positional = positional and not (argument.kwarg_only or named)
         by_name = not positional

@@ -108,7 +108,8 @@ class StageTree:
         )
 
     def reads(self, scope: Scope) -> list[fx.Node]:
-        """The values that a call needs from outside, its own parameters and sizes left out."""
+        """The values that a call needs from outside, its own parameters and sizes left out: as the author
+        passes them, and then what the call has from elsewhere."""
         inside = set(scope.nodes)
         found: dict[fx.Node, None] = {}
         for node in scope.nodes:
@@ -117,18 +118,21 @@ class StageTree:
                     found.setdefault(value)
         if scope is self.root:
             found |= dict.fromkeys(self.stage.inputs)  # some for their sizes alone, or to be handed on
-        return list(found)
+            return list(found)
+        return sorted(found, key=lambda node: scope.argument(node).place)
 
     def gives(self, scope: Scope) -> list[fx.Node]:
-        """The values of a call that are read outside it."""
+        """The values of a call that are read outside it, as the author returns them."""
         inside = set(scope.nodes)
         returned = set(self.stage.outputs)
-        handed_on = [n for n in self.stage.outputs if n not in inside] if scope is self.root else []
-        return handed_on + [
+        made = [
             node
             for node in scope.nodes
             if node in returned or any(reader not in inside for reader in self._readers[node])
         ]
+        if scope is self.root:
+            return [n for n in self.stage.outputs if n not in inside] + made
+        return sorted(made, key=lambda node: scope.result(node).place)
 
     def symbols(self, scope: Scope) -> list[str]:
         """Sizes that a call uses and can read off none of its arguments; DEVICE where it is so with that."""
@@ -212,6 +216,8 @@ class StageTree:
                         items += item.items
                         continue
             items.append(item)
+        if scope.function is None and is_sequential(self.modules[scope.path]):
+            self._links[id(scope)] |= {n for i in items if isinstance(i, Scope) for n in _given_by(self, i)}
         scope.items = items
 
     def _is_chain(self, scope: Scope) -> bool:

@@ -14,6 +14,28 @@ from .literals import literal, quoted
 
 
 def _slice(values: Mapping[str, Any], scene: Scene) -> Source | None:
+    """Several in a row, from the first dimensions to the last, are one subscript: x[:, ::2, ::2]."""
+    cut = _cut(values)
+    if cut is None:
+        return None
+    base, cuts = values["self"], [cut]
+    while isinstance(base, fx.Node) and base.target is torch.ops.aten.slice.Tensor:
+        before = _cut(dict(zip(_SLICE, base.args, strict=False)) | base.kwargs)
+        if before is None or before[0] >= cuts[0][0] or scene.source(base).text.isidentifier():
+            break
+        cuts.insert(0, before)
+        base = base.args[0]
+    places: list[str] = []
+    for dimension, bounds in cuts:
+        places += [":"] * (dimension - len(places)) + [subscript(bounds, scene)]
+    return Source(f"{scene.receiver(base)}[{', '.join(places)}]")
+
+
+_SLICE = ("self", "dim", "start", "end", "step")
+
+
+def _cut(values: Mapping[str, Any]) -> tuple[int, slice] | None:
+    """Its dimension and bounds, where they can stand in a subscript."""
     dimension, end = values.get("dim", 0), values.get("end")
     if not isinstance(dimension, int) or dimension < 0 or dimension > 3:
         return None
@@ -21,10 +43,7 @@ def _slice(values: Mapping[str, Any], scene: Scene) -> Source | None:
         end = None
     start = values.get("start")
     bounds = slice(None if start == 0 and type(start) is int else start, end, values.get("step"))
-    if any(_is_tensor(bound) for bound in (bounds.start, bounds.stop)):
-        return None
-    places = [":"] * dimension + [subscript(bounds, scene)]
-    return Source(f"{scene.receiver(values['self'])}[{', '.join(places)}]")
+    return None if any(_is_tensor(bound) for bound in (bounds.start, bounds.stop)) else (dimension, bounds)
 
 
 def _is_tensor(bound: Any) -> bool:

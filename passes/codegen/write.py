@@ -99,7 +99,7 @@ class StageWriter:
             path=path,
             base=base if whole or not path else f"{base}Part",
             whole=whole,
-            origin="" if line is None or line.is_in_container else plain(line.file.rpartition("/")[2]),
+            origin="" if line is None or line.module_of_torch else plain(line.file.rpartition("/")[2]),
             attributes=attributes,
             methods=tuple(methods),
             endings=() if path else tuple(self._root_endings(attributes)),

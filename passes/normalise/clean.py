@@ -12,7 +12,7 @@ from torch import fx
 from .casts import CASTS
 from .facts import Facts
 from .lift import Draft
-from .nodes import asserts_assumption, is_random, operator_name
+from .nodes import asserts_assumption, is_random, operator_name, put_in_place
 
 _GUARDS = {
     "_assert_tensor_metadata",
@@ -47,18 +47,15 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
         if operator_name(node) == "detach" and facts.storages[node.name] & differentiated:
             continue  # without it the memory itself would get a gradient's history
         if _is_identity(node, facts, written):
-            node.replace_all_uses_with(node.args[0])
-            draft.graph.erase_node(node)
+            put_in_place(node, node.args[0])
         elif operator_name(node) == "t" and operator_name(node.args[0]) == "t":
-            node.replace_all_uses_with(node.args[0].args[0])
-            draft.graph.erase_node(node)
+            put_in_place(node, node.args[0].args[0])
         elif same := _of_the_same_shape_before(node):
             if (facts.storages[node.name] | facts.storages[same.name]) & written:
                 continue  # a reshape on the way may have copied
             if any(operator_name(reader) == "embedding_bag" for reader in node.users):
                 continue  # F.embedding_bag's own, of bags of one word each
-            node.replace_all_uses_with(same)
-            draft.graph.erase_node(node)
+            put_in_place(node, same)
 
 
 def remove_default_formats(draft: Draft) -> None:
@@ -141,8 +138,7 @@ def remove_true_terms(draft: Draft, facts: Facts) -> None:
         if not _is_true(term) or not isinstance(mask, fx.Node) or facts.storages[node.name] & written:
             continue
         if _sizes_and_type(mask) == _sizes_and_type(node):
-            node.replace_all_uses_with(mask)
-            draft.graph.erase_node(node)
+            put_in_place(node, mask)
 
 
 def _is_true(term: object) -> bool:
@@ -173,8 +169,7 @@ def remove_broadcasts(draft: Draft) -> None:
             continue
         operand = source.args[0][node.args[1]]  # type: ignore[index]
         if isinstance(operand, fx.Node) and _sizes_and_type(operand) == _sizes_and_type(node):
-            node.replace_all_uses_with(operand)
-            draft.graph.erase_node(node)
+            put_in_place(node, operand)
 
 
 def remove_detached_constants(draft: Draft) -> None:
@@ -184,8 +179,7 @@ def remove_detached_constants(draft: Draft) -> None:
         if operator_name(node) == "detach_" and isinstance(operand, fx.Node) and operand.op == "get_attr":
             value = draft.values[str(operand.target)]
             if isinstance(value, torch.Tensor) and not value.requires_grad:
-                node.replace_all_uses_with(operand)
-                draft.graph.erase_node(node)
+                put_in_place(node, operand)
 
 
 def remove_empty_parts(draft: Draft) -> None:
@@ -214,8 +208,7 @@ def fill_empty(draft: Draft) -> None:
                 zeros, node.args, {name: value for name, value in node.kwargs.items() if name in known}
             )
         filled.meta = dict(node.meta)
-        node.replace_all_uses_with(filled)
-        draft.graph.erase_node(node)
+        put_in_place(node, filled)
 
 
 _ZEROS = {

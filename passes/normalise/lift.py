@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
+from pd2bw_fx.graph import GIVEN_AS, RETURNED_AT
 from pd2bw_fx.traced import Traced
 
 from .paths import own_calls, own_name
@@ -62,7 +63,7 @@ def lift(traced: Traced) -> Draft:
             name = next(inputs)
             copied = draft.graph.placeholder(name)
             copied.name = name  # the author's word, even one that fx would avoid ("input")
-            copied.meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
+            copied.meta = {key: node.meta[key] for key in ("val", GIVEN_AS) if key in node.meta}
             environment[node] = copied
     copier = _Copier(draft, traced, {})
     results = copier.copy(module, environment, {})
@@ -215,7 +216,8 @@ class _Copier:
         return self.copy(body.value, inner, marks)
 
     def _meta(self, node: fx.Node) -> dict[str, Any]:
-        kept = ("val", "stack_trace", "no_grad", "autocast", "autocast_region", "of_map")
+        marks = ("no_grad", "autocast", "autocast_region", "of_map")
+        kept = ("val", "stack_trace", *marks, GIVEN_AS, RETURNED_AT)
         meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
         if "stack_trace" in meta:
             meta["stack_trace"] = _WRAPPER_FRAME.sub("", meta["stack_trace"] or "", count=1)

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from pd2bw_fx.drawing import function_draws, layer_draws, operator_draws
+from pd2bw_fx.graph import GIVEN_AS, RETURNED_AT
 from pd2bw_fx.program import written_by_schema
 from pd2bw_fx.traced import is_assumption
 
@@ -20,6 +21,15 @@ def operator_name(node: fx.Node) -> str:
     if node.op == "call_method":
         return str(node.target)
     return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def put_in_place(node: fx.Node, other: fx.Node) -> None:
+    """`other` for all that reads `node`, which goes; calls know it under the names that they had for that."""
+    for kind in (GIVEN_AS, RETURNED_AT):
+        if kind in node.meta:
+            other.meta[kind] = {**node.meta[kind], **other.meta.get(kind, {})}
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)
 
 
 def writes(node: fx.Node) -> tuple[fx.Node, ...]:

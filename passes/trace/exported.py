@@ -34,6 +34,7 @@ from .helper_frames import helpers_noted
 from .inputs import FlatArguments
 from .mapped import write_out_vmap
 from .moved import moves_to_where_it_is_left_out
+from .named_values import values_named
 from .numbers_of_sizes import sizes_stay_open
 from .parts_of_sizes import PartsStayOpen
 from .program import Program
@@ -194,6 +195,7 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         helpers_noted(),
         checks_passed_while_traced(),
         maps_for_all_sizes(),
+        values_named(),
     ):
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")

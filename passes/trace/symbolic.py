@@ -21,6 +21,7 @@ from pd2bw_fx.program import surrounding_autocast
 from .diagnose import is_the_authors, require_nothing_written
 from .held import ParametersReadInstead, require_untrained
 from .helper_frames import helpers_noted
+from .named_values import values_named
 from .program import Program
 from .second_call import require_the_same_again
 
@@ -130,7 +131,7 @@ class _DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def trace_symbolically(program: Program) -> fx.GraphModule:
     tracer = _Tracer(program)
-    with _DrawsRefused(), helpers_noted():  # type: ignore[no-untyped-call]
+    with _DrawsRefused(), helpers_noted(), values_named():  # type: ignore[no-untyped-call]
         graph = tracer.trace(program)
 
         def text_again() -> list[tuple[str, ...]]:

@@ -1,0 +1,94 @@
+"""What the model's forwards call the values that they are given, and in which order they return others.
+
+A trace knows which call an operator belongs to, and nothing of a call's arguments: to generate a forward with
+the author's own signature, they are noted on the values while the author's forward runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+from pd2bw_fx.graph import GIVEN_AS, RETURNED_AT
+
+_ROOT = "_export_root"  # what torch.export calls the traced module until it is done
+
+
+@contextmanager
+def values_named() -> Iterator[None]:
+    """While it lasts, each value that is passed to a module's forward has `GIVEN_AS` in its node's meta: by
+    the call's key in nn_module_stack, its place in the signature, the parameter's name ("" for a part of one)
+    and how many there are. What a forward returns has `RETURNED_AT`: its place, its name where it is an entry
+    of a dict, and how many values are returned."""
+    plain = fx.Tracer.call_module
+
+    @functools.wraps(plain)
+    def call_module(
+        tracer: fx.Tracer, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        def noted(*given: Any, **named: Any) -> Any:
+            key = _key(tracer)
+            _note(tracer, key, GIVEN_AS, _arguments(m, given, named))
+            returned = forward(*given, **named)
+            _note(tracer, key, RETURNED_AT, _results(returned))
+            return returned
+
+        return plain(tracer, m, noted, args, kwargs)
+
+    owner: Any = fx.Tracer
+    owner.call_module = call_module
+    try:
+        yield
+    finally:
+        owner.call_module = plain
+
+
+def _key(tracer: fx.Tracer) -> str:
+    """Of the innermost call, as it is in the exported program."""
+    key = next(reversed(tracer.module_stack), "")
+    return f"L__self__{key[len(_ROOT) :].removeprefix('.')}" if key.startswith(_ROOT) else key
+
+
+def _arguments(module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Names and values in the order of the signature; parts of lists and tuples have no name."""
+    try:
+        bound = inspect.signature(module.forward).bind(*given, **named).arguments
+    except (TypeError, ValueError):
+        return []
+    found: list[tuple[str, Any]] = []
+    for name, value in bound.items():
+        if isinstance(value, dict):
+            found += [(str(entry), inner) for entry, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            found += [("", inner) for inner in value]
+        else:
+            found.append((name, value))
+    return found
+
+
+def _results(returned: Any) -> list[tuple[str, Any]]:
+    if isinstance(returned, Mapping):
+        return [(str(entry), value) for entry, value in returned.items()]
+    values = returned if isinstance(returned, list | tuple) else [returned]
+    return [("", value) for value in values]
+
+
+def _note(tracer: fx.Tracer, key: str, kind: str, values: list[tuple[str, Any]]) -> None:
+    for place, (name, value) in enumerate(values):
+        node = _node(tracer, value)
+        if node is not None:
+            node.meta.setdefault(kind, {}).setdefault(key, (place, name, len(values)))
+
+
+def _node(tracer: Any, value: Any) -> fx.Node | None:
+    if isinstance(value, fx.Proxy):  # what an attribute is of has none until it is used
+        return None if isinstance(value, fx.proxy.Attribute) else value.node
+    slot: Any = get_proxy_slot(value, tracer, None) if isinstance(value, torch.Tensor) else None
+    return None if slot is None else slot.proxy.node
