@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
     ExponentialLR,
     LambdaLR,
     LinearLR,
     LRScheduler,
     MultiStepLR,
+    OneCycleLR,
     SequentialLR,
 )
 
@@ -189,6 +191,71 @@ def test_a_parameter_that_was_frozen_begins_anew(tmp_path: Path) -> None:
     assert [group["lr"] for group in resumed.optimizer.param_groups] == [0.1, 0.4]
 
 
+def by_weight_decay(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    return {"weight_decay": 0.1} if parameter.dim() > 1 else {"weight_decay": 0.0, "lr": 0.02}
+
+
+UNFROZEN: dict[str, Any] = {
+    **{name: SCHEDULERS[name] for name in ("exponential", "sequential", "milestones", "lambda")},
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 8),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=9),
+}
+
+
+@pytest.mark.parametrize("options", [None, by_weight_decay])
+@pytest.mark.parametrize("scheduler", UNFROZEN)
+def test_what_was_frozen_on_a_whole_rank_is_as_far_along_its_schedule(
+    tmp_path: Path, scheduler: str, options: Any
+) -> None:
+    adam = functools.partial(torch.optim.AdamW, lr=0.1)
+    make = functools.partial(RankOptimizer, optimizer=adam, scheduler=UNFROZEN[scheduler], options=options)
+    head = parameters("head", "bias")
+    made = make(head, [spec for spec in EVERYWHERE if spec.name in head])
+    run(made, head, 4)
+    checkpoint = saved(tmp_path, [(make({}, EVERYWHERE), {}), (made, head)])
+    everything = parameters(*SHAPES)
+    uninterrupted = make(everything, EVERYWHERE)
+    run(uninterrupted, everything, 4)
+
+    first = parameters("embedding", "norm")
+    resumed = make(first, EVERYWHERE)
+    resumed.load(checkpoint, {})
+
+    for _ in range(3):
+        assert resumed.optimizer is not None
+        assert uninterrupted.optimizer is not None
+        for own, other in zip(
+            resumed.optimizer.param_groups, uninterrupted.optimizer.param_groups, strict=True
+        ):
+            assert own["lr"] == pytest.approx(other["lr"], rel=1e-9)
+            assert tuple(own["betas"]) == pytest.approx(other["betas"], rel=1e-9)
+        run(resumed, first, 1)
+        run(uninterrupted, everything, 1)
+
+
+def test_learning_rates_that_go_their_own_ways_tell_nothing_of_another(tmp_path: Path) -> None:
+    def scheduled(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        ways = [lambda step: 1 / (1 + step), lambda step: 1.0]
+        return LambdaLR(optimizer, ways[: len(optimizer.param_groups)])
+
+    make = functools.partial(
+        RankOptimizer, optimizer=torch.optim.SGD, scheduler=scheduled, options=by_dimensions
+    )
+    head = parameters("head", "bias")
+    made = make(head, EVERYWHERE)
+    run(made, head, 3)
+    checkpoint = saved(tmp_path, [(made, head)])
+    third = functools.partial(
+        RankOptimizer,
+        optimizer=torch.optim.SGD,
+        scheduler=lambda o: LambdaLR(o, lambda t: 1.0),
+        options=lambda name, parameter: {"lr": 0.7},
+    )
+
+    with pytest.raises(InputError, match=r"learning rates that are 0\.25 to 1 of their first ones"):
+        third(parameters("embedding"), EVERYWHERE).load(checkpoint, {})
+
+
 OTHER_MODELS = {
     "it has no parameter 'bias'": {"embedding": (4, 3), "bias": (4,)},
     "its parameter 'embedding' has shape \\(4, 3\\), and the pipeline's \\(5, 3\\)": {"embedding": (5, 3)},
@@ -273,6 +340,55 @@ def test_state_that_a_checkpoint_cannot_hold_is_told(keeps: Any, told: str) -> N
 
     with pytest.raises(InputError, match=told):
         made.state()
+
+
+class Lookahead(Momentous):
+    """Has something beside what torch keeps, and says so itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": 1}
+
+
+class Decaying(ExponentialLR):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.factor = torch.tensor(0.5)
+        super().__init__(optimizer, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "told"),
+    [
+        (Lookahead, None, "Lookahead keeps what its own state_dict alone knows"),
+        (torch.optim.SGD, Decaying, "Decaying keeps a Tensor as 'factor'"),
+    ],
+)
+def test_what_would_be_lost_in_a_checkpoint_is_told(optimizer: Any, scheduler: Any, told: str) -> None:
+    made = RankOptimizer(parameters("norm"), EVERYWHERE, optimizer, scheduler)
+
+    with pytest.raises(InputError, match=told):
+        made.state()
+
+
+class Relative(torch.optim.SGD):
+    """As transformers' Adafactor, which finds its rate itself."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.1)
+        self.param_groups[0]["lr"] = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad)
+
+
+def test_an_optimizer_may_have_no_learning_rate() -> None:
+    weights = parameters("norm")
+    made = RankOptimizer(weights, EVERYWHERE, Relative)
+
+    run(made, weights, 1)
+
+    assert made.learning_rates == ()
 
 
 @pytest.mark.parametrize(

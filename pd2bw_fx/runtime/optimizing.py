@@ -7,8 +7,10 @@ group has the same groups everywhere, be some of them empty here.
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,9 +62,10 @@ class RankOptimizer:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """Of its groups, in the coming step."""
+        """Of its groups, in the coming step; an optimizer may find them itself, and have none."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return tuple(float(group["lr"]) for group in groups)
+        rates = (group.get("lr") for group in groups)
+        return tuple(float(rate) for rate in rates if isinstance(rate, numbers.Real | Tensor))
 
     def step_scheduler(self) -> None:
         if self._scheduler is not None:
@@ -74,6 +77,8 @@ class RankOptimizer:
         plain: dict[str, Any] = {"numbers": {}, "options": {}, "groups": [], "scheduler": None}
         if self.optimizer is None:
             return tensors, plain
+        if type(self.optimizer).state_dict is not Optimizer.state_dict:
+            raise self._cannot_save("what its own state_dict alone knows")
         for group in self.optimizer.param_groups:
             names = [self._name_of(parameter) for parameter in group["params"]]
             options = {key: _number(value) for key, value in group.items() if key != "params"}
@@ -81,7 +86,7 @@ class RankOptimizer:
             plain["groups"].append(options)
         for parameter, kept in self.optimizer.state.items():
             if id(parameter) not in self._names:
-                raise self._cannot_save(f"{str(parameter)[:40]!r}, which is no parameter")
+                raise self._cannot_save(f"for {str(parameter)[:40]!r}, which is no parameter")
             name = self._name_of(parameter)
             for key, value in kept.items():
                 if isinstance(value, numbers.Number):  # as a tensor it would be rounded to float32
@@ -89,14 +94,14 @@ class RankOptimizer:
                 elif isinstance(value, Tensor):
                     tensors[f"optimizer/{name}/{key}"] = value
                 elif value is not None:
-                    raise self._cannot_save(f"{name} a {type(value).__name__} as {key!r}")
+                    raise self._cannot_save(f"for {name} a {type(value).__name__} as {key!r}")
         if self._scheduler is not None:
             plain["scheduler"] = {_KIND: type(self._scheduler).__name__, **plain_state(self._scheduler)}
         return tensors, plain
 
     def _cannot_save(self, what: str) -> InputError:
         return InputError(
-            f"{type(self.optimizer).__name__} keeps for {what}; a checkpoint has tensors and numbers for "
+            f"{type(self.optimizer).__name__} keeps {what}; a checkpoint has tensors and numbers for "
             "each parameter: keep it so, or train without save_checkpoint"
         )
 
@@ -122,6 +127,7 @@ class RankOptimizer:
             if not group["params"] and are_alike:
                 saved = checkpoint.groups[number]
             if saved is None:
+                group |= as_far_along(group, checkpoint.options.values(), checkpoint.path)
                 continue
             if saved.keys() - {"initial_lr"} != group.keys() - {"params", "initial_lr"}:
                 raise InputError(
@@ -161,6 +167,35 @@ class RankOptimizer:
 
     def _name_of(self, parameter: Tensor) -> str:
         return self._names[id(parameter)]
+
+
+def as_far_along(
+    group: Mapping[str, Any], trained: Iterable[Mapping[str, Any]], path: Path
+) -> dict[str, Any]:
+    """Options of a group of which nothing was trained when the checkpoint was written: as far along the
+    schedule as what was (`trained`: options of its groups). Without a scheduler they are its own.
+
+    Raises InputError where the learning rates of those are not as far along as each other.
+    """
+    known = [options for options in trained if options.get("initial_lr")]
+    if "initial_lr" not in group or not known:
+        return {}
+    own = _number(group["initial_lr"])
+    alike = [options for options in known if options["initial_lr"] == own] or known
+    shares = [options["lr"] / options["initial_lr"] for options in alike]
+    if any(not math.isclose(share, shares[0], rel_tol=1e-9, abs_tol=1e-12) for share in shares):
+        raise InputError(
+            f"{path} has learning rates that are {min(shares):.3g} to {max(shares):.3g} of their first ones, "
+            f"so that none can be told for a group in which nothing was trained then; begin from the weights "
+            "alone, with a scheduler that is as far as that run was"
+        )
+    rate = alike[0]["lr"] if alike[0]["initial_lr"] == own else own * shares[0]
+    found = {"lr": _like(rate, group["lr"])}
+    if "max_momentum" in group:  # that cycles too
+        found |= {
+            key: alike[0][key] for key in ("betas", "momentum") if key in alike[0].keys() & group.keys()
+        }
+    return found
 
 
 def _number(option: Any) -> Any:

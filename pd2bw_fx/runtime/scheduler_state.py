@@ -14,9 +14,18 @@ _PLAIN = (int, float, str, bool, list, tuple, dict, type(None))
 
 
 def plain_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Its state without the functions in it, which the next run brings itself."""
-    state = scheduler.state_dict().items()
-    return {k: _written(v) for k, v in state if isinstance(v, _PLAIN) and k != "lr_lambdas"}
+    """Its state without the functions in it, which the next run brings itself.
+
+    Raises InputError for what JSON cannot hold.
+    """
+    state = {key: value for key, value in scheduler.state_dict().items() if key != "lr_lambdas"}
+    for key, value in state.items():
+        if not isinstance(value, _PLAIN) and not callable(value):
+            raise InputError(
+                f"{type(scheduler).__name__} keeps a {type(value).__name__} as {key!r}; a checkpoint has "
+                "numbers, texts, lists and dicts of a scheduler: keep it so, or train without save_checkpoint"
+            )
+    return {key: _written(value) for key, value in state.items() if isinstance(value, _PLAIN)}
 
 
 def _written(value: Any) -> Any:
