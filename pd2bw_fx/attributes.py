@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,8 +61,8 @@ def model_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
-    """The dicts, lists and sets within a value, in one another."""
-    if not isinstance(value, dict | list | set | tuple) or id(value) in seen:
+    """The dicts, lists, sets and queues within a value, in one another."""
+    if not isinstance(value, dict | list | set | tuple | deque) or id(value) in seen:
         return
     seen.add(id(value))
     if not isinstance(value, tuple):
@@ -75,9 +76,10 @@ def _put_back(held: Any, kept: Any) -> None:
         if [*map(id, held), *map(id, held.values())] != [*map(id, kept), *map(id, kept.values())]:
             held.clear()
             held.update(kept)
-    elif isinstance(held, list):
+    elif isinstance(held, list | deque):
         if [*map(id, held)] != [*map(id, kept)]:
-            held[:] = kept
+            held.clear()
+            held.extend(kept)
     elif held != kept:
         held.clear()
         held.update(kept)

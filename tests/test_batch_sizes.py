@@ -318,3 +318,65 @@ def test_a_batch_that_is_told_from_a_multiple_stays_open() -> None:
 
     assert pipe.graph.batch_sizes == ANY_SIZE
     pipe.verify(example={"x": torch.randn(5, 4, 6, 4)})
+
+
+class Normed(nn.Module):
+    """Takes the mean of a batch off where there is one: `kind` says how it asks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.kind == "more" and x.shape[0] > 1:
+            hidden = hidden - hidden.mean(0)
+        if self.kind == "one" and len(x) == 1:
+            hidden = hidden.square()
+        if self.kind == "expanding":
+            bias = torch.arange(8.0)[None]
+            hidden = hidden + (bias if bias.shape[0] == x.shape[0] else bias.expand(x.shape[0], -1))
+        return self.second(hidden).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["more", "one"])
+def test_a_way_that_only_one_sample_goes_is_not_taken_for_the_others(kind: str) -> None:
+    model = Normed(kind)
+    pipe = split(model, 4)
+
+    assert pipe.graph.batch_sizes == SizeRange(2)
+    assert torch.allclose(pipe.run(rows(7))["loss"], model(rows(7)))
+    with pytest.raises(InputError, match="'x' has 1 samples; the model was traced for 2 or more"):
+        pipe.run(rows(1))
+    alone = split(model, 1)
+    assert alone.graph.batch_sizes.is_one_size or alone.graph.batch_symbol is None
+    assert torch.allclose(alone.run(rows(1))["loss"], model(rows(1)))
+
+
+def test_a_question_that_makes_no_difference_leaves_one_sample_open() -> None:
+    model = Normed("expanding")
+    pipe = split(model, 4)
+
+    assert pipe.graph.batch_sizes == ANY_SIZE
+    assert torch.allclose(pipe.run(rows(1))["loss"], model(rows(1)))
+
+
+class Shifted(nn.Module):
+    """A causal language model's loss: a slice of one row is contiguous, of several it is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.embedding(tokens)))[:, :-1].contiguous().view(-1, 50)
+        return nn.functional.cross_entropy(logits, tokens[:, 1:].contiguous().view(-1))
+
+
+def test_an_example_of_one_row_leaves_what_others_need() -> None:
+    model, tokens = Shifted(), torch.randint(0, 50, (4, 9))
+
+    pipe = pd2bw_fx.split(model, tokens[:1], cluster=2, costs="analytic", check="full")
+
+    assert torch.equal(pipe.run(tokens)["loss"], model(tokens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -328,7 +329,7 @@ def test_tensors_that_go_from_call_to_call_in_attributes_are_refused(
     kind: type[nn.Module], name: str
 ) -> None:
     with pytest.raises(
-        TraceError, match=rf"from call to call, by the tensor .* the attribute {name}; .*copy_"
+        TraceError, match=rf"from call to call, by what .* the attribute {name}; .*copy_"
     ):
         trace(kind(), (torch.randn(4, 6),))
 
@@ -356,3 +357,62 @@ def test_a_table_that_each_call_makes_anew_is_no_state() -> None:
     model = Anchored()
     trace(model, (torch.randn(4, 6),))
     assert model.anchors is None
+
+
+class _Kept(nn.Module):
+    """Keeps something in a container that is an attribute."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.kind = kind
+        self.stats, self.means = {"step": 0}, {"mean": torch.zeros(())}
+        self.calls: list[Tensor] = []
+        self.recent: deque[Tensor] = deque(maxlen=4)
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        if self.kind == "number in a dict":
+            self.stats["step"] += 1
+            hidden = hidden * min(1.0, self.stats["step"] / 10)
+        elif self.kind == "tensor in a dict":
+            hidden = hidden - self.means["mean"]
+            self.means["mean"] = 0.9 * self.means["mean"] + 0.1 * hidden.detach().mean()
+        elif self.kind == "tensors in a list":
+            self.calls.append(hidden.detach().mean())
+            hidden = hidden - torch.stack(self.calls[-3:]).mean()
+        elif self.kind == "queue that is only filled":
+            self.recent.append(hidden.detach().mean())
+        elif self.kind == "table by size":
+            if 8 not in self.tables:
+                self.tables[8] = torch.arange(8.0)
+            hidden = hidden + self.tables[8]
+        return self.last(hidden).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("number in a dict", "stats"), ("tensor in a dict", "means"), ("tensors in a list", "calls")],
+)
+def test_what_goes_from_call_to_call_in_a_container_is_refused(kind: str, name: str) -> None:
+    model = _Kept(kind)
+    said = rf"from call to call, by what its forward leaves in the attribute {name}"
+
+    with pytest.raises(TraceError, match=said):
+        pd2bw_fx.split(model, torch.randn(4, 8), cluster=2, costs="analytic")
+
+    assert model.stats == {"step": 0}
+    assert not model.calls
+
+
+@pytest.mark.parametrize("kind", ["queue that is only filled", "table by size"])
+def test_a_container_that_changes_no_result_is_left_as_it_was(kind: str) -> None:
+    model, x = _Kept(kind), torch.randn(4, 8)
+
+    pipe = pd2bw_fx.split(model, x, cluster=2, costs="analytic", check="full")
+
+    assert not model.recent
+    assert not model.tables
+    assert torch.equal(pipe.run(x)["loss"], model(x))
+    assert all(type(value) is Tensor for value in model.recent)

@@ -56,6 +56,7 @@ from .inputs import (
     without_cache,
 )
 from .notes import note_on_operator, notes_of
+from .one_sample import is_right_for_one
 from .program import MODEL_PREFIX, Program
 from .required import require_data, require_traceable_modules, tensor_hooks_refused
 from .second_call import OtherNextTimeError, called_before, require_nothing_kept
@@ -293,6 +294,10 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
         batch = None if name == "export-static" else batch_size
         graph = export(program, batch, with_lengths=name == "export-sequence")
         sizes = ANY_SIZE if batch is None else batch_sizes(graph, _placeholders(graph, flat, batch))
+        if batch is not None and sizes.least <= 1 and not is_right_for_one(graph, program, batch):
+            sizes = replace(sizes, least=2)
+            if batch == 1:
+                raise ValueError("the model goes another way for one sample than for more")
         static = f"traced at batch size {batch_size} alone: no other one can be run"
         notes = (static,) if name == "export-static" else program.conditions.notes()
         if not sizes.is_open:

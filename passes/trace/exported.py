@@ -36,8 +36,9 @@ from .mapped import write_out_vmap
 from .moved import moves_to_where_it_is_left_out
 from .named_values import values_named
 from .numbers_of_sizes import sizes_stay_open
+from .one_sample import answers_noted
 from .parts_of_sizes import PartsStayOpen
-from .program import Program
+from .program import Answers, Program
 from .saved_values import saved_values_found
 from .second_call import require_the_same_again
 
@@ -183,6 +184,7 @@ def _exported_with_derivatives(
 
 
 def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
+    program.answers = Answers()
     with (
         warnings.catch_warnings(),
         custom_functions_kept(),
@@ -196,6 +198,7 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         checks_passed_while_traced(),
         maps_for_all_sizes(),
         values_named(),
+        answers_noted(program.answers),
     ):
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,13 @@ class Record:
     has_checkpoints: bool = False  # activations that the model would compute again in its backward
 
 
+@dataclass(slots=True)
+class Answers:
+    """Conditions on sizes, and how each came out in the last trace."""
+
+    given: list[tuple[Any, bool]] = field(default_factory=list)
+
+
 class Program(nn.Module):
     """Calls the model as the user would, and remembers what the flat results are called.
 
@@ -49,6 +56,7 @@ class Program(nn.Module):
         self.record = Record()
         self.watch = Watch()
         self.conditions = Conditions()
+        self.answers = Answers()
         self.as_uncompiled = False
         self.training = model.training
 

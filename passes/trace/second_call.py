@@ -6,8 +6,8 @@ compute it in every call, or fail where a table that the trace has made is read 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -99,29 +99,39 @@ def require_the_same_again(program: Program, first: Any, traced_again: Callable[
 
 
 def require_nothing_kept(program: Program) -> None:
-    """Raises TraceError where tensors that a call assigns to attributes make the next call another one.
+    """Raises TraceError where what a call leaves in attributes makes the next call another one: tensors, and
+    what is in lists and dicts.
 
     Parameters, buffers and random numbers are the same in both. A trace has what was in such an attribute
     before as a constant, or what the first of all calls puts there.
     """
-    names = program.watch.assigned_tensors
+    names = (*program.watch.assigned_tensors, *program.watch.filled)
     if not names or not holds_data(program):
         return
+    given = dict(zip(program.flat.names, program.flat.tensors, strict=True))
     with attributes_kept(program.model):
-        first, second = _results(program), _results(program)
+        first = _results(program, given)
+        with suppress(Exception):  # other inputs, which the model may not take
+            _results(program, {name: _other(tensor) for name, tensor in given.items()})
+        second = _results(program, given)
     if any(not _is_alike(first[name], second.get(name)) for name in first):
         raise TraceError(
-            f"the model computes something else from call to call, by the tensor that its forward assigns to "
-            f"the attribute {names[0]}; the stages would keep what was there before for ever. Make it a "
+            f"the model computes something else from call to call, by what its forward leaves in the "
+            f"attribute {names[0]}; the stages would keep what was there before for ever. Make it a "
             "buffer that the forward writes, as self.buffer.copy_(..) does, or an argument of the forward"
         )
 
 
-def _results(program: Program) -> dict[str, torch.Tensor]:
+def _other(tensor: torch.Tensor) -> torch.Tensor:
+    return (
+        tensor * 1.25 + 0.125 if tensor.is_floating_point() else tensor.flip(-1) if tensor.dim() else tensor
+    )
+
+
+def _results(program: Program, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     with state_kept(program), random_numbers_kept():
         torch.manual_seed(SEED_OF_CHECKS)
-        given = program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
-        return {name: value.detach().clone() for name, value in given.items()}
+        return {name: value.detach().clone() for name, value in program.call(given).items()}
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor | None) -> bool:

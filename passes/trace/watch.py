@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,17 +66,20 @@ class Watch:
     changes: tuple[Change, ...] = ()
     assigned_tensors: tuple[str, ...] = ()  # attributes that are no buffers: nothing keeps them
     drew_python_random: bool = False
+    filled: tuple[str, ...] = ()  # attributes that are lists, dicts and the like, with something else in them
     made: tuple[str, ...] = ()  # parameters that were not there before
     foreign: tuple[nn.Parameter, ...] = ()  # that results depend on, and that are none of the model's
     _parameters: frozenset[str] = frozenset()
     _attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
     _tensors: dict[nn.Module, dict[str, int]] = field(default_factory=dict)
+    _contents: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
     _random: Any = None
 
     def before(self, model: nn.Module) -> None:
         self._parameters = frozenset(name for name, _ in model.named_parameters())
         self._attributes = {module: _plain_attributes(module) for module in model.modules()}
         self._tensors = {module: _tensor_attributes(module) for module in model.modules()}
+        self._contents = {module: _contents(module) for module in model.modules()}
         self._random = _random_state(), _own_generators(model)
 
     def after(self, model: nn.Module, results: Iterable[Any]) -> None:
@@ -95,6 +99,12 @@ class Watch:
             for name, identity in _tensor_attributes(module).items()
             if self._tensors.get(module, {}).get(name) != identity
         )
+        self.filled = tuple(
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules()
+            for name, found in _contents(module).items()
+            if found != self._contents.get(module, {}).get(name)
+        )
         self.changes = tuple(
             Change(module, path, name, self._attributes[module].get(name), value)
             for path, module in model.named_modules()
@@ -105,6 +115,48 @@ class Watch:
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Of the author's own lists, dicts, sets and queues: what is in them, and in those within them."""
+    return {
+        name: _held(value)
+        for name, value in vars(module).items()
+        if name not in _OF_ANY_MODULE and _holds(value)
+    }
+
+
+_OF_ANY_MODULE = vars(nn.Module()).keys()
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, dict | list | set | tuple | deque)
+
+
+def _held(value: Any, depth: int = 0) -> Any:
+    """To be compared: plain values by value, all others by identity."""
+    if not _holds(value) or depth == _DEEPEST:
+        return value if isinstance(value, _PLAIN) else _Same(value)
+    if isinstance(value, dict):
+        return [(_held(key, depth + 1), _held(inner, depth + 1)) for key, inner in value.items()]
+    if isinstance(value, set):
+        return {value if isinstance(value, _PLAIN) else id(value) for value in value}
+    return [_held(inner, depth + 1) for inner in value]
+
+
+_DEEPEST = 4
+
+
+class _Same:
+    """Equal to itself alone; keeps it, for another object may have the identity of one that is gone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _tensor_attributes(module: nn.Module) -> dict[str, int]:

@@ -1,0 +1,114 @@
+"""Whether a program is right for a batch of one, where the author asks for that.
+
+if x.shape[0] > 1:      torch takes an open size for two or more, answers by itself, and says nothing
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+
+from pd2bw_fx.drawing import SEED_OF_CHECKS
+
+from .chance import random_numbers_kept
+from .diagnose import holds_data, is_the_authors, state_kept
+from .program import Answers, Program
+
+
+@contextmanager
+def answers_noted(answers: Answers) -> Iterator[None]:
+    """While it lasts, conditions on open sizes that the author's code asks for are added to `answers`."""
+    kind: Any = torch.SymBool
+    plain = kind.__bool__
+
+    def answered(condition: Any) -> bool:
+        answer = bool(plain(condition))
+        if is_the_authors(sys._getframe(1).f_code.co_filename):
+            answers.given.append((condition.node.expr, answer))
+        return answer
+
+    kind.__bool__ = answered
+    try:
+        yield
+    finally:
+        kind.__bool__ = plain
+
+
+def is_right_for_one(exported: ExportedProgram, program: Program, batch_size: int) -> bool:
+    """Runs model and program on the first sample, where one of the author's conditions would come out
+    otherwise for it; a program that cannot be run here is believed to be right."""
+    batched = program.flat.batched(batch_size)
+    if not _is_asked(exported, program.answers, batched, program) or not holds_data(program):
+        return True
+    given = dict(zip(program.flat.names, program.flat.tensors, strict=True))
+    one = {name: tensor[:1] if name in batched else tensor for name, tensor in given.items()}
+    try:
+        expected = _as_it_is(program, one)
+    except Exception:  # the model takes no single samples
+        return False
+    try:
+        found = _as_traced(exported, program, one)
+    except Exception:  # of shapes that do not meet, or of an operator that only its stage can run
+        return not _runs(exported, program, given)
+    return len(found) == len(expected) and all(map(_is_alike, found, expected))
+
+
+def _is_asked(exported: ExportedProgram, answers: Answers, batched: Any, program: Program) -> bool:
+    values = {node.name: node.meta.get("val") for node in exported.graph.find_nodes(op="placeholder")}
+    inputs = zip(program.flat.names, exported.graph_signature.user_inputs, strict=True)
+    sizes = [
+        value.shape[0] for name, p in inputs if name in batched and (value := values[str(p)]) is not None
+    ]
+    symbols = {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+    return any(
+        condition.xreplace(dict.fromkeys(symbols, 1)) == (not answer) for condition, answer in answers.given
+    )
+
+
+def _as_it_is(program: Program, tensors: Mapping[str, Tensor]) -> list[Any]:
+    with state_kept(program), random_numbers_kept(), torch.no_grad():
+        torch.manual_seed(SEED_OF_CHECKS)
+        return list(program.call(tensors).values())
+
+
+def _as_traced(exported: ExportedProgram, program: Program, tensors: Mapping[str, Tensor]) -> list[Any]:
+    user = iter([tensors[name].clone() for name in program.flat.names])
+    arguments: list[Any] = []
+    for entry in exported.graph_signature.input_specs:
+        if entry.kind is InputKind.USER_INPUT:
+            is_plain = isinstance(entry.arg, ConstantArgument)
+            arguments.append(entry.arg.value if is_plain else next(user))
+        else:
+            target = str(entry.target)
+            known = exported.state_dict.get(target)
+            arguments.append(exported.constants[target] if known is None else known)
+    with state_kept(program), random_numbers_kept(), torch.no_grad():
+        torch.manual_seed(SEED_OF_CHECKS)
+        results = fx.Interpreter(exported.graph_module).run(*arguments)
+    kinds = [entry.kind for entry in exported.graph_signature.output_specs]
+    wanted = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
+    return [result for kind, result in zip(kinds, results, strict=True) if kind in wanted]
+
+
+def _runs(exported: ExportedProgram, program: Program, tensors: Mapping[str, Tensor]) -> bool:
+    try:
+        _as_traced(exported, program, tensors)
+    except Exception:  # whatever it is
+        return False
+    return True
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return bool(one == other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    scale = float(other.abs().max()) if other.numel() and other.dtype != torch.bool else 0.0
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-5 * scale, equal_nan=True)
