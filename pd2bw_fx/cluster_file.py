@@ -13,6 +13,7 @@ _DEVICE_KEYS = {"name", "kind", "memory", "speed", "flops_per_s", "memory_bytes_
 _KINDS = ("cpu", "cuda")
 _NODE_KEYS = (_DEVICE_KEYS - {"host"}) | {"count", "inside"}
 _LINK_KEYS = {"bytes_per_s", "latency_s"}
+_EXAMPLES = {"bytes_per_s": "[[0, 25e9], [25e9, 0]]", "latency_s": "[[0, 10e-6], [10e-6, 0]]"}
 
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -32,6 +33,10 @@ def parts_of(data: Mapping[str, Any]) -> Parts:
     _check_keys("the file", data, {"device", "node", "between", "asymmetric", *_LINK_KEYS})
     if ("device" in data) == ("node" in data):
         raise ClusterError("give either [[device]] tables with full matrices, or [[node]] groups")
+    of_others = {"between"} if "device" in data else _LINK_KEYS
+    for name in sorted(of_others & data.keys()):
+        own, other = ("[[device]]", "[[node]]") if name == "between" else ("[[node]]", "[[device]]")
+        raise ClusterError(f"{name} goes with {other} tables, and the file has {own}; leave it out")
     asymmetric = data.get("asymmetric", False)
     if not isinstance(asymmetric, bool):
         raise ClusterError(f"asymmetric is {asymmetric!r}; true or false was expected")
@@ -48,7 +53,7 @@ def _of_devices(data: Mapping[str, Any]) -> tuple[tuple[dict[str, Any], ...], Ma
     if missing and len(devices) > 1:
         raise ClusterError(
             f"{len(devices)} devices but no {' and no '.join(missing)} matrix; add one row a sending "
-            f"device, e.g. {missing[0]} = [[0, 1e9], [1e9, 0]]"
+            f"device, e.g. {missing[0]} = {_EXAMPLES[missing[0]]}"
         )
     return (
         devices,

@@ -143,12 +143,12 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
     (folder / MANIFEST).write_text(json.dumps({**facts, "files": files}, indent=1) + "\n")
 
 
+_IF_ALTERED = "if you edited it on purpose, load(folder, edited=True)"
+_IF_PLAN_ALTERED = "for other stages give the plan that you edited to split(model, .., plan=..)"
+
+
 def read_manifest(
-    folder: str | Path,
-    *,
-    kind: str,
-    check: bool = True,
-    if_altered: str = "if you edited it on purpose, load(folder, edited=True)",
+    folder: str | Path, *, kind: str, check: bool = True, if_altered: str | None = None
 ) -> dict[str, Any]:
     """The manifest of a folder of this kind, every file of it there and unaltered.
 
@@ -170,7 +170,8 @@ def read_manifest(
     if not isinstance(files, dict) or any(Path(name).name != name for name in files):
         raise PlanMismatchError(f"{folder / MANIFEST} lists files of another folder; save it again")
     for name, expected in files.items():
-        _check_file(folder / name, expected, check=check, if_altered=if_altered)
+        own = _IF_PLAN_ALTERED if name == "plan.json" else _IF_ALTERED
+        _check_file(folder / name, expected, check=check, if_altered=if_altered or own)
     return manifest
 
 

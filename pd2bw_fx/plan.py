@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
@@ -172,7 +173,7 @@ class Plan:
     def slowest_place(self) -> str:
         """What the bottleneck is, in words."""
         slowest = max(self.stages, key=lambda stage: stage.load_s)
-        if self.bottleneck_s == slowest.load_s:
+        if math.isclose(self.bottleneck_s, slowest.load_s, rel_tol=1e-9):  # added up in another order
             return f"stage {slowest.stage} on {slowest.place}"
         return "the slowest device, with all stages on it"
 

@@ -82,6 +82,28 @@ def test_constraints_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
         assert said in capsys.readouterr().err
 
 
+def test_stages_that_were_edited_are_used_where_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mlp"
+    assert main(["split", "mlp", *SPLIT, "-o", str(folder)]) == 0
+    stage = folder / "stage_0.py"
+    stage.write_text(stage.read_text() + "# looked at\n")
+
+    assert main(["show", str(folder)]) == 1
+    assert "stage_0.py is not the file that was saved" in (told := capsys.readouterr().err)
+    assert "say so with --edited" in told
+    assert main(["show", str(folder), "--edited"]) == 0
+    assert "# looked at" in capsys.readouterr().out
+    assert main(["simulate", "mlp", *SPLIT, "--edited"]) == 2
+    assert "--edited is of a saved folder" in capsys.readouterr().err
+
+    plan = folder / "plan.json"
+    plan.write_text(plan.read_text() + " ")
+    assert main(["simulate", str(folder)]) == 1
+    assert "give the plan that you edited to split, with --plan and the model" in capsys.readouterr().err
+
+
 def test_a_saved_pipeline_has_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "mlp")
     assert main(["split", "mlp", *SPLIT, "--method", "gpipe", "-o", folder]) == 0

@@ -96,7 +96,10 @@ def test_a_full_matrix_is_read_row_by_row_as_sender_to_receiver(tmp_path: Path) 
             two_devices().replace("asymmetric = false", 'asymmetric = "no"'),
             r"asymmetric is 'no'; true or false was expected",
         ),
-        (two_devices().replace("latency_s", "# "), r"no latency_s matrix"),
+        (
+            two_devices().replace("latency_s", "# "),
+            r"no latency_s matrix; .* latency_s = \[\[0, 10e-6\], \[10e-6, 0\]\]",
+        ),
         (two_devices().replace("[1e9, 0]", "[1e9]"), r"bytes_per_s\[1\] has 1 entries for 2 devices"),
         (two_devices().replace(", [1e-5, 0]", ""), r"latency_s has 1 rows for 2 devices"),
         (two_devices().replace('"slow"', '"fast"'), r"two devices are named 'fast'"),
@@ -108,6 +111,11 @@ def test_a_full_matrix_is_read_row_by_row_as_sender_to_receiver(tmp_path: Path) 
         (TWO_NODES.replace("count = 2", "count = 0"), r"count is 0"),
         (TWO_NODES + two_devices(), r"no valid TOML"),
         ("", r"either \[\[device\]\] tables"),
+        ("bytes_per_s = [[0]]\n" + TWO_NODES, r"bytes_per_s goes with \[\[device\]\] tables"),
+        (
+            two_devices() + "\n[between]\nbytes_per_s = 1e9\nlatency_s = 0",
+            r"between goes with \[\[node\]\] tables",
+        ),
     ],
 )
 def test_a_wrong_cluster_file_is_refused_with_the_entry(tmp_path: Path, text: str, said: str) -> None:

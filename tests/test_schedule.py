@@ -131,6 +131,11 @@ def test_slack_that_needs_a_third_version_is_refused() -> None:
         build("2bw", 3, 4, range(1), slack=1.5)
 
 
+def test_slack_is_refused_where_it_would_say_nothing() -> None:
+    with pytest.raises(InputError, match="slack=1.0 says nothing of gpipe"):
+        build("gpipe", 2, 4, range(1), slack=1.0)
+
+
 @pytest.mark.parametrize(
     ("d", "m", "in_flight"),
     [(2, 2, (3, 1)), (4, 4, (5, 4, 3, 1)), (4, 5, (6, 5, 3, 1)), (4, 9, (7, 5, 3, 1))],

@@ -328,9 +328,7 @@ class _GoingOn(nn.Module):
 def test_tensors_that_go_from_call_to_call_in_attributes_are_refused(
     kind: type[nn.Module], name: str
 ) -> None:
-    with pytest.raises(
-        TraceError, match=rf"from call to call, by what .* the attribute {name}; .*copy_"
-    ):
+    with pytest.raises(TraceError, match=rf"from call to call, by what .* the attribute {name}; .*copy_"):
         trace(kind(), (torch.randn(4, 6),))
 
 

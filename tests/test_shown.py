@@ -7,6 +7,7 @@ import torch
 
 import pd2bw_fx
 from pd2bw_fx.metrics import Metrics
+from pd2bw_fx.models import build
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.local import TrainResult
 
@@ -35,6 +36,14 @@ def test_a_line_says_what_it_is_and_how_much_of_it(pipe: pd2bw_fx.Pipeline) -> N
 def test_a_table_is_shown_as_it_is_printed(pipe: pd2bw_fx.Pipeline) -> None:
     for shown in (pipe.plan, pipe.explain(), pipe.verify()):
         assert repr(shown) == str(shown)
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp", "resnet"])
+def test_the_bottleneck_of_stages_alone_on_their_devices_is_one_of_them(name: str) -> None:
+    for num_stages in (1, 2, 3):
+        pipe = pd2bw_fx.split(build(name), cluster=num_stages, costs="analytic", check=False)
+        slowest = max(pipe.plan.stages, key=lambda stage: stage.load_s)
+        assert f"bottleneck: stage {slowest.stage} on {slowest.place}" in str(pipe)
 
 
 def test_a_run_is_shown_by_its_first_and_last_loss() -> None:

@@ -66,6 +66,11 @@ class GPipe(StageMethod):
 
     name = "gpipe"
 
+    def check(self, shape: Shape) -> None:
+        super().check(shape)
+        if shape.slack:
+            raise InputError(f"slack={shape.slack} says nothing of gpipe, which begins with all forwards")
+
     def in_flight(self, shape: Shape, stage: int) -> int:
         return self.turns_per_update(shape, stage)
 

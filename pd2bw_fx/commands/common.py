@@ -55,6 +55,10 @@ def model_command(
         + ("; or a saved folder" if takes_folder else "")
         + ("; or an ONNX file" if takes_onnx else ""),
     )
+    if takes_folder:
+        parser.add_argument(
+            "--edited", action="store_true", help="take a saved folder's stages as they were edited by hand"
+        )
     parser.add_argument("--cluster", help="number of devices, or a cluster file (default: this machine)")
     parser.add_argument(
         "--no-profile-cache", action="store_true", help="time every operator anew, and keep no times on disk"
@@ -101,7 +105,9 @@ def named_pipeline(options: argparse.Namespace) -> Pipeline:
             raise UsageError(
                 f"a saved folder has its plan already; leave out {given[0]}, or split the model again with it"
             )
-        return load(options.model)
+        return load(options.model, edited=options.edited)
+    if getattr(options, "edited", False):
+        raise UsageError(f"--edited is of a saved folder; {options.model} is split here")
     line = ProgressLine()
     pipe = split(
         model_named(options.model),

@@ -82,6 +82,8 @@ def planning(options: argparse.Namespace) -> dict[str, Any]:
 
 def in_options(told: str) -> str:
     """An error in the words of the command line: `num_stages=9` is `--num-stages 9`."""
+    told = told.replace("load(folder, edited=True)", "say so with --edited")
+    told = told.replace("to split(model, .., plan=..)", "to split, with --plan and the model")
     told = re.sub(r"split\(\.\., ([^()]*)\)", r"\1", told)  # `split(.., method='ddp')`
     for option, argument in (_OF_A_RUN | _OF_A_PLAN).items():
         word = f"--{option.replace('_', '-')}"
