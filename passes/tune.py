@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pd2bw_fx.arguments import require_choice
+from pd2bw_fx.arguments import require_choice, require_kind, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.containers import look_into_dataclasses
@@ -60,12 +60,15 @@ def tune(
     chosen = Cluster.of(cluster)
     args, kwargs = _inputs(model, example_args, example_kwargs)
     given = _batch_size((args, kwargs))
+    require_whole_number("batch_size", batch_size)
     sizes = _powers_of_two(batch_size) if microbatch_sizes is None else microbatch_sizes
+    require_kind("microbatch_sizes", sizes, Sequence, "a sequence of numbers")
+    if not sizes:
+        raise InputError("microbatch_sizes is empty; at least one size was expected")
     pricing = Pricing(costs, chosen.devices[0], profile_cache, chosen.threads_each)
     problems: dict[int, Problem] = {}
     for size in sizes:
-        if size < 1:
-            raise InputError(f"a microbatch of {size} samples was asked for; at least one was expected")
+        require_whole_number("each of microbatch_sizes", size)
         sized_args, sized_kwargs, targets = _sized((args, kwargs, example_targets), given, size)
         known = profiled(model, Inputs(sized_args, sized_kwargs, loss_fn, targets, "auto"), pricing)
         problems[size] = coarsen(known.graph, known.costs, chosen)

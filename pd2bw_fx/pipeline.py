@@ -394,7 +394,8 @@ class Pipeline:
         epochs. Raises WorkerError with the failing rank's own error, and leaves the weights as they were; no
         process outlives the call. `options` are those of `Engine.from_pipeline` (`lr_scheduler`,
         `max_gradient_norm`, .., but not `silence_s`: workers are watched anyhow) and of `train_local`
-        (`on_update`, `seed`, `threads_per_worker`).
+        (`on_update`, `seed`, `threads_per_worker`). `on_update` is called here; `on_report` in every worker,
+        on a copy, for what it writes or prints.
         """
         result = train_local(
             self,

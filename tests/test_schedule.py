@@ -132,7 +132,7 @@ def test_slack_that_needs_a_third_version_is_refused() -> None:
 
 
 def test_slack_is_refused_where_it_would_say_nothing() -> None:
-    with pytest.raises(InputError, match="slack=1.0 says nothing of gpipe"):
+    with pytest.raises(InputError, match=r"slack=1\.0 says nothing of gpipe"):
         build("gpipe", 2, 4, range(1), slack=1.0)
 
 

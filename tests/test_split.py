@@ -354,6 +354,10 @@ BY_MISTAKE: dict[str, dict[str, Any]] = {
     r"Sequential itself raises on the example inputs \(input int64 \(2, 4\)\)": {
         "example_args": (torch.ones(2, 4, dtype=torch.long),)
     },
+    r"loss_fn itself raises on .*; the model has run; expected what loss_fn\(output, targets\) accepts": {
+        "loss_fn": lambda output, targets: F.cross_entropy(output["logits"], targets),
+        "example_targets": torch.tensor([0, 1]),
+    },
 }
 
 

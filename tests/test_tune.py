@@ -64,7 +64,10 @@ def test_memory_guards_the_microbatch() -> None:
     ("arguments", "message"),
     [
         ({"batch_size": 7, "microbatch_sizes": (2,)}, "divides a batch of 7"),
-        ({"batch_size": 8, "microbatch_sizes": (0,)}, "microbatch of 0 samples"),
+        ({"batch_size": 8, "microbatch_sizes": (0,)}, "each of microbatch_sizes is 0"),
+        ({"batch_size": 8, "microbatch_sizes": ()}, "microbatch_sizes is empty"),
+        ({"batch_size": 8, "microbatch_sizes": 4}, "microbatch_sizes is 4; a sequence of numbers"),
+        ({"batch_size": 0.5}, "batch_size is 0.5"),
         ({"batch_size": 8, "method": "zb-h1"}, "method is 'zb-h1'; '2bw' or '1f1b' or 'gpipe'"),
     ],
 )

@@ -31,7 +31,7 @@ def document(
     parts = [_classes(writer)]
     if all(port.spec.example_shape is not None for port in inputs):
         has_buffers = any("register_buffer(" in line for text in writer.classes for line in text.lines)
-        parts.append(_main(writer.root_name, inputs, has_buffers))
+        parts.append(_main(writer.root_name, inputs, outputs, has_buffers))
     body = "\n\n\n".join(part for group in parts for part in group)
     head = "\n".join(_head(graph, plan, stage, writer, inputs, outputs, parameters))
     return f'"""{head}\n"""\n\n{_imports(body)}\n\n\n{body}\n'
@@ -135,7 +135,8 @@ def _class(text: ClassText) -> Iterator[str]:
     yield from text.lines
 
 
-def _main(root_name: str, inputs: Sequence[Port], has_buffers: bool) -> list[str]:
+def _main(root_name: str, inputs: Sequence[Port], outputs: Sequence[Port], has_buffers: bool) -> list[str]:
+    size = ".abs()" if any(port.spec.dtype.is_complex for port in outputs) else ""  # of complex numbers
     lines = [
         "def main() -> None:",
         '    """Forward and backward once, on random inputs and weights."""',
@@ -153,7 +154,7 @@ def _main(root_name: str, inputs: Sequence[Port], has_buffers: bool) -> list[str
         "    results = returned if isinstance(returned, tuple) else (returned,)",
         "    for result in results:",
         "        if result.requires_grad:",
-        "            result.sum().backward(retain_graph=True)",
+        f"            result{size}.sum().backward(retain_graph=True)",
         "    for result in results:",
         "        print(tuple(result.shape), result.dtype)",
     ]

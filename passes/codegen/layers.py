@@ -89,7 +89,8 @@ def constructor(module: nn.Module) -> Call:
     """`nn.Linear(768, 3072, bias=False)`: arguments that have their default are left out."""
     pairs = _recurrent(module) if isinstance(module, nn.RNNBase) else _by_signature(module)
     parts = [Part(Leaf(argument, value), argument, default) for argument, value, default in pairs]
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    held = (*module.parameters(), *module.buffers())  # statistics alone, of a norm without weights
+    dtype = next((tensor.dtype for tensor in held if tensor.is_floating_point()), torch.float32)
     if dtype != torch.float32:
         parts.append(Part(Fixed(f"torch.{dtype_name(dtype)}"), "dtype", by_name=True))
     return Call(f"nn.{type(module).__name__}", tuple(parts))

@@ -34,10 +34,10 @@ from .asked_numbers import asked_number
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _LAYERS = str(Path(nn.__file__).resolve().parent)
-# Torch functions that the model calls pass through these where it is traced, and not where it is run.
+# What the model calls of torch passes through these where it is traced, and not where it is run.
 _BETWEEN = tuple(
     str(Path(__file__).with_name(name))
-    for name in ("detached.py", "held.py", "parts_of_sizes.py", "saved_values.py")
+    for name in ("detached.py", "held.py", "named_values.py", "parts_of_sizes.py", "saved_values.py")
 )
 
 _NUMBERS = str(Path(__file__).with_name("asked_numbers.py"))

@@ -125,11 +125,14 @@ def require_eager_run(program: Program) -> None:
         raise
     except Exception as error:
         given = dict(zip(program.flat.names, program.flat.tensors, strict=True))
+        if program.record.reached_loss:
+            raise _own_words("loss_fn", given, error, advice=_LOSS_ACCEPTED) from error
         raise _own_words(type(program.model).__name__, given, error) from error
 
 
 _EXAMPLE = "the example inputs"
 _ACCEPTED = "expected inputs that model(*args, **kwargs) accepts"
+_LOSS_ACCEPTED = "the model has run; expected what loss_fn(output, targets) accepts"
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from pd2bw_fx.drawing import SEED_OF_CHECKS
 
+from . import conditions
 from .chance import random_numbers_kept
 from .diagnose import holds_data, is_the_authors, state_kept
 from .program import Answers, Program
@@ -30,7 +31,10 @@ def answers_noted(answers: Answers) -> Iterator[None]:
 
     def answered(condition: Any) -> bool:
         answer = bool(plain(condition))
-        if is_the_authors(sys._getframe(1).f_code.co_filename):
+        asking = sys._getframe(1)
+        if asking.f_code.co_filename == conditions.__file__ and asking.f_back is not None:
+            asking = asking.f_back
+        if is_the_authors(asking.f_code.co_filename):
             answers.given.append((condition.node.expr, answer))
         return answer
 

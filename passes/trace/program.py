@@ -29,6 +29,7 @@ class Record:
     loss_place: int | None = None  # among the leaves of a tuple
     left_out: tuple[str, ...] = ()
     resized: tuple[str, ...] = ()  # buffers that the forward made anew in another shape
+    reached_loss: bool = False  # that of loss_fn: the model itself has run
     has_checkpoints: bool = False  # activations that the model would compute again in its backward
 
 
@@ -76,9 +77,11 @@ class Program(nn.Module):
     def _run(self, tensors: Any) -> tuple[Any, ...]:
         args, kwargs, targets = self.flat.rebuild(tensors)
         before = dict(self.model.named_buffers())
+        self.record.reached_loss = False
         with checkpointing_left_out(self._found_a_checkpoint):
             output = self.model(*args, **kwargs)
             self._write_back(before)
+            self.record.reached_loss = self.loss_fn is not None
             loss = None if self.loss_fn is None else self.loss_fn(output, targets)
         if self.loss_fn is not None:
             _check_loss(loss)
