@@ -158,7 +158,8 @@ def _least_excess(asked: Asked, choices: Choices, orders: DeviceOrders, *, solve
         share = float((need / instance.limit_bytes).max())
         if best is None or share < best[0]:
             best = (share, choice, need)
-    advice = 'try more stages, recompute="auto", a smaller microbatch, or devices with more memory'
+    again = 'recompute="auto", ' if choices[0].recompute is False else ""
+    advice = f"try more stages, {again}a smaller microbatch, or devices with more memory"
     if best is None:
         total = format_bytes(sum(device.memory_bytes for device in cluster.devices))
         return InfeasibleError(f"no assignment fits in the {total} of {len(cluster)} devices; {advice}")
@@ -189,6 +190,8 @@ def _rounded_up(share: float) -> str:
 
 
 def _reason(cluster: Cluster, device: int, need_bytes: float | None) -> str:
-    have = format_bytes(cluster.devices[device].memory_bytes)
-    needed = "" if need_bytes is None else f", needs {format_bytes(need_bytes)} there"
-    return f"{cluster.devices[device].name} (has {have}{needed})"
+    """With what it needs in the assignment that is nearest, where that is too much."""
+    have_bytes = cluster.devices[device].memory_bytes
+    is_short = need_bytes is not None and need_bytes > have_bytes
+    needed = f", needs {format_bytes(need_bytes)} there" if need_bytes is not None and is_short else ""
+    return f"{cluster.devices[device].name} (has {format_bytes(have_bytes)}{needed})"
