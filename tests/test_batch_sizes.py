@@ -380,3 +380,26 @@ def test_an_example_of_one_row_leaves_what_others_need() -> None:
     pipe = pd2bw_fx.split(model, tokens[:1], cluster=2, costs="analytic", check="full")
 
     assert torch.equal(pipe.run(tokens)["loss"], model(tokens))
+
+
+class Limited(nn.Module):
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if x.shape[0] * x.shape[1] <= self.limit:
+            hidden = hidden - hidden.mean()
+        return self.second(hidden).square().mean()
+
+
+@pytest.mark.parametrize(("limit", "most"), [(96, 12), (100, 12), (1003, 125)])
+def test_a_limit_of_a_multiple_need_not_be_one(limit: int, most: int) -> None:
+    model = Limited(limit)
+
+    pipe = split(model, 4)
+
+    assert pipe.graph.batch_sizes == SizeRange(1, most)
+    assert torch.allclose(pipe.run(rows(most))["loss"], model(rows(most)))

@@ -32,6 +32,7 @@ from pd2bw_fx.program import torch_errors_unlogged, training_context
 from pd2bw_fx.size_range import ANY_SIZE
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
+from .asked_sizes import is_right_for_one
 from .conditions import UnseenChoiceError
 from .diagnose import (
     chooses_at_random,
@@ -56,7 +57,6 @@ from .inputs import (
     without_cache,
 )
 from .notes import note_on_operator, notes_of
-from .one_sample import is_right_for_one
 from .program import MODEL_PREFIX, Program
 from .required import require_data, require_traceable_modules, tensor_hooks_refused
 from .second_call import OtherNextTimeError, called_before, require_nothing_kept

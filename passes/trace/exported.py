@@ -21,6 +21,7 @@ from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
 from pd2bw_fx.value_checks import checks_passed_while_traced
 
+from .asked_sizes import answers_noted, largest_alike
 from .batch_rules import maps_for_all_sizes
 from .below_autograd import maps_traced_below
 from .compiling import is_compiling_says, is_raised_by_the_model
@@ -36,7 +37,6 @@ from .mapped import write_out_vmap
 from .moved import moves_to_where_it_is_left_out
 from .named_values import values_named
 from .numbers_of_sizes import sizes_stay_open
-from .one_sample import answers_noted
 from .parts_of_sizes import PartsStayOpen
 from .program import Answers, Program
 from .saved_values import saved_values_found
@@ -140,7 +140,7 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
         # Where a multiple of the batch is bounded, torch cannot solve for the batch.
         if batch_size is None or "batch" not in str(error):
             raise
-        largest = max(batch_size, _SMALLEST + 1)
+        largest = max(largest_alike(program.answers, batch_size), _SMALLEST + 1)
         bounded = {"tensors": open_sizes(program.flat, batch_size, lengths, largest)}
     return _exported_with(program, tensors, bounded)
 

@@ -1,6 +1,7 @@
-"""Whether a program is right for a batch of one, where the author asks for that.
+"""What the author's code asks of open sizes, and for which batches the answers are the same.
 
-if x.shape[0] > 1:      torch takes an open size for two or more, answers by itself, and says nothing
+if x.shape[0] > 1:                      torch takes an open size for two or more, and answers by itself
+if x.shape[0] * x.shape[1] <= 100:      it cannot solve this for the batch where 100 is no multiple
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from . import conditions
 from .chance import random_numbers_kept
 from .diagnose import holds_data, is_the_authors, state_kept
 from .program import Answers, Program
+
+_LARGEST = 2**32
 
 
 @contextmanager
@@ -43,6 +46,29 @@ def answers_noted(answers: Answers) -> Iterator[None]:
         yield
     finally:
         kind.__bool__ = plain
+
+
+def largest_alike(answers: Answers, batch_size: int) -> int:
+    """The largest batch up to which conditions on one size come out as they did; at least `batch_size`."""
+    conditions = [
+        (condition, answer) for condition, answer in answers.given if len(condition.free_symbols) == 1
+    ]
+
+    def is_alike(size: int) -> bool:
+        return all(
+            condition.xreplace(dict.fromkeys(condition.free_symbols, size)) == answer
+            for condition, answer in conditions
+        )
+
+    largest, other = batch_size, 2 * batch_size
+    while is_alike(other):
+        largest, other = other, 2 * other
+        if largest > _LARGEST:
+            return batch_size  # none of them is what bounds it
+    while other - largest > 1:
+        middle = (largest + other) // 2
+        largest, other = (middle, other) if is_alike(middle) else (largest, middle)
+    return largest
 
 
 def is_right_for_one(exported: ExportedProgram, program: Program, batch_size: int) -> bool:
