@@ -270,9 +270,11 @@ class BatchLayout:
                     f"the batch is one tensor, which would be its targets; expected {self._listing()}"
                 )
         if self.rest is None and len(batch) > len(self.arguments):
-            raise InputError(
-                f"the batch has {len(batch) + len(targets)} entries; the model takes {self._listing()}"
-            )
+            known = dict.fromkeys(entry.argument for entry in self.inputs)
+            by_name = [name for name in known if name not in (*self.arguments, TARGETS)]
+            advice = f", of which {', '.join(by_name)} by name alone: give a dict" if by_name else ""
+            count = len(batch) + len(targets)
+            raise InputError(f"the batch has {count} entries; the model takes {self._listing()}{advice}")
         return dict(zip(self._argument_names(len(batch)), batch, strict=True)) | targets
 
     def _argument_names(self, count: int) -> Iterator[str]:

@@ -170,3 +170,23 @@ def test_a_number_that_is_left_out_is_not_the_traced_one_where_the_forward_has_a
         with pytest.raises(InputError, match=r"the batch leaves out scale, .* is not the 10\.0 that"):
             pipe.run(left_out)
     assert pd2bw_fx.split(Scaled(), (x,), cluster=2, costs="analytic").run((x, 1.0))
+
+
+def test_what_goes_by_name_alone_is_said_where_too_much_is_given_in_order() -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+            return self.linear(x * scale)
+
+    pipe = pd2bw_fx.split(
+        ByName(), X, {"scale": X}, loss_fn=nn.MSELoss(), example_targets=X, cluster=1, costs="analytic"
+    )
+
+    with pytest.raises(
+        InputError, match="takes x, scale, targets, of which scale by name alone: give a dict"
+    ):
+        pipe.run((X, X, X))
+    assert set(pipe.run({"x": X, "scale": X, "targets": X})) == {"loss", "output"}

@@ -59,7 +59,7 @@ def split(model: nn.Module, count: int) -> pd2bw_fx.Pipeline:
         (Asking(6), 4, SizeRange(1, 5), 3, 6),
         (Asking(6), 5, SizeRange(1, 5), 2, 6),
         (Asking(6), 8, SizeRange(6), 9, 5),
-        (Asking(64, times=3), 4, SizeRange(1, 4), 3, 5),
+        (Asking(64, times=3), 4, SizeRange(1, 21), 21, 22),
     ],
 )
 def test_sizes_with_the_examples_answer_are_open_and_others_refused(
