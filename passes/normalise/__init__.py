@@ -16,6 +16,7 @@ from .assume import assume
 from .author_lines import keep_whole_statements
 from .casts import working_casts
 from .clean import (
+    even_bounds,
     fill_empty,
     remove_broadcasts,
     remove_dead_code,
@@ -53,6 +54,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     remove_empty_parts(draft)
     fill_empty(draft)
     remove_default_formats(draft)
+    even_bounds(draft)
     write_numbers(draft, traced.model)
     reshape_as_views(draft)
     draft, facts = _observed(draft, traced)

@@ -67,6 +67,23 @@ def remove_default_formats(draft: Draft) -> None:
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
 
 
+def even_bounds(draft: Draft) -> None:
+    """`x.clamp(0.01, 10)` of real numbers is `x.clamp(0.01, 10.0)`: torch's ONNX export knows bounds of one
+    kind alone."""
+    for node in draft.graph.nodes:
+        value = node.meta.get("val")
+        is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if is_real and node.target is torch.ops.aten.clamp.default:
+            bounds = (*node.args[1:], *node.kwargs.values())
+            if {type(bound) for bound in bounds if bound is not None} == {int, float}:
+                node.args = (node.args[0], *map(_as_real, node.args[1:]))
+                node.kwargs = {name: _as_real(bound) for name, bound in node.kwargs.items()}
+
+
+def _as_real(bound: Any) -> Any:
+    return float(bound) if type(bound) is int else bound
+
+
 def separate_repeated_outputs(draft: Draft, facts: Facts) -> None:
     """What the model returns twice is one operator's value, and then that of one that hands it on."""
     output = draft.graph.output_node()
