@@ -123,7 +123,10 @@ def _fill(module: nn.Module, program: StageProgram, tensors: Mapping[str, Tensor
 
 def _check_fits(name: str, built: Tensor, given: Tensor | None, where: str) -> None:
     if given is None:
-        raise PlanMismatchError(f"{where} builds a tensor {name!r} that the weights do not have")
+        raise PlanMismatchError(
+            f"{where} builds a tensor {name!r}, and the stage has only those of the model that was split; to "
+            "add a layer with weights, add it to the model, and split it again"
+        )
     if built.shape != given.shape:
         raise PlanMismatchError(
             f"{where} builds {name!r} with shape {tuple(built.shape)}, the weights have {tuple(given.shape)}"
