@@ -308,7 +308,7 @@ class _Draft:
             assert standing, f"no tensor of {self.body.scope.path!r} has the size {symbol}"
             self.lost_sizes.add((standing[0], self.position))
         item = self.body.items[self.position] if self.position < self.folding.end else None
-        own = [node for node in self.body.operands_of(item) if node in standing] if item is not None else []
+        own = [node for node in self._unfolded_operands(item) if node in standing] if item is not None else []
         bearer = (own or standing)[0]
         return Source(f"{self.bound[bearer]}.shape[{self.body.tree.shape(bearer).index(symbol)}]")
 

@@ -215,11 +215,23 @@ def _preamble_line(graph: OperatorGraph, item: fx.Node | Scope, depth: int) -> L
 
 
 def _as_function(graph: OperatorGraph, run: Sequence[fx.Node], scope: Scope) -> list[fx.Node | Scope]:
-    line = _preamble_line(graph, run[0], scope.depth) if run else None
     working = [node for node in run if not is_size(graph, node)]
-    names = line.assigned if line is not None else ()
-    if len(working) < _LONG_PREAMBLE or len(names) != 1 or names[0] == "_":
+    name = _name_of_preamble(run, working[-1], scope.depth) if len(working) >= _LONG_PREAMBLE else None
+    if name is None:
         return list(run)
-    return [
-        Scope(scope.path, scope.kind, f"{scope.key}:{names[0]}", scope.depth, list(run), function=names[0])
-    ]
+    return [Scope(scope.path, scope.kind, f"{scope.key}:{name}", scope.depth, list(run), function=name)]
+
+
+def _name_of_preamble(run: Sequence[fx.Node], made: fx.Node, depth: int) -> str | None:
+    """What the forward's line assigns, or where that goes on with it, the line in a function it calls."""
+    line = line_at(made, depth)
+    if line is None:
+        return None
+    readers = (line_at(user, depth) for user in made.users if user not in run)
+    going_on = [reader.chain for reader in readers if reader is not None]
+    for place, outer in enumerate(line.chain, start=1):
+        if any(chain[:place] == line.chain[:place] for chain in going_on):
+            continue
+        names = outer.assigned
+        return names[0] if len(names) == 1 and names[0] != "_" else None
+    return None
