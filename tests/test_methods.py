@@ -63,8 +63,8 @@ def shapes(draw: st.DrawFn) -> tuple[str, Shape]:
         return name, method_of(name).prepared(Shape(d, m))
     d = 1 if name == "ddp" else d
     m = (d + more if name == "2bw" else 1 + more) * w
-    slack = draw(st.sampled_from([0.0, 0.5])) if name in ("1f1b", "bapipe") else 0.0
     base = draw(st.sampled_from(["1f1b", "gpipe"])) if name == "bapipe" else None
+    slack = draw(st.sampled_from([0.0, 0.5])) if "1f1b" in (name, base) else 0.0
     return name, Shape(d, m, slack, replicas=draw(st.sampled_from([None, (w,) * d])) or (w,) * d, base=base)
 
 
