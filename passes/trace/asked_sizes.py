@@ -50,14 +50,12 @@ def answers_noted(answers: Answers) -> Iterator[None]:
 
 def largest_alike(answers: Answers, batch_size: int) -> int:
     """The largest batch up to which conditions on one size come out as they did; at least `batch_size`."""
-    conditions = [
-        (condition, answer) for condition, answer in answers.given if len(condition.free_symbols) == 1
-    ]
+    known = [(condition, answer) for condition, answer in answers.given if len(condition.free_symbols) == 1]
 
     def is_alike(size: int) -> bool:
         return all(
             condition.xreplace(dict.fromkeys(condition.free_symbols, size)) == answer
-            for condition, answer in conditions
+            for condition, answer in known
         )
 
     largest, other = batch_size, 2 * batch_size
