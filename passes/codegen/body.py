@@ -15,10 +15,10 @@ from pd2bw_fx.program import autocast_of
 from .cut import is_size, tensors_read
 from .layers import LAYERS_GIVING_TUPLES
 from .limits import is_asked_for_a_limit
-from .naming import is_final, operator_name, outer_name, place_in_mask
+from .naming import is_final, is_one_of_several, operator_name, outer_name, place_in_mask
 from .scopes import Line, Scope, line_at
 from .stage_tree import StageTree, occurrences
-from .statements import calls_one, makes_one_by_one
+from .statements import makes_one_by_one
 
 _MOST_FOLDED = 40  # items of a statement; one of fewer is too long for a line already
 # no_grad, autocast, and a number that tells apart autocast regions which are alike and touch.
@@ -142,10 +142,8 @@ class Body:
         names = line.assigned if line is not None else ()
         if len(names) > 1:
             return self._names_by_place.get(id(item))
-        if line is not None and names and isinstance(item, Scope):
-            is_one = item.result(result).number <= 1 or not calls_one(line.code, item.path)
-            if not is_one:
-                return None  # the name is of them all
+        if line is not None and is_one_of_several(result, line, self.scope.depth):
+            return None  # the name is of them all
         if not names:
             return self._names_by_place.get(id(item)) or outer_name(result, self.scope.depth)
         return names[0] if names[0] != "_" and is_final(result, self.scope.depth) else None

@@ -131,7 +131,7 @@ def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
     for inner in range(depth, len(module_calls(node)) + 1):
         line = line_at(node, inner)
         names = line.assigned if line is not None else ()
-        if line is not None and names and _is_one_of_several(node, line, inner):
+        if line is not None and names and is_one_of_several(node, line, inner):
             continue
         if len(names) == 1 and names[0] != "_" and is_final(node, inner):
             return names[0]
@@ -140,7 +140,7 @@ def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
     return None
 
 
-def _is_one_of_several(node: fx.Node, line: Line, depth: int) -> bool:
+def is_one_of_several(node: fx.Node, line: Line, depth: int) -> bool:
     """Whether `rope = self.rotary(x)` is a tuple, and this is in it."""
     calls = module_calls(node)
     if depth >= len(calls) or len(line.assigned) != 1 or not calls_one(line.code, calls[depth][1]):

@@ -21,7 +21,7 @@ from .statements import assigned_names
 # A preamble shorter than this reads better where it is than as a function of its own.
 _LONG_PREAMBLE = 6
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in ([^\n]*)\n[ \t]*([^\n]*)')
-_LAYERS_OF_TORCH = nn.modules.__file__.replace("\\", "/").rpartition("/")[0]
+_LAYERS_OF_TORCH = nn.modules.__file__.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Line:
     @property
     def module_of_torch(self) -> str | None:
         """ "torch.nn.modules.loss" for a line in the forward of a layer of torch's own: no author's line."""
-        folder, _, name = self.file.replace("\\", "/").rpartition("/")
+        folder, _, name = self.file.rpartition("/")
         return f"torch.nn.modules.{name.removesuffix('.py')}" if folder == _LAYERS_OF_TORCH else None
 
     @property

@@ -22,6 +22,7 @@ from . import conditions
 from .chance import random_numbers_kept
 from .diagnose import holds_data, is_the_authors, state_kept
 from .program import Answers, Program
+from .second_call import results_of
 
 _LARGEST = 2**32
 
@@ -78,7 +79,7 @@ def is_right_for_one(exported: ExportedProgram, program: Program, batch_size: in
     given = dict(zip(program.flat.names, program.flat.tensors, strict=True))
     one = {name: tensor[:1] if name in batched else tensor for name, tensor in given.items()}
     try:
-        expected = _as_it_is(program, one)
+        expected = list(results_of(program, one).values())
     except Exception:  # the model takes no single samples
         return False
     try:
@@ -100,13 +101,8 @@ def _is_asked(exported: ExportedProgram, answers: Answers, batched: Any, program
     )
 
 
-def _as_it_is(program: Program, tensors: Mapping[str, Tensor]) -> list[Any]:
-    with state_kept(program), random_numbers_kept(), torch.no_grad():
-        torch.manual_seed(SEED_OF_CHECKS)
-        return list(program.call(tensors).values())
-
-
 def _as_traced(exported: ExportedProgram, program: Program, tensors: Mapping[str, Tensor]) -> list[Any]:
+    """As `results_of`, of the program: without the sizes that its own module insists on."""
     user = iter([tensors[name].clone() for name in program.flat.names])
     arguments: list[Any] = []
     for entry in exported.graph_signature.input_specs:

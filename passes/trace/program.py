@@ -35,7 +35,7 @@ class Record:
 
 @dataclass(slots=True)
 class Answers:
-    """Conditions on sizes, and how each came out in the last trace."""
+    """Conditions on sizes, and how each came out in the last trace. A thing of its own, as `record` is."""
 
     given: list[tuple[Any, bool]] = field(default_factory=list)
 

@@ -110,10 +110,10 @@ def require_nothing_kept(program: Program) -> None:
         return
     given = dict(zip(program.flat.names, program.flat.tensors, strict=True))
     with attributes_kept(program.model):
-        first = _results(program, given)
+        first = results_of(program, given)
         with suppress(Exception):  # other inputs, which the model may not take
-            _results(program, {name: _other(tensor) for name, tensor in given.items()})
-        second = _results(program, given)
+            results_of(program, {name: _other(tensor) for name, tensor in given.items()})
+        second = results_of(program, given)
     if any(not _is_alike(first[name], second.get(name)) for name in first):
         raise TraceError(
             f"the model computes something else from call to call, by what its forward leaves in the "
@@ -128,7 +128,8 @@ def _other(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _results(program: Program, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def results_of(program: Program, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the model itself gives for these inputs, with the random numbers of checks."""
     with state_kept(program), random_numbers_kept():
         torch.manual_seed(SEED_OF_CHECKS)
         return {name: value.detach().clone() for name, value in program.call(given).items()}

@@ -140,7 +140,7 @@ def _held(value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict):
         return [(_held(key, depth + 1), _held(inner, depth + 1)) for key, inner in value.items()]
     if isinstance(value, set):
-        return {value if isinstance(value, _PLAIN) else id(value) for value in value}
+        return {inner if isinstance(inner, _PLAIN) else id(inner) for inner in value}
     return [_held(inner, depth + 1) for inner in value]
 
 

@@ -127,7 +127,7 @@ class RankOptimizer:
             if not group["params"] and are_alike:
                 saved = checkpoint.groups[number]
             if saved is None:
-                group |= as_far_along(group, checkpoint.options.values(), checkpoint.path)
+                group |= _as_far_along(group, checkpoint.options.values(), checkpoint.path)
                 continue
             if saved.keys() - {"initial_lr"} != group.keys() - {"params", "initial_lr"}:
                 raise InputError(
@@ -169,7 +169,7 @@ class RankOptimizer:
         return self._names[id(parameter)]
 
 
-def as_far_along(
+def _as_far_along(
     group: Mapping[str, Any], trained: Iterable[Mapping[str, Any]], path: Path
 ) -> dict[str, Any]:
     """Options of a group of which nothing was trained when the checkpoint was written: as far along the
