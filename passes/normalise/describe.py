@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -184,15 +185,16 @@ def target_name(node: fx.Node) -> str:
 def source_line(stack_trace: str | None) -> str | None:
     """The innermost line outside torch: the model author's."""
     frames = _FRAME.findall(stack_trace or "")
-    own = [(Path(path), line) for path, line in frames if not _is_machinery(Path(path))]
-    if not own:
-        return None
-    path, line = own[-1]
-    return f"{path.name}:{line}"
+    for path, line in reversed(frames):
+        if not _is_machinery(path):
+            return f"{Path(path).name}:{line}"
+    return None
 
 
-def _is_machinery(path: Path) -> bool:
+@functools.cache
+def _is_machinery(file: str) -> bool:
     """torch's own code, and the front end's."""
+    path = Path(file)
     return path.parts[:1] == ("torch",) or any(folder in path.parents for folder in _MACHINERY)
 
 

@@ -3,9 +3,9 @@ its own."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from traceback import StackSummary
 from typing import Any
 
@@ -26,8 +26,8 @@ def helpers_noted() -> Iterator[None]:
         for frame in summary:
             is_kept = (frame.filename, frame.lineno, frame.name) in wanted
             if is_kept and frame.name == "forward":
-                folder = Path(frame.filename).parent if is_the_authors(frame.filename) else None
-            is_beside = folder is not None and Path(frame.filename).parent == folder
+                folder = os.path.dirname(frame.filename) if is_the_authors(frame.filename) else None
+            is_beside = folder is not None and os.path.dirname(frame.filename) == folder
             if is_kept or (is_beside and not frame.name.startswith("<")):
                 found.append(frame)
         return StackSummary.from_list(found)
