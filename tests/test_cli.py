@@ -365,6 +365,10 @@ def test_every_command_has_help_with_an_example(command: str, capsys: pytest.Cap
         (["train", "mlp", "--lr", "-1"], "--lr is -1.0; 0 or more was expected"),
         (["simulate", "mlp", "--updates", "0"], "--updates is 0; at least one was expected"),
         (["report", "mlp", "-o", "report.txt"], "the page is HTML: a name that ends with .html"),
+        (
+            ["plan", "gpt", "--accelerators-only"],
+            "--accelerators-only is for a --workload; a model is planned",
+        ),
         (["plan", "--workload", "w.json", "--cluster", "3"], "--workload has its own devices"),
     ],
 )

@@ -139,6 +139,18 @@ def test_wishes_that_exclude_one_another_are_the_only_ones_named() -> None:
     message = str(caught.value)
     assert "'op0' on device 0" in message
     assert message.count("' on ") == 2
+    assert "kept together" not in message
+
+
+@pytest.mark.usefixtures("_enough_time")
+def test_what_is_kept_together_with_a_pinned_block_is_named() -> None:
+    wishes = Constraints(device_of={"op0": 0, "op4": 0}, together=(("op2", "op3"), ("op4", "op5")))
+    with pytest.raises(InfeasibleError, match=r"'op4' on device 0 \('op4' and 'op5' kept together\); any"):
+        partition(chain(6, 3), roomy(3), constraints=wishes)
+
+    wishes = Constraints(stage_of={"op0": 0, "op3": 1}, together=(("op0", "op3"),))
+    with pytest.raises(InputError, match="to stage 1 as 'op3'; 'op0' and 'op3' are kept together"):
+        partition(chain(6, 3), roomy(3), constraints=wishes)
 
 
 @pytest.fixture

@@ -22,12 +22,14 @@ from pd2bw_fx.units import parse_bytes
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A block that may be on one stage only, or on one device's; `name` is what the user called it."""
+    """A block that may be on one stage only, or on one device's; `name` is what the user called it, and
+    `together` what the user keeps together with it."""
 
     block: str
     name: str
     stage: int | None = None
     device: int | None = None
+    together: tuple[str, ...] = ()
 
     def allows(self, stage: int, device: int) -> bool:
         return (self.stage is None or self.stage == stage) and (self.device is None or self.device == device)
@@ -51,16 +53,28 @@ def constrain(
         return Constrained(problem, capped, ())
     names = _Names(problem)
     groups = [names.blocks(entry) for entry in constraints.together]
-    groups += [group for pattern in constraints.whole for group in names.modules(pattern)]
+    wishes = [" and ".join(map(repr, entry)) for entry in constraints.together]
+    for pattern in constraints.whole:
+        modules = list(names.modules(pattern))
+        groups += modules
+        wishes += [f"all of {pattern!r}"] * len(modules)
     joined, joined_name = _joined(problem, groups)
+    together: dict[str, list[str]] = {}
+    for group, called in zip(groups, wishes, strict=True):
+        if group:
+            together.setdefault(joined_name[group[0]], []).append(called)
+
+    def pinned(name: str, **where: int) -> list[Pin]:
+        blocks = _renamed(names.blocks((name,)), joined_name)
+        return [Pin(block, name, **where, together=tuple(together.get(block, ()))) for block in blocks]
+
     pins = []
     for name, stage in constraints.stage_of.items():
         if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < num_stages:
             raise InputError(f"{name!r} is pinned to stage {stage!r}; the stages are 0 to {num_stages - 1}")
-        pins += [Pin(block, name, stage=stage) for block in _renamed(names.blocks((name,)), joined_name)]
+        pins += pinned(name, stage=stage)
     for name, given in constraints.device_of.items():
-        device = _device(cluster, given)
-        pins += [Pin(block, name, device=device) for block in _renamed(names.blocks((name,)), joined_name)]
+        pins += pinned(name, device=_device(cluster, given))
     _check_pins(joined, capped, pins)
     if len(joined.blocks) < num_stages:
         raise InputError(
@@ -210,4 +224,5 @@ def _check_pair(cluster: Cluster, pin: Pin, other: Pin) -> None:
         what = f"{names[0]} as {other.name!r} and to {names[1]} as {pin.name!r}"
     else:
         return
-    raise InputError(f"{pin.block!r} is pinned to {what}, or kept together with something that is")
+    company = f"; {', '.join(pin.together)} are kept together" if pin.together else ""
+    raise InputError(f"{pin.block!r} is pinned to {what}{company}")

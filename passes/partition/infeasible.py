@@ -100,7 +100,9 @@ def _wish(pin: Pin) -> str:
 
 
 def _wishes(pins: Sequence[Pin]) -> str:
-    return ", ".join(dict.fromkeys(_wish(pin) for pin in pins))
+    together = ", ".join(dict.fromkeys(names for pin in pins for names in pin.together))
+    company = f" ({together} kept together)" if together else ""
+    return ", ".join(dict.fromkeys(_wish(pin) for pin in pins)) + company
 
 
 def _pins_exclude_one_another(

@@ -176,6 +176,8 @@ def _plan(options: argparse.Namespace) -> int:
         line.close()
         print(json.dumps(placement.to_json()) if options.json else placement)
         return 0
+    if options.accelerators_only:
+        raise UsageError("--accelerators-only is for a --workload; a model is planned on --cluster")
     pipe = named_onnx(options) if is_onnx(options) else named_pipeline(options)
     why = pipe.explain() if options.explain else None
     if options.json:
