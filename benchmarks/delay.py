@@ -2,10 +2,12 @@
 
     python benchmarks/delay.py [--lr 3e-3] [--updates 300] [--seeds 3] [-o delay.json] [--plot docs/delay.png]
     python benchmarks/delay.py --steps small --plot docs/delay_small_steps.png
+    python benchmarks/delay.py --steps momentum --plot docs/delay_momentum.png
 
 A GPT on real text, in one process by the rules of `runtime/reference.py`, which the engine equals. With
 large steps, 4 layers and three optimizers at one learning rate (`--search` tries three of them), after a
-warm-up; with small ones, 2 layers and AdamW at a twentieth of that rate, which falls to zero along a cosine.
+warm-up; with small ones, 2 layers and AdamW at a twentieth of that rate, which falls to zero along a cosine,
+or SGD with momentum 0.9 at such a rate.
 The last loss is the mean of the last 20 updates, or 500 small ones. Losses do not depend on the load of the
 machine; a run that was stopped goes on from the runs that its output file has.
 """
@@ -39,6 +41,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": torch.optim.AdamW,
     "NAdamW": nadamw,
     "Muon": MuonWithAdamW,
+    "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
 }
 RATES = (3e-4, 1e-3, 3e-3)
 Run = tuple[str, str, int]  # optimizer, method, seed
@@ -69,7 +72,7 @@ SETTINGS = {
         warm_up=20,
         last=20,
         falls=False,
-        optimizers=tuple(OPTIMIZERS),
+        optimizers=("AdamW", "NAdamW", "Muon"),
     ),
     "small": Setting(
         GPTConfig(256, sequence_length=64, num_layers=2, num_heads=4, width=64, dropout=0.0),
@@ -83,6 +86,7 @@ SETTINGS = {
         optimizers=("AdamW",),
     ),
 }
+SETTINGS["momentum"] = replace(SETTINGS["small"], lr=2e-3, updates=8_000, warm_up=400, optimizers=("SGD",))
 
 
 def trained(setting: Setting, name: str, lr: float, method: str, seed: int, num_updates: int) -> list[float]:
@@ -125,8 +129,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", choices=SETTINGS, default="large")
-    parser.add_argument("--lr", type=float, help="default: 3e-3, or 1.5e-4 for small steps")
-    parser.add_argument("--updates", type=int, help="default: 300, or 12,000 small ones")
+    parser.add_argument("--lr", type=float, help="default: 3e-3, 1.5e-4 for small steps, 2e-3 for momentum")
+    parser.add_argument("--updates", type=int, help="default: 300, 12,000 small ones, or 8,000 of momentum")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--search", action="store_true", help="losses of seed 0 for several learning rates")
     parser.add_argument("--processes", type=int, help="runs at a time (default: one for each core)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -126,6 +127,33 @@ def test_a_schedule_that_cannot_run_is_refused() -> None:
     pipe = pd2bw_fx.split(MLP(MLPConfig()), cluster=2, costs="analytic")
     with pytest.raises(ScheduleError, match="it waits for ever"):
         pipe.train_local([], optimizer=torch.optim.Adam, method="crossed")
+
+
+class Given(InWaves):
+    """Whose turns are these, which a user got wrong."""
+
+    name = "given"
+    given: Any = ()
+
+    def turns(self, *_: Any, **__: Any) -> Any:
+        return self.given
+
+
+@pytest.mark.parametrize("given", [None, [("F", 0)], [(Kind.FORWARD, None)], [Kind.FORWARD]])
+def test_turns_that_are_none_are_told(given: Any) -> None:
+    method = Given()
+    method.given = given
+    register_method(method)
+
+    with pytest.raises(InputError, match=r"the turns of the method 'given' have .*; expected pairs such as"):
+        pd2bw_fx.split(MLP(MLPConfig()), cluster=2, costs="analytic", method="given")
+
+
+def test_a_method_that_does_nothing_is_refused() -> None:
+    register_method(Given())
+
+    with pytest.raises(ScheduleError, match="update 0 of stage 0 was not made"):
+        pd2bw_fx.split(MLP(MLPConfig()), cluster=2, costs="analytic", method="given")
 
 
 def test_names_of_ours_stay_ours() -> None:

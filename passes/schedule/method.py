@@ -8,7 +8,7 @@ receives ahead of time is the engine's business.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from functools import lru_cache
 
@@ -163,14 +163,14 @@ class Method(ABC):
 
 @lru_cache(maxsize=1024)
 def _counted_in_flight(method: Method, shape: Shape, stage: int) -> int:
-    return max(in_flight for _, in_flight, _ in _moments(method, shape, stage, range(3)))
+    return max((in_flight for _, in_flight, _ in _moments(method, shape, stage, range(3))), default=0)
 
 
 @lru_cache(maxsize=1024)
 def _gradients_wait(method: Method, shape: Shape, stage: int) -> bool:
     """Whether most microbatches are in flight only while the stage holds no gradients."""
     moments = list(_moments(method, shape, stage, _until_steady(method, shape, stage)))
-    most = max(in_flight for _, in_flight, _ in moments)
+    most = max((in_flight for _, in_flight, _ in moments), default=0)
     return all(in_flight < most for _, in_flight, has_gradients in moments if has_gradients)
 
 
@@ -280,7 +280,13 @@ class StageMethod(Method):
         stage, replica = self.place_of(shape, rank)
         count = shape.replicas_of(stage)
         turns = self.turns(shape, stage, updates, drain=drain, empty_before=empty_before)
-        for kind, number in turns:
+        for turn in turns if isinstance(turns, Iterable) else (turns,):
+            kind, number = turn if isinstance(turn, tuple) and len(turn) == 2 else (turn, None)
+            if not isinstance(kind, Kind) or number is None:
+                raise InputError(
+                    f"the turns of the method {self.name!r} have {turn!r}; expected pairs such as "
+                    "(Kind.FORWARD, 0): an action's kind, and a microbatch or update"
+                )
             yield kind, stage, number if kind is Kind.UPDATE else number * count + replica
 
     @abstractmethod
