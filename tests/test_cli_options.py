@@ -22,6 +22,11 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return plan
 
 
+@pytest.fixture(scope="module")
+def gpt() -> pd2bw_fx.Pipeline:
+    return pd2bw_fx.split(build("gpt"), cluster=2, costs="analytic", check=False)
+
+
 @pytest.mark.parametrize(
     ("words", "options"),
     [
@@ -37,7 +42,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     ],
 )
 def test_the_plan_is_the_one_of_split(
-    words: list[str], options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    words: list[str], options: dict[str, Any], gpt: pd2bw_fx.Pipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = dict(zip(words[::2], words[1::2], strict=True))
     options = options | {
@@ -53,7 +58,7 @@ def test_the_plan_is_the_one_of_split(
     found = planned(capsys, *words)
 
     cluster = int(given["--cluster"])
-    plan = pd2bw_fx.split(build("gpt"), cluster=cluster, costs="analytic", check=False, **options).plan
+    plan = pd2bw_fx.split(gpt, cluster=cluster, costs="analytic", check=False, **options).plan
     assert found["stages"] == json.loads(plan.dumps())["stages"]
     assert found["method"] == plan.method
     assert found["microbatches_per_update"] == plan.microbatches_per_update
