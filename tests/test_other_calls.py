@@ -60,6 +60,24 @@ def test_a_condition_on_the_number_of_calls_is_refused() -> None:
     assert split(Counting()).plan.num_stages == 2
 
 
+def test_a_counter_is_seen_where_a_layer_has_two_names() -> None:
+    """For which torch's tracer has another object each time that the layer, or what it is in, is read."""
+    model = Counting(lambda model, _, loss: loss * model.step)
+    model.also = model.first
+    with pytest.raises(TraceError, match=r"from call to call, by its attribute step \(0 before"):
+        split(model)
+
+
+def test_what_is_read_beside_a_layer_with_two_names_is_not_told_as_written() -> None:
+    model = Counting(lambda model, _, loss: loss + model.table.sum())
+    model.also, model.table = model.first, torch.ones(3)
+
+    report = split(model).trace_report
+    assert report is not None
+    assert "step" in str(report)
+    assert "table" not in str(report)
+
+
 def test_a_seed_that_a_forward_sets_is_not_lost() -> None:
     with pytest.raises(VerificationError, match="output loss differs"):
         split(Counting(with_its_own_noise))

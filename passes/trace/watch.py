@@ -70,16 +70,17 @@ class Watch:
     made: tuple[str, ...] = ()  # parameters that were not there before
     foreign: tuple[nn.Parameter, ...] = ()  # that results depend on, and that are none of the model's
     _parameters: frozenset[str] = frozenset()
-    _attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
-    _tensors: dict[nn.Module, dict[str, int]] = field(default_factory=dict)
-    _contents: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+    _attributes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _tensors: dict[int, dict[str, int]] = field(default_factory=dict)
+    _contents: dict[int, dict[str, Any]] = field(default_factory=dict)
     _random: Any = None
 
     def before(self, model: nn.Module) -> None:
         self._parameters = frozenset(name for name, _ in model.named_parameters())
-        self._attributes = {module: _plain_attributes(module) for module in model.modules()}
-        self._tensors = {module: _tensor_attributes(module) for module in model.modules()}
-        self._contents = {module: _contents(module) for module in model.modules()}
+        modules = {_identity(module): module for module in model.modules()}
+        self._attributes = {key: _plain_attributes(module) for key, module in modules.items()}
+        self._tensors = {key: _tensor_attributes(module) for key, module in modules.items()}
+        self._contents = {key: _contents(module) for key, module in modules.items()}
         self._random = _random_state(), _own_generators(model)
 
     def after(self, model: nn.Module, results: Iterable[Any]) -> None:
@@ -90,27 +91,36 @@ class Watch:
         own = set(model.parameters())
         leaves = (getattr(node, "variable", None) for node in nodes)
         self.foreign = tuple(leaf for leaf in leaves if type(leaf) is nn.Parameter and leaf not in own)
+        known: dict[int, tuple[str, nn.Module]] = {}
+        for path, module in model.named_modules():
+            known.setdefault(_identity(module), (path, module))
         self.assigned_tensors = tuple(
             f"{path}.{name}" if path else name
-            for path, module in model.named_modules()
+            for key, (path, module) in known.items()
             if not type(module).__module__.startswith(
                 "torch.nn."
             )  # weights, which hooks compute in each call
             for name, identity in _tensor_attributes(module).items()
-            if self._tensors.get(module, {}).get(name) != identity
+            if self._tensors.get(key, {}).get(name) != identity
         )
         self.filled = tuple(
             f"{path}.{name}" if path else name
-            for path, module in model.named_modules()
+            for key, (path, module) in known.items()
             for name, found in _contents(module).items()
-            if found != self._contents.get(module, {}).get(name)
+            if found != self._contents.get(key, {}).get(name)
         )
         self.changes = tuple(
-            Change(module, path, name, self._attributes[module].get(name), value)
-            for path, module in model.named_modules()
+            Change(module, path, name, self._attributes[key].get(name), value)
+            for key, (path, module) in known.items()
             for name, value in _plain_attributes(module).items()
-            if module in self._attributes and self._attributes[module].get(name) != value
+            if key in self._attributes and self._attributes[key].get(name) != value
         )
+
+
+def _identity(module: nn.Module) -> int:
+    """Of its attributes: where a layer has two names, the tracer has another object for each reading of it,
+    and of what it is in."""
+    return id(vars(module))
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
