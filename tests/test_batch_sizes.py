@@ -8,6 +8,7 @@ import types
 from math import sqrt
 from pathlib import Path
 
+import numpy as np
 import opt_einsum
 import pytest
 import torch
@@ -32,6 +33,21 @@ class Asking(nn.Module):
         hidden = self.first(x.repeat(self.times, 1))
         if hidden.shape[0] >= self.limit:
             hidden = hidden.relu()
+        return self.second(hidden).square().mean()
+
+
+class InParts(Asking):
+    """As ghost batch norm: each part of up to `limit` samples by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        numbers = (
+            math.ceil(len(x) / self.limit),
+            int(np.ceil(len(x) / self.limit)),
+            -(-len(x) // self.limit),
+        )
+        for number in numbers[: self.times]:
+            hidden = torch.cat([part - part.mean(0) for part in hidden.chunk(number)])
         return self.second(hidden).square().mean()
 
 
@@ -60,6 +76,8 @@ def split(model: nn.Module, count: int) -> pd2bw_fx.Pipeline:
         (Asking(6), 5, SizeRange(1, 5), 2, 6),
         (Asking(6), 8, SizeRange(6), 9, 5),
         (Asking(64, times=3), 4, SizeRange(1, 21), 21, 22),
+        (InParts(16), 6, SizeRange(1, 16), 16, 17),
+        (InParts(16, times=3), 6, SizeRange(1, 16), 9, 17),
     ],
 )
 def test_sizes_with_the_examples_answer_are_open_and_others_refused(

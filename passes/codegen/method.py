@@ -137,7 +137,10 @@ class _Draft:
 
     def _name(self, index: int, item: fx.Node | Scope, result: fx.Node) -> str:
         if isinstance(item, Scope) and item.function is not None:
-            return self._free(item.function, index)
+            own = item.function  # unless it makes other things too
+            if len(self.body.results(item)) > 1:
+                own = name_within(self.body.tree, result, item.depth) or result_name(result, result)
+            return self._free(own, index)
         if self.body.tree.is_link(self.body.scope, result):
             return self._free(self._link_name(index, item), index)
         state = state_name(self.body.tree, result) if self.body.is_recurrent(item) else None

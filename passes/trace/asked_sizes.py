@@ -2,6 +2,7 @@
 
 if x.shape[0] > 1:                      torch takes an open size for two or more, and answers by itself
 if x.shape[0] * x.shape[1] <= 100:      it cannot solve this for the batch where 100 is no multiple
+x.chunk(math.ceil(x.shape[0] / 128))    nor this
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.fx.experimental.sym_node import SymNode
 
 from pd2bw_fx.drawing import SEED_OF_CHECKS
 
@@ -29,9 +31,11 @@ _LARGEST = 2**32
 
 @contextmanager
 def answers_noted(answers: Answers) -> Iterator[None]:
-    """While it lasts, conditions on open sizes that the author's code asks for are added to `answers`."""
+    """While it lasts, conditions on open sizes that the author's code asks for are added to `answers`, and
+    all numbers that are made of open sizes."""
     kind: Any = torch.SymBool
-    plain = kind.__bool__
+    number_kind: Any = SymNode
+    plain, plain_number = kind.__bool__, number_kind.guard_int
 
     def answered(condition: Any) -> bool:
         answer = bool(plain(condition))
@@ -42,28 +46,36 @@ def answers_noted(answers: Answers) -> Iterator[None]:
             answers.given.append((condition.node.expr, answer))
         return answer
 
+    def numbered(node: Any, file: str, line: int) -> int:
+        number: int = plain_number(node, file, line)
+        answers.numbers.append((node.expr, number))
+        return number
+
     kind.__bool__ = answered
+    number_kind.guard_int = numbered
     try:
         yield
     finally:
         kind.__bool__ = plain
+        number_kind.guard_int = plain_number
 
 
-def largest_alike(answers: Answers, batch_size: int) -> int:
-    """The largest batch up to which conditions on one size come out as they did; at least `batch_size`."""
-    known = [(condition, answer) for condition, answer in answers.given if len(condition.free_symbols) == 1]
+def largest_alike(answers: Answers, batch_size: int) -> int | None:
+    """The largest batch up to which conditions on one size, and numbers that are made of one, come out as
+    they did, at least `batch_size`; None where they do for all."""
+    given = [*answers.given, *answers.numbers]
+    known = [(asked, answer) for asked, answer in given if len(asked.free_symbols) == 1]
 
     def is_alike(size: int) -> bool:
         return all(
-            condition.xreplace(dict.fromkeys(condition.free_symbols, size)) == answer
-            for condition, answer in known
+            asked.xreplace(dict.fromkeys(asked.free_symbols, size)) == answer for asked, answer in known
         )
 
     largest, other = batch_size, 2 * batch_size
     while is_alike(other):
         largest, other = other, 2 * other
         if largest > _LARGEST:
-            return batch_size  # none of them is what bounds it
+            return None
     while other - largest > 1:
         middle = (largest + other) // 2
         largest, other = (middle, other) if is_alike(middle) else (largest, middle)

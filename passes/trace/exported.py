@@ -133,15 +133,20 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
     try:
         return _exported_with(program, tensors, shapes)
     except torch._dynamo.exc.UserError as error:  # not imported above: dynamo takes a second
-        bounded = _bounded(str(error), shapes)
-        if bounded is None:
+        if (bounded := _bounded(str(error), shapes)) is not None:
+            return _exported_with(program, tensors, bounded)
+        # Where a number is made of the batch, by more than a product, torch cannot solve for the batch.
+        is_bounded = batch_size is not None and str(error).startswith("Constraints violated (batch)")
+        largest = largest_alike(program.answers, batch_size) if batch_size and is_bounded else None
+        if largest is None or largest <= _SMALLEST:
             raise
     except AssertionError as error:
-        # Where a multiple of the batch is bounded, torch cannot solve for the batch.
+        # Where a multiple of the batch is bounded, it cannot either.
         if batch_size is None or "batch" not in str(error):
             raise
-        largest = max(largest_alike(program.answers, batch_size), _SMALLEST + 1)
-        bounded = {"tensors": open_sizes(program.flat, batch_size, lengths, largest)}
+        largest = max(largest_alike(program.answers, batch_size) or batch_size, _SMALLEST + 1)
+    assert batch_size is not None
+    bounded = {"tensors": open_sizes(program.flat, batch_size, lengths, largest)}
     return _exported_with(program, tensors, bounded)
 
 

@@ -41,7 +41,8 @@ def _sizes(tensor: Any, how: Any, dim: int, *, is_number: bool) -> list[Any] | N
     if isinstance(total, int):
         return None
     if is_number:
-        is_multiple = type(how) is int and how > 0 and statically_known_true(total % how == 0)
+        how = int(how)  # which a size fixes
+        is_multiple = how > 0 and statically_known_true(total % how == 0)
         return [total // how] * how if is_multiple else None
     for number in range(1, _MOST_PARTS):
         if statically_known_true(total == number * how):

@@ -35,9 +35,11 @@ class Record:
 
 @dataclass(slots=True)
 class Answers:
-    """Conditions on sizes, and how each came out in the last trace. A thing of its own, as `record` is."""
+    """Conditions on sizes, and how each came out in the last trace; and numbers that were made of sizes. A
+    thing of its own, as `record` is."""
 
     given: list[tuple[Any, bool]] = field(default_factory=list)
+    numbers: list[tuple[Any, int]] = field(default_factory=list)
 
 
 class Program(nn.Module):
