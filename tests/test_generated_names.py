@@ -199,3 +199,36 @@ def test_what_crosses_has_one_name_in_all_stages_and_results_are_called_what_the
     assert f"return {', '.join(port.name for port in first.outputs)}" in first.source
     assert "return far, near, loss" in last.source
     assert "loss = far + near" in last.source
+
+
+def _masked(x: Tensor, reset: Tensor) -> Tensor:
+    for _ in range(x.dim() - 1):
+        reset = reset.unsqueeze(-1)
+    return torch.where(reset, torch.zeros_like(x), x)
+
+
+class _Stepping(nn.Module):
+    """A world model's cell, before which one line of the forward makes three values of the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Bilinear(4, 8, 8), nn.Linear(10, 4)
+
+    def forward(self, stoch: Tensor, deter: Tensor, action: Tensor, reset: Tensor) -> Tensor:
+        return self.step(stoch, deter, action, reset).square().mean()
+
+    def step(self, stoch: Tensor, deter: Tensor, action: Tensor, reset: Tensor) -> Tensor:
+        stoch = _masked(stoch, reset)
+        deter = _masked(deter, reset)
+        action = _masked(action, reset)
+        deter = self.cell(stoch, deter)
+        return self.head(torch.cat([deter, action], -1))  # type: ignore[no-any-return]
+
+
+def test_what_a_function_of_ours_makes_is_called_by_its_own_names() -> None:
+    example = (torch.randn(3, 4), torch.randn(3, 8), torch.randn(3, 2), torch.rand(3) < 0.5)
+    pipe = split(_Stepping(), example, cluster=1, costs="analytic")
+
+    source = pipe.programs[0].source
+    assert "stoch, deter, action = make_action(" in source
+    assert "deter = self.cell(stoch, deter)" in source
