@@ -229,6 +229,7 @@ def test_what_a_function_of_ours_makes_is_called_by_its_own_names() -> None:
     example = (torch.randn(3, 4), torch.randn(3, 8), torch.randn(3, 2), torch.rand(3) < 0.5)
     pipe = split(_Stepping(), example, cluster=1, costs="analytic")
 
-    source = pipe.programs[0].source
+    source = pipe.stages[0].source
+    assert "forward(self, stoch: Tensor, deter: Tensor, action: Tensor, reset: Tensor) -> Tensor:" in source
     assert "stoch, deter, action = make_action(" in source
     assert "deter = self.cell(stoch, deter)" in source

@@ -109,7 +109,8 @@ class StageTree:
 
     def reads(self, scope: Scope) -> list[fx.Node]:
         """The values that a call needs from outside, its own parameters and sizes left out: as the author
-        passes them, and then what the call has from elsewhere."""
+        passes them, and then what the call has from elsewhere. A stage's are in the order of their reading,
+        inputs of the model in the model's."""
         inside = set(scope.nodes)
         found: dict[fx.Node, None] = {}
         for node in scope.nodes:
@@ -118,7 +119,9 @@ class StageTree:
                     found.setdefault(value)
         if scope is self.root:
             found |= dict.fromkeys(self.stage.inputs)  # some for their sizes alone, or to be handed on
-            return list(found)
+            place = {name: number for number, name in enumerate(self.graph.inputs)}
+            given = iter(sorted((v for v in found if v.name in place), key=lambda v: place[v.name]))
+            return [next(given) if value.name in place else value for value in found]
         return sorted(found, key=lambda node: scope.argument(node).place)
 
     def gives(self, scope: Scope) -> list[fx.Node]:
