@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import pd2bw_fx
 from pd2bw_fx.errors import ExportError, TraceError
@@ -274,3 +275,32 @@ def test_a_branch_that_does_nothing_yet_is_told_too() -> None:
     assert pipe.trace_report is not None
     assert "with other weights than it has now, 'loss' is another one" in pipe.trace_report.evaluation
     assert "Noisy at the top asks for the mode" in pipe.trace_report.evaluation
+
+
+class Prenet(nn.Module):
+    """Tacotron's: it drops in evaluation too, the last one does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.layers[0](x).relu(), p=0.5, training=True)
+        x = F.dropout(self.layers[1](x).relu())
+        x = F.dropout(self.layers[2](x).relu(), 0.1, self.training)
+        return x.square().mean()
+
+
+def test_what_always_drops_does_so_in_the_stages_of_a_model_in_training() -> None:
+    model, x = Prenet(), torch.randn(4, 8)
+    pipe = pd2bw_fx.split(model, x, cluster=2, num_stages=2, costs="analytic")
+
+    source = "".join(stage.source for stage in pipe.stages)
+    assert (source.count("training=True"), source.count("training=self.training")) == (2, 1)
+    assert not pipe.trace_report.evaluation
+    for stage in pipe.stages:
+        stage.module.eval()
+    torch.manual_seed(0)
+    found = pipe.run(x)["loss"]
+    torch.manual_seed(0)
+    assert torch.equal(found, model.eval()(x))

@@ -38,6 +38,10 @@ class Scene:
         self.device = device  # source for the device of a tensor at hand
         self._is_training = is_training  # the model that was traced
 
+    def always(self) -> Scene:
+        """For what does in evaluation as it does in training."""
+        return Scene(self.expression, self.device, is_training=False)
+
     def mode(self, value: Any) -> str:
         """Whether to do as in training: what does so in evaluation already always does."""
         return "False" if value is not True else "self.training" if self._is_training else "True"

@@ -17,6 +17,8 @@ from pd2bw_fx.errors import TraceError
 from .expression import INFIX, POWER, UNARY, Scene, Source, arguments, infix, subscript
 from .limits import with_limits
 from .literals import is_plain_name
+from .scopes import line_at, module_calls
+from .statements import drops_always
 from .words import SPECIAL
 
 # Of sizes and of what is computed from them. Those of torch can be traced again, Python's own are as good.
@@ -96,7 +98,9 @@ def _overload(node: fx.Node, scene: Scene) -> Source:
     if target.namespace in ("aten", "pd2bw_fx"):  # ours stand for words of torch's
         special = SPECIAL.get(f"{name}.{target._overloadname}", SPECIAL.get(name))
         if special is not None:
-            spelled = special(values, scene)
+            line = line_at(node, len(module_calls(node))) if name == "dropout" else None
+            is_always = line is not None and drops_always(line.code)
+            spelled = special(values, scene.always() if is_always else scene)
             if spelled is not None:
                 return spelled
         if name in INFIX and len(values) <= 2:

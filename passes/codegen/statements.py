@@ -61,6 +61,22 @@ def takes_apart(code: str, operator: str) -> bool:
     return is_its or {called, operator} <= _PARTS
 
 
+def drops_always(code: str) -> bool:
+    """Whether a statement's dropout is one of torch's functions that is told to drop in evaluation too, as it
+    is by default: `F.dropout(x, 0.5)`, `F.dropout(x, 0.5, training=True)`."""
+    statement = _statement(code)
+    calls = [] if statement is None else [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    modes = [
+        next(
+            (word.value for word in call.keywords if word.arg == "training"),
+            (*call.args, None, None, None)[2],
+        )
+        for call in calls
+        if ast.unparse(call.func) in ("F.dropout", "nn.functional.dropout", "torch.nn.functional.dropout")
+    ]
+    return bool(modes) and all(mode is None or getattr(mode, "value", None) is True for mode in modes)
+
+
 def calls_one(code: str, path: str) -> bool:
     """Whether a statement is a call of the module at this path: `h, c = self.rnn(x)`, `h, c = layer(x)`."""
     value = getattr(_statement(code), "value", None)
