@@ -145,3 +145,18 @@ def test_what_was_split_without_values_is_whole_when_they_are_loaded(tmp_path: P
     pipe.export_onnx(tmp_path / "onnx")
     again = pd2bw_fx.split(pipe, cluster=2, method="1f1b")
     assert again.verify(real).exact
+
+
+def test_a_submodule_that_hides_a_method_is_named() -> None:
+    class Collecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = [nn.Linear(8, 8), nn.Linear(8, 1)]
+            self.parameters: Any = []
+            self.parameters = nn.ParameterList(p for block in self.blocks for p in block.parameters())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[1](self.blocks[0](x)).square().mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(InputError, match="the model has a submodule called 'parameters', which is a method"):
+        pd2bw_fx.split(Collecting(), rows(), cluster=2, costs="analytic")

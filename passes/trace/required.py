@@ -18,13 +18,20 @@ from .diagnose import source_line
 
 
 def require_traceable_modules(model: nn.Module) -> None:
-    """Raises InputError for modules whose code is not there, or that would have hooks called."""
+    """Raises InputError for modules whose code is not there, or that would have hooks called, and for what
+    the tracers would not find."""
     for path, module in model.named_modules():
         what = f"module {path!r}" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
                 f"{what} was compiled by torch.jit, and its layers are no more; split the model with the "
                 "module that it was compiled from"
+            )
+        hidden = next((name for name in module._modules if hasattr(nn.Module, name)), None)
+        if hidden is not None:
+            raise InputError(
+                f"{what} has a submodule called {hidden!r}, which is a method of every module: torch's "
+                "tracers find that in its place; give the submodule another name"
             )
         if module._backward_hooks or module._backward_pre_hooks:
             raise InputError(_hook_message(what))
