@@ -102,7 +102,12 @@ class Cluster:
         """Equal devices on equal links. Without `memory_bytes`, an equal share of this machine's memory."""
         if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
             raise ClusterError(f"a cluster of {num_devices!r} devices was asked for; it needs at least one")
-        share = machine_memory_bytes() // num_devices if memory_bytes is None else parse_bytes(memory_bytes)
+        try:
+            share = (
+                machine_memory_bytes() // num_devices if memory_bytes is None else parse_bytes(memory_bytes)
+            )
+        except ValueError as error:
+            raise ClusterError(f"memory_bytes: {error}") from None
         devices = tuple(
             Device(f"{kind}:{index}", memory_bytes=share, kind=kind, speed=speed)
             for index in range(num_devices)

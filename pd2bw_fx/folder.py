@@ -30,6 +30,7 @@ from pd2bw_fx.costs import Costs, MemoryModel
 from pd2bw_fx.errors import Pd2bwError, PlanMismatchError
 from pd2bw_fx.files import read_manifest, save_tensors, sha256, whole_folder, write_manifest
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.passes.codegen import WIDTH
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
 from pd2bw_fx.state import require_values
@@ -51,6 +52,7 @@ def save_pipeline(pipeline: Pipeline, folder: str | Path) -> None:
             (fresh / f"stage_{program.stage}.py").write_text(program.source)
             held = {name: tensors[name] for name in (*program.parameters, *program.buffers)}
             _write_tensors(fresh / f"stage_{program.stage}.safetensors", held)
+        (fresh / "ruff.toml").write_text(f"line-length = {WIDTH}\n")  # as the stages are formatted
         if pipeline.example is not None:
             _write_tensors(fresh / "example.safetensors", pipeline.example)
         if pipeline.trace_report is not None:

@@ -141,9 +141,12 @@ class Timeline:
 
     @property
     def num_microbatches(self) -> int:
-        """Those whose backward is over at some stage."""
+        """Those whose backward is over at some stage; without any backward, whose forward is at the last."""
         closing = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-        return len({event.microbatch for event in self.events if event.kind in closing})
+        trained = {event.microbatch for event in self.events if event.kind in closing}
+        last = max((event.stage for event in self.events if event.kind is Kind.FORWARD), default=0)
+        ran = {e.microbatch for e in self.events if e.kind is Kind.FORWARD and e.stage == last}
+        return len(trained or ran)
 
     @property
     def throughput(self) -> float:

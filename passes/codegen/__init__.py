@@ -18,13 +18,14 @@ from pd2bw_fx.stage import Port, StageProgram
 
 from .cut import Cut, cut
 from .document import document
+from .layout import WIDTH
 from .literals import free_name, identifier
 from .method import Method
 from .naming import argument_name
 from .stage_tree import StageTree
 from .write import StageWriter
 
-__all__ = ["generate"]
+__all__ = ["WIDTH", "generate"]
 
 
 def generate(graph: OperatorGraph, plan: Plan) -> tuple[StageProgram, ...]:

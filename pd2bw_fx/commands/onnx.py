@@ -27,6 +27,9 @@ def add(commands: Any) -> None:
         default="stages",
         help="one file a stage, or the whole model in one file that names each node's stage",
     )
+    export.add_argument(
+        "--training", action="store_true", help="batch norm as in training (default: evaluation)"
+    )
     export.set_defaults(run=_export)
 
     merge = command(
@@ -53,7 +56,9 @@ def add(commands: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    named_pipeline(options).export_onnx(options.output, form=options.form, opset=options.opset)
+    named_pipeline(options).export_onnx(
+        options.output, form=options.form, opset=options.opset, training=options.training
+    )
     files = sorted(path.name for path in options.output.glob("*.onnx"))
     print(f"{', '.join(files)} written to {options.output}")
     return 0

@@ -21,7 +21,7 @@ from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.wire import decoded
 
 BEAT_S = 1.0
-SILENCE_S = 8.0  # of a worker that has begun to work: it hangs
+SILENCE_S = 7.0  # of a worker that has begun to work: it hangs; all have ended in ten
 
 
 @dataclass(frozen=True, slots=True)
