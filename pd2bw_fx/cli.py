@@ -1,7 +1,7 @@
 """The command line: `pd2bw-fx COMMAND`, or `python -m pd2bw_fx COMMAND`.
 
-Exit codes: 0 done, 1 the work failed, 2 wrong use (UsageError, and what argparse refuses). A user's mistake
-gets one line, not a traceback (`--debug` shows it).
+Exit codes: 0 done, 1 the work failed, 2 wrong use (InputError, ClusterError, and what argparse refuses). A
+user's mistake gets one line, not a traceback (`--debug` shows it).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from pd2bw_fx import __version__
 from pd2bw_fx.commands import comparing, onnx, planning, probing, training
 from pd2bw_fx.commands.options import in_options
-from pd2bw_fx.errors import Pd2bwError, UsageError
+from pd2bw_fx.errors import ClusterError, InputError, Pd2bwError, UsageError
 from pd2bw_fx.runtime.failure import end_with_parent, tell_launcher
 from pd2bw_fx.train import STARTED_BY, STARTED_HERE, is_under_torchrun
 
@@ -56,7 +56,7 @@ def _failed(error: Exception, options: argparse.Namespace) -> int:
         if options.debug or not is_theirs:
             raise error
         print(told, file=sys.stderr)
-    return 2 if isinstance(error, UsageError) else 1
+    return 2 if isinstance(error, (UsageError, InputError, ClusterError)) else 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="pd2bw-fx",
         description="Split a PyTorch model into pipeline stages you can read, and train them with 2BW.",
-        epilog="exit codes: 0 done, 1 the work failed, 2 words that the command does not take",
+        epilog="exit codes: 0 done, 1 the work failed, 2 what was given cannot be taken",
     )
     made.add_argument("--version", action="version", version=f"pd2bw-fx {__version__}")
     made.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -26,7 +26,7 @@ class InputError(Pd2bwError, ValueError):
 
 
 class UsageError(InputError):
-    """Words on the command line that the command does not take; the program ends with 2."""
+    """Words on the command line that the command does not take."""
 
 
 class TraceError(Pd2bwError):

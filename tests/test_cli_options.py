@@ -83,7 +83,7 @@ def test_constraints_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
         ('whole = "head"', "a tuple was expected"),
     ):
         file.write_text(text)
-        assert main(["plan", "gpt", *SPLIT, "--constraints", str(file)]) == 1
+        assert main(["plan", "gpt", *SPLIT, "--constraints", str(file)]) == 2
         assert said in capsys.readouterr().err
 
 
@@ -131,7 +131,7 @@ def test_a_workload_takes_the_options_of_the_search(
 ) -> None:
     assert main(["plan", "--workload", str(tmp_path / "w.json"), "--method", "1f1b"]) == 2
     assert "--solver, --max-gap and --time-limit are for it" in capsys.readouterr().err
-    assert main(["plan", "--workload", str(tmp_path / "w.json"), "--max-gap", "0.01"]) == 1
+    assert main(["plan", "--workload", str(tmp_path / "w.json"), "--max-gap", "0.01"]) == 2
     assert "cannot be read" in capsys.readouterr().err
 
 
@@ -152,7 +152,7 @@ def test_a_plan_that_was_edited_is_taken(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["split", *common, "--plan", str(tmp_path / "plan.json"), "-o", str(tmp_path / "mlp")]) == 0
     assert pd2bw_fx.load(tmp_path / "mlp").plan.microbatches_per_update == 8
 
-    assert main(["plan", *common, "--plan", str(tmp_path / "none.json")]) == 1
+    assert main(["plan", *common, "--plan", str(tmp_path / "none.json")]) == 2
     assert "none.json cannot be read" in capsys.readouterr().err
 
 
@@ -174,7 +174,7 @@ def test_a_plan_and_why_are_one_json(capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_errors_speak_of_options(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "mlp", "--cluster", "2", "--costs", "analytic", *words]) == 1
+    assert main(["plan", "mlp", "--cluster", "2", "--costs", "analytic", *words]) == 2
 
     said = capsys.readouterr().err
     assert told in said
