@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
+from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.export_onnx import merge_onnx, run_onnx
 
 
@@ -46,3 +48,33 @@ def test_they_can_be_given_and_taken_by_place(tmp_path: Path) -> None:
             assert np.asarray(found) == pytest.approx(right, abs=1e-6)
     found_by_name = run_onnx(tmp_path / "files", dict(zip(("query", "key"), given, strict=True)))
     assert list(found_by_name) == ["output_0", "output_1"]
+
+
+class Unread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        return (self.second(self.first(x).tanh()) - y).square().mean()
+
+
+def test_an_input_that_nothing_reads_may_be_given(tmp_path: Path) -> None:
+    example = tuple(torch.randn(4, 6) for _ in range(3))
+    pipe = pd2bw_fx.split(Unread(), example, cluster=2, num_stages=2, costs="analytic")
+    pipe.export_onnx(tmp_path / "stages")
+    merge_onnx(tmp_path / "stages", tmp_path / "whole.onnx")
+    whole = onnx.load(tmp_path / "whole.onnx")
+    whole.graph.input.append(onnx.helper.make_tensor_value_info("spare", onnx.TensorProto.FLOAT, [2]))
+    onnx.save(whole, tmp_path / "whole.onnx")
+    again = pd2bw_fx.split(tmp_path / "whole.onnx", cluster=2)
+
+    given = dict(zip(("x", "mask", "y"), example, strict=True))
+    expected = pipe.run(example)["loss"].item()
+    for inputs in (given, {name: given[name] for name in ("x", "y")}):
+        assert run_onnx(tmp_path / "stages", inputs)["loss"] == pytest.approx(expected, rel=1e-5)
+        fed = {name: tensor.numpy() for name, tensor in inputs.items() if name != "mask"}
+        for spare in {}, {"spare": np.zeros(2, np.float32)}:
+            assert again.run(fed | spare)["loss"] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(InputError, match="input 'masks' is no input of the model"):
+        run_onnx(tmp_path / "stages", given | {"masks": example[1]})

@@ -209,10 +209,12 @@ def _facts(job: _Job, original: Original | None, *, opset: int, training: bool) 
         for port in program.outputs
         if port.model_output is not None
     ]
+    unread: list[str] = []
     if original is not None:  # whatever stages read and make them: who calls the model goes by its order
         graph = original.graph
         inputs.sort(key=lambda entry: list(graph.inputs).index(entry["name"]))
         outputs.sort(key=lambda entry: [output.name for output in graph.outputs].index(entry["name"]))
+        unread = [name for name in graph.inputs if name not in {entry["name"] for entry in inputs}]
     return {
         "kind": KIND,
         "schema": SCHEMA,
@@ -223,6 +225,7 @@ def _facts(job: _Job, original: Original | None, *, opset: int, training: bool) 
         | {name: require(name).__version__ for name in ("onnx", "onnxscript", "onnxruntime")},
         "compared_with": "the original model" if live else "the stages in torch",
         "inputs": inputs,
+        "unread": unread,
         "outputs": outputs,
     }
 

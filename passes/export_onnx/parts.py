@@ -57,6 +57,7 @@ def export_parts(
             "versions": {name: require(name).__version__ for name in ("onnx", "onnxruntime")},
             "compared_with": "the whole file",
             "inputs": [cuts.tensor(name) | {"name": name} for name in cuts.fed],
+            "unread": [name for name in model.graph.inputs if name not in cuts.fed],
             "outputs": [
                 cuts.tensor(output.value) | {"name": output.name, "stage": cuts.made_in(output.value)}
                 for output in model.graph.outputs

@@ -57,8 +57,10 @@ def onnx_manifest(folder: Path) -> dict[str, Any]:
 def named_inputs(
     folder: Path, manifest: Mapping[str, Any], inputs: Mapping[str, Tensor | Array]
 ) -> dict[str, Array]:
-    """The model's inputs by their tensors' names in the files; InputError for one missing or unknown."""
+    """The model's inputs by their tensors' names in the files; InputError for one missing or unknown. Those
+    that no stage reads may be there or not."""
     expected = {entry["name"]: entry["tensor"] for entry in manifest["inputs"]}
+    inputs = {name: value for name, value in inputs.items() if name not in manifest.get("unread", ())}
     unlike = sorted(expected.keys() ^ inputs.keys())
     if unlike:
         what = "is missing" if unlike[0] in expected else "is no input of the model"
