@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import pd2bw_fx
 from pd2bw_fx.cluster import Device
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.models import build
@@ -301,3 +302,22 @@ def test_what_cannot_be_measured_is_refused(method: str, kind: str, said: str) -
 
     with pytest.raises(InputError, match=said):
         profile(normalise(traced), traced.examples, device=device, method=method)  # type: ignore[arg-type]
+
+
+class _CountingDistinct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        return self.second(hidden + hidden.round().unique().numel()).square().mean()
+
+
+@pytest.mark.parametrize("costs", ["analytic", "measured"])
+def test_what_has_no_derivative_may_be_read_for_its_size(costs: Literal["analytic", "measured"]) -> None:
+    model, x = _CountingDistinct(), torch.randn(4, 6)
+
+    pipe = pd2bw_fx.split(model, x, cluster=2, num_stages=2, costs=costs)
+
+    assert torch.equal(pipe.run(x)["loss"], model(x))

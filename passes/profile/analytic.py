@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from pd2bw_fx.cluster import Device
 from pd2bw_fx.costs import OperatorCost, Work
 
-from .tape import differentiable, leaves
+from .tape import differentiable, gradients, leaves
 from .walk import Call
 
 LAUNCH_S = 5e-6  # what calling any operator costs
@@ -135,7 +135,7 @@ class Estimator:
             wanted = leaves(outputs)
             if wanted:
                 seeds = [torch.ones_like(output) for output in outputs]
-                torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+                gradients(outputs, wanted, seeds)
         made = [value for value in _flat(result) if isinstance(value, Tensor)]
         parameter_bytes = _num_bytes(call.parameters)
         moved_bytes = _num_bytes((*made, *call.operands))

@@ -28,7 +28,7 @@ from pd2bw_fx.errors import models_own_backward
 from pd2bw_fx.graph import OperatorGraph
 
 from .cache import ProfileCache, Seconds
-from .tape import differentiable, leaves
+from .tape import differentiable, gradients, leaves
 from .walk import Call
 
 _T = TypeVar("_T")
@@ -200,8 +200,7 @@ class Stopwatch:
         sums = [self._sum_of(leaf) if isinstance(leaf, nn.Parameter) else None for leaf in wanted]
 
         def backward() -> None:
-            gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
-            for total, gradient in zip(sums, gradients, strict=True):
+            for total, gradient in zip(sums, gradients(outputs, wanted, seeds), strict=True):
                 if total is not None and gradient is not None:
                     total.add_(gradient)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -15,6 +17,17 @@ def differentiable(result: Any) -> list[Tensor]:
 def _has_derivative(value: Tensor) -> bool:
     """Not so for what torch marks as needing a gradient to say later that it has no derivative of it."""
     return value.requires_grad and type(value.grad_fn).__name__ != "NotImplemented"
+
+
+def gradients(
+    outputs: Sequence[Tensor], wanted: Sequence[Tensor], seeds: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """As `torch.autograd.grad`; none of what torch has no derivative of, which it may say no earlier than here:
+    the results may be read as numbers, or for their size."""
+    try:
+        return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+    except NotImplementedError:
+        return [None] * len(wanted)
 
 
 def leaves(outputs: list[Tensor]) -> list[Tensor]:
