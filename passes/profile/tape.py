@@ -22,8 +22,8 @@ def _has_derivative(value: Tensor) -> bool:
 def gradients(
     outputs: Sequence[Tensor], wanted: Sequence[Tensor], seeds: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """As `torch.autograd.grad`; none of what torch has no derivative of, which it may say no earlier than here:
-    the results may be read as numbers, or for their size."""
+    """As `torch.autograd.grad`; nothing for what torch has no derivative of, which it may say no earlier: the
+    results may be read as numbers, or for their size."""
     try:
         return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
     except NotImplementedError:
