@@ -185,3 +185,21 @@ def test_what_cannot_be_trained_is_told_at_once(tmp_path: Path, capsys: pytest.C
     (tmp_path / "file").touch()
     assert main(["train", "mlp", "--cluster", "2", "--checkpoint", str(tmp_path / "file" / "run")]) == 2
     assert "cannot be a folder that is written to" in capsys.readouterr().err
+
+
+def test_what_was_made_and_compared_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["split", "mlp", *SPLIT, "--json", "-o", str(tmp_path / "mlp")]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan == json.loads((tmp_path / "mlp" / "plan.json").read_text())
+
+    assert main(["verify", str(tmp_path / "mlp"), "--against", "mlp", "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert compared["exact"]
+    assert set(compared["relative"].values()) == {0.0}
+
+    words = ["export", str(tmp_path / "mlp"), "-o", str(tmp_path / "onnx"), "--training", "--json"]
+    assert main(words) == 0
+    manifest = json.loads(capsys.readouterr().out)
+    written = json.loads((tmp_path / "onnx" / "manifest.json").read_text())
+    assert manifest["mode"] == "training"
+    assert manifest.items() <= written.items()

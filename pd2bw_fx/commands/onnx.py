@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def add(commands: Any) -> None:
     export.add_argument(
         "--training", action="store_true", help="batch norm as in training (default: evaluation)"
     )
+    export.add_argument("--json", action="store_true", help="the manifest as JSON, for machines")
     export.set_defaults(run=_export)
 
     merge = command(
@@ -56,9 +58,12 @@ def add(commands: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    named_pipeline(options).export_onnx(
+    manifest = named_pipeline(options).export_onnx(
         options.output, form=options.form, opset=options.opset, training=options.training
     )
+    if options.json:
+        print(json.dumps(manifest))
+        return 0
     files = sorted(path.name for path in options.output.glob("*.onnx"))
     print(f"{', '.join(files)} written to {options.output}")
     return 0

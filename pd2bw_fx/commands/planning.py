@@ -81,6 +81,7 @@ def _add_splitting(commands: Any) -> None:
         takes_onnx=True,
     )
     save.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
+    save.add_argument("--json", action="store_true", help="the plan as JSON, for machines")
     save.set_defaults(run=_split)
 
 
@@ -98,6 +99,7 @@ def _add_checking(commands: Any) -> None:
         metavar="MODEL",
         help="the model that a saved folder was split from: a name or module:callable",
     )
+    verify.add_argument("--json", action="store_true", help="the differences as JSON, for machines")
     verify.set_defaults(run=_verify)
 
     check = command(
@@ -207,6 +209,9 @@ def _show(options: argparse.Namespace) -> int:
 def _split(options: argparse.Namespace) -> int:
     pipe = named_onnx(options) if is_onnx(options) else named_pipeline(options)
     pipe.save(options.output)
+    if options.json:
+        print(json.dumps(pipe.plan.to_json()))
+        return 0
     print(pipe)
     print(f"saved in {options.output}")
     return 0
@@ -230,6 +235,9 @@ def _check(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     if is_onnx(options):
         found = named_onnx(options).manifest
+        if options.json:
+            print(json.dumps({"relative": found["largest_differences_from_model"]}))
+            return 0
         for name, difference in found["largest_differences_from_model"].items():
             sizes = ", ".join(map(str, found["batch_sizes_checked"]))
             print(f"{name}: at most {difference:.1e} from what the whole file gives, batch sizes {sizes}")
@@ -239,7 +247,9 @@ def _verify(options: argparse.Namespace) -> int:
     if saved_folder(options) is not None and options.against is None:
         raise UsageError(f"{options.model} has no model to be compared with; name it with --against")
     against = None if options.against is None else model_named(options.against)
-    print(named_pipeline(options).verify(against))
+    compared = named_pipeline(options).verify(against)
+    relative = {difference.name: difference.relative for difference in compared.differences}
+    print(json.dumps({"exact": compared.exact, "relative": relative}) if options.json else compared)
     return 0
 
 
