@@ -17,7 +17,7 @@ import torch
 from pd2bw_fx import __version__
 from pd2bw_fx.commands import comparing, onnx, planning, probing, training
 from pd2bw_fx.commands.options import in_options
-from pd2bw_fx.errors import ClusterError, InputError, Pd2bwError, UsageError
+from pd2bw_fx.errors import ClusterError, InputError, Pd2bwError
 from pd2bw_fx.runtime.failure import end_with_parent, tell_launcher
 from pd2bw_fx.train import STARTED_BY, STARTED_HERE, is_under_torchrun
 
@@ -56,7 +56,7 @@ def _failed(error: Exception, options: argparse.Namespace) -> int:
         if options.debug or not is_theirs:
             raise error
         print(told, file=sys.stderr)
-    return 2 if isinstance(error, (UsageError, InputError, ClusterError)) else 1
+    return 2 if isinstance(error, (InputError, ClusterError)) else 1
 
 
 def parser() -> argparse.ArgumentParser:

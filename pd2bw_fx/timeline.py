@@ -144,9 +144,9 @@ class Timeline:
         """Those whose backward is over at some stage; without any backward, whose forward is at the last."""
         closing = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
         trained = {event.microbatch for event in self.events if event.kind in closing}
-        last = max((event.stage for event in self.events if event.kind is Kind.FORWARD), default=0)
-        ran = {e.microbatch for e in self.events if e.kind is Kind.FORWARD and e.stage == last}
-        return len(trained or ran)
+        forwards = [] if trained else [event for event in self.events if event.kind is Kind.FORWARD]
+        last = max((event.stage for event in forwards), default=0)
+        return len(trained or {event.microbatch for event in forwards if event.stage == last})
 
     @property
     def throughput(self) -> float:

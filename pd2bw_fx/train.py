@@ -110,7 +110,10 @@ def _reason(failures: Mapping[int, ProcessFailure]) -> Pd2bwError:
     rank, failure = min(failures.items(), key=lambda item: (_is_consequence(item[1]), item[1].timestamp))
     told = failure.error_file_data.get("message")
     if not isinstance(told, dict):
-        return WorkerError(f"rank {rank} ended with {told or f'exit code {failure.exitcode}'}")
+        code = failure.exitcode
+        return WorkerError(
+            f"rank {rank} " + (f"was killed by signal {-code}" if code < 0 else f"ended with {code}")
+        )
     name, _, words = told["message"].partition(": ")
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, Pd2bwError):
@@ -209,6 +212,8 @@ def run_training(
                 if reports.are_due:
                     reports.tell(float(loss))
         if engine.updates == first and first < options.num_updates:
+            if first > 0:
+                raise InputError(f"the data ends before batch {first}, with which this run would go on")
             raise InputError("the data gave no batch; --data must name something that gives an iterable")
         if losses and options.checkpoint is not None and engine.updates % options.checkpoint_every:
             engine.save_checkpoint(options.checkpoint)

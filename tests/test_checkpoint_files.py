@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 import struct
 from collections.abc import Callable
@@ -79,6 +80,20 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=told), engine() as made:
         made.step(torch.randn(4, 4))
         made.save_checkpoint(tmp_path / "file" / "in_it")
+
+
+def test_copies_of_checkpoints_are_the_users(folder: Path) -> None:
+    for name in ("update_000001_1", "update_best"):
+        shutil.copytree(folder / "update_000001", folder / name)
+    (folder / "update_notes.txt").write_text("the first is the best")
+
+    with engine(lr_scheduler=lambda optimizer: StepLR(optimizer, 2)) as made:
+        made.load_checkpoint(folder)
+        made.step(torch.randn(4, 4))
+        made.save_checkpoint(folder)
+
+    left = sorted(path.name for path in folder.glob("update_*"))
+    assert left == ["update_000001_1", "update_000002", "update_000003", "update_best", "update_notes.txt"]
 
 
 def test_a_bit_that_has_turned_is_noticed(folder: Path) -> None:

@@ -91,6 +91,18 @@ def test_ranks_with_different_numbers_of_batches_end_with_what_each_is_at() -> N
         )
 
 
+def test_ranks_with_batches_of_unlike_sizes_end_with_both() -> None:
+    """Beyond the first updates, in which they are compared, each might wait for the other's for ever."""
+    with ranks(2, 0, "half", silence_s=4.0) as processes:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+
+    assert all(process.returncode == 1 for process in processes)
+    both = r"rank (\d) \(stage \1\) is in update 3 on microbatches of .*\((1|2), .* where rank \d .* is on microbatches"
+    assert any(
+        re.search(f"WorkerError: {both} of .*make the same calls on the same batches", e) for e in errors
+    )
+
+
 def test_ranks_that_meet_again_have_a_store_without_what_was_left_in_it() -> None:
     store = HashStore()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from pd2bw_fx.errors import InputError, PlanMismatchError
 from pd2bw_fx.files import make_durable, save_tensors, sha256
 from pd2bw_fx.graph import ParameterSpec
 
+_NAME = re.compile(r"update_(\d{6,})")
 _LATEST = "latest"
 _KEPT = 2
 _SCHEMA = 4
@@ -132,20 +134,23 @@ def _publish(folder: Path, partial: Path, name: str) -> None:
         os.fsync(file.fileno())
     pointer.replace(folder / _LATEST)
     # Later ones are those of another run, which is not this one's to delete.
-    whole = [path for path in folder.glob("update_*") if (path / "checkpoint.json").exists()]
-    earlier = sorted(_number(path.name) for path in whole if _number(path.name) < _number(name))
-    for path in whole:
-        if _number(path.name) in earlier[: 1 - _KEPT]:
-            shutil.rmtree(path, ignore_errors=True)
+    numbers = _numbers(folder)
+    whole = [path for path in numbers if (path / "checkpoint.json").exists()]
+    earlier = sorted(
+        (path for path in whole if numbers[path] < numbers[folder / name]), key=numbers.__getitem__
+    )
+    for path in earlier[: 1 - _KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _before(folder: Path, name: str) -> Path:
     return folder / f".{name}.before"
 
 
-def _number(name: str) -> int:
-    """Of "update_000123": names do not sort beyond a million."""
-    return int(name.rpartition("_")[2])
+def _numbers(folder: Path) -> dict[Path, int]:
+    """Of "update_000123", for names do not sort beyond a million; a copy of another name is not ours."""
+    named = ((path, _NAME.fullmatch(path.name)) for path in folder.glob("update_*"))
+    return {path: int(match[1]) for path, match in named if match is not None}
 
 
 def _plain(details: Mapping[str, Any]) -> str:
@@ -247,7 +252,7 @@ class Checkpoint:
 
     def _damaged(self, name: str, how: str) -> PlanMismatchError:
         folder, advice = self.path.parent, ""
-        others = [(_number(path.name), path.name) for path in folder.glob("update_*") if path != self.path]
+        others = [(number, path.name) for path, number in _numbers(folder).items() if path != self.path]
         if others:
             advice = f"; to go on from {max(others)[1]}, write that name into {folder / _LATEST}"
         return PlanMismatchError(f"{self.path / name} is damaged ({how}){advice}")

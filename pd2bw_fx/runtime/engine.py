@@ -245,7 +245,7 @@ class Engine:
             raise InputError(
                 f"{counted(len(microbatches), 'microbatch')} were given; an update has {expected}"
             )
-        with self._fate.shared(f"in update {update}"):
+        with self._fate.shared(f"in update {update}", on=_sizes(microbatches)):
             self._add(microbatches)
             actions = self._course.next_update()
             sent = self._course.sent_by_others() if self._groups.is_nccl else ()
@@ -467,11 +467,19 @@ class Engine:
         return f"in update {self.updates}" + ("" if action is None else f", at {action}")
 
 
+def _sizes(microbatches: Sequence[Microbatch]) -> str:
+    return "microbatches of " + " and ".join(map(str, dict.fromkeys(each.size for each in microbatches)))
+
+
 def _close_at_exit(known: weakref.ref[Engine]) -> None:
     """One that nobody has closed, unless it is in the middle of an update that others may never finish."""
     engine = known()
     error = getattr(sys, "last_value", None)  # what has ended the program
-    if engine is not None and error is not None:
+    if engine is None:
+        return
+    if error is not None:
         engine._tell_of(error)
-    if engine is not None and (engine._course.is_empty or engine._fate.is_broken):
+    if engine._course.is_empty or engine._fate.is_broken:
         engine.close()
+    else:
+        engine._fate.leave_torn()

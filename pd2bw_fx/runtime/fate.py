@@ -38,8 +38,9 @@ class Fate:
             forget(self._name)
 
     @contextmanager
-    def shared(self, doing: str, *, alone: bool = False) -> Iterator[None]:
-        """A call on all ranks, or (`alone`) one that waits for others and that not all need make.
+    def shared(self, doing: str, *, alone: bool = False, on: str = "") -> Iterator[None]:
+        """A call on all ranks, or (`alone`) one that waits for others and that not all need make; `on` what,
+        which is the same on all of them.
 
         Raises InputError for an engine that was closed or has lost its process group, WorkerError for one
         that failed before, and with the reason of a rank that fails in here.
@@ -56,7 +57,7 @@ class Fate:
         try:
             watch = _NOBODY if self.world is None else self.world.watch
             if not alone:
-                watch.begin(doing)
+                watch.begin(doing, on)
             with watch, shared_fate(self._rank, self._described, doing, watch.lost, engine=self._name):
                 yield
         except BaseException as error:
@@ -94,6 +95,16 @@ class Fate:
             failed = f"the program of rank {self._rank} ({self._described}) failed {when}"
             tell(self._name, f"{failed}:\n{shown}")
             self._why_broken = f"{failed}: {error!r}"
+            if self.world is not None:
+                self.world.watch.fail(self._why_broken)
+
+    def leave_torn(self) -> None:
+        """The user's program ends with microbatches in flight, which others may wait for."""
+        if self.world is not None and not self._has_told:
+            who = f"rank {self._rank} ({self._described})"
+            self.world.watch.fail(
+                f"{who} has left the pipeline: its program ended, or closed its engine, early"
+            )
 
     def close(self) -> None:
         """Connections are not closed before all ranks are through with them: what this one has sent last may

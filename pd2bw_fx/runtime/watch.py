@@ -45,7 +45,7 @@ class Watch:
         self._engine = ""
         self._depth = 0
         self._entered_s = 0.0
-        self._call = (0, "")  # the last that all ranks make: its number, and what it does
+        self._call = (0, "\n")  # the last that all ranks make: its number, what it does, and on what
         self._calls: dict[int, str] = {}
         self._calls_there: dict[int, tuple[str, int, str]] = {}  # the others' last, with the engine's name
         self._is_closed = threading.Event()
@@ -79,9 +79,9 @@ class Watch:
         self._engine, self._described, self._doing, self._tell = engine, described, doing, tell
         self._allowed_s = self._silence_s
 
-    def begin(self, doing: str) -> None:
-        """A call that all ranks make."""
-        number = self._call[0] + 1
+    def begin(self, doing: str, on: str) -> None:
+        """A call that all ranks make, on something of which all say the same."""
+        number, doing = self._call[0] + 1, f"{doing}\n{on}"
         self._calls[number] = doing
         self._calls.pop(number - _CALLS_KEPT, None)
         self._call = number, doing
@@ -111,6 +111,12 @@ class Watch:
                 return f"{who} has left the pipeline: its program ended, or closed its engine, early"
             time.sleep(_BEAT_S / 10)
         return None
+
+    def fail(self, why: str) -> None:
+        """This rank will make no further calls: whoever waits for one ends, with connections still open."""
+        if not self._is_closed.is_set():
+            with contextlib.suppress(RuntimeError):
+                self._store.set(self._failure_key, why)
 
     def close(self, failed: str | None = None) -> None:
         """This rank has no part in the pipeline any longer, or (why) cannot go on with it."""
@@ -189,9 +195,13 @@ class Watch:
         for other, (engine, number, there) in list(self._calls_there.items()):  # another thread adds to it
             here = self._calls.get(number, there)
             if engine == self._engine and here != there:
+                (here, own), (there, theirs) = here.split("\n"), there.split("\n")
+                rule = "in the same order, with as many batches"
+                if here == there:
+                    here, there, rule = f"{here} on {own}", f"on {theirs}", "on the same batches"
                 return (
                     f"{self._described(self._rank)} is {here} where {self._described(other)} is {there}: all "
-                    "ranks make the same calls in the same order, with as many batches"
+                    f"ranks make the same calls {rule}"
                 )
         return None
 

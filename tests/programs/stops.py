@@ -3,6 +3,7 @@
 stops.py RANK_THAT_STOPS SIGSTOP|SIGKILL    SILENCE_S    without a word, in the optimizer
 stops.py RANK_THAT_STOPS error|exit|return  SILENCE_S    by an error or sys.exit between two steps, or as
                                                          if it were done
+stops.py RANK               half            SILENCE_S    does not, but gives half a batch
 """
 
 import os
@@ -43,7 +44,9 @@ def main() -> None:
             sys.exit(3)
         if update == 3 and IS_TO_STOP and HOW == "return":
             break
-        engine.step(model.example_inputs(batch_size=2 * num_stages))  # type: ignore[operator]
+        is_half = update == 3 and IS_TO_STOP and HOW == "half"
+        batch_size = num_stages if is_half else 2 * num_stages
+        engine.step(model.example_inputs(batch_size=batch_size))  # type: ignore[operator]
     engine.flush()
 
 
