@@ -110,10 +110,10 @@ def _reason(failures: Mapping[int, ProcessFailure]) -> Pd2bwError:
     rank, failure = min(failures.items(), key=lambda item: (_is_consequence(item[1]), item[1].timestamp))
     told = failure.error_file_data.get("message")
     if not isinstance(told, dict):
-        code = failure.exitcode
-        return WorkerError(
-            f"rank {rank} " + (f"was killed by signal {-code}" if code < 0 else f"ended with {code}")
-        )
+        if told in (None, "", "<NONE>"):  # it left no word
+            code = failure.exitcode
+            told = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return WorkerError(f"rank {rank} ended with {told}")
     name, _, words = told["message"].partition(": ")
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, Pd2bwError):
@@ -213,8 +213,12 @@ def run_training(
                     reports.tell(float(loss))
         if engine.updates == first and first < options.num_updates:
             if first > 0:
-                raise InputError(f"the data ends before batch {first}, with which this run would go on")
+                raise InputError(
+                    f"the data has no batch beyond the {first} that the run was trained on before"
+                )
             raise InputError("the data gave no batch; --data must name something that gives an iterable")
+        if engine.updates < options.num_updates:
+            _say(f"the data ended after {engine.updates} of {options.num_updates} updates", engine, options)
         if losses and options.checkpoint is not None and engine.updates % options.checkpoint_every:
             engine.save_checkpoint(options.checkpoint)
         weights = engine.state_dict()
