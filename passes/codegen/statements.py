@@ -62,19 +62,20 @@ def takes_apart(code: str, operator: str) -> bool:
 
 
 def drops_always(code: str) -> bool:
-    """Whether a statement's dropout is one of torch's functions that is told to drop in evaluation too, as it
-    is by default: `F.dropout(x, 0.5)`, `F.dropout(x, 0.5, training=True)`."""
+    """Whether a statement's dropout is torch's function, told to drop in evaluation too, as it is by default:
+    `F.dropout(x, 0.5)`, `F.dropout(x, 0.5, training=True)`."""
     statement = _statement(code)
     calls = [] if statement is None else [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    dropouts = [call for call in calls if ast.unparse(call.func) in _DROPOUTS]
     modes = [
-        next(
-            (word.value for word in call.keywords if word.arg == "training"),
-            (*call.args, None, None, None)[2],
-        )
-        for call in calls
-        if ast.unparse(call.func) in ("F.dropout", "nn.functional.dropout", "torch.nn.functional.dropout")
+        mode
+        for call in dropouts
+        for mode in (*call.args[2:3], *(word.value for word in call.keywords if word.arg == "training"))
     ]
-    return bool(modes) and all(mode is None or getattr(mode, "value", None) is True for mode in modes)
+    return bool(dropouts) and all(isinstance(mode, ast.Constant) and mode.value is True for mode in modes)
+
+
+_DROPOUTS = {f"{module}.dropout" for module in ("F", "functional", "nn.functional", "torch.nn.functional")}
 
 
 def calls_one(code: str, path: str) -> bool:

@@ -41,7 +41,7 @@ from pd2bw_fx.runtime.reading import LossReader
 from pd2bw_fx.runtime.reports import LossLog
 from pd2bw_fx.runtime.results import Results, evaluation_pieces, joined
 from pd2bw_fx.runtime.setup import make_recorder, make_runner, make_weights
-from pd2bw_fx.runtime.stage_runner import Microbatch
+from pd2bw_fx.runtime.stage_runner import Microbatch, sizes_of
 from pd2bw_fx.runtime.world import (
     World,
     agreed_seed,
@@ -245,7 +245,7 @@ class Engine:
             raise InputError(
                 f"{counted(len(microbatches), 'microbatch')} were given; an update has {expected}"
             )
-        with self._fate.shared(f"in update {update}", on=_sizes(microbatches)):
+        with self._fate.shared(f"in update {update}", on=sizes_of(microbatches)):
             self._add(microbatches)
             actions = self._course.next_update()
             sent = self._course.sent_by_others() if self._groups.is_nccl else ()
@@ -465,10 +465,6 @@ class Engine:
     def _doing(self) -> str:
         action = self._runner.current
         return f"in update {self.updates}" + ("" if action is None else f", at {action}")
-
-
-def _sizes(microbatches: Sequence[Microbatch]) -> str:
-    return "microbatches of " + " and ".join(map(str, dict.fromkeys(each.size for each in microbatches)))
 
 
 def _close_at_exit(known: weakref.ref[Engine]) -> None:

@@ -50,6 +50,11 @@ class Microbatch:
         return Microbatch(moved, self.size)
 
 
+def sizes_of(microbatches: Iterable[Microbatch]) -> str:
+    """The same on every rank that was given the same batch."""
+    return "microbatches of " + " and ".join(map(str, dict.fromkeys(each.size for each in microbatches)))
+
+
 @dataclass(slots=True)
 class _InFlight:
     """What is kept of a microbatch, from its arrival to the end of its backward."""
