@@ -18,8 +18,8 @@ from pd2bw_fx import __version__
 from pd2bw_fx.commands import comparing, onnx, planning, probing, training
 from pd2bw_fx.commands.options import in_options
 from pd2bw_fx.errors import ClusterError, InputError, Pd2bwError
-from pd2bw_fx.runtime.failure import end_with_parent, tell_launcher
-from pd2bw_fx.train import STARTED_BY, STARTED_HERE, is_under_torchrun
+from pd2bw_fx.runtime.failure import STARTED_BY, end_with_parent, tell_launcher
+from pd2bw_fx.train import STARTED_HERE, is_under_torchrun
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if not options.started_here:
+            print("interrupted", file=sys.stderr)
         return 1
     except Exception as error:
         return _failed(error, options)

@@ -36,6 +36,7 @@ from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.report.parts import write_timeline
 from pd2bw_fx.runtime.checkpoint import updates_of
 from pd2bw_fx.runtime.engine import Engine
+from pd2bw_fx.runtime.failure import STARTED_BY, how_ended
 from pd2bw_fx.runtime.loss import Loss
 from pd2bw_fx.runtime.optimizing import ParameterOptions
 from pd2bw_fx.runtime.options import Precision
@@ -49,7 +50,6 @@ _OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
 }
 OPTIMIZER_NAMES = ", ".join(_OPTIMIZERS)
 _REPORTS_A_RUN = 20
-STARTED_BY = "PD2BW_FX_STARTED_BY"  # in a rank's environment: the process that it ends with
 STARTED_HERE = "--started-here"  # tells a rank that its errors are printed by the process that started it
 
 
@@ -106,14 +106,12 @@ def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
 
 
 def _reason(failures: Mapping[int, ProcessFailure]) -> Pd2bwError:
-    """The first failure that is not that another rank failed, as it was raised if it is one of ours."""
-    rank, failure = min(failures.items(), key=lambda item: (_is_consequence(item[1]), item[1].timestamp))
+    """The first cause, as it was raised if it is an error of ours."""
+    rank, failure = min(failures.items(), key=lambda item: _lateness(item[1]))
     told = failure.error_file_data.get("message")
     if not isinstance(told, dict):
-        if told in (None, "", "<NONE>"):  # it left no word
-            code = failure.exitcode
-            told = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return WorkerError(f"rank {rank} ended with {told}")
+        has_word = told not in (None, "", "<NONE>")
+        return WorkerError(f"rank {rank} " + (f"failed: {told}" if has_word else how_ended(failure.exitcode)))
     name, _, words = told["message"].partition(": ")
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, Pd2bwError):
@@ -121,9 +119,12 @@ def _reason(failures: Mapping[int, ProcessFailure]) -> Pd2bwError:
     return WorkerError(f"rank {rank} failed:\n{told['extraInfo']['py_callstack']}")
 
 
-def _is_consequence(failure: ProcessFailure) -> bool:
+def _lateness(failure: ProcessFailure) -> tuple[bool, bool, int]:
+    """Causes come before their consequences, which are that another rank failed, and that the launcher has
+    ended the rest."""
     told = failure.error_file_data.get("message")
-    return not isinstance(told, dict) or told["message"].startswith("WorkerError")
+    is_consequence = not isinstance(told, dict) or told["message"].startswith("WorkerError")
+    return is_consequence, failure.exitcode == -signal.SIGTERM, failure.timestamp
 
 
 def optimizer_named(name: str, lr: float | None, load: Callable[[str], Any]) -> Callable[[Any], Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import signal
 import stat
 import struct
 from collections.abc import Callable
@@ -80,6 +82,28 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=told), engine() as made:
         made.step(torch.randn(4, 4))
         made.save_checkpoint(tmp_path / "file" / "in_it")
+
+
+def test_a_disk_that_is_full_is_not_left_full(folder: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.raises(InputError, match=r"no checkpoint can be written to .*too large"), engine() as made:
+        for _ in range(3):
+            made.step(torch.randn(4, 4))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        try:
+            made.save_checkpoint(folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    assert list(folder.rglob(".update_000003.partial/*")) == []
+    resumed(folder)
+
+
+def test_a_name_of_the_newest_that_is_none_is_told(folder: Path) -> None:
+    (folder / "latest").write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanMismatchError, match=r"latest cannot be read .*write the name of a checkpoint"):
+        resumed(folder)
 
 
 def test_copies_of_checkpoints_are_the_users(folder: Path) -> None:

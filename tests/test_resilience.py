@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from pd2bw_fx.errors import WorkerError
 from pd2bw_fx.runtime.meeting import _Arrival
-from tests.torchrun import PROGRAMS, environment, free_port, torchrun_of_forks
+from tests.torchrun import PROGRAMS, environment, free_port, torchrun, torchrun_of_forks
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -67,6 +67,24 @@ def test_a_rank_whose_program_ends_between_steps_is_named_with_its_reason(how: s
         assert f"WorkerError: {reason}" in error
         assert f"(seen by rank {rank}, stage {rank}, in update" in error
         assert ("ArithmeticError: the fourth batch went wrong" in error) == (how == "error")
+
+
+def test_torchruns_summary_names_the_cause_and_a_stopped_rank_ends_with_the_others() -> None:
+    began = time.monotonic()
+
+    finished = torchrun(2, "stops.py", "0", "SIGSTOP", "4")
+
+    assert time.monotonic() - began < 30  # torchrun itself waits so long for one that takes no signal
+    _, cause = finished.stderr.split("Root Cause (first observed failure):")
+    assert "rank 0 (stage 0) has given no sign of life for 4 s: it was stopped, or hangs" in cause
+    assert "(seen by rank 1 (stage 1), in update" in cause
+
+
+def test_torchruns_summary_has_the_error_of_a_program_that_fails_between_steps() -> None:
+    finished = torchrun_of_forks(2, "stops.py", "1", "error", "60")
+
+    _, cause = finished.stderr.split("Root Cause (first observed failure):")
+    assert "ArithmeticError: the fourth batch went wrong" in cause
 
 
 def test_a_rank_that_is_done_keeps_its_connections_until_all_are(tmp_path: Path) -> None:

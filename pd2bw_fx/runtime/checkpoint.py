@@ -90,11 +90,15 @@ def save(
     tensors = dict(state.tensors) | {f"random/{kind}": value for kind, value in state.random.items()}
     parts = ("numbers", "options", "groups", "scheduler", "loss_scale")
     details: dict[str, Any] = {name: getattr(state, name) for name in parts}
-    with _writing(folder):
-        file = partial / f"rank_{rank}.safetensors"
-        save_tensors(tensors, file)
-        details["sha256"] = sha256(file)
-        (partial / f"rank_{rank}.json").write_text(_plain(details))
+    file = partial / f"rank_{rank}.safetensors"
+    try:
+        with _writing(folder):
+            save_tensors(tensors, file)
+            details["sha256"] = sha256(file)
+            (partial / f"rank_{rank}.json").write_text(_plain(details))
+    except InputError:
+        file.unlink(missing_ok=True)  # the disk may be full of it
+        raise
     barrier()
     if rank == 0:
         described = {"schema": _SCHEMA} | asdict(header)
@@ -133,6 +137,8 @@ def _publish(folder: Path, partial: Path, name: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     pointer.replace(folder / _LATEST)
+    for left in folder.glob(".update_*.partial"):  # by a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
     # Later ones are those of another run, which is not this one's to delete.
     numbers = _numbers(folder)
     whole = [path for path in numbers if (path / "checkpoint.json").exists()]
@@ -173,7 +179,12 @@ class Checkpoint:
         pointer = Path(folder) / _LATEST
         if not pointer.exists():
             raise InputError(f"{folder} holds no checkpoint; expected the file {_LATEST!r} in it")
-        name = pointer.read_text().strip()
+        try:
+            name = pointer.read_text().strip()
+        except (OSError, ValueError) as error:
+            raise PlanMismatchError(
+                f"{pointer} cannot be read ({error}); write the name of a checkpoint of {folder} into it"
+            ) from error
         if not name:
             raise PlanMismatchError(f"{pointer} is empty; write the name of a checkpoint of {folder} into it")
         self.path = Path(folder) / name

@@ -190,7 +190,7 @@ class Engine:
         except BaseException:
             world.leave()
             raise
-        engine._fate.join(world, engine.job.name_of, engine._doing)
+        engine._fate.join(world, engine.job.name_of, engine.doing)
         atexit.register(_close_at_exit, weakref.ref(engine))
         return engine
 
@@ -462,7 +462,8 @@ class Engine:
         self._log.add(loss)
         return loss.as_read()
 
-    def _doing(self) -> str:
+    def doing(self) -> str:
+        """What this rank is at, for a message: the update, and the action in it."""
         action = self._runner.current
         return f"in update {self.updates}" + ("" if action is None else f", at {action}")
 

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from pd2bw_fx.errors import WorkerError
 
+STARTED_BY = "PD2BW_FX_STARTED_BY"  # in the environment of ranks whose errors that process prints
 _MAKING = "making an engine"
 _MEETING_S = 5.0  # until all ranks have come to where one is: a batch that it cannot take, the end
 _FLUSH_S = 1.0
@@ -45,6 +47,15 @@ def end_with_parent(process_id: int) -> None:
         end_now()
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def how_ended(code: int) -> str:
+    """Of a process that has left no word, by its exit code."""
+    if code >= 0:
+        return f"ended by itself with exit code {code}; its own output may say why"
+    name = signal.Signals(-code).name
+    hint = " (out of memory? see the system's log)" if name == "SIGKILL" else ""
+    return f"was ended by {name}{hint}"
 
 
 def _flush() -> None:
@@ -98,9 +109,12 @@ def shared_fate(
     except LinkDownError as error:
         reason = _told(engine) or lost()
         if reason is None:
+            tell_launcher(error)
             raise
         tell(engine, reason)
-        raise WorkerError(f"{reason}\n(seen by rank {rank}, {stages}, {doing})") from error
+        seen = WorkerError(f"{reason}\n(seen by rank {rank}, {stages}, {doing})")
+        tell_launcher(seen)
+        raise seen from error
     except (SystemExit, KeyboardInterrupt) as error:
         tell(engine, f"the program of rank {rank} ({stages}) ended {doing}: {error!r}")
         raise
@@ -127,16 +141,19 @@ def is_met_by_all(what: str, num_ranks: int) -> bool:
     return False
 
 
-def tell_launcher(error: BaseException, shown: str) -> None:
+def tell_launcher(error: BaseException, shown: str = "", *, is_first: bool = False) -> None:
     """What torchrun's summary, the last thing on the screen, says of this rank in place of its exit code.
 
     torchrun names a file for it in the environment (torch.distributed.elastic's error file); later words
-    replace earlier ones.
+    replace earlier ones. Of all ranks' it takes the first for the cause, by whole seconds: a WorkerError,
+    which follows from another rank's end, is given the next one, unless that rank can say nothing
+    (`is_first`).
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
-    more = {"py_callstack": shown, "timestamp": str(int(time.time()))}
+    told_s = int(time.time()) + (isinstance(error, WorkerError) and not is_first)
+    more = {"py_callstack": shown or str(error), "timestamp": str(told_s)}
     told = {"message": f"{type(error).__name__}: {error}", "extraInfo": more}
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_text(json.dumps({"message": told}))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from pd2bw_fx.errors import InputError, WorkerError
-from pd2bw_fx.runtime.failure import forget, is_met_by_all, shared_fate, tell
+from pd2bw_fx.runtime.failure import forget, is_met_by_all, shared_fate, tell, tell_launcher
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.world import World
@@ -93,6 +93,7 @@ class Fate:
             self._has_told = True
             shown = "".join(traceback.format_exception(error))
             failed = f"the program of rank {self._rank} ({self._described}) failed {when}"
+            tell_launcher(error, shown)
             tell(self._name, f"{failed}:\n{shown}")
             self._why_broken = f"{failed}: {error!r}"
             if self.world is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from pd2bw_fx.metrics import Metrics, told_losses
 from pd2bw_fx.module import require_operators
 from pd2bw_fx.passes.schedule import registered_method
 from pd2bw_fx.process_settings import ProcessSettings
+from pd2bw_fx.runtime.failure import how_ended
 from pd2bw_fx.runtime.foreign import foreign_operators
 from pd2bw_fx.runtime.groups import require_gpus
 from pd2bw_fx.runtime.job import Job, jobs, work_for
@@ -57,6 +57,7 @@ from pd2bw_fx.runtime.reading import updates_apart
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.wire import encoded, encoded_with_code
 from pd2bw_fx.runtime.world import local_device
+from pd2bw_fx.units import counted
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -205,6 +206,7 @@ class _Workers:
         self._connections: list[Connection] = []
         self._outboxes: list[queue.SimpleQueue[bytes | None]] = []
         self._last_heard: dict[int, float] = {}  # of those that have begun to work
+        self._doing: dict[int, str] = {}  # when they last said so
         try:
             pickled = [_pickled(start) for start in starts]
             for start in starts:
@@ -322,11 +324,12 @@ class _Workers:
             if rank not in self._finished.keys() | about_to_speak and silence_s > SILENCE_S:
                 raise WorkerError(
                     f"{self._who(rank)} has given no sign of life for {silence_s:.0f} s: it was stopped, or "
-                    "the machine has no memory or time for it"
+                    f"the machine has no memory or time for it{self._last_known(rank)}"
                 )
 
     def _take(self, rank: int, message: Alive | Done | Finished | Failed) -> None:
         if isinstance(message, Alive):
+            self._doing[rank] = message.doing
             return
         if isinstance(message, Failed):
             raise self._reason({rank: message})
@@ -368,7 +371,7 @@ class _Workers:
                 return WorkerError(f"{self._who(rank)} failed with {failure.kind}:\n{failure.error}")
         for rank, failure in failures.items():
             if failure is None:
-                return WorkerError(f"{self._who(rank)} {self._how_it_ended(rank)}")
+                return WorkerError(f"{self._who(rank)} {self._how_it_ended(rank)}{self._last_known(rank)}")
         failure = next(iter(failures.values()))
         assert failure is not None
         return WorkerError(failure.error)
@@ -377,16 +380,17 @@ class _Workers:
         job = self.jobs[rank]
         return f"rank {rank} ({job.described()} on {job.device.name}, process {self._processes[rank].pid})"
 
+    def _last_known(self, rank: int) -> str:
+        doing = self._doing.get(rank)
+        heard = "" if doing is None else f", last heard of {doing}"
+        return f"; {counted(self._done[rank], 'update')} done{heard}"
+
     def _how_it_ended(self, rank: int) -> str:
         try:
             code = self._processes[rank].wait(timeout=_REASONS_S)
         except subprocess.TimeoutExpired:
             return "closed its connection and did not end"
-        if code >= 0:
-            return f"ended by itself with exit code {code}; its own output may say why"
-        name = signal.Signals(-code).name
-        hint = " (out of memory? see the system's log)" if name == "SIGKILL" else ""
-        return f"was ended by {name}{hint}"
+        return how_ended(code)
 
 
 def _write(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None:

@@ -54,7 +54,9 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Sent every `BEAT_S`, whatever the worker is doing."""
+    """Sent every `BEAT_S`, with what the worker is doing, whatever that is."""
+
+    doing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,16 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from pd2bw_fx.runtime.failure import end_now
+from pd2bw_fx.errors import WorkerError
+from pd2bw_fx.runtime.failure import STARTED_BY, end_now, tell_launcher
 
 _BEAT_S = 1.0
 _LOST_S = 3.5  # of silence, after which the one that is longest silent has caused the end of a connection
@@ -48,6 +51,7 @@ class Watch:
         self._call = (0, "\n")  # the last that all ranks make: its number, what it does, and on what
         self._calls: dict[int, str] = {}
         self._calls_there: dict[int, tuple[str, int, str]] = {}  # the others' last, with the engine's name
+        self._processes: dict[int, int] = {}  # the others', each by its number on its own machine
         self._is_closed = threading.Event()
         self._counts: dict[int, bytes] = {}
         self._left: list[int] = []  # in the order in which that was heard
@@ -153,11 +157,11 @@ class Watch:
                         self._note(other, value)
 
     def _beat(self, count: int) -> None:
-        self._store.set(_key(self._rank), json.dumps([count, self._engine, *self._call]))
+        self._store.set(_key(self._rank), json.dumps([count, os.getpid(), self._engine, *self._call]))
 
     def _note(self, other: int, value: bytes) -> None:
         if value != _DONE:
-            _, *there = json.loads(value)
+            _, self._processes[other], *there = json.loads(value)
             self._calls_there[other] = tuple(there)
             self._left = [rank for rank in self._left if rank != other]  # that was of an engine before
         elif other not in self._left:
@@ -183,6 +187,7 @@ class Watch:
             for other, heard_s in self._heard_s.items():
                 silence_s = self._answered_s - heard_s
                 if other in self._counts and silence_s > self._allowed_s:
+                    _wake(self._processes.get(other, 0))
                     self._end(self._described(other), silence_s)
             if now_s - self._entered_s > self._allowed_s and (reason := self._apart()):
                 telling = threading.Thread(target=self._tell, args=(reason,), daemon=True)
@@ -214,8 +219,20 @@ class Watch:
         self._end_for(f"{who} has given no sign of life for {silence_s:.0f} s: it was stopped, or hangs")
 
     def _end_for(self, reason: str) -> None:
-        sys.stderr.write(f"WorkerError: {reason}\n(seen by {self._described(self._rank)}, {self._doing()})\n")
+        told = f"{reason}\n(seen by {self._described(self._rank)}, {self._doing()})"
+        if STARTED_BY not in os.environ:
+            sys.stderr.write(f"WorkerError: {told}\n")
+        tell_launcher(WorkerError(told), is_first=True)
         end_now()
+
+
+def _wake(process: int) -> None:
+    """One that is stopped takes the signal by which torchrun ends it only when it goes on; it would wait for
+    half a minute. Only of this rank's own launcher: elsewhere the number is another process's."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
+        if int(parent) == os.getppid():
+            os.kill(process, signal.SIGCONT)
 
 
 def _key(rank: int) -> str:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -71,6 +72,7 @@ class _Parent:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self.doing: Callable[[], str] = lambda: "making its engine"
 
     def tell(self, message: Any) -> None:
         data = encoded(message)
@@ -81,7 +83,7 @@ class _Parent:
         while True:
             time.sleep(BEAT_S)
             try:
-                self.tell(Alive())
+                self.tell(Alive(self.doing()))
             except OSError:
                 end_now()
 
@@ -116,7 +118,7 @@ def _work(received: list[bytes], parent: _Parent, messages: queue.SimpleQueue[An
         world_size=job.num_ranks,
     )
     engine, records_wanted = Engine(job, start.options), start.options.record
-    job = engine.job
+    job, parent.doing = engine.job, engine.doing
     del start
     layout = job.layout.restricted(job.inputs())
     tells = job.rank == job.ranks_of(job.loss_stage)[0]
