@@ -307,13 +307,19 @@ class Precise(torch.optim.Optimizer):
                 parameter -= (group["lr"] * kept["sum"]).float()
 
 
-def test_state_goes_on_in_its_own_type(tmp_path: Path) -> None:
+def two_schedulers(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    parts = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, 10)]
+    return SequentialLR(optimizer, parts, [2])
+
+
+@pytest.mark.parametrize("scheduler", [None, two_schedulers])
+def test_state_goes_on_in_its_own_type(tmp_path: Path, scheduler: Any) -> None:
     weights = parameters("norm")
-    made = RankOptimizer(weights, EVERYWHERE, Precise)
-    run(made, weights, 2)
+    made = RankOptimizer(weights, EVERYWHERE, Precise, scheduler=scheduler)
+    run(made, weights, 3)
     checkpoint = saved(tmp_path, [(made, weights)])
 
-    resumed = RankOptimizer(weights, EVERYWHERE, Precise)
+    resumed = RankOptimizer(weights, EVERYWHERE, Precise, scheduler=scheduler)
     resumed.load(checkpoint, checkpoint.tensors(["optimizer/norm"]))
 
     assert made.optimizer is not None
@@ -322,6 +328,10 @@ def test_state_goes_on_in_its_own_type(tmp_path: Path) -> None:
     assert after.dtype == torch.float64
     assert torch.equal(before, after)
     assert isinstance(resumed.optimizer.param_groups[0]["lr"], torch.Tensor)
+    for _ in range(3):
+        assert resumed.learning_rates == made.learning_rates
+        for one in (made, resumed):
+            one.step_scheduler()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ParameterSpec
 from pd2bw_fx.runtime.checkpoint import Checkpoint
-from pd2bw_fx.runtime.scheduler_state import plain_state, state_for_groups
+from pd2bw_fx.runtime.scheduler_state import as_number, plain_state, state_for_groups
 
 OptimizerFactory = Callable[[Any], Optimizer]  # takes what torch's optimizers take: parameters, or groups
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -81,7 +81,7 @@ class RankOptimizer:
             raise self._cannot_save("what its own state_dict alone knows")
         for group in self.optimizer.param_groups:
             names = [self._name_of(parameter) for parameter in group["params"]]
-            options = {key: _number(value) for key, value in group.items() if key != "params"}
+            options = {key: as_number(value) for key, value in group.items() if key != "params"}
             plain["options"] |= dict.fromkeys(names, options)
             plain["groups"].append(options)
         for parameter, kept in self.optimizer.state.items():
@@ -180,7 +180,7 @@ def _as_far_along(
     known = [options for options in trained if options.get("initial_lr")]
     if "initial_lr" not in group or not known:
         return {}
-    own = _number(group["initial_lr"])
+    own = as_number(group["initial_lr"])
     alike = [options for options in known if options["initial_lr"] == own] or known
     shares = [options["lr"] / options["initial_lr"] for options in alike]
     if any(not math.isclose(share, shares[0], rel_tol=1e-9, abs_tol=1e-12) for share in shares):
@@ -196,11 +196,6 @@ def _as_far_along(
             key: alike[0][key] for key in ("betas", "momentum") if key in alike[0].keys() & group.keys()
         }
     return found
-
-
-def _number(option: Any) -> Any:
-    """A learning rate may be a tensor."""
-    return option.item() if isinstance(option, Tensor) and option.dim() == 0 else option
 
 
 def _like(saved: Any, own: Any) -> Any:

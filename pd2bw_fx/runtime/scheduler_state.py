@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from pd2bw_fx.errors import InputError
 
 _PAIRS = "pairs"  # of a dict whose keys are no texts, as MultiStepLR's milestones
 _PLAIN = (int, float, str, bool, list, tuple, dict, type(None))
+
+
+def as_number(option: Any) -> Any:
+    """A learning rate may be a tensor."""
+    return option.item() if isinstance(option, Tensor) and option.dim() == 0 else option
 
 
 def plain_state(scheduler: LRScheduler) -> dict[str, Any]:
@@ -33,7 +39,7 @@ def _written(value: Any) -> Any:
         if all(isinstance(key, str) for key in value):
             return {key: _written(entry) for key, entry in value.items()}
         return {_PAIRS: [[key, _written(entry)] for key, entry in value.items()]}
-    return [_written(entry) for entry in value] if isinstance(value, list | tuple) else value
+    return [_written(entry) for entry in value] if isinstance(value, list | tuple) else as_number(value)
 
 
 def _read(saved: Any, own: Any) -> Any:
