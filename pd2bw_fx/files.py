@@ -137,10 +137,12 @@ def _sha256_if_there(path: Path) -> str | None:
     return sha256(path) if path.is_file() else None
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
-    """`facts` and the hash of every file beside it."""
+def write_manifest(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """`facts` and the hash of every file beside it; returns what is written."""
     files = {path.name: sha256(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
-    (folder / MANIFEST).write_text(json.dumps({**facts, "files": files}, indent=1) + "\n")
+    manifest = {**facts, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    return manifest
 
 
 _IF_ALTERED = "if you edited it on purpose, load(folder, edited=True)"

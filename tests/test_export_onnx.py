@@ -247,6 +247,7 @@ def test_a_single_sample_as_example_still_gives_a_dynamic_batch(tmp_path: Path, 
 
     inputs = batch_of(4, seed=3)
     assert manifest["batch_sizes_checked"] == [1, 3]
+    assert manifest == json.loads((tmp_path / "onnx" / "manifest.json").read_text())
     found, expected = run_onnx(tmp_path / "onnx", inputs), eager(model, inputs)
     np.testing.assert_allclose(found["logits"], expected["logits"], rtol=2e-5, atol=2e-6)
 
@@ -393,7 +394,7 @@ def test_a_stage_that_fails_is_an_error_and_leaves_no_files(
 def test_wrong_requests_are_refused_before_anything_is_written(tmp_path: Path, model: Whole) -> None:
     modules, folder = list(model.stages), tmp_path / "onnx"
 
-    with pytest.raises(ExportError, match="opset 26 cannot be written; give one from 18 to 25"):
+    with pytest.raises(InputError, match="opset 26 cannot be written; give one from 18 to 25"):
         export_onnx(programs(), modules, batch_of(2), folder, opset=26)
     with pytest.raises(InputError, match="no example of input 'labels'"):
         export_onnx(programs(), modules, {"tokens": batch_of(2)["tokens"]}, folder)

@@ -68,7 +68,7 @@ def export_onnx(
     `tolerance` is relative to a tensor's largest entry; None takes what suits its type. Parameters of more
     than `external_above_bytes` in a file stand in another beside it.
 
-    Raises ExportError, and leaves no files, if a stage cannot be translated, fails the ONNX checker, or
+    Raises InputError for an opset that is not to be had; ExportError, and leaves no files, if a stage cannot be translated, fails the ONNX checker, or
     computes something else in onnxruntime than in torch.
     """
     _check_request(original, form, opset, tolerance)
@@ -108,8 +108,7 @@ def export_onnx(
             )
         if form == "annotated":
             facts["stages"] = []
-        write_manifest(fresh, facts)
-    return facts
+        return write_manifest(fresh, facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ def _check_request(original: Original | None, form: str, opset: int, tolerance: 
     if tolerance is not None:
         require_positive("tolerance", tolerance)
     if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
-        raise ExportError(f"opset {opset} cannot be written; give one from {OLDEST_OPSET} to {NEWEST_OPSET}")
+        raise InputError(f"opset {opset} cannot be written; give one from {OLDEST_OPSET} to {NEWEST_OPSET}")
     for needed in ("onnx", "onnxscript", "onnxruntime"):
         require(needed)
 

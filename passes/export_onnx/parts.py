@@ -66,8 +66,7 @@ def export_parts(
             "stages": entries,
             "largest_differences_from_model": largest(checks),
         }
-        write_manifest(fresh, facts)
-    return facts
+        return write_manifest(fresh, facts)
 
 
 class _Cuts:
