@@ -116,7 +116,8 @@ def test_names_of_what_a_function_gives_are_not_those_of_what_it_takes_apart() -
     found = _statements(_Helped(), torch.randn(4, 3, 8))
 
     assert "output, hidden = self.recurrent(x)" in found
-    assert "mean, logarithm = self.head(hidden[-1]).chunk(2, dim=-1)" in found
+    assert "last = hidden[-1]" in found
+    assert "mean, logarithm = self.head(last).chunk(2, dim=-1)" in found
     assert "left, right = self.head(mean).chunk(2, dim=-1)" in found
 
 

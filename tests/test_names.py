@@ -130,3 +130,27 @@ def test_values_that_a_line_makes_one_by_one_have_the_names_that_it_gives_them()
     for name in "qkv":
         assert f"{name} = self.to_{name}(" in source
         assert f"{name} = {name}.unflatten(-1, (2, -1)).transpose(1, 2)" in source
+
+
+def test_torchs_attention_has_its_own_names_for_queries_keys_and_values() -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.other = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            x = self.own(x, x, x, need_weights=False)[0]
+            return self.other(x, memory, memory, need_weights=False)[0]
+
+    example = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    pipe = pd2bw_fx.split(Reading(), example, cluster=1, costs="analytic")
+
+    own, other = pipe.stages[0].source.split("class ")[1:3]
+    for place, name in enumerate("qkv"):
+        assert f"{name} = proj[{place}]" in own
+    assert "k = kv_proj[0]" in other
+    assert "v = kv_proj[1]" in other
+    for source in (own, other):
+        assert "attn_output = F.scaled_dot_product_attention(q, k, v)" in source
+        assert "functional.py" not in source

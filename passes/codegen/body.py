@@ -18,7 +18,7 @@ from .limits import is_asked_for_a_limit
 from .naming import is_final, is_one_of_several, operator_name, outer_name, place_in_mask
 from .scopes import Line, Scope, line_at
 from .stage_tree import StageTree, occurrences
-from .statements import makes_one_by_one
+from .statements import makes_one_by_one, names_of_what_it_makes
 
 _MOST_FOLDED = 40  # items of a statement; one of fewer is too long for a line already
 # no_grad, autocast, and a number that tells apart autocast regions which are alike and touch.
@@ -156,6 +156,7 @@ class Body:
             names: tuple[str, ...] = ()
             if line is not None and makes_one_by_one(line.code):
                 names = line.assigned or (line.outer[-1].assigned if line.outer else ())
+                names = names_of_what_it_makes(line.code, names)
             final = [item for item in group if self._makes_what_is_assigned(item)] if names else []
             if len(final) == len(names):
                 both = zip(final, names, strict=True)

@@ -381,7 +381,8 @@ class _Draft:
     ) -> tuple[str, tuple[int | str, ...]]:
         """The author's line (torch's own say nothing), and the shape where it changes."""
         line = self.body.line(item)
-        place = "" if line is None or line.module_of_torch else plain(str(line))
+        own = None if line is None else line.of_the_author
+        place = "" if own is None else plain(str(own))
         if len(results) != 1:
             return place, ()
         shape = self.body.tree.shape(results[0])

@@ -22,6 +22,7 @@ from .statements import assigned_names
 _LONG_PREAMBLE = 6
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in ([^\n]*)\n[ \t]*([^\n]*)')
 _LAYERS_OF_TORCH = nn.modules.__file__.rpartition("/")[0]
+_FUNCTIONS_OF_TORCH = nn.functional.__file__
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,16 @@ class Line:
         return self.outer[0] if self.outer else self
 
     @property
+    def of_the_author(self) -> Line | None:
+        """The innermost line that is not torch's own."""
+        return next((line for line in reversed(self.chain) if line.module_of_torch is None), None)
+
+    @property
     def module_of_torch(self) -> str | None:
         """ "torch.nn.modules.loss" for a line in the forward of a layer of torch's own: no author's line."""
         folder, _, name = self.file.rpartition("/")
+        if self.file == _FUNCTIONS_OF_TORCH:
+            return nn.functional.__name__
         return f"torch.nn.modules.{name.removesuffix('.py')}" if folder == _LAYERS_OF_TORCH else None
 
     @property
@@ -171,7 +179,7 @@ def _frames_of_calls(frames: Sequence[Line], kinds: Sequence[str]) -> list[Line 
     found: list[Line | None] = []
     left, surplus = list(frames), len(frames) - len(kinds)
     for kind in reversed(kinds):
-        while surplus > 0 and left[-1].module_of_torch not in (None, kind.rpartition(".")[0]):
+        while surplus > 0 and left[-1].of_the_forward.module_of_torch not in (None, kind.rpartition(".")[0]):
             left.pop()
             surplus -= 1
         found.append(left.pop() if left else None)

@@ -45,6 +45,14 @@ def makes_one_by_one(code: str) -> bool:
     return is_map or isinstance(value, ast.Tuple | ast.GeneratorExp | ast.ListComp)
 
 
+def names_of_what_it_makes(code: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the names for a statement's values those that are new: of `return q, kv[0], kv[1]` the last two."""
+    value = getattr(_statement(code), "value", None)
+    if not isinstance(value, ast.Tuple) or len(value.elts) != len(names):
+        return names
+    return tuple(n for n, entry in zip(names, value.elts, strict=True) if not isinstance(entry, ast.Name))
+
+
 _PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind", "unsafe_chunk", "unsafe_split"}
 
 

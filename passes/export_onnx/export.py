@@ -68,8 +68,8 @@ def export_onnx(
     `tolerance` is relative to a tensor's largest entry; None takes what suits its type. Parameters of more
     than `external_above_bytes` in a file stand in another beside it.
 
-    Raises InputError for an opset that is not to be had; ExportError, and leaves no files, if a stage cannot be translated, fails the ONNX checker, or
-    computes something else in onnxruntime than in torch.
+    Raises InputError for an opset that is not to be had; ExportError, and leaves no files, if a stage cannot
+    be translated, fails the ONNX checker, or computes something else in onnxruntime than in torch.
     """
     _check_request(original, form, opset, tolerance)
     _require_real(programs)
