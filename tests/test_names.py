@@ -154,3 +154,74 @@ def test_torchs_attention_has_its_own_names_for_queries_keys_and_values() -> Non
     for source in (own, other):
         assert "attn_output = F.scaled_dot_product_attention(q, k, v)" in source
         assert "functional.py" not in source
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self.norm(x)
+        x = self.linear(x)
+        x = residual + x
+        residual = x
+        x = x.sin()
+        return residual * x
+
+
+class _Residuals(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Residual() for _ in range(2))
+        self.norms, self.layers = (
+            nn.ModuleList(kind(8) for _ in range(3))
+            for kind in (nn.LayerNorm, lambda size: nn.Linear(size, 8))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            kept = x
+            x = norm(x)
+            x = layer(x)
+            x = kept + x
+        return x
+
+
+def test_a_second_name_that_an_author_gives_a_value_is_kept_in_blocks_and_loops() -> None:
+    pipe = pd2bw_fx.split(_Residuals(), torch.randn(2, 8), cluster=1, costs="analytic")
+
+    lines = [line.partition("#")[0].strip() for line in pipe.stages[0].source.splitlines()]
+    block = ["residual = x", "x = self.norm(x)", "x = self.linear(x)", "x = residual + x"]
+    assert _stand_in(lines, [*block, "residual = x", "x = x.sin()", "return residual * x"])
+    looped = ["kept = x", "x = norm(x)", "x = layer(x)", "x = kept + x"]
+    assert _stand_in(lines, ["for norm, layer in zip(self.norms, self.layers, strict=True):", *looped])
+
+
+def _stand_in(lines: list[str], wanted: list[str]) -> bool:
+    return any(lines[at : at + len(wanted)] == wanted for at in range(len(lines)))
+
+
+def test_a_second_name_is_not_taken_where_its_value_is_another_by_then() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+            kept = x
+            x = self.first(x)
+            other = x
+            x = self.last(x)
+            kept = kept * residual
+            return kept + other + x
+
+    model, inputs = Twice(), (torch.randn(2, 8), torch.randn(2, 8))
+    pipe = pd2bw_fx.split(model, inputs, cluster=1, costs="analytic")
+
+    [result] = pipe.run(inputs).values()
+    assert torch.equal(result, model(*inputs))
+    assert "kept = kept * residual" in pipe.stages[0].source

@@ -233,6 +233,10 @@ class Folding:
             index = self.users[self.results[index][0]][0]
         return index
 
+    def is_pending(self, index: int) -> bool:
+        """Whether something before this place is written behind it."""
+        return any(self.emitted_at(at) > index for at in range(index) if self.is_folded(at))
+
     def last_use(self, node: fx.Node) -> int:
         return max((self.emitted_at(index) for index in self.users.get(node, [])), default=-1)
 

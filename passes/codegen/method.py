@@ -24,6 +24,7 @@ from .naming import (
     state_name,
 )
 from .scopes import Scope
+from .second_names import second_name
 from .spell import spell
 from .stage_tree import DEVICE, StageTree, walk
 from .statements import calls_one, takes_apart
@@ -109,8 +110,7 @@ class _Draft:
         body: list[Statement] = []
         for index, item in enumerate(self.body.items):
             self.position = index
-            statement = self._statement(index, item)
-            body += [] if statement is None else [statement]
+            body += self._statements(index, item)
         self.position = self.folding.end
         if self.body.gives:
             body.append(self._return())
@@ -203,19 +203,40 @@ class _Draft:
 
     # Statements.
 
-    def _statement(self, index: int, item: fx.Node | Scope) -> Statement | None:
+    def _statements(self, index: int, item: fx.Node | Scope) -> list[Statement]:
+        """None for what is written elsewhere, and two where a value gets its second name before."""
         if self.body.is_element(item):
-            return None  # bound where the tuple is made
+            return []  # bound where the tuple is made
         results = self.body.results(item)
         source = self._source(item)
         if len(results) == 1 and results[0] in self.folding.folded:
             self.sources[results[0]] = source
-            return None
+            return []
+        renamed = self._renamed(index, item, results)
         target = self._target(index, item, results)
         text = f"{target} = {source.text}" if target else source.text
         if len(text) > _LONGEST_FOLDED:
             self._unfold(item, len(text))
-        return Statement(text, *self._comment(item, results), self._region(item))
+        return [*renamed, Statement(text, *self._comment(item, results), self._region(item))]
+
+    def _renamed(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> list[Statement]:
+        """`residual = x` of the author's, before `x = self.norm(x)`: what was x is read again."""
+        line = self.body.line(item)
+        name = self.body.author_name(item, results[0]) if len(results) == 1 else None
+        if line is None or name is None or self._port_name(results[0]) is not None:
+            return []
+        live = [node for node in self.bearers.get(name, ()) if self.folding.last_use(node) > index]
+        if len(live) != 1 or self.folding.is_pending(index):
+            return []
+        maker = self.folding.maker.get(live[0])
+        made = None if maker is None else self.body.line(self.body.items[maker])
+        second = second_name(line, name, made)
+        if second is None or self._is_live(second.name, index):
+            return []
+        self.bearers[name].remove(live[0])
+        self._bind(live[0], second.name)
+        place = "" if second.line.module_of_torch else plain(str(second.line))
+        return [Statement(f"{second.name} = {name}", place, region=self._region(item))]
 
     def _target(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> str:
         elements = self.body.elements(item)

@@ -1,0 +1,66 @@
+"""`residual = x`: a second name of a value, of which a trace knows nothing, for no operator makes it.
+
+x = self.norm(x)       where the value that is called x is read again behind this line, the author has
+                       it under another name, which is in the source above
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .literals import identifier
+from .scopes import Line
+
+
+@dataclass(frozen=True, slots=True)
+class SecondName:
+    name: str
+    line: Line  # where the author gives it
+
+
+def second_name(at: Line, name: str, made: Line | None) -> SecondName | None:
+    """What the author calls the value of this name where `at` gives the name to another; `made` is where the
+    value comes from (None: an argument)."""
+    inside = _function_of(at.file, at.number)
+    if inside is None:
+        return None
+    lines, renamings = inside
+    chain = () if made is None else made.chain
+    began = next((o.number for o in reversed(chain) if o.file == at.file and o.number in lines), lines[0])
+    for number, new, old in reversed(renamings):
+        is_between = number < at.number and not number <= began < at.number
+        if old == name and new != name and is_between:
+            return SecondName(identifier(new), Line(at.file, number, f"{new} = {old}"))
+    return None
+
+
+_Renamings = Sequence[tuple[int, str, str]]  # line, new name, old name
+
+
+def _function_of(file: str, number: int) -> tuple[range, _Renamings] | None:
+    around = [function for function in _functions(file) if number in function[0]]
+    return min(around, key=lambda function: len(function[0]), default=None)
+
+
+@functools.lru_cache(maxsize=256)
+def _functions(file: str) -> list[tuple[range, _Renamings]]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return [(range(f.lineno, (f.end_lineno or f.lineno) + 1), _renamings(f)) for f in functions]
+
+
+def _renamings(function: ast.FunctionDef) -> _Renamings:
+    found = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and len(node.targets) == 1:
+            target = node.targets[0]
+            if isinstance(target, ast.Name):
+                found.append((node.lineno, target.id, node.value.id))
+    return sorted(found)
