@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR, StepLR
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError, PlanMismatchError, WorkerError
@@ -35,14 +35,14 @@ class Rooting(nn.Module):
         return self.last(hidden).square().mean() + ((hidden * x[:, :1]) ** 2).sum(1).sqrt().mean()
 
 
-def engine(**options: Any) -> pd2bw_fx.Engine:
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def engine(optimizer: Any = adam, **options: Any) -> pd2bw_fx.Engine:
     torch.manual_seed(0)
     pipe = pd2bw_fx.split(Rooting(), torch.randn(2, 4), cluster=1, costs="analytic", method="1f1b")
-    return pipe.engine(
-        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-        microbatches_per_update=2,
-        **options,
-    )
+    return pipe.engine(optimizer=optimizer, microbatches_per_update=2, **options)
 
 
 @pytest.fixture
@@ -156,6 +156,19 @@ def test_another_scheduler_is_refused(folder: Path) -> None:
         resumed(folder, lr_scheduler=lambda optimizer: ExponentialLR(optimizer, 0.5))
     with pytest.raises(InputError, match="of a run with StepLR, and this one has no lr_scheduler"):
         resumed(folder, lr_scheduler=None)
+
+
+def test_another_optimizer_and_a_scheduler_that_was_not_there_are_refused(tmp_path: Path) -> None:
+    """Adam's options have AdamW's names, and a warm-up begun at the checkpoint's rate would go beyond."""
+    with engine() as made:
+        made.step(torch.randn(4, 4))
+        made.save_checkpoint(tmp_path)
+
+    with pytest.raises(InputError, match="of a run with Adam, and this one has AdamW"):
+        resumed(tmp_path, optimizer=torch.optim.AdamW, lr_scheduler=None)
+    with pytest.raises(InputError, match="of a run with no lr_scheduler, and this one has LinearLR"):
+        resumed(tmp_path, lr_scheduler=lambda optimizer: LinearLR(optimizer, 0.1))
+    resumed(tmp_path, lr_scheduler=None)
 
 
 def test_whoever_may_read_other_files_may_read_checkpoints(folder: Path, tmp_path: Path) -> None:

@@ -397,4 +397,4 @@ def test_training_writes_a_last_checkpoint_and_says_where_it_goes_on(
             assert main([*words, "--updates", str(updates)]) == 0
             assert said in capfd.readouterr().out
         assert main([*words, "--updates", "5", "--optimizer", "sgd"]) != 0
-    assert "is of another optimizer than SGD: its options are" in capfd.readouterr().err
+    assert "is of a run with AdamW, and this one has SGD; go on with" in capfd.readouterr().err

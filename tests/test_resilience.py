@@ -15,6 +15,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from pd2bw_fx.errors import WorkerError
+from pd2bw_fx.runtime.failure import tell_launcher
 from pd2bw_fx.runtime.meeting import _Arrival
 from tests.torchrun import PROGRAMS, environment, free_port, torchrun, torchrun_of_forks
 
@@ -175,3 +176,14 @@ def ranks(
 def is_stopped(pid: int) -> bool:
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_full_disk_leaves_torchrun_no_half_of_a_reason(tmp_path: Path) -> None:
+    """/dev/full is a disk on which there is no room."""
+    file = tmp_path / "error.json"
+    file.symlink_to("/dev/full")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        tell_launcher(WorkerError("rank 1 failed"))
+
+    assert not file.is_symlink()

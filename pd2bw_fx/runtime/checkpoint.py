@@ -53,6 +53,7 @@ class RankState:
     scheduler: Mapping[str, Any] | None
     loss_scale: Mapping[str, Any] | None
     random: Mapping[str, Tensor]
+    optimizer: str | None = None  # its class; None where the rank has no parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def save(
             "that all ranks share, by the same path"
         )
     tensors = dict(state.tensors) | {f"random/{kind}": value for kind, value in state.random.items()}
-    parts = ("numbers", "options", "groups", "scheduler", "loss_scale")
+    parts = ("numbers", "options", "groups", "scheduler", "loss_scale", "optimizer")
     details: dict[str, Any] = {name: getattr(state, name) for name in parts}
     file = partial / f"rank_{rank}.safetensors"
     try:
@@ -204,6 +205,7 @@ class Checkpoint:
         self.groups: Sequence[Mapping[str, Any]] = ()
         self.scheduler: Mapping[str, Any] | None = None
         self.loss_scale: Mapping[str, Any] | None = None
+        self.optimizer: str | None = None
         for other in sorted(range(self.header.num_ranks), key=lambda other: (other != rank, other)):
             details = self._json(f"rank_{other}.json")
             try:
@@ -212,6 +214,7 @@ class Checkpoint:
                 self.groups = self.groups or details["groups"]
                 self.scheduler = self.scheduler or details["scheduler"]
                 self.loss_scale = self.loss_scale or details["loss_scale"]
+                self.optimizer = self.optimizer or details.get("optimizer")  # earlier versions wrote none
                 self._hashes[self._file(other)] = details["sha256"]
             except (KeyError, TypeError) as error:
                 raise self._damaged(f"rank_{other}.json", f"no {error}") from None

@@ -356,8 +356,9 @@ class Engine:
         with an optimizer state of their own.
 
         Raises InputError where there is no checkpoint, after which the engine is as before. It is torn after
-        an InputError for another optimizer or a method that kept fewer weight versions, and PlanMismatchError
-        where its parameters or buffers are not this model's by name and shape, or a file of it is missing.
+        an InputError for another optimizer or scheduler, or a method that kept fewer weight versions, and
+        PlanMismatchError where its parameters or buffers are not this model's by name and shape, or a file of
+        it is missing.
         """
         self.flush()
         with self._fate.reading_a_batch("looking for a checkpoint", self.updates):
@@ -384,7 +385,7 @@ class Engine:
 
         All ranks call it. `pd2bw_fx.metrics.timeline_of` makes a picture of them.
         """
-        if self._losses.may_be_held_up:
+        if not self._fate.is_closed and self._losses.may_be_held_up:
             self.flush()  # others may be in a step that needs what this one would do in its next
         with self._fate.shared("collecting the records"), translated(None):
             gathered: list[Any] = [None] * self.job.num_ranks

@@ -120,8 +120,8 @@ def shared_fate(
         raise
     except Exception as error:
         error.add_note(f"on rank {rank}, {stages}, {doing}")
-        tell_launcher(error, traceback.format_exc())
         tell(engine, f"rank {rank} ({stages}) failed {doing}:\n{traceback.format_exc()}")
+        tell_launcher(error, traceback.format_exc())
         raise
 
 
@@ -155,8 +155,12 @@ def tell_launcher(error: BaseException, shown: str = "", *, is_first: bool = Fal
     told_s = int(time.time()) + (isinstance(error, WorkerError) and not is_first)
     more = {"py_callstack": shown or str(error), "timestamp": str(told_s)}
     told = {"message": f"{type(error).__name__}: {error}", "extraInfo": more}
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    Path(file).write_text(json.dumps({"message": told}))
+    try:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(json.dumps({"message": told}))
+    except OSError:  # torchrun would fail at half a file
+        with contextlib.suppress(OSError):
+            Path(file).unlink()
 
 
 def forget(engine: str = _MAKING) -> None:

@@ -206,7 +206,8 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     tells: dict[int, int] = {}  # by worker, the pipe for its exit code
     gc.freeze()  # what was imported is shared by all, and stays so
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as leaving:
+        leaving.callback(signal.set_wakeup_fd, -1)  # workers may end when the sockets are closed
         selector.register(control, selectors.EVENT_READ)
         selector.register(woken, selectors.EVENT_READ)
         while True:

@@ -33,6 +33,9 @@ EXPECTED_OPTIMIZER = (
 )
 
 
+_GO_ON = "go on with the one it was made with, or begin from the weights alone"
+
+
 class RankOptimizer:
     """Steps `parameters`, by name. Where there are none, `optimizer` is None: torch refuses empty lists.
 
@@ -77,6 +80,7 @@ class RankOptimizer:
         plain: dict[str, Any] = {"numbers": {}, "options": {}, "groups": [], "scheduler": None}
         if self.optimizer is None:
             return tensors, plain
+        plain["optimizer"] = type(self.optimizer).__name__
         if type(self.optimizer).state_dict is not Optimizer.state_dict:
             raise self._cannot_save("what its own state_dict alone knows")
         for group in self.optimizer.param_groups:
@@ -112,6 +116,7 @@ class RankOptimizer:
         """
         if self.optimizer is None:
             return
+        self._require_same_kinds(checkpoint)
         state = self.optimizer.state_dict()
         ordered = [self._name_of(p) for group in self.optimizer.param_groups for p in group["params"]]
         kept: dict[str, dict[str, Any]] = {name: dict(checkpoint.numbers.get(name, {})) for name in ordered}
@@ -131,9 +136,8 @@ class RankOptimizer:
                 continue
             if saved.keys() - {"initial_lr"} != group.keys() - {"params", "initial_lr"}:
                 raise InputError(
-                    f"{checkpoint.path} is of another optimizer than {type(self.optimizer).__name__}: its "
-                    f"options are {', '.join(saved)}; go on with the one it was made with, or begin from the "
-                    "weights alone"
+                    f"{checkpoint.path} is of another {type(self.optimizer).__name__}: its options are "
+                    f"{', '.join(saved)}; {_GO_ON}"
                 )
             group |= {key: _like(value, group.get(key)) for key, value in saved.items()}
         self.optimizer.load_state_dict(state)
@@ -142,6 +146,17 @@ class RankOptimizer:
                 self._keep_types(parameter, kept[self._name_of(parameter)])
         if checkpoint.scheduler is not None:
             self._load_scheduler(checkpoint, dict(checkpoint.scheduler))
+
+    def _require_same_kinds(self, checkpoint: Checkpoint) -> None:
+        """Raises InputError for another class of optimizer or scheduler than the checkpoint's run had: their
+        options may have the same names, and a scheduler that is new would begin at a rate that is not."""
+        mine, scheduler = type(self.optimizer).__name__, checkpoint.scheduler or {_KIND: "no lr_scheduler"}
+        own = "no lr_scheduler" if self._scheduler is None else type(self._scheduler).__name__
+        for found, had in ((mine, checkpoint.optimizer or mine), (own, scheduler[_KIND])):
+            if found != had:
+                raise InputError(
+                    f"{checkpoint.path} is of a run with {had}, and this one has {found}; {_GO_ON}"
+                )
 
     def _keep_types(self, parameter: Tensor, kept: Mapping[str, Any]) -> None:
         """torch rounds what it loads to the parameter's type: moments in float64 for a float32 one."""
@@ -153,13 +168,8 @@ class RankOptimizer:
                 state[key] = saved.to(found.device)
 
     def _load_scheduler(self, checkpoint: Checkpoint, saved: dict[str, Any]) -> None:
-        kind, mine = saved.pop(_KIND), type(self._scheduler).__name__
-        if self._scheduler is None or kind != mine:
-            found = "no lr_scheduler" if self._scheduler is None else mine
-            raise InputError(
-                f"{checkpoint.path} is of a run with {kind}, and this one has {found}; go on with the one it "
-                "was made with, or begin from the weights alone"
-            )
+        assert self._scheduler is not None, "checked by _require_same_kinds"
+        del saved[_KIND]
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         own = self._scheduler.state_dict()
         state = state_for_groups(saved, own, groups, num_saved=len(checkpoint.groups))
