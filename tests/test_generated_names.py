@@ -202,6 +202,18 @@ def test_what_crosses_has_one_name_in_all_stages_and_results_are_called_what_the
     assert "loss = far + near" in last.source
 
 
+def test_the_head_of_a_stage_calls_what_passes_it_by_as_the_others_do() -> None:
+    operators = [f"{name}.{at}" for name in ("down", "up") for at in range(3)]
+    constraints = Constraints(stage_of={name: at // 2 for at, name in enumerate(operators)})
+    pipe = split(_Crossing(), torch.randn(4, 8), cluster=3, costs="analytic", constraints=constraints)
+
+    first, middle, _ = pipe.programs
+    head = " ".join(middle.source.partition('"""\n\n')[0].split())
+    passing = re.findall(r"(\w+) \(passing by\)", head)
+    assert passing
+    assert set(passing) <= {port.name for port in first.outputs}
+
+
 def _masked(x: Tensor, reset: Tensor) -> Tensor:
     for _ in range(x.dim() - 1):
         reset = reset.unsqueeze(-1)

@@ -60,7 +60,9 @@ def _head(
     times = f"{format_seconds(planned.forward_s)} forward, {format_seconds(planned.backward_s)} backward"
     memory = f"{format_bytes(planned.memory.total_bytes)} of {format_bytes(planned.memory_limit_bytes)}"
     yield f"Predicted for a microbatch: {times}; memory {memory}."
-    if reasons := list(cut_reason(plan, stage, {port.value: port.name for port in (*inputs, *outputs)})):
+    passing = {value: f"{name} (passing by)" for value, name in writer.tree.port_names.items()}
+    names = passing | {port.value: port.name for port in (*inputs, *outputs)}
+    if reasons := list(cut_reason(plan, stage, names)):
         yield "Cut here"
         for reason in reasons:
             yield from _entry(reason)

@@ -16,7 +16,7 @@ _SHOWN = 3
 def cut_reason(plan: Plan, stage: int, names: Mapping[str, str]) -> Iterator[str]:
     """What crosses the stage's borders, what binds it, and what is proven; nothing for a plan not priced.
 
-    `names` are the stage's own for values that it takes or gives.
+    `names` are those of the values that cross, as the stages have them.
     """
     if plan.num_stages == 1 or plan.bottleneck_s <= 0:
         return
@@ -31,16 +31,16 @@ def cut_reason(plan: Plan, stage: int, names: Mapping[str, str]) -> Iterator[str
     yield _proof(plan)
 
 
-def _crossing(sent: Sequence[Transfer], local: Mapping[str, str]) -> str:
+def _crossing(sent: Sequence[Transfer], names: Mapping[str, str]) -> str:
     """Each value once, however many stages it is sent to."""
     if not sent:
         return "nothing crosses"
-    values = dict.fromkeys(transfer.value for transfer in sent)
-    names = [local.get(value, plain(value)) for value in values]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    shown = " and ".join(names) if len(names) == 2 else ", ".join(names[:_SHOWN])
+    crossing = dict.fromkeys(transfer.value for transfer in sent)
+    shown_as = [names.get(value, plain(value)) for value in crossing]
+    more = f" and {len(shown_as) - _SHOWN} more" if len(shown_as) > _SHOWN else ""
+    shown = " and ".join(shown_as) if len(shown_as) == 2 else ", ".join(shown_as[:_SHOWN])
     num_bytes = sum(transfer.bytes + transfer.gradient_bytes for transfer in sent)
-    verb = "crosses" if len(names) == 1 else "cross"
+    verb = "crosses" if len(shown_as) == 1 else "cross"
     with_gradient = ", gradient included" if any(transfer.gradient_bytes for transfer in sent) else ""
     return f"{shown}{more} {verb}, {format_bytes(num_bytes)}{with_gradient}"
 

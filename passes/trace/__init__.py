@@ -302,8 +302,8 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
         notes = (static,) if name == "export-static" else program.conditions.notes()
         if not sizes.is_open:
             notes += (
-                f"this program is for batches of {sizes}: others may go another way through the model, which "
-                "asks for the batch size",
+                f"this program is for batches of {sizes}: others may go another way through the model, where "
+                "it, or a function that it calls (torch.cdist for one), asks for the batch size",
             )
         notes += tuple(map(note_on_operator, foreign_operators(graph)))
     return Traced(
