@@ -13,21 +13,12 @@ from .body import NO_REGION, Body, Folding, Region
 from .cut import is_size, size_symbol
 from .expression import Scene, Source
 from .literals import identifier, plain
-from .naming import (
-    argument_name,
-    element_name,
-    hands_on,
-    is_final,
-    name_within,
-    operator_name,
-    result_name,
-    state_name,
-)
+from .local_names import LocalNames
+from .naming import element_name, is_final, operator_name
 from .scopes import Scope
-from .second_names import second_name
 from .spell import spell
 from .stage_tree import DEVICE, StageTree, walk
-from .statements import calls_one, takes_apart
+from .statements import takes_apart
 
 _LONGEST_FOLDED = 88  # characters of a line that still reads well with its parts folded in
 _SHORT_OPERAND = 40  # of an operand that has a line to itself where the whole is laid out over several
@@ -98,15 +89,14 @@ class _Draft:
         self.body = body
         self.folding = folding
         self.call_text = call_text
-        self.bound: dict[fx.Node, str] = {}
-        self.bearers: dict[str, list[fx.Node]] = {}  # of a name, one after another
+        self.names = LocalNames(body, folding)
         self.sources: dict[fx.Node, Source] = {}
         self.too_long: set[fx.Node] = set()
         self.lost_sizes: set[tuple[fx.Node, int]] = set()
         self.position = 0  # of the item being written
 
     def write(self) -> Method:
-        arguments = self._bind_arguments()
+        arguments = self._arguments()
         body: list[Statement] = []
         for index, item in enumerate(self.body.items):
             self.position = index
@@ -119,89 +109,11 @@ class _Draft:
         passes = self.body.tree.passes_through_in_evaluation(self.body.scope)
         return Method(tuple(arguments), tuple(annotations), tuple(body), arguments[0] if passes else None)
 
-    # Names.
-
-    def _port_name(self, node: fx.Node) -> str | None:
-        """What the stages call a value that one gives and others take; within a stage's own forward alone."""
-        tree = self.body.tree
-        return tree.port_names.get(node.name) if self.body.scope is tree.root else None
-
-    def _bind_arguments(self) -> list[str]:
-        names: list[str] = []
+    def _arguments(self) -> list[str]:
         for node in self.body.reads:
-            own = self._port_name(node) or argument_name(self.body.tree, self.body.scope, node)
-            name = self._free(own, -1)
-            self._bind(node, name)
-            names.append(name)
+            self._bind(node, self.names.of_argument(node))
+        names = [self.names.bound[node] for node in self.body.reads]
         return [*names, *(identifier(symbol) for symbol in self.body.symbols)]
-
-    def _name(self, index: int, item: fx.Node | Scope, result: fx.Node) -> str:
-        if isinstance(item, Scope) and item.function is not None:
-            own = item.function  # unless it makes other things too
-            if len(self.body.results(item)) > 1:
-                own = name_within(self.body.tree, result, item.depth) or result_name(result, result)
-            return self._free(own, index)
-        if self.body.tree.is_link(self.body.scope, result):
-            return self._free(self._link_name(index, item), index)
-        state = state_name(self.body.tree, result) if self.body.is_recurrent(item) else None
-        if state is not None:
-            return self._free(state, index)
-        port = self._port_name(result)
-        wanted = None if result.name in self.body.tree.stage.model_outputs else port
-        wanted = wanted or self.body.author_name(item, result) or self._inner_name(item, result)
-        if wanted is None and self.body.gives == [result]:
-            wanted = self.body.scope.function  # what a helper function makes
-        wanted = wanted or self._handed_on_name(item)
-        if wanted is None and port is not None and not port.startswith("output"):
-            wanted = port
-        if wanted is not None and not self._is_live(wanted, index):
-            return wanted
-        is_one = len(self.body.results(item)) == 1
-        return self._free(result_name(item if is_one else result, result), index)
-
-    def _link_name(self, index: int, item: fx.Node | Scope) -> str:
-        """`x = block(x)` of a chain, where nobody needs the x before any more."""
-        before = [node for node in self.body.operands_of(item) if node in self.bound]
-        is_over = len(before) == 1 and self.folding.last_use(before[0]) <= index
-        return self.bound[before[0]] if is_over else "hidden"
-
-    def _handed_on_name(self, item: fx.Node | Scope) -> str | None:
-        source = hands_on(item)
-        return None if source is None else self.bound.get(source)
-
-    def _inner_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
-        """For `hidden, balance = block(hidden)`: by their places in what the block returns, else what the
-        block calls them, the rest by elimination."""
-        if not isinstance(item, Scope) or item.is_of_a_map:
-            return None
-        line = self.body.line(item)
-        targets = line.assigned if line is not None else ()
-        place = item.result(result).place
-        if line is not None and calls_one(line.code, item.path) and place < len(targets) > 1:
-            return targets[int(place)] if targets[int(place)] != "_" else None
-        results = self.body.results(item)
-        inner = {r: name_within(self.body.tree, r, item.depth) for r in results}
-        if len(targets) == len(results) and inner[result] not in targets:
-            left = [name for name in targets if name not in inner.values()]
-            unnamed = [r for r in results if inner[r] not in targets]
-            if len(left) == 1 and unnamed == [result] and left[0] != "_":
-                return left[0]
-        return inner[result]
-
-    def _is_live(self, name: str, index: int) -> bool:
-        """Whether the name stands for something that is still read after the statement at `index`."""
-        if name in self.body.symbols or name in self.body.tree.function_names:
-            return True
-        return any(self.folding.last_use(node) > index for node in self.bearers.get(name, ()))
-
-    def _free(self, name: str, index: int) -> str:
-        candidate, count = name, 1
-        while (index < 0 and candidate in self.bearers) or self._is_live(candidate, index):
-            count += 1
-            candidate = f"{name}_{count}"
-        return candidate
-
-    # Statements.
 
     def _statements(self, index: int, item: fx.Node | Scope) -> list[Statement]:
         """None for what is written elsewhere, and two where a value gets its second name before."""
@@ -221,22 +133,14 @@ class _Draft:
 
     def _renamed(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> list[Statement]:
         """`residual = x` of the author's, before `x = self.norm(x)`: what was x is read again."""
-        line = self.body.line(item)
-        name = self.body.author_name(item, results[0]) if len(results) == 1 else None
-        if line is None or name is None or self._port_name(results[0]) is not None:
+        found = self.names.renamed(index, item, results)
+        if found is None:
             return []
-        live = [node for node in self.bearers.get(name, ()) if self.folding.last_use(node) > index]
-        if len(live) != 1 or self.folding.is_pending(index):
-            return []
-        maker = self.folding.maker.get(live[0])
-        made = None if maker is None else self.body.line(self.body.items[maker])
-        second = second_name(line, name, made)
-        if second is None or self._is_live(second.name, index):
-            return []
-        self.bearers[name].remove(live[0])
-        self._bind(live[0], second.name)
+        node, second = found
+        before = self.names.bound[node]
+        self._bind(node, second.name)
         place = "" if second.line.module_of_torch else plain(str(second.line))
-        return [Statement(f"{second.name} = {name}", place, region=self._region(item))]
+        return [Statement(f"{second.name} = {before}", place, region=self._region(item))]
 
     def _target(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> str:
         elements = self.body.elements(item)
@@ -244,7 +148,7 @@ class _Draft:
             return self._tuple_target(index, item, elements)
         names: list[str] = []
         for result in results:
-            name = self._name(index, item, result)
+            name = self.names.of_result(index, item, result)
             self._bind(result, name)
             names.append(name)
         if isinstance(item, Scope) and self.body.tree.is_layer(item):
@@ -274,9 +178,9 @@ class _Draft:
             if list(elements.values()).count(None) == len(elements) - 1:
                 hint = hint or self.body.author_name(element, element) or ""
             own = element_name(item, place)
-            name = hint if hint and not self._is_live(hint, index) and hint not in names else own
-            self._bind(element, name if name == hint else self._free(name, index))
-            names.append(self.bound[element])
+            name = hint if hint and not self.names.is_live(hint, index) and hint not in names else own
+            self._bind(element, name if name == hint else self.names.free(name, index))
+            names.append(self.names.bound[element])
         return ", ".join(names) + ("," if len(names) == 1 else "")
 
     def _makes_the_names_of(self, code: str, item: fx.Node | Scope, elements: Mapping[int, Any]) -> bool:
@@ -290,8 +194,7 @@ class _Draft:
         return operator_name(item) == "unbind" and is_plain
 
     def _bind(self, node: fx.Node, name: str) -> None:
-        self.bound[node] = name
-        self.bearers.setdefault(name, []).append(node)
+        self.names.bind(node, name)
         self.sources[node] = Source(name)
 
     def _source(self, item: fx.Node | Scope) -> Source:
@@ -324,7 +227,7 @@ class _Draft:
             return Source(self._device())
         if symbol in self.body.symbols:
             return Source(identifier(symbol))
-        bearers = [node for node in self.bound if symbol in self.body.tree.shape(node)]
+        bearers = [node for node in self.names.bound if symbol in self.body.tree.shape(node)]
         emitted = self.folding.emitted_at(self.position)
         standing = [node for node in bearers if self.folding.last_use(node) >= emitted]
         if not standing:  # its name may be another's by then: write again, and keep it
@@ -334,13 +237,13 @@ class _Draft:
         item = self.body.items[self.position] if self.position < self.folding.end else None
         own = [node for node in self._unfolded_operands(item) if node in standing] if item is not None else []
         bearer = (own or standing)[0]
-        return Source(f"{self.bound[bearer]}.shape[{self.body.tree.shape(bearer).index(symbol)}]")
+        return Source(f"{self.names.bound[bearer]}.shape[{self.body.tree.shape(bearer).index(symbol)}]")
 
     def _device(self) -> str:
         if DEVICE in self.body.symbols:
             return DEVICE
         if self.body.reads:
-            return f"{self.bound[self.body.reads[0]]}.device"
+            return f"{self.names.bound[self.body.reads[0]]}.device"
         return self._device_without_inputs()
 
     def _device_without_inputs(self) -> str:

@@ -1,0 +1,122 @@
+"""What one body calls its values, and how long each name stands for which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from .body import Body, Folding
+from .naming import argument_name, hands_on, name_within, result_name, state_name
+from .scopes import Scope
+from .second_names import SecondName, second_name
+from .statements import calls_one
+
+
+class LocalNames:
+    """`bound` has the name of each value so far."""
+
+    def __init__(self, body: Body, folding: Folding) -> None:
+        self._body = body
+        self._folding = folding
+        self.bound: dict[fx.Node, str] = {}
+        self._bearers: dict[str, list[fx.Node]] = {}  # of a name, one after another
+
+    def bind(self, node: fx.Node, name: str) -> None:
+        self.bound[node] = name
+        self._bearers.setdefault(name, []).append(node)
+
+    def port_name(self, node: fx.Node) -> str | None:
+        """What the stages call a value that one gives and others take; within a stage's own forward alone."""
+        tree = self._body.tree
+        return tree.port_names.get(node.name) if self._body.scope is tree.root else None
+
+    def of_argument(self, node: fx.Node) -> str:
+        own = self.port_name(node) or argument_name(self._body.tree, self._body.scope, node)
+        return self.free(own, -1)
+
+    def of_result(self, index: int, item: fx.Node | Scope, result: fx.Node) -> str:
+        """A name that is free at the item's place: the author's, if it is."""
+        if isinstance(item, Scope) and item.function is not None:
+            own = item.function  # unless it makes other things too
+            if len(self._body.results(item)) > 1:
+                own = name_within(self._body.tree, result, item.depth) or result_name(result, result)
+            return self.free(own, index)
+        if self._body.tree.is_link(self._body.scope, result):
+            return self.free(self._link_name(index, item), index)
+        state = state_name(self._body.tree, result) if self._body.is_recurrent(item) else None
+        if state is not None:
+            return self.free(state, index)
+        port = self.port_name(result)
+        wanted = None if result.name in self._body.tree.stage.model_outputs else port
+        wanted = wanted or self._body.author_name(item, result) or self._inner_name(item, result)
+        if wanted is None and self._body.gives == [result]:
+            wanted = self._body.scope.function  # what a helper function makes
+        wanted = wanted or self._handed_on_name(item)
+        if wanted is None and port is not None and not port.startswith("output"):
+            wanted = port
+        if wanted is not None and not self.is_live(wanted, index):
+            return wanted
+        is_one = len(self._body.results(item)) == 1
+        return self.free(result_name(item if is_one else result, result), index)
+
+    def _link_name(self, index: int, item: fx.Node | Scope) -> str:
+        """`x = block(x)` of a chain, where nobody needs the x before any more."""
+        before = [node for node in self._body.operands_of(item) if node in self.bound]
+        is_over = len(before) == 1 and self._folding.last_use(before[0]) <= index
+        return self.bound[before[0]] if is_over else "hidden"
+
+    def _handed_on_name(self, item: fx.Node | Scope) -> str | None:
+        source = hands_on(item)
+        return None if source is None else self.bound.get(source)
+
+    def _inner_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
+        """For `hidden, balance = block(hidden)`: by their places in what the block returns, else what the
+        block calls them, the rest by elimination."""
+        if not isinstance(item, Scope) or item.is_of_a_map:
+            return None
+        line = self._body.line(item)
+        targets = line.assigned if line is not None else ()
+        place = item.result(result).place
+        if line is not None and calls_one(line.code, item.path) and place < len(targets) > 1:
+            return targets[int(place)] if targets[int(place)] != "_" else None
+        results = self._body.results(item)
+        inner = {r: name_within(self._body.tree, r, item.depth) for r in results}
+        if len(targets) == len(results) and inner[result] not in targets:
+            left = [name for name in targets if name not in inner.values()]
+            unnamed = [r for r in results if inner[r] not in targets]
+            if len(left) == 1 and unnamed == [result] and left[0] != "_":
+                return left[0]
+        return inner[result]
+
+    def is_live(self, name: str, index: int) -> bool:
+        """Whether the name stands for something that is still read after the statement at `index`."""
+        if name in self._body.symbols or name in self._body.tree.function_names:
+            return True
+        return any(self._folding.last_use(node) > index for node in self._bearers.get(name, ()))
+
+    def free(self, name: str, index: int) -> str:
+        candidate, count = name, 1
+        while (index < 0 and candidate in self._bearers) or self.is_live(candidate, index):
+            count += 1
+            candidate = f"{name}_{count}"
+        return candidate
+
+    def renamed(
+        self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]
+    ) -> tuple[fx.Node, SecondName] | None:
+        """What gets its second name before the item, whose result the author gives its first one."""
+        line = self._body.line(item)
+        name = self._body.author_name(item, results[0]) if len(results) == 1 else None
+        if line is None or name is None or self.port_name(results[0]) is not None:
+            return None
+        live = [node for node in self._bearers.get(name, ()) if self._folding.last_use(node) > index]
+        if len(live) != 1 or self._folding.is_pending(index):
+            return None
+        maker = self._folding.maker.get(live[0])
+        made = None if maker is None else self._body.line(self._body.items[maker])
+        second = second_name(line, name, made)
+        if second is None or self.is_live(second.name, index):
+            return None
+        self._bearers[name].remove(live[0])
+        return live[0], second
