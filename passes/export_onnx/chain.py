@@ -21,7 +21,7 @@ from torch import Tensor
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.onnx_session import Array, first_line, open_session
 
-from .run import named_inputs, onnx_manifest
+from .run import batch_axis, named_inputs, onnx_manifest, require_batch_size
 
 _POLL_S = 0.5
 
@@ -67,6 +67,8 @@ def run_onnx_processes(
         raise InputError(f"{folder} holds one annotated model and no stages; export with form='stages'")
     fed = named_inputs(folder, manifest, inputs)
     microbatches = _cut(manifest, fed, num_microbatches)
+    for tensors in microbatches:
+        require_batch_size(manifest, tensors, num_microbatches=num_microbatches)
     context = multiprocessing.get_context("spawn")
     leaving = frozenset(entry["tensor"] for entry in manifest["outputs"])
     inboxes = {entry["stage"]: context.Queue() for entry in manifest["stages"]}
@@ -105,7 +107,7 @@ def _cut(
         raise InputError(f"num_microbatches is {num_microbatches}; at least one was expected")
     if num_microbatches == 1:
         return [dict(fed)]
-    axis = _batch_axis(manifest)
+    axis = batch_axis(manifest)
     whole = [entry["name"] for entry in manifest["outputs"] if entry["shape"][:1] != [axis]]
     if axis is None or whole:
         what = f"output {whole[0]!r} has no batch axis" if axis else "the files take one batch size only"
@@ -117,11 +119,6 @@ def _cut(
     pieces = {name: np.array_split(fed[name], num_microbatches) for name in batched}
     return [{name: pieces[name][m] if name in batched else array for name, array in fed.items()}
             for m in range(num_microbatches)]  # fmt: skip
-
-
-def _batch_axis(manifest: Mapping[str, Any]) -> str | None:
-    firsts = [entry["shape"][0] for entry in manifest["inputs"] if entry["shape"]]
-    return next((size for size in firsts if isinstance(size, str)), None)
 
 
 def _collect(

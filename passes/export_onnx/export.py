@@ -86,9 +86,9 @@ def export_onnx(
         # A dimension of 1 would be taken for a constant.
         ports = job.inputs.values()
         traced = next((t.values for t in truths if not any_axis_of_one(ports, t.values)), truths[0].values)
-        models = {}
+        models, asserted = {}, []
         for program, module in zip(programs, modules, strict=True):
-            models[program.stage] = stage_model(
+            models[program.stage], messages = stage_model(
                 program,
                 module,
                 [traced[port.value] for port in program.inputs],
@@ -96,7 +96,10 @@ def export_onnx(
                 names=job.names,
                 graph=None if original is None else original.graph,
             )
+            asserted += [{"stage": program.stage, "message": message} for message in messages]
         facts = _facts(job, original, opset=opset, training=training)
+        facts["batch_sizes"] = sizes.to_json()
+        facts["asserts"] = asserted
         facts["batch_sizes_checked"] = [batch_size(ports, example) for example in examples]
         facts["stages"] = [_entry(job, program, models[program.stage]) for program in programs]
         if form != "annotated":

@@ -23,6 +23,7 @@ from pd2bw_fx.source_check import operators_called
 from pd2bw_fx.stage import Port, StageProgram
 from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 
+from .assertions import add_checks, take_conditions
 from .origin import WRAPPED_PREFIX, Wrapped, describe_nodes
 from .spelling import TranslatableSpelling
 
@@ -45,23 +46,26 @@ def stage_model(
     opset: int,
     names: Mapping[str, str],
     graph: OperatorGraph | None = None,
-) -> ir.Model:
-    """The stage in the mode that the module is in, dynamic where its ports have a symbol for a size.
+) -> tuple[ir.Model, list[str]]:
+    """The stage in the mode that the module is in, dynamic where its ports have a symbol for a size; and the
+    messages of what it asserts.
 
     Inputs and outputs are called `names[value]`, parameters and buffers as in the state_dict. Nodes know
     where they come from, the better with the operator graph at hand.
     """
     shapes = tuple(_dynamic_axes(program.stage, port) for port in program.inputs)
     _require_known_layers(program, module)
+    spelling = TranslatableSpelling(opset)
+    asserted = spelling.asserted
     try:
         with (
             _quiet(),
-            TranslatableSpelling(opset),
+            spelling,
             contractions_stay_open(),
             patch.object(fx.graph, "_format_target", _read_attribute),
         ):
             exported = torch.onnx.export(
-                Wrapped(module),
+                Wrapped(module, asserted),
                 tuple(tensor.contiguous() for tensor in inputs),  # strides would be symbols, too
                 dynamo=True,
                 opset_version=opset,
@@ -87,8 +91,10 @@ def stage_model(
             f"stage {program.stage} cannot be translated to ONNX opset {opset}: {first_line(error)}; look "
             f"for the operator in its source; {advice}"
         ) from error
+    conditions = take_conditions(model, asserted.messages)
     _name(model, program, names)
-    return model
+    add_checks(model, conditions, asserted.messages)
+    return model, asserted.messages
 
 
 def _require_known_layers(program: StageProgram, module: nn.Module) -> None:

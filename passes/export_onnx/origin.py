@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.stage import StageProgram
 
+from .assertions import Asserted
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
@@ -30,15 +32,19 @@ _LOCATION = re.compile(r"#.*?(\S+\.py:\d+)")
 
 class Wrapped(nn.Module):
     """A stage one level down: the exporter makes what it is given into a torch.fx.GraphModule, which has a
-    `graph`, `code` and `meta` of its own where the stage may have a parameter or a layer."""
+    `graph`, `code` and `meta` of its own where the stage may have a parameter or a layer.
 
-    def __init__(self, stage: nn.Module) -> None:
+    After its results it returns the conditions that it asserted."""
+
+    def __init__(self, stage: nn.Module, asserted: Asserted) -> None:
         super().__init__()
         self.wrapped = stage
+        self.asserted = asserted
         self.training = stage.training  # its layers keep their own modes
 
     def forward(self, *inputs: Tensor) -> Any:
-        return self.wrapped(*inputs)
+        self.asserted.start()
+        return self.asserted.returned_with(self.wrapped(*inputs))
 
 
 def describe_nodes(model: ir.Model, program: StageProgram, graph: OperatorGraph | None) -> None:

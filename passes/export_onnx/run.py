@@ -14,6 +14,7 @@ from pd2bw_fx.errors import ExportError, InputError, PlanMismatchError
 from pd2bw_fx.files import read_manifest
 from pd2bw_fx.modes import has_one_mode
 from pd2bw_fx.onnx_session import Array, first_line, open_session, to_array
+from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.stage import StageProgram
 
 KIND = "pd2bw_fx onnx"
@@ -23,12 +24,14 @@ SCHEMA = 1
 def run_onnx(folder: str | Path, inputs: Mapping[str, Tensor | Array]) -> dict[str, Array]:
     """The model's outputs by name, from the files of an exported folder in onnxruntime.
 
-    `inputs` are the model's, flat, by name. Raises InputError for a name that is missing or unknown,
-    PlanMismatchError for a file that is missing or altered, ExportError where onnxruntime refuses a file.
+    `inputs` are the model's, flat, by name. Raises InputError for a name that is missing or unknown, or a
+    batch size for which the model was not traced, PlanMismatchError for a file that is missing or altered,
+    ExportError where onnxruntime refuses a file, or ends where values go another way than in the trace.
     """
     folder = Path(folder)
     manifest = onnx_manifest(folder)
     fed = named_inputs(folder, manifest, inputs)
+    require_batch_size(manifest, fed)
     if not manifest["stages"]:
         annotated = manifest["annotated"]
         return run_whole(folder / annotated["file"], fed, annotated["outputs"])
@@ -66,6 +69,31 @@ def named_inputs(
         what = "is missing" if unlike[0] in expected else "is no input of the model"
         raise InputError(f"input {unlike[0]!r} {what}; {folder} takes {', '.join(expected) or 'none'}")
     return {expected[name]: to_array(name, value) for name, value in inputs.items()}
+
+
+def batch_axis(manifest: Mapping[str, Any]) -> str | None:
+    """The symbol of the batch size, where the files take any."""
+    firsts = [entry["shape"][0] for entry in manifest["inputs"] if entry["shape"]]
+    return next((size for size in firsts if isinstance(size, str)), None)
+
+
+def require_batch_size(
+    manifest: Mapping[str, Any], tensors: Mapping[str, Array], *, num_microbatches: int = 1
+) -> None:
+    """Raises InputError where a microbatch has a size that the model was not traced for. `tensors`: its
+    inputs, by their names in the files."""
+    axis, right = batch_axis(manifest), SizeRange(*manifest.get("batch_sizes", ()))
+    if axis is None or right.is_open:
+        return
+    for entry in manifest["inputs"]:
+        shape = tensors[entry["tensor"]].shape
+        if entry["shape"][:1] == [axis] and shape[:1] and shape[0] not in right:
+            cut = f" in one of {num_microbatches} microbatches" if num_microbatches > 1 else ""
+            nearest = right.least if shape[0] < right.least else right.most
+            raise InputError(
+                f"{entry['name']!r} has {shape[0]} samples{cut}; the model was traced for {right}: pass "
+                f"{nearest}{' for each' if cut else ' samples'}, or export it from other example inputs"
+            )
 
 
 def run_files(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from .assertions import ASSERTING, Asserted
 from .translatable import TRANSLATABLE
 
 
@@ -21,23 +22,28 @@ class TranslatableSpelling(TorchFunctionMode):
     does, so that a `view` of it may not be possible any more. Batch normalisation it translates as in
     evaluation, whatever it is told. Where a convolution over three dimensions has no bias, it makes one of
     zeros in a shape that no runtime takes. Of cross entropy it leaves label smoothing out, and knows classes
-    as targets only, no probabilities.
+    as targets only, no probabilities. Assertions it leaves out: they are noted in `asserted`.
     """
 
     def __init__(self, opset: int = 20) -> None:
         super().__init__()
         self._opset = opset
+        self.asserted = Asserted()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        if func in ASSERTING:
+            return self.asserted.note(*args, **named)
         if func in _ATTENTION:
             query, key, value, *others = args
             if others:
                 named["attn_mask"], others = others[0], others[1:]
             named |= dict(zip(("dropout_p", "is_causal"), others, strict=False))
-            return _attention(func, query, key, value, whole_mask=self._opset >= _HAS_ATTENTION, **named)
+            if self._opset >= _HAS_ATTENTION:
+                return _attention(_attention_of_words, query, key, value, whole_mask=True, **named)
+            return _attention(func, query, key, value, **named)
         if func is functional.batch_norm and _named(_BATCH_NORM, args, named).get("training"):
             return _normalised_by_batch(**_named(_BATCH_NORM, args, named))
         if func is functional.cross_entropy:
@@ -171,6 +177,24 @@ def _attention(
         seen = attn_mask if attn_mask.dtype is torch.bool else attn_mask != -math.inf
         mixed = torch.where(seen.any(-1, keepdim=True), mixed, 0.0)
     return mixed[0, 0] if added == 2 else mixed.squeeze(1) if added == 1 else mixed
+
+
+def _attention_of_words(
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Where numbers are added: onnxruntime's Attention is wrong for rows to which only the lowest one is."""
+    if attn_mask is None or attn_mask.dtype is torch.bool or options.get("dropout_p"):
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+    if options.get("enable_gqa"):
+        key, value = (_for_each_head(tensor, query.shape[-3]) for tensor in (key, value))
+    scale = options.get("scale") or query.shape[-1] ** -0.5
+    shares: Tensor = ((query * scale) @ key.transpose(-2, -1) + attn_mask).softmax(-1)
+    return shares @ value
+
+
+def _for_each_head(tensor: Tensor, num_heads: int) -> Tensor:
+    """Each of fewer heads for as many that follow one another."""
+    return tensor.repeat_interleave(num_heads // tensor.shape[-3], dim=-3)
 
 
 def _with_heads(tensor: Tensor, added: int) -> Tensor:

@@ -1,0 +1,122 @@
+"""What a stage asserts, in its file: ONNX has no assertion, but a Reshape that cannot be ends a run.
+
+condition -> Where(1, 2) -> Reshape([0], ...) -> index 0     one element in the shape of one, or of two
+output    -> Unsqueeze   -> Gather(.., 0)     -> output      as it was; nothing comes out where a check failed
+
+The shape of a Reshape is looked at on every device, the indices of a Gather are not. The Reshape's name is
+the assertion's message, which onnxruntime names when it fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+ASSERTING = {torch._assert_async, torch.ops.aten._assert_async, torch.ops.aten._assert_async.msg}
+
+
+class Asserted:
+    """The conditions that the last recorded call of a stage asserted, and its messages."""
+
+    def __init__(self) -> None:
+        self.conditions: list[Tensor] = []
+        self.messages: list[str] = []
+
+    def start(self) -> None:
+        self.conditions, self.messages = [], []
+
+    def note(self, condition: Tensor, message: str = "an assertion does not hold") -> None:
+        self.conditions.append(condition.to(torch.bool).reshape(()))
+        self.messages.append(message)
+
+    def returned_with(self, results: Any) -> Any:
+        """The results of the call, and after them the conditions."""
+        if not self.conditions:
+            return results
+        return (*(results if isinstance(results, tuple) else (results,)), *self.conditions)
+
+
+def take_conditions(model: ir.Model, messages: Sequence[str]) -> list[ir.Value]:
+    """The last outputs, one for each message, which are outputs no more."""
+    first = len(model.graph.outputs) - len(messages)
+    conditions = list(model.graph.outputs[first:])
+    model.graph.outputs[:] = list(model.graph.outputs[:first])
+    return conditions
+
+
+def add_checks(model: ir.Model, conditions: Sequence[ir.Value], messages: Sequence[str]) -> None:
+    """The first output is made only where all conditions hold."""
+    if not conditions or not model.graph.outputs:
+        return
+    writer = _Writer(model)
+    one, two = writer.constant("assert_one", [1]), writer.constant("assert_two", [2])
+    zero, first = writer.constant("assert_zero", [0]), writer.constant("assert_axis", [0])
+    checked = []
+    for condition, message in zip(conditions, messages, strict=True):
+        shape = writer.node("Where", [condition, one, two], "assert_shape", like=condition)
+        checked.append(writer.node("Reshape", [zero, shape], message, like=condition))
+    together = writer.node("Concat", checked, "assert_all", axis=0)
+    index = writer.node("ReduceMax", [together], "assert_index", keepdims=0)
+    value = model.graph.outputs[0]
+    name, value.name = value.name, writer.unused(f"{value.name}_unchecked")
+    layer = writer.node("Unsqueeze", [value, first], "assert_layer")
+    made = writer.node("Gather", [layer, index], "assert_output", axis=0)
+    made.name, made.type, made.shape = name, value.type, value.shape
+    model.graph.outputs[0] = made
+
+
+class _Writer:
+    """Nodes at the end of a graph, under names that it does not have yet."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._graph = model.graph
+        self._taken = {node.name for node in model.graph} | {*model.graph.initializers}
+        self._taken |= {value.name for node in model.graph.all_nodes() for value in node.outputs}
+        self._taken |= {value.name for value in model.graph.inputs}
+
+    def unused(self, name: str) -> str:
+        number, found = 1, name
+        while found in self._taken:
+            number += 1
+            found = f"{name} ({number})"
+        self._taken.add(found)
+        return found
+
+    def constant(self, name: str, entries: Sequence[int]) -> ir.Value:
+        import onnx_ir as ir
+
+        tensor = ir.tensor(list(entries), dtype=ir.DataType.INT64, name=self.unused(name))
+        value = ir.Value(
+            name=tensor.name,
+            type=ir.TensorType(tensor.dtype),
+            shape=ir.Shape([len(entries)]),
+            const_value=tensor,
+        )
+        self._graph.register_initializer(value)
+        return value
+
+    def node(
+        self,
+        operator: str,
+        inputs: Sequence[ir.Value],
+        name: str,
+        *,
+        like: ir.Value | None = None,
+        **attributes: int,
+    ) -> ir.Value:
+        """What it makes. It has the notes of the node that makes `like`."""
+        import onnx_ir as ir
+
+        made = ir.node(operator, inputs, attributes, name=self.unused(name))
+        maker = None if like is None else like.producer()
+        if maker is not None:
+            made.metadata_props.update(maker.metadata_props)
+        made.outputs[0].name = self.unused(f"{operator.lower()}_{name}" if like is None else made.name or "")
+        self._graph.append(made)
+        return made.outputs[0]
