@@ -91,22 +91,27 @@ def test_large_and_small_numbers_come_out_as_torchs(function: Any, tmp_path: Pat
 
 
 class Attending(nn.Module):
-    def __init__(self, *, adds: bool) -> None:
+    """`adds`: the number for what is not seen, or none for a mask of truth values."""
+
+    def __init__(self, adds: float | None) -> None:
         super().__init__()
         self.first, self.last, self.adds = nn.Linear(8, 8), nn.Linear(8, 8), adds
 
     def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
         heads, mask = self.first(x)[:, None], ~hidden[:, None, None, :]
-        if self.adds:
-            mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, -torch.inf)
+        if self.adds is not None:
+            mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, self.adds)
         return self.last(F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)[:, 0])
 
 
-@pytest.mark.parametrize("opset", [20, 23])
-@pytest.mark.parametrize("adds", [False, True])
-def test_a_sample_of_which_nothing_is_seen_gets_zeros(adds: bool, opset: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("adds", "opset"), [(None, 20), (-torch.inf, 20), (None, 23), (-torch.inf, 23), (torch.finfo().min, 23)]
+)
+def test_a_sample_of_which_nothing_is_seen_gets_what_torch_gives(
+    adds: float | None, opset: int, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    model = Attending(adds=adds).eval()
+    model = Attending(adds).eval()
     hidden = torch.zeros(3, 6, dtype=torch.bool)
     hidden[0, 4:] = True
     folder = exported(model, tmp_path / "onnx", torch.randn(3, 6, 8), hidden, opset=opset)
@@ -139,6 +144,80 @@ def test_an_encoder_with_padding_is_not_held_against_torchs_fast_path(tmp_path: 
     hidden[0, 4:] = True
     exported(Encoding(), tmp_path / "onnx", torch.randn(3, 6, 8), hidden)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Counting(nn.Module):
+    """What is computed of integers, as they come in."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor, whole: Tensor) -> Any:
+        return self.last(self.first(x)), *self.function(whole)
+
+
+def _quotients(whole: Tensor) -> tuple[Tensor, ...]:
+    divisors = torch.tensor([3, -7, 1, -1])
+    return (
+        torch.div(whole, 86400, rounding_mode="floor"),
+        torch.div(whole, divisors, rounding_mode="floor"),
+        whole.div(divisors, rounding_mode="trunc"),
+        torch.div(whole, -1, rounding_mode="trunc"),
+    )
+
+
+def _shifts(whole: Tensor) -> tuple[Tensor, ...]:
+    places = torch.tensor([0, 4], dtype=whole.dtype)
+    return (
+        whole >> 4,
+        whole << 3,
+        torch.bitwise_right_shift(whole, 40),
+        whole.unsqueeze(-1) >> places & 15,
+        (whole.unsqueeze(-1) << places),
+    )
+
+
+_NUMBERS = torch.tensor([[1764233279999, -16777217, 16777219, -(2**40) - 1], [7, -7, -1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("function", "whole"),
+    [
+        (_quotients, _NUMBERS),
+        (_quotients, _NUMBERS.int()),
+        (_shifts, torch.tensor([[255, 17, 128, 3], [0, 1, 2, 99]], dtype=torch.uint8)),
+        (_shifts, torch.tensor([[-1, 2**31 - 1, -(2**31), 3], [-17, 1, 2, 99]], dtype=torch.int32)),
+    ],
+)
+def test_whole_numbers_are_exact(function: Any, whole: Tensor, tmp_path: Path) -> None:
+    model = Counting(function).eval()
+    folder = exported(model, tmp_path / "onnx", torch.randn(2, 4), torch.ones_like(whole))
+
+    found = list(run_onnx(folder, {"x": torch.randn(2, 4), "whole": whole}).values())
+    for array, result in zip(found[1:], function(whole), strict=True):
+        assert array.dtype == result.numpy().dtype
+        np.testing.assert_array_equal(array, result.numpy())
+
+
+def test_equal_values_stay_in_order_where_a_sort_is_stable(tmp_path: Path) -> None:
+    def order(h: Tensor) -> tuple[Tensor, ...]:
+        coarse = h.repeat(1, 200).round()
+        return *coarse.sort(dim=1, stable=True), coarse.argsort(dim=0, descending=True, stable=True)
+
+    model = Ending(order).eval()
+    folder = exported(model, tmp_path / "onnx", torch.randn(4, 4))
+    require_alike(folder, model, x=torch.randn(50, 4))
+
+
+def test_one_bound_leaves_infinities_as_they_are(tmp_path: Path) -> None:
+    def bounded(h: Tensor) -> tuple[Tensor, ...]:
+        far = torch.where(h > 0, torch.inf, torch.where(h < -1, torch.nan, -torch.inf))
+        return far.clamp(min=0.5), far.clamp(max=0.5), far.clamp_min(1), far.clamp_max(1), F.logsigmoid(far)
+
+    model = Ending(bounded).eval()
+    folder = exported(model, tmp_path / "onnx", torch.randn(4, 4))
+    require_alike(folder, model, x=4 * torch.randn(9, 4))
 
 
 class Pooling(nn.Module):

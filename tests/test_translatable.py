@@ -14,6 +14,7 @@ from pd2bw_fx import split
 from pd2bw_fx.passes.export_onnx.translatable import TRANSLATABLE
 
 ROWS = torch.linspace(-1, 1, 5)
+PLACES = torch.tensor([[[0, 0, 1, 2, 3, 3, 3, 5]]])
 
 
 class Between(nn.Module):
@@ -63,6 +64,11 @@ def _bags(words: Tensor, **options: object) -> Tensor:
         lambda h: _bags((h[0, 0] > 0).long(), offsets=torch.tensor([0, 2, 2, 7]), mode="max") * h.mean(),
         lambda h: _bags((h[0, 0] > 0).long(), offsets=torch.tensor([0, 3, 8]), include_last_offset=True),
         lambda h: _bags((h[:, 0] > 0).long(), padding_idx=1) * h.mean(),
+        lambda h: h.amax() - h.amin() + h.amax((0, 2), keepdim=True),
+        lambda h: torch.fmax(h, h.flip(-1).log()) - torch.fmin(h.log(), h),
+        lambda h: torch.copysign(h, (h > 0) * -0.0),
+        lambda h: h.scatter_reduce(2, PLACES.expand(*h.shape[:2], -1), h, "mean"),
+        lambda h: h.scatter_reduce(2, PLACES.expand(*h.shape[:2], -1), h, "mean", include_self=False),
     ],
 )
 def test_the_file_computes_the_same(function: Callable[[Tensor], Tensor], tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ordering import at_most
+
 _LEAST_LOG = -100.0  # of a probability, in torch's binary cross entropy
 
 
@@ -32,7 +34,7 @@ def _one_less(self: Tensor) -> Tensor:
 
 
 def _log_sigmoid(input: Tensor) -> Tensor:  # noqa: A002 - as torch calls it
-    return input.clamp(max=0) - _of_one_more((-input.abs()).exp())
+    return at_most(input, 0.0) - _of_one_more((-input.abs()).exp())
 
 
 def _log_add_exp(self: Tensor, other: Tensor) -> Tensor:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .ordering import BY_NAME as ORDERING
 from .stable import BY_FUNCTION as STABLE_FUNCTIONS
 from .stable import BY_NAME as STABLE
 from .stable import up_to_each
+from .whole_numbers import BY_NAME as WHOLE_NUMBERS
 
 
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Any:
@@ -213,6 +215,8 @@ def _squeeze(self: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
 
 _BY_NAME: Mapping[str, Callable[..., Any]] = {
     **STABLE,
+    **ORDERING,
+    **WHOLE_NUMBERS,
     "cdist": _cdist,
     "cummax": _cummax,
     "cummin": _cummin,

@@ -1,0 +1,115 @@
+"""What goes by order: bounds, the larger one of two, extremes, equal values that stay in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def at_least(x: Tensor, bound: Any) -> Tensor:
+    """ONNX's Clip has the largest finite number for a bound that is not given: infinities would go."""
+    return torch.where(x < bound, bound, x)
+
+
+def at_most(x: Tensor, bound: Any) -> Tensor:
+    return torch.where(x > bound, bound, x)
+
+
+def _clamp(self: Tensor, min: Any = None, max: Any = None, *, out: Tensor | None = None) -> Any:  # noqa: A002
+    is_one_number = (
+        (min is None) != (max is None) and not isinstance(min, Tensor) and not isinstance(max, Tensor)
+    )
+    if not is_one_number or out is not None or not self.dtype.is_floating_point:
+        return NotImplemented
+    return at_most(self, max) if min is None else at_least(self, min)
+
+
+def _clamp_min(self: Tensor, min: Any, *, out: Tensor | None = None) -> Any:  # noqa: A002
+    return _clamp(self, min, out=out)
+
+
+def _clamp_max(self: Tensor, max: Any, *, out: Tensor | None = None) -> Any:  # noqa: A002
+    return _clamp(self, None, max, out=out)
+
+
+def _amax(self: Tensor, dim: int | Sequence[int] = (), keepdim: bool = False, *, out: Any = None) -> Any:
+    return _extreme(self, dim, keepdim, torch.amax, out)
+
+
+def _amin(self: Tensor, dim: int | Sequence[int] = (), keepdim: bool = False, *, out: Any = None) -> Any:
+    return _extreme(self, dim, keepdim, torch.amin, out)
+
+
+def _extreme(self: Tensor, dim: int | Sequence[int], keepdim: bool, function: Any, out: Any) -> Any:
+    """Without a dimension, of all."""
+    if out is not None or isinstance(dim, int) or len(dim) or self.dim() == 0:
+        return NotImplemented
+    return function(self, tuple(range(self.dim())), keepdim)
+
+
+def _fmax(self: Tensor, other: Tensor, *, out: Tensor | None = None) -> Any:
+    return NotImplemented if out is not None else _of_numbers(self, other, torch.maximum)
+
+
+def _fmin(self: Tensor, other: Tensor, *, out: Tensor | None = None) -> Any:
+    return NotImplemented if out is not None else _of_numbers(self, other, torch.minimum)
+
+
+def _of_numbers(a: Tensor, b: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Of a number and none, the number."""
+    return torch.where(a.isnan(), b, torch.where(b.isnan(), a, function(a, b)))
+
+
+def _copysign(self: Tensor, other: Any, *, out: Tensor | None = None) -> Any:
+    """A zero has a sign too, that of what it divides."""
+    if out is not None or not isinstance(other, Tensor) or not other.dtype.is_floating_point:
+        return NotImplemented
+    is_negative = (other < 0) | ((other == 0) & (other.reciprocal() < 0))
+    return torch.where(is_negative, -self.abs(), self.abs())
+
+
+def _sort(
+    self: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None, **more: Any
+) -> Any:
+    """ONNX's TopK has the first one of equal values first."""
+    return NotImplemented if more or not stable else torch.sort(self, dim, descending)
+
+
+def _argsort(
+    self: Tensor, dim: int = -1, descending: bool = False, *, stable: bool = False, **more: Any
+) -> Any:
+    return NotImplemented if more or not stable else torch.sort(self, dim, descending)[1]
+
+
+def _scatter_reduce(
+    self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    """A mean is a sum over a count; what gets nothing stays."""
+    if reduce != "mean" or not self.dtype.is_floating_point:
+        return NotImplemented
+    given = src[tuple(slice(size) for size in index.shape)]
+    count = torch.zeros_like(self).scatter_add(dim, index, torch.ones_like(given))
+    total = torch.zeros_like(self).scatter_add(dim, index, given)
+    if include_self:
+        return (self + total) / (count + 1)
+    return torch.where(count > 0, total / count, self)
+
+
+BY_NAME: Mapping[str, Callable[..., Any]] = {
+    "amax": _amax,
+    "amin": _amin,
+    "argsort": _argsort,
+    "clamp": _clamp,
+    "clamp_max": _clamp_max,
+    "clamp_min": _clamp_min,
+    "clip": _clamp,
+    "copysign": _copysign,
+    "fmax": _fmax,
+    "fmin": _fmin,
+    "scatter_reduce": _scatter_reduce,
+    "sort": _sort,
+}
+"""Functions of torch and tensors."""
