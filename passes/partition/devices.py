@@ -90,12 +90,16 @@ def _extend(
 
 
 def _interchangeable(problem: Problem, cluster: Cluster, pinned: Collection[int]) -> list[int]:
-    """A class for each device: swapping two devices of one class changes no cost, memory or link."""
+    """A class for each device, its first one's index: swapping two of one class changes no cost, memory or
+    link."""
     classes: list[int] = []
+    firsts: list[int] = []  # what can be swapped with the first of a class can be with all of it
     for device in range(len(cluster)):
-        free = [] if device in pinned else [other for other in range(device) if other not in pinned]
-        same = [other for other in free if _swappable(problem, cluster, device, other)]
-        classes.append(classes[same[0]] if same else device)
+        is_free = device not in pinned
+        same = (first for first in firsts if is_free and _swappable(problem, cluster, device, first))
+        classes.append(next(same, device))
+        if is_free and classes[device] == device:
+            firsts.append(device)
     return classes
 
 
