@@ -23,7 +23,7 @@ from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 
 from .partition import METHODS as TUNED
-from .partition import partition, partition_replicated
+from .partition import partition, partition_replicated, require_blocks
 from .schedule import (
     BaPipe,
     Placing,
@@ -98,6 +98,7 @@ def arrange(
         **options,
     }
     if chosen.placing is Placing.ROUND:
+        require_blocks(problem, shape.num_stages)
         turn = in_turn(problem, cluster, chosen.num_ranks(shape), shape.chunks)
         order = range(shape.num_stages)
         plan = by_device(turn.of_plan(partition(turn.problem, turn.cluster, order=order, **settings)))

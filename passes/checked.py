@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pd2bw_fx.actions import Shape
+from pd2bw_fx.actions import MOST_MICROBATCHES, Shape
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Kept, MemoryModel
@@ -18,7 +18,6 @@ from .arrange import both_ways, by_device, in_turn, shape_again
 from .partition import check_plan
 from .schedule import BaPipe, Placing, keeping, keeping_copies, method_of, shape_of
 
-_MOST_MICROBATCHES = 10_000
 _ROOMY = 2**60  # bytes of a device
 
 
@@ -36,10 +35,10 @@ def checked(
     """
     if not plan.stages:
         raise PlanMismatchError("the plan has no stages; one has a part of the operators at least")
-    if plan.microbatches_per_update > _MOST_MICROBATCHES:
+    if plan.microbatches_per_update > MOST_MICROBATCHES:
         raise PlanMismatchError(
             f"the plan has {plan.microbatches_per_update} microbatches an update; the schedule of at most "
-            f"{_MOST_MICROBATCHES} is laid out"
+            f"{MOST_MICROBATCHES} is laid out"
         )
     method = method_of(plan.method)
     shape = shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)

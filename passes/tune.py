@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pd2bw_fx.arguments import require_choice, require_kind, require_whole_number
+from pd2bw_fx.arguments import plain, require_choice, require_kind, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.containers import look_into_dataclasses
@@ -61,6 +61,7 @@ def tune(
     args, kwargs = _inputs(model, example_args, example_kwargs)
     given = _batch_size((args, kwargs))
     require_whole_number("batch_size", batch_size)
+    batch_size = plain(batch_size)
     sizes = _powers_of_two(batch_size) if microbatch_sizes is None else microbatch_sizes
     require_kind("microbatch_sizes", sizes, Sequence, "a sequence of numbers")
     if not sizes:
@@ -69,6 +70,7 @@ def tune(
     problems: dict[int, Problem] = {}
     for size in sizes:
         require_whole_number("each of microbatch_sizes", size)
+        size = plain(size)
         sized_args, sized_kwargs, targets = _sized((args, kwargs, example_targets), given, size)
         known = profiled(model, Inputs(sized_args, sized_kwargs, loss_fn, targets, "auto"), pricing)
         problems[size] = coarsen(known.graph, known.costs, chosen)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pd2bw_fx.actions import Shape
+from pd2bw_fx.actions import Shape, require_microbatches
 from pd2bw_fx.arguments import (
+    make_plain,
     require_choice,
     require_function,
     require_kind,
+    require_replicas,
     require_search,
     require_whole_number,
 )
@@ -52,17 +54,15 @@ class Wish:
     progress: Callable[[Progress], None] | None
 
     def __post_init__(self) -> None:
-        for name in ("num_stages", "microbatches_per_update", "chunks"):
+        make_plain(self, *_NUMBERS)
+        if self.microbatches_per_update is not None:
+            require_microbatches(self.microbatches_per_update)
+        for name in ("num_stages", "chunks"):
             value = getattr(self, name)
             if value is not None and not (name == "num_stages" and value == "auto"):
                 require_whole_number(name, value)
-        if isinstance(self.replicas, str):
-            require_choice("replicas", self.replicas, "auto")
-        elif isinstance(self.replicas, Sequence):
-            for stage, count in enumerate(self.replicas):
-                require_whole_number(f"replicas[{stage}]", count)
-        elif self.replicas is not None:
-            require_whole_number("replicas", self.replicas)
+        if not isinstance(self.replicas, str) or self.replicas != "auto":
+            require_replicas(self.replicas, or_else=', or "auto"')
         require_kind("memory_model", self.memory_model, MemoryModel, "a MemoryModel")
         require_choice("recompute", self.recompute, True, False, "auto")
         if self.constraints is not None:
@@ -184,3 +184,8 @@ class Wish:
             microbatches_per_update=self.microbatches_per_update,
             chunks=self.chunks,
         )
+
+
+_NUMBERS = (
+    "num_stages", "microbatches_per_update", "chunks", "replicas", "max_gap", "time_limit_s",
+)  # fmt: skip

@@ -12,7 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, Self
 
+from pd2bw_fx.arguments import make_plain, require_kind, require_whole_number
+from pd2bw_fx.errors import InputError
 from pd2bw_fx.units import counted
+
+MOST_MICROBATCHES = 10_000  # of an update
 
 
 class Kind(StrEnum):
@@ -84,6 +88,16 @@ class Shape:
         return cls(**{**data, **lists})
 
 
+def require_microbatches(microbatches_per_update: Any) -> None:
+    """Raises InputError for all but a number of microbatches that a schedule is laid out for."""
+    require_whole_number("microbatches_per_update", microbatches_per_update)
+    if microbatches_per_update > MOST_MICROBATCHES:
+        raise InputError(
+            f"microbatches_per_update is {microbatches_per_update}; at most {MOST_MICROBATCHES} are laid "
+            "out, each with actions of its own: cut larger ones"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """How a plan is to be run: None is as it was planned. `replicas`: for each stage, or one for all."""
@@ -93,6 +107,11 @@ class Wanted:
     slack: float | Literal["auto"] = 0.0
     replicas: int | Sequence[int] | None = None
     vertical_sync: bool = False
+
+    def __post_init__(self) -> None:
+        make_plain(self, "microbatches_per_update", "slack", "replicas")
+        if self.method is not None:
+            require_kind("method", self.method, str, "the name of a method, such as '2bw',")
 
 
 @dataclass(frozen=True, slots=True)

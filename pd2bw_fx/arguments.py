@@ -3,18 +3,49 @@
 from __future__ import annotations
 
 import math
+import numbers
+import os
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, shown
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy's, say, as Python's own, which JSON can hold; all else as it is."""
+    if isinstance(value, bool) or type(value) in (int, float):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def make_plain(frozen: Any, *names: str) -> None:
+    """`plain` for fields of a frozen dataclass that is being made, and for numbers in a sequence there."""
+    for name in names:
+        value = getattr(frozen, name)
+        several = isinstance(value, Sequence) and not isinstance(value, str)
+        own = tuple(map(plain, value)) if several else plain(value)
+        object.__setattr__(frozen, name, own)
 
 
 def require_whole_number(name: str, value: Any, *, least: int = 1) -> None:
     """Raises InputError for all but an int of `least` or more; None is for the caller to allow."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not _is_whole(value) or value < least:
         count = {0: "zero", 1: "one"}.get(least, str(least))
         raise _wrong(name, value, f"a whole number of {count} or more")
+
+
+def require_replicas(value: Any, *, or_else: str = "") -> None:
+    """Raises InputError for all but a count of ranks, one for each stage, or None. `or_else`: what the caller
+    takes besides."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        for stage, count in enumerate(value):
+            require_whole_number(f"replicas[{stage}]", count)
+    elif value is not None and (not _is_whole(value) or value < 1):
+        raise _wrong("replicas", value, f"a whole number of one or more, or one for each stage{or_else},")
 
 
 def require_positive(name: str, value: Any) -> None:
@@ -23,10 +54,20 @@ def require_positive(name: str, value: Any) -> None:
         raise _wrong(name, value, "a number above 0")
 
 
+def require_not_negative(name: str, value: Any, expected: str = "a number of zero or more") -> None:
+    """Raises InputError for all but a finite number that is not below 0."""
+    if not _is_number(value) or not 0 <= value < math.inf:
+        raise _wrong(name, value, expected)
+
+
+def require_share(name: str, value: Any, expected: str = "a share from 0 to below 1") -> None:
+    if not _is_number(value) or not 0 <= value < 1:
+        raise _wrong(name, value, expected)
+
+
 def require_search(max_gap: Any, time_limit_s: Any) -> None:
     """Raises InputError for a gap or a time that no search can stop at."""
-    if not _is_number(max_gap) or not 0 <= max_gap < 1:
-        raise _wrong("max_gap", max_gap, "a share from 0 to below 1")
+    require_share("max_gap", max_gap)
     if not _is_number(time_limit_s) or not time_limit_s > 0:
         raise _wrong("time_limit_s", time_limit_s, "a positive number of seconds")
 
@@ -41,6 +82,10 @@ def require_kind(name: str, value: Any, kind: type | tuple[type, ...], expected:
     """Raises InputError with what was `expected` for a value of another kind."""
     if not isinstance(value, kind):
         raise _wrong(name, value, expected)
+
+
+def require_path(name: str, value: Any) -> None:
+    require_kind(name, value, (str, os.PathLike), "a path, as a text or a Path,")
 
 
 def require_function(name: str, value: Any, expected: str) -> None:
@@ -63,9 +108,13 @@ def require_loss_function(name: str, value: Any) -> None:
         )
 
 
+def _is_whole(value: Any) -> bool:
+    return type(value) is not bool and isinstance(value, numbers.Integral)
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return type(value) is not bool and isinstance(value, numbers.Real) and not math.isnan(value)
 
 
 def _wrong(name: str, value: Any, expected: str) -> InputError:
-    return InputError(f"{name} is {value!r}; {expected} was expected")
+    return InputError(f"{name} is {shown(value)}; {expected} was expected")

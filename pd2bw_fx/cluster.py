@@ -6,15 +6,17 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from pd2bw_fx.cluster_file import parts_of
-from pd2bw_fx.errors import ClusterError
+from pd2bw_fx.arguments import make_plain, plain
+from pd2bw_fx.cluster_file import KINDS, parts_of, require_few
+from pd2bw_fx.errors import ClusterError, shown
 from pd2bw_fx.units import parse_bytes
 
 # What a gloo pair on one host does; measured links come from a cluster file.
@@ -39,6 +41,12 @@ class Device:
     memory_bytes_per_s: float = 10e9
     host: str = "localhost"
 
+    def __post_init__(self) -> None:
+        make_plain(self, "memory_bytes", "speed", "flops_per_s", "memory_bytes_per_s")
+        given: Any = self.memory_bytes
+        if isinstance(given, float) and given.is_integer():  # 16e9
+            object.__setattr__(self, "memory_bytes", int(given))
+
     def roof_s(self, flops: float, num_bytes: float) -> float:
         """Seconds of the arithmetic or of the memory traffic, whichever takes longer (the roofline)."""
         return max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
@@ -55,7 +63,9 @@ class Cluster:
     latency_s: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
-        _check_devices(self.devices)
+        object.__setattr__(self, "devices", _checked_devices(self.devices))
+        for key in ("bytes_per_s", "latency_s"):
+            object.__setattr__(self, key, _rows(key, getattr(self, key)))
         _check_matrix("bytes_per_s", self.bytes_per_s, self.devices, zero_allowed=False)
         _check_matrix("latency_s", self.latency_s, self.devices, zero_allowed=True)
 
@@ -64,6 +74,9 @@ class Cluster:
 
     def transfer_s(self, source: int, target: int, num_bytes: int) -> float:
         """Seconds to send so many bytes between two devices, by index; nothing within one device."""
+        self._require_devices(source, target)
+        if num_bytes < 0:
+            raise ClusterError(f"a message of {num_bytes} bytes; zero or more were expected")
         if source == target:
             return 0.0
         return self.latency_s[source][target] + num_bytes / self.bytes_per_s[source][target]
@@ -80,12 +93,9 @@ class Cluster:
     def is_uniform(self) -> bool:
         """All devices alike but for their names, and all links alike."""
         unnamed = {replace(device, name="", host="") for device in self.devices}
-        links = {
-            (self.bytes_per_s[a][b], self.latency_s[a][b])
-            for a in range(len(self))
-            for b in range(len(self))
-            if a != b
-        }
+        links = set[tuple[float, float]]()
+        for a, rows in enumerate(zip(self.bytes_per_s, self.latency_s, strict=True)):
+            links.update(zip(*(_others(row, a) for row in rows), strict=True))
         return len(unnamed) <= 1 and len(links) <= 1
 
     @classmethod
@@ -100,12 +110,15 @@ class Cluster:
         speed: float = 1.0,
     ) -> Self:
         """Equal devices on equal links. Without `memory_bytes`, an equal share of this machine's memory."""
+        num_devices = plain(num_devices)
         if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
-            raise ClusterError(f"a cluster of {num_devices!r} devices was asked for; it needs at least one")
-        try:
-            share = (
-                machine_memory_bytes() // num_devices if memory_bytes is None else parse_bytes(memory_bytes)
+            raise ClusterError(
+                f"a cluster of {shown(num_devices)} devices was asked for; it needs at least one"
             )
+        require_few(num_devices)
+        try:
+            share = machine_memory_bytes() // num_devices
+            share = share if memory_bytes is None else parse_bytes(plain(memory_bytes))
         except ValueError as error:
             raise ClusterError(f"memory_bytes: {error}") from None
         devices = tuple(
@@ -130,9 +143,10 @@ class Cluster:
             return cls.local()
         if isinstance(description, Cluster):
             return description
+        description = plain(description)
         if isinstance(description, bool) or not isinstance(description, int | str | Path):
             raise ClusterError(
-                f"cluster={description!r} is a {type(description).__name__}; "
+                f"cluster is {shown(description)}; "
                 "give a number of devices, a Cluster, or the path of a TOML file"
             )
         if isinstance(description, int):
@@ -148,12 +162,25 @@ class Cluster:
 
     def only(self, devices: Sequence[int]) -> Self:
         """The cluster of these devices alone, in this order."""
+        if not isinstance(devices, Iterable):
+            raise ClusterError(
+                f"devices is {shown(devices)}; a sequence of indices was expected, such as (0,)"
+            )
+        chosen = tuple(devices)
+        self._require_devices(*chosen)
         return replace(
             self,
-            devices=tuple(self.devices[d] for d in devices),
-            bytes_per_s=tuple(tuple(self.bytes_per_s[a][b] for b in devices) for a in devices),
-            latency_s=tuple(tuple(self.latency_s[a][b] for b in devices) for a in devices),
+            devices=tuple(self.devices[d] for d in chosen),
+            bytes_per_s=tuple(tuple(map(self.bytes_per_s[d].__getitem__, chosen)) for d in chosen),
+            latency_s=tuple(tuple(map(self.latency_s[d].__getitem__, chosen)) for d in chosen),
         )
+
+    def _require_devices(self, *indices: Any) -> None:
+        for index in indices:
+            if type(plain(index)) is not int or not 0 <= index < len(self.devices):
+                raise ClusterError(
+                    f"there is no device {shown(index)}; this cluster has 0 to {len(self.devices) - 1}"
+                )
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
@@ -185,6 +212,8 @@ class Cluster:
         return cluster
 
     def _check_symmetric(self) -> None:
+        if self._is_symmetric():
+            return
         for key, matrix in (("bytes_per_s", self.bytes_per_s), ("latency_s", self.latency_s)):
             for a in range(len(self)):
                 for b in range(a):
@@ -210,10 +239,9 @@ class Cluster:
 
     def _is_symmetric(self) -> bool:
         return all(
-            matrix[a][b] == matrix[b][a]
+            _others(row, at) == _others(column, at)
             for matrix in (self.bytes_per_s, self.latency_s)
-            for a in range(len(self))
-            for b in range(a)
+            for at, (row, column) in enumerate(zip(matrix, zip(*matrix, strict=True), strict=True))
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -251,23 +279,65 @@ def _cuda_device(index: int) -> Device:
 
 
 def _constant(size: int, value: float) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(0.0 if a == b else value for b in range(size)) for a in range(size))
+    return tuple((value,) * a + (0.0,) + (value,) * (size - a - 1) for a in range(size))
 
 
-def _check_devices(devices: Sequence[Device]) -> None:
-    if not devices:
+def _others(row: tuple[float, ...], at: int) -> tuple[float, ...]:
+    return row[:at] + row[at + 1 :]
+
+
+def _checked_devices(devices: Any) -> tuple[Device, ...]:
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise ClusterError(f"devices is {shown(devices)}; a tuple of Device was expected")
+    own = tuple(devices)
+    for at, device in enumerate(own):
+        if not isinstance(device, Device):
+            raise ClusterError(f"devices[{at}] is {shown(device)}; a Device was expected")
+        _check_device(device)
+    if not own:
         raise ClusterError("a cluster needs at least one device")
-    names = [device.name for device in devices]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ClusterError(f"two devices are named {repeated[0]!r}; give each a name of its own")
-    for device in devices:
-        for key in ("memory_bytes", "speed", "flops_per_s", "memory_bytes_per_s"):
-            value = getattr(device, key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ClusterError(
-                    f"device {device.name!r}: {key} is {value!r}; it must be a number, positive and finite"
-                )
+    require_few(len(own))
+    name, count = Counter(device.name for device in own).most_common(1)[0]
+    if count > 1:
+        raise ClusterError(f"two devices are named {name!r}; give each a name of its own")
+    return own
+
+
+def _check_device(device: Device) -> None:
+    for key in ("name", "host"):
+        if not isinstance(getattr(device, key), str):
+            raise ClusterError(
+                f"device {shown(device.name)}: {key} is {shown(getattr(device, key))}; a text was expected"
+            )
+    if device.kind not in KINDS:
+        known = " or ".join(map(repr, KINDS))
+        raise ClusterError(f"device {device.name!r}: kind is {shown(device.kind)}; {known} was expected")
+    for key in ("memory_bytes", "speed", "flops_per_s", "memory_bytes_per_s"):
+        value = getattr(device, key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ClusterError(
+                f"device {device.name!r}: {key} is {shown(value)}; it must be a number, positive and finite"
+            )
+    if not isinstance(device.memory_bytes, int):
+        raise ClusterError(
+            f"device {device.name!r}: memory_bytes is {device.memory_bytes}; it must be a whole number"
+        )
+
+
+def _rows(key: str, matrix: Any) -> tuple[tuple[float, ...], ...]:
+    """The matrix in tuples and in Python's own numbers."""
+    if not _is_list(matrix) or not all(_is_list(row) for row in matrix):
+        raise ClusterError(
+            f"{key} is {shown(matrix)}; a matrix was expected, with one row a sending device "
+            "(Cluster.uniform makes one of equal links)"
+        )
+    return tuple(
+        row if isinstance(row, tuple) and _are_numbers(row) else tuple(map(plain, row)) for row in matrix
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str)
 
 
 def _check_matrix(
@@ -279,13 +349,22 @@ def _check_matrix(
     for a, row in enumerate(matrix):
         if len(row) != size:
             raise ClusterError(f"{key}[{a}] has {len(row)} entries for {size} devices")
+        # In a large cluster most links are alike.
+        if _are_numbers(row) and all(_is_link(value, zero_allowed) for value in {*_others(row, a)}):
+            continue
         for b, value in enumerate(row):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            good = number and 0 <= value < math.inf and (zero_allowed or value > 0)
-            if a != b and not good:
+            if a != b and not _is_link(value, zero_allowed):
                 bound = "zero or more" if zero_allowed else "more than zero"
                 raise ClusterError(
                     f"{key}[{a}][{b}] ({devices[a].name} -> {devices[b].name}) is "
-                    f"{format(value, 'g') if number else repr(value)}; "
+                    f"{format(value, 'g') if _are_numbers((value,)) else shown(value)}; "
                     f"it must be {bound} and finite"
                 )
+
+
+def _are_numbers(row: Sequence[Any]) -> bool:
+    return {*map(type, row)} <= {int, float}
+
+
+def _is_link(value: Any, zero_allowed: bool) -> bool:
+    return _are_numbers((value,)) and 0 <= value < math.inf and (zero_allowed or value > 0)

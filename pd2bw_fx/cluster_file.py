@@ -10,10 +10,12 @@ from pd2bw_fx.errors import ClusterError
 from pd2bw_fx.units import parse_bytes
 
 _DEVICE_KEYS = {"name", "kind", "memory", "speed", "flops_per_s", "memory_bytes_per_s", "host"}
-_KINDS = ("cpu", "cuda")
+KINDS = ("cpu", "cuda")
 _NODE_KEYS = (_DEVICE_KEYS - {"host"}) | {"count", "inside"}
 _LINK_KEYS = {"bytes_per_s", "latency_s"}
 _EXAMPLES = {"bytes_per_s": "[[0, 25e9], [25e9, 0]]", "latency_s": "[[0, 10e-6], [10e-6, 0]]"}
+
+MOST_DEVICES = 4096  # for every two of them have a link of their own in a matrix
 
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -26,6 +28,15 @@ class Parts:
     bytes_per_s: Matrix
     latency_s: Matrix
     asymmetric: bool
+
+
+def require_few(num_devices: int) -> None:
+    """Raises ClusterError for more devices than a cluster is described for."""
+    if num_devices > MOST_DEVICES:
+        raise ClusterError(
+            f"a cluster of {num_devices} devices was asked for; it may have {MOST_DEVICES}, for every two of "
+            "them have a link of their own; plan for a part of them"
+        )
 
 
 def parts_of(data: Mapping[str, Any]) -> Parts:
@@ -75,6 +86,7 @@ def _of_nodes(data: Mapping[str, Any]) -> tuple[tuple[dict[str, Any], ...], Matr
         link = _link(f"{where}, inside", table.get("inside"), needed=count > 1)
         name = str(table.get("name", f"node{number}"))
         shared = {key: value for key, value in table.items() if key in _DEVICE_KEYS} | {"host": name}
+        require_few(len(devices) + count)
         for local in range(count):
             devices.append(_device(where, shared | {"name": f"{name}:{local}"}, len(devices)))
             inside.append(link)
@@ -116,8 +128,8 @@ def _device(where: str, table: Mapping[str, Any], index: int) -> dict[str, Any]:
     if "memory" not in table:
         raise ClusterError(f'{where} has no memory; add e.g. memory = "16 GiB"')
     kind = str(table.get("kind", "cuda"))
-    if kind not in _KINDS:
-        raise ClusterError(f"{where}, kind is {kind!r}; {' or '.join(map(repr, _KINDS))} was expected")
+    if kind not in KINDS:
+        raise ClusterError(f"{where}, kind is {kind!r}; {' or '.join(map(repr, KINDS))} was expected")
     rates = {
         key: _number(f"{where}, {key}", table[key])
         for key in ("speed", "flops_per_s", "memory_bytes_per_s")

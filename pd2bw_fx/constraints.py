@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from pd2bw_fx.arguments import require_kind
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.arguments import plain, require_kind
+from pd2bw_fx.errors import InputError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,13 @@ class Constraints:
 
     def __post_init__(self) -> None:
         for name in _MAPPINGS:
-            require_kind(name, getattr(self, name), Mapping, "a mapping of names")
+            given = getattr(self, name)
+            require_kind(name, given, Mapping, "a mapping of names")
+            object.__setattr__(self, name, {key: plain(value) for key, value in given.items()})
         for name in ("together", "whole"):
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Sequence):
-                raise InputError(f"{name} is {value!r}; a tuple was expected, such as ({value!r},)")
+                raise InputError(f"{name} is {shown(value)}; a tuple was expected, such as ({shown(value)},)")
         for names in (self.whole, *self.together):
             wrong = [name for name in names if not isinstance(name, str)]
             if wrong:
@@ -46,8 +48,8 @@ class Constraints:
         for device, limit in self.memory_bytes.items():
             if isinstance(limit, bool) or not isinstance(limit, int | float | str):
                 raise InputError(
-                    f"memory_bytes[{device!r}] is {limit!r}; a number of bytes or a text such as '12 GiB' "
-                    "was expected"
+                    f"memory_bytes[{device!r}] is {shown(limit)}; a number of bytes or a text such as "
+                    "'12 GiB' was expected"
                 )
 
     def __bool__(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self, TypeAlias
 
-from pd2bw_fx.arguments import require_whole_number
+from pd2bw_fx.arguments import make_plain, require_whole_number
 from pd2bw_fx.units import counted
 
 Work: TypeAlias = tuple[float, float]  # arithmetic operations, and bytes of memory traffic
@@ -150,6 +150,7 @@ class MemoryModel:
     optimizer_copies: int = 2
 
     def __post_init__(self) -> None:
+        make_plain(self, "weight_versions", "gradient_copies", "optimizer_copies")
         if self.weight_versions is not None:
             require_whole_number("weight_versions", self.weight_versions)
         require_whole_number("gradient_copies", self.gradient_copies, least=0)

@@ -5,6 +5,9 @@ A message says what was found, what was expected and what to try.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+_SHOWN = 60  # characters of a value, of which a longer one is cut to half
 
 
 class Pd2bwError(Exception):
@@ -63,6 +66,15 @@ class WorkerError(Pd2bwError):
 
 class ExportError(Pd2bwError):
     """The stages could not be written as ONNX, or the files do not compute what the stages compute."""
+
+
+def shown(value: Any) -> str:
+    """A value for an error of one line: as Python writes it, or its type and how it begins."""
+    text = repr(value)
+    if len(text) <= _SHOWN and "\n" not in text:
+        return text
+    begins = " ".join(text[:_SHOWN].split())[: _SHOWN // 2]
+    return f"a {type(value).__name__} ({begins} ..)"
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pd2bw_fx.actions import Shape, Wanted
-from pd2bw_fx.arguments import require_kind, require_whole_number
+from pd2bw_fx.actions import Shape, Wanted, require_microbatches
+from pd2bw_fx.arguments import plain, require_kind, require_replicas, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InputError
@@ -31,6 +31,7 @@ def simulated(
 ) -> Timeline:
     """See `Pipeline.simulate`."""
     plan, schedule = pipeline.plan, pipeline.schedule
+    num_updates = plain(num_updates)
     if num_updates is not None:
         require_whole_number("num_updates", num_updates)
     if num_updates is not None or wanted != Wanted():
@@ -46,6 +47,7 @@ def simulated(
 
 def simulated_peak_bytes(pipeline: Pipeline, timeline: Timeline) -> tuple[int, ...]:
     """See `Pipeline.peak_memory_bytes`."""
+    require_kind("timeline", timeline, Timeline, "a Timeline (of Pipeline.simulate)")
     is_whole = method_of(timeline.method).placing is Placing.WHOLE
     plan = _in_one_stage(pipeline) if is_whole else pipeline.plan
     return peak_memory_bytes(timeline, plan, _memory_model(pipeline))
@@ -56,11 +58,12 @@ def shape_for(pipeline: Pipeline, wanted: Wanted, plan: Plan) -> Shape:
     method, slack, replicas = wanted.method or plan.method, wanted.slack, wanted.replicas
     m = wanted.microbatches_per_update
     m = plan.microbatches_per_update if m is None else m
-    require_whole_number("microbatches_per_update", m)
+    require_microbatches(m)
     if slack != "auto":
         require_kind("slack", slack, (int, float), 'a number or "auto"')
         if isinstance(slack, bool) or not math.isfinite(slack):
             raise InputError(f'slack is {slack}; a number of 0 or more, or "auto", was expected')
+    require_replicas(replicas)
     own = pipeline.schedule.shape
     planned_slack = 0.0 if method_of(method).fills_slack else "auto"
     is_another = (

@@ -27,6 +27,8 @@ def parse_bytes(text: int | float | str) -> int:
         number = text
     if not math.isfinite(number):
         raise ValueError(f"{text!r} is no finite number of bytes; {expected}")
+    if not isinstance(text, str) and number != int(number):
+        raise ValueError(f"{text!r} is no whole number of bytes; {expected}")
     return int(number)
 
 

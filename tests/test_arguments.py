@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+import tomllib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import ClusterError, InputError, SolverError
-from pd2bw_fx.passes.partition import partition, partition_replicated, plan_workload, sweep
+from pd2bw_fx.passes.partition import devices, partition, partition_replicated, plan_workload, sweep
+from pd2bw_fx.passes.split import split
+from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.problem import Block, Problem
 from pd2bw_fx.workload import Workload
 
@@ -22,13 +30,41 @@ WORKLOAD = Workload("none", 1, 0, 1.0, (), ())
 
 
 def of(**device: Any) -> Cluster:
-    return Cluster((Device(name="a", **device),), ((0.0,),), ((0.0,),))
+    return Cluster((Device(**{"name": "a", **device}),), ((0.0,),), ((0.0,),))
+
+
+@functools.cache
+def pipe() -> Pipeline:
+    return split(
+        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), torch.randn(2, 4), cluster=2, costs="analytic"
+    )
 
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     "memory_bytes is 'lots'; it must be a number": (lambda: of(memory_bytes="lots"), ClusterError),
     "memory_bytes is inf": (lambda: of(memory_bytes=math.inf), ClusterError),
     "speed is True": (lambda: of(memory_bytes=1, speed=True), ClusterError),
+    "name is 3; a text": (lambda: of(memory_bytes=1, name=3), ClusterError),
+    "host is None; a text": (lambda: of(memory_bytes=1, host=None), ClusterError),
+    "kind is 'cuda:0'; 'cpu' or 'cuda' was expected": (
+        lambda: Cluster.uniform(2, kind="cuda:0"),
+        ClusterError,
+    ),
+    "1.5 is no whole number of bytes": (lambda: Cluster.uniform(2, memory_bytes=1.5), ClusterError),  # type: ignore[arg-type]
+    "memory_bytes is 1.5; it must be a whole": (lambda: of(memory_bytes=1.5), ClusterError),
+    "bytes_per_s is 1.0; a matrix was expected": (
+        lambda: Cluster(CLUSTER.devices, 1.0, CLUSTER.latency_s),  # type: ignore[arg-type]
+        ClusterError,
+    ),
+    r"devices\[0\] is \(0.0, .*; a Device was expected": (
+        lambda: Cluster(CLUSTER.latency_s, CLUSTER.devices, CLUSTER.latency_s),  # type: ignore[arg-type]
+        ClusterError,
+    ),
+    "there is no device 5; this cluster has 0 to 2": (lambda: CLUSTER.only([5]), ClusterError),
+    "there is no device -1": (lambda: CLUSTER.only([-1]), ClusterError),
+    "devices is 1; a sequence of indices": (lambda: CLUSTER.only(1), ClusterError),  # type: ignore[arg-type]
+    "there is no device 3": (lambda: CLUSTER.transfer_s(0, 3, 1), ClusterError),
+    "a message of -10 bytes": (lambda: CLUSTER.transfer_s(0, 1, -10), ClusterError),
     "a cluster of '2' devices": (lambda: Cluster.uniform("2"), ClusterError),  # type: ignore[arg-type]
     r"memory_bytes\[0\] is None": (
         lambda: Constraints(memory_bytes={0: None}),  # type: ignore[dict-item]
@@ -55,6 +91,31 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: partition_replicated(PROBLEM, CLUSTER, replicas=(2, 1), num_stages=(3,)),
         InputError,
     ),
+    "max_gap is 2; a share": (lambda: pipe().explain(max_gap=2), InputError),
+    "time_limit_s is '5'; a positive number": (lambda: pipe().explain(time_limit_s="5"), InputError),
+    "jitter is '0.1'; a share of": (lambda: pipe().simulate(jitter="0.1"), InputError),
+    r"update_s is \[1.0\]; a number of seconds": (lambda: pipe().simulate(update_s=[1.0]), InputError),
+    "update_s is -0.001; a number of seconds": (lambda: pipe().simulate(update_s=-1e-3), InputError),
+    "calibration is 3; a Calibration": (lambda: pipe().simulate(calibration=3), InputError),
+    "replicas is 'auto'; a whole number of one or more, or one for each stage, was": (
+        lambda: pipe().simulate(replicas="auto"),  # type: ignore[arg-type]
+        InputError,
+    ),
+    "microbatches_per_update is 1000000000; at most 10000": (
+        lambda: pipe().simulate(microbatches_per_update=10**9),
+        InputError,
+    ),
+    "one of the timelines is None": (lambda: pipe().calibration(None), InputError),  # type: ignore[arg-type]
+    "timeline is None; a Timeline": (lambda: pipe().peak_memory_bytes(None), InputError),  # type: ignore[arg-type]
+    r"plan is a str \(.* \.\.\); a Plan": (lambda: pipe().check_plan(pipe().plan.dumps()), InputError),  # type: ignore[arg-type]
+    r"tensors is a Sequential \(Sequential\(.*\); a dict": (
+        lambda: pipe().load_tensors(nn.Sequential(nn.Linear(9, 9))),  # type: ignore[arg-type]
+        InputError,
+    ),
+    r"tensors\['0.weight'\] is a ndarray \(.*\); a tensor": (
+        lambda: pipe().load_tensors({"0.weight": np.ones((8, 4))}),  # type: ignore[dict-item]
+        InputError,
+    ),
     "max_gap is nan": (lambda: plan_workload(WORKLOAD, max_gap=math.nan), InputError),
     "time_limit_s is -3": (lambda: plan_workload(WORKLOAD, time_limit_s=-3), InputError),
 }
@@ -67,6 +128,40 @@ def test_an_argument_that_cannot_be_is_refused_in_one_line(message: str) -> None
     with pytest.raises(kind, match=message) as refused:
         call()
     assert "\n" not in str(refused.value)
+
+
+def test_a_number_of_numpy_is_as_good_as_python_s() -> None:
+    pair = tuple(Device(name, np.int64(2**30), speed=np.float32(1)) for name in "ab")  # type: ignore[arg-type]
+    links = np.array([[0, 1e9], [1e9, 0]], dtype=np.float32)
+    cluster = Cluster(pair, links, links / 1e15)  # type: ignore[arg-type]
+
+    made = split(
+        pipe(),
+        cluster=cluster,
+        num_stages=np.int32(2),  # type: ignore[arg-type]
+        microbatches_per_update=np.int64(4),  # type: ignore[arg-type]
+        max_gap=np.float32(0.01),  # type: ignore[arg-type]
+        memory_model=MemoryModel(optimizer_copies=np.int64(1)),  # type: ignore[arg-type]
+    )
+    run = made.simulate(num_updates=np.int64(2), slack=np.float32(0), replicas=np.int8(1))  # type: ignore[arg-type]
+
+    assert Cluster.of(np.int64(2)) == Cluster.uniform(2)  # type: ignore[arg-type]
+    assert tomllib.loads(cluster.to_toml())["device"][0]["memory"] == 2**30
+    written = [made.plan.to_json(), made.schedule.to_json(), cluster.to_json(), run.to_chrome_trace()]
+    assert "numpy" not in json.dumps(written)
+    with pytest.raises(InputError, match=r"num_stages is np.True_; a whole number"):
+        split(pipe(), cluster=2, num_stages=np.True_)  # type: ignore[arg-type]
+
+
+def test_a_device_is_compared_with_one_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, compared = Cluster.uniform(3), []
+    swappable = devices._swappable
+    monkeypatch.setattr(devices, "_swappable", lambda *pair: compared.append(pair) or swappable(*pair))
+
+    orders = devices.device_orders(PROBLEM, cluster, 2)
+
+    assert orders == devices.DeviceOrders(((0, 1),))
+    assert [pair[2:] for pair in compared] == [(1, 0), (2, 0)]
 
 
 def test_no_more_microbatches_are_in_flight_than_an_update_has() -> None:

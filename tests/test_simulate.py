@@ -340,9 +340,9 @@ def test_times_for_another_number_of_stages_or_devices_are_refused() -> None:
         simulate_durations(schedule, Durations.chain([1.0] * 2, [2.0] * 2))
     with pytest.raises(InputError, match="stage 2 is on device 2, and the cluster has 2"):
         simulate(schedule, plan_of(0, 1, 2), Cluster.uniform(2, memory_bytes=1))
-    with pytest.raises(InputError, match=r"link_jitter_s=-1"):
+    with pytest.raises(InputError, match=r"link_jitter_s is -1"):
         simulate_durations(schedule, Durations.chain([1.0] * 3, [2.0] * 3), link_jitter_s=-1.0)
-    with pytest.raises(InputError, match=r"jitter=1\.5"):
+    with pytest.raises(InputError, match=r"jitter is 1\.5"):
         simulate_durations(schedule, Durations.chain([1.0] * 3, [2.0] * 3), jitter=1.5)
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pd2bw_fx
+from pd2bw_fx.cluster import Device
 from pd2bw_fx.models import MODELS, build
 
 
@@ -290,17 +291,27 @@ class TestBadInput:
     ("options", "error"),
     [
         ({"num_stages": "2"}, "num_stages is '2'; a whole number of one or more was expected"),
+        ({"microbatches_per_update": 10**9}, "microbatches_per_update is 1000000000; at most 10000 are laid"),
         ({"microbatches_per_update": 4.0}, "microbatches_per_update is 4.0; a whole number of one or more"),
         (
             {"microbatches_per_update": 1},
             "2bw with 1 microbatch an update on 2 stages: two weight versions",
         ),
         ({"method": "3bw"}, "method is '3bw'; expected one of 2bw, 1f1b"),
-        ({"replicas": "all"}, "replicas is 'all'; 'auto' was expected"),
+        (
+            {"replicas": "all"},
+            "replicas is 'all'; a whole number of one or more, or one for each stage, or \"auto\", was",
+        ),
         ({"replicas": 0}, "replicas is 0; a whole number of one or more"),
         ({"replicas": (1, 0)}, r"replicas\[1\] is 0; a whole number of one or more"),
         ({"replicas": 1.5}, "replicas is 1.5; a whole number of one or more"),
         ({"recompute": "some"}, "recompute is 'some'; True or False or 'auto' was expected"),
+        ({"method": ["2bw"]}, r"method is \['2bw'\]; expected one of 2bw, 1f1b"),
+        (
+            {"cluster": [Device(f"cpu:{at}", 2**30) for at in range(9)]},
+            r"cluster is a list \(\[Device\(.* \.\.\);",
+        ),
+        ({"cluster": 10**6}, "a cluster of 1000000 devices was asked for; it may have 4096"),
         ({"constraints": {"whole": ("blocks",)}}, "constraints is {.*}; pd2bw_fx.Constraints was expected"),
         ({"plan": "plan.json"}, r"plan is 'plan.json'; a Plan, of Plan.loads\(text\) for one in a file, was"),
         ({"max_gap": "1%"}, "max_gap is '1%'; a share from 0 to below 1 was expected"),
@@ -317,8 +328,9 @@ def test_an_option_that_cannot_be_is_refused_before_the_model_runs(
         def forward(self, x: Tensor) -> Tensor:
             raise AssertionError("the model was run")
 
-    with pytest.raises(pd2bw_fx.InputError, match=f"^{error}"):
-        pd2bw_fx.split(Unused(2, 2), (torch.zeros(4, 2),), cluster=2, **options)
+    with pytest.raises((pd2bw_fx.InputError, pd2bw_fx.ClusterError), match=f"^{error}") as refused:
+        pd2bw_fx.split(Unused(2, 2), (torch.zeros(4, 2),), **{"cluster": 2, **options})
+    assert "\n" not in str(refused.value)
 
 
 class Writing(nn.Module):

@@ -15,7 +15,7 @@ program, `replicas.py` the copies of single stages, `baselines.py` prices what o
 from .baselines import Baseline, baselines
 from .check import check_plan
 from .explain import explain
-from .face import partition
+from .face import partition, require_blocks
 from .instance import evaluate
 from .kept import METHODS
 from .placement import Placement, plan_workload
@@ -33,5 +33,6 @@ __all__ = [
     "partition",
     "partition_replicated",
     "plan_workload",
+    "require_blocks",
     "sweep",
 ]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pd2bw_fx.arguments import require_search
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Kept, MemoryModel
@@ -54,8 +55,10 @@ def explain(
     Of a method that `partition` does not know, `kept` tells what it keeps at each of so many stages (or of
     stages with so many copies each, as for `partition_replicated`); left out, no other number is tried.
 
-    Raises PlanMismatchError where the plan was made for another problem.
+    Raises PlanMismatchError where the plan was made for another problem, InputError for a gap or a time that
+    no search can stop at.
     """
+    require_search(max_gap, time_limit_s)
     check_problem(problem, cluster)
     wishes = constraints or Constraints()
     constrained = constrain(problem, cluster, wishes, num_stages=plan.num_stages)

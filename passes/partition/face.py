@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from pd2bw_fx.arguments import require_choice, require_search, require_whole_number
+from pd2bw_fx.arguments import plain, require_choice, require_search, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
@@ -65,8 +65,8 @@ def partition(
     """
     started_s = time.perf_counter()
     check_problem(problem, cluster)
-    k = len(cluster) if num_stages is None else num_stages
-    m = 2 * k if microbatches_per_update is None else microbatches_per_update
+    k = len(cluster) if num_stages is None else plain(num_stages)
+    m = 2 * k if microbatches_per_update is None else plain(microbatches_per_update)
     _check_arguments(problem, cluster, k, m, method, kept, order, max_gap, time_limit_s, recompute)
     check_solver(solver)
     deadline = Deadline(time_limit_s)
@@ -113,6 +113,15 @@ def partition(
     return replace(plan, bound_for=key)
 
 
+def require_blocks(problem: Problem, num_stages: int) -> None:
+    """Raises InputError where there are too few blocks for so many stages."""
+    if num_stages > len(problem.blocks):
+        raise InputError(
+            f"{num_stages} stages for a model of {counted(len(problem.blocks), 'block')} that can be apart; "
+            f"a stage needs at least one, so at most num_stages={len(problem.blocks)}"
+        )
+
+
 def _check_arguments(
     problem: Problem,
     cluster: Cluster,
@@ -132,11 +141,7 @@ def _check_arguments(
             f"{num_stages} stages for {len(cluster)} devices; a stage needs a device of its own, "
             f"so at most num_stages={len(cluster)}"
         )
-    if num_stages > len(problem.blocks):
-        raise InputError(
-            f"{num_stages} stages for a model of {counted(len(problem.blocks), 'block')} that can be apart; "
-            f"a stage needs at least one, so at most num_stages={len(problem.blocks)}"
-        )
+    require_blocks(problem, num_stages)
     if kept is None and method not in METHODS:
         raise InputError(f"method {method!r} is unknown; known are {', '.join(METHODS)}")
     if kept is None:

@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from pd2bw_fx.arguments import require_choice, require_search, require_whole_number
+from pd2bw_fx.arguments import plain, require_choice, require_search, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Kept, MemoryModel, ring_s_per_byte
@@ -86,6 +86,7 @@ def partition_replicated(
     check_solver(solver)
     require_search(max_gap, time_limit_s)
     require_choice("recompute", recompute, True, False, "auto")
+    microbatches_per_update = plain(microbatches_per_update)
     _check(cluster, wishes, microbatches_per_update)
     tried = _tried(problem, cluster, microbatches_per_update, num_stages, replicas)
     deadline = Deadline(time_limit_s)

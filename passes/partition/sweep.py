@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pd2bw_fx.arguments import require_kind, require_search, require_whole_number
+from pd2bw_fx.arguments import plain, require_kind, require_search, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import ring_s_per_byte
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
@@ -80,6 +80,7 @@ def sweep(
     where time ran out before the first plan.
     """
     require_whole_number("batch_size", batch_size)
+    batch_size = plain(batch_size)
     require_search(0.0, time_limit_s)
     for name, counts in (("num_stages", num_stages or ()), ("num_replicas", num_replicas)):
         require_kind(name, counts, Iterable, "a sequence of numbers")
@@ -91,7 +92,9 @@ def sweep(
         raise InputError("problems has no microbatch size; at least one was expected")
     if any(count > 1 for count in num_replicas) and not cluster.is_uniform:
         raise InputError("copies of a pipeline need devices and links that are alike; use num_replicas=(1,)")
-    stages = range(1, len(cluster) + 1) if num_stages is None else num_stages
+    stages = range(1, len(cluster) + 1) if num_stages is None else [plain(count) for count in num_stages]
+    num_replicas = [plain(count) for count in num_replicas]
+    problems = {plain(size): problem for size, problem in problems.items()}
     skipped: list[tuple[str, str]] = []
     candidates = list(_candidates(problems, cluster, batch_size, stages, num_replicas, method))
     if not candidates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pd2bw_fx.arguments import require_kind
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, shown
 
 from .chimera import Chimera
 from .flushed import BaPipe, DataParallel, GPipe, Inference, OneForwardOneBackward
@@ -60,8 +60,8 @@ def registered_method(name: str) -> Method | None:
 
 def method_of(name: str) -> Method:
     """Raises InputError for a name that is none."""
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         meant = next((known for known in METHODS if known == str(name).lower()), None)
         advice = f"did you mean {meant!r}?" if meant else f"expected one of {', '.join(METHODS)}"
-        raise InputError(f"method is {name!r}; {advice}")
+        raise InputError(f"method is {shown(name)}; {advice}")
     return METHODS[name]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from pd2bw_fx.actions import Kind
+from pd2bw_fx.arguments import require_kind
 from pd2bw_fx.costs import Calibration, ring_bytes
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.plan import Plan
@@ -24,6 +25,8 @@ def calibrate(plan: Plan, timelines: Sequence[Timeline]) -> Calibration:
 
     Raises InputError where an action is missing.
     """
+    for timeline in timelines:
+        require_kind("one of the timelines", timeline, Timeline, "a Timeline (of Metrics or Engine.records)")
     whole = [t for t in timelines if {e.kind for e in t.events}.issuperset(_WHOLE)]
     split = [t for t in timelines if {e.kind for e in t.events}.issuperset(_HALVES)]
     if not whole:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pd2bw_fx.actions import Action, Kind, Schedule
+from pd2bw_fx.arguments import require_kind, require_not_negative, require_share
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Calibration
 from pd2bw_fx.errors import InputError, ScheduleError
@@ -55,6 +56,9 @@ def simulate(
     Raises ScheduleError naming the first action that waits for ever, InputError where schedule, plan and
     cluster do not belong together.
     """
+    require_not_negative("update_s", update_s, "a number of seconds, 0 or more,")
+    if calibration is not None:
+        require_kind("calibration", calibration, Calibration, "a Calibration (of Pipeline.calibration)")
     holders: list[set[int]] = [set() for _ in plan.stages]
     for rank, actions in enumerate(schedule.ranks):
         for stage in {action.stage for action in actions}:
@@ -89,10 +93,8 @@ def simulate_durations(
         )
     if links not in ("busy", "latency"):
         raise InputError(f"links={links!r}; give 'busy' or 'latency'")
-    if not 0 <= jitter < 1:
-        raise InputError(f"jitter={jitter}; give a share of the compute times, 0 or more and below 1")
-    if not link_jitter_s >= 0:
-        raise InputError(f"link_jitter_s={link_jitter_s}; give seconds, 0 or more")
+    require_share("jitter", jitter, "a share of the compute times, 0 or more and below 1,")
+    require_not_negative("link_jitter_s", link_jitter_s, "a number of seconds, 0 or more,")
     _check_order(schedule, durations)
     noise = _Noise(jitter, link_jitter_s, seed)
     return _Simulation(schedule, durations, links=links, noise=noise).run()

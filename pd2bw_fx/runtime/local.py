@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pd2bw_fx.actions import Wanted
-from pd2bw_fx.arguments import require_function, require_kind, require_whole_number
+from pd2bw_fx.arguments import plain, require_function, require_kind, require_whole_number
 from pd2bw_fx.cluster import cores_each
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Metrics, told_losses
@@ -119,7 +119,7 @@ def train_local(
     prepared = jobs(pipeline, work)
     for program in pipeline.programs:
         require_operators(program)
-    drawn = torch.initial_seed() % 2**32 if seed is None else seed
+    drawn = torch.initial_seed() % 2**32 if seed is None else plain(seed)
     chosen = EngineOptions.of(
         {"optimizer": optimizer, "seed": drawn, **options}, "on_update", "threads_per_worker"
     )

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 import torch
 
 from pd2bw_fx.arguments import (
+    make_plain,
     require_choice,
     require_function,
     require_kind,
@@ -49,6 +50,7 @@ class EngineOptions:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        make_plain(self, "max_gradient_norm", "seed", "record", "timeout_s")
         if not callable(self.optimizer):
             raise InputError(f"optimizer is of type {type(self.optimizer).__name__}; {EXPECTED_OPTIMIZER}")
         for name, expected in _FUNCTIONS.items():
