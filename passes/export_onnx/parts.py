@@ -144,7 +144,10 @@ class _Cuts:
             return self.graph.inputs[name]
         outputs = self.graph.operators[name].outputs
         if len(outputs) != 1:
-            raise ExportError(f"{name!r} leaves a stage and is no tensor of numbers; return tensors instead")
+            raise ExportError(
+                f"{name!r} leaves a stage and is no tensor of a type that numpy has (but a sequence, or "
+                "bfloat16); return such tensors, by a Cast perhaps"
+            )
         return outputs[0]
 
 

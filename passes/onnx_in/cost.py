@@ -87,7 +87,7 @@ def _flops(node: ir.Node, model: OnnxModel) -> int:
     made = _shape(node.outputs[0].name or "", model.graph)
     if made is None or any(shape is None for shape in operands[:2]):
         return 0
-    first, second = operands[0] or (), (operands[1] if len(operands) > 1 else None) or ()
+    first, second = (shape or () for shape in [*operands, None, None][:2])
     kind = node.op_type
     if kind in ("MatMul", "MatMulInteger", "QLinearMatMul") and first:
         return 2 * math.prod(made) * first[-1]

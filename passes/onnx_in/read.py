@@ -43,9 +43,10 @@ def read_onnx(path: str | Path, examples: Sequence[Mapping[str, Array]] | None =
     """
     path = Path(path)
     model = load_onnx(path)
-    batches = made_up_examples(model) if examples is None else [dict(example) for example in examples]
-    _check_examples(model, batches)
-    runs = run_every_node(model, batches)
+    if examples is not None:
+        _check_examples(model, examples)
+    choices = made_up_examples(model) if examples is None else [[dict(example) for example in examples]]
+    batches, runs = run_every_node(model, choices)
     graph, node_of = _operator_graph(model, specs_of(runs, model), path.stem)
     outputs = [value.name or "" for value in model.graph.outputs]
     _check_outputs(graph, outputs)
