@@ -212,6 +212,11 @@ class _Drawing:
         ]
         if loops:
             ways.append([f"for block in {self.draws.choice(loops)}:", f"    {value} = block({value})"])
+        kept = self.draws.choice(["kept", "residual"])
+        ways.append([f"{kept} = {value}", f"{value} = {call}({value})", f"{value} = {value} * 0.5 + {kept}"])
+        if loops:
+            looped = [f"{kept} = {value}", f"{value} = block({value})", f"{value} = {kept} - {value}.sin()"]
+            ways.append([f"for block in {self.draws.choice(loops)}:", *(f"    {line}" for line in looped)])
         if slices:
             ways.append(
                 [f"{value} = {self.draws.choice(slices)}[{self.draws.choice(['1:', ':1'])}]({value})"]
