@@ -42,7 +42,7 @@ def open_session(
     except Exception as error:  # onnxruntime's own classes derive from Exception directly
         raise ExportError(
             f"onnxruntime cannot run {what}: {first_line(error)}; if it lacks an operator for this "
-            "type, convert the model first (model.float())"
+            "type, convert the model first (model.float(), or without autocast)"
         ) from error
 
 

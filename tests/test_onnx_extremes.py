@@ -220,6 +220,34 @@ def test_one_bound_leaves_infinities_as_they_are(tmp_path: Path) -> None:
     require_alike(folder, model, x=4 * torch.randn(9, 4))
 
 
+class Halving(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.norm, self.last, self.dtype = (
+            nn.Linear(4, 4),
+            nn.LayerNorm(4),
+            nn.Linear(4, 4),
+            dtype,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=self.dtype):
+            hidden = self.last(self.norm(self.first(x)))
+        return hidden.float()
+
+
+def test_autocast_is_in_the_files_where_onnxruntime_has_the_type(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    pipe = pd2bw_fx.split(Halving(torch.float16).eval(), (torch.randn(3, 4),), cluster=2, costs="analytic")
+    pipe.export_onnx(tmp_path / "onnx", tolerance=2e-3)
+
+    pipe = pd2bw_fx.split(Halving(torch.bfloat16).eval(), (torch.randn(3, 4),), cluster=2, costs="analytic")
+    with pytest.raises(
+        ExportError, match=r"cannot run stage 0: .*convert the model first .* without autocast"
+    ):
+        pipe.export_onnx(tmp_path / "none")
+
+
 class Pooling(nn.Module):
     """Which the exporter writes for the one length that it has seen."""
 

@@ -53,6 +53,7 @@ def _bags(words: Tensor, **options: object) -> Tensor:
         lambda h: h.detach().round().cummax(1).indices.float() * h,
         lambda h: h.cummin(1).values,
         lambda h: torch.hypot(h, h + 1),
+        lambda h: torch.erfinv(h.tanh()),
         lambda h: torch.lgamma(h * 10),
         lambda h: torch.special.gammaln(h.abs() + 1e-3),
         lambda h: -torch.distributions.StudentT(h.exp()).log_prob(h),
@@ -112,6 +113,7 @@ def test_they_compute_what_torch_does(seed: int) -> None:
         (torch.cummin, (x.round(), 2)),
         (torch.searchsorted, (x.sort().values, x)),
         (torch.masked_select, (x, y[:, :1] > 0)),
+        (torch.erfinv, (torch.linspace(-1, 1, 999),)),
     ):
         expected, found = function(*args), TRANSLATABLE[function](*args)
         torch.testing.assert_close(tuple(found), tuple(expected))

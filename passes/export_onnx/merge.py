@@ -112,7 +112,8 @@ def save(model: ir.Model, path: Path, *, external_above_bytes: int) -> str | Non
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:  # the checker's and the shape inference's errors have no common class
         raise ExportError(
-            f"{path.name} fails the ONNX checker: {first_line(error)}; try another opset"
+            f"{path.name} fails the ONNX checker: {first_line(error)}; try another opset, or where types do "
+            "not fit, a model that has one throughout, without autocast"
         ) from error
     return external
 

@@ -20,9 +20,10 @@ class TranslatableSpelling(TorchFunctionMode):
 
     It knows attention of four dimensions only, and lays its result out in memory otherwise than the kernel
     does, so that a `view` of it may not be possible any more. Batch normalisation it translates as in
-    evaluation, whatever it is told. Where a convolution over three dimensions has no bias, it makes one of
-    zeros in a shape that no runtime takes. Of cross entropy it leaves label smoothing out, and knows classes
-    as targets only, no probabilities. Assertions it leaves out: they are noted in `asserted`.
+    evaluation, whatever it is told, layer normalisation as if there were one type. Where a convolution over
+    three dimensions has no bias, it makes one of zeros in a shape that no runtime takes. Of cross entropy it
+    leaves label smoothing out, and knows classes as targets only, no probabilities. Assertions it leaves out:
+    they are noted in `asserted`.
     """
 
     def __init__(self, opset: int = 20) -> None:
@@ -46,6 +47,8 @@ class TranslatableSpelling(TorchFunctionMode):
             return _attention(func, query, key, value, **named)
         if func is functional.batch_norm and _named(_BATCH_NORM, args, named).get("training"):
             return _normalised_by_batch(**_named(_BATCH_NORM, args, named))
+        if func is functional.layer_norm:
+            return _layer_norm(**_named(_LAYER_NORM, args, named))
         if func is functional.cross_entropy:
             named = _named(_CROSS_ENTROPY, args, named)
             if named.get("label_smoothing") or named["target"].is_floating_point():
@@ -92,6 +95,7 @@ _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "gro
 _CROSS_ENTROPY = (
     "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
 )  # fmt: skip
+_LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps")
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 
@@ -127,6 +131,19 @@ def _cross_entropy(
         return losses
     counted = told.to(losses.dtype) if weight is None else torch.where(told, weight[known], 0.0)
     return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
+
+
+def _layer_norm(
+    input: Tensor,  # noqa: A002 - as torch calls it
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """In the weight's type, where autocast has another one for its input: ONNX has one for both."""
+    dtype = input.dtype if weight is None else weight.dtype
+    normed = functional.layer_norm(input.to(dtype), list(normalized_shape), weight, bias, eps)
+    return normed.to(input.dtype)
 
 
 def _normalised_by_batch(

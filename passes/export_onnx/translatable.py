@@ -40,6 +40,31 @@ def _lgamma(self: Tensor) -> Tensor:
     return torch.where(is_small, reflected, found).to(self.dtype)
 
 
+# Above and below w = 5, with the highest power first.
+_ERFINV_NEAR = (
+    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503,
+    -0.00417768164, 0.246640727, 1.50140941,
+)  # fmt: skip
+_ERFINV_FAR = (
+    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613,
+    0.00943887047, 1.00167406, 2.83297682,
+)  # fmt: skip
+
+
+def _erfinv(self: Tensor) -> Any:
+    """M. Giles, "Approximating the erfinv function" (2010), table 5: single precision."""
+    if self.dtype is torch.float64:
+        return NotImplemented
+    x = self.float()
+    w = -((1 - x) * (1 + x)).log()
+    is_near = w < 5
+    z = torch.where(is_near, w - 2.5, w.sqrt() - 3)
+    found = torch.zeros_like(x)
+    for near, far in zip(_ERFINV_NEAR, _ERFINV_FAR, strict=True):
+        found = found * z + torch.where(is_near, near, far)
+    return torch.where(x.abs() == 1, x * math.inf, found * x).to(self.dtype)
+
+
 def _isin(
     elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False
 ) -> Tensor:
@@ -221,6 +246,7 @@ _BY_NAME: Mapping[str, Callable[..., Any]] = {
     "cummax": _cummax,
     "cummin": _cummin,
     "cumprod": _cumprod,
+    "erfinv": _erfinv,
     "hypot": _hypot,
     "isin": _isin,
     "kthvalue": _kthvalue,
@@ -241,6 +267,7 @@ TRANSLATABLE: Mapping[Any, Callable[..., Any]] = {
     **STABLE_FUNCTIONS,
     torch.embedding_bag: _embedding_bag,
     functional.embedding_bag: _bags_of_layer,
+    torch.special.erfinv: _erfinv,
     torch.special.gammaln: _lgamma,
 }
 """By the function, under each of its public names. One returns NotImplemented where it leaves it as it is."""
