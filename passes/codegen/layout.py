@@ -271,6 +271,10 @@ def _region_headers(region: Region) -> list[str]:
     return headers
 
 
+# self.blocks[0].weight, taken apart at its item; a path through more of them stands in brackets.
+_PATH_OF_AN_ITEM = re.compile(r"([\w.]+(?:\[\w+\])*\[)([\w\"-]+)(\]\.[\w.]+)")
+
+
 def laid_out(text: str, indent: int, comment: str = "") -> Iterator[str]:
     """One statement or item, on one line if it fits, else with its last brackets opened."""
     pad = " " * indent
@@ -287,7 +291,12 @@ def laid_out(text: str, indent: int, comment: str = "") -> Iterator[str]:
     opening = _last_opening(text.removesuffix(","))
     if opening is None:
         target, equals, value = text.partition(" = ")
-        if equals and not end:
+        found = _PATH_OF_AN_ITEM.fullmatch(value)
+        if found is not None and len(f"{pad}{target} = {found[1]}") <= WIDTH:
+            yield f"{pad}{target} = {found[1]}"
+            yield f"{pad}    {found[2]}"
+            yield f"{pad}{found[3]}"
+        elif equals and not end:
             yield f"{pad}{target} = ("
             yield f"{pad}    {value}"
             yield f"{pad})"
