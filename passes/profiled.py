@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from pd2bw_fx.arguments import require_choice
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Device
 from pd2bw_fx.costs import Costs
@@ -66,6 +67,9 @@ class Pricing:
     device: Device
     uses_cache: bool
     num_threads: int  # of its process, where it is a CPU
+
+    def __post_init__(self) -> None:
+        require_choice("profile_cache", self.uses_cache, True, False)
 
 
 def profiled(model: nn.Module | ExportedProgram, inputs: Inputs, pricing: Pricing) -> Profiled:

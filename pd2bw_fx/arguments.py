@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import os
@@ -88,9 +89,21 @@ def require_path(name: str, value: Any) -> None:
     require_kind(name, value, (str, os.PathLike), "a path, as a text or a Path,")
 
 
-def require_function(name: str, value: Any, expected: str) -> None:
+def require_function(name: str, value: Any, expected: str, *, num_arguments: int | None = None) -> None:
+    """Raises InputError for what cannot be called, or not with so many arguments, as far as it tells."""
     if not callable(value):
         raise _wrong(name, value, expected)
+    if num_arguments is None:
+        return
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # some that are built in have none
+        return
+    try:
+        signature.bind(*range(num_arguments))
+    except TypeError:
+        takes = ", ".join(signature.parameters) or "nothing"
+        raise InputError(f"{name} takes {takes}; {expected} was expected") from None
 
 
 def require_loss_function(name: str, value: Any) -> None:

@@ -191,7 +191,9 @@ class BatchLayout:
             found = ", ".join(f"{name}: {size}" for name, size in sizes.items())
             raise InputError(f"the batch's tensors differ in dimension 0 ({found}); all must have one size")
         for name, size in sizes.items():
-            if size == 0 or size % num_microbatches:
+            if size == 0:
+                raise InputError(f"the batch is empty: {name!r} has 0 samples; at least one was expected")
+            if size % num_microbatches:
                 raise InputError(
                     f"{name!r} has {size} samples, which cannot be cut into {num_microbatches} equal "
                     f"microbatches; pass a multiple of {num_microbatches}, or Microbatches that you have cut"

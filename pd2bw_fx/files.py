@@ -154,9 +154,14 @@ def read_manifest(
 ) -> dict[str, Any]:
     """The manifest of a folder of this kind, every file of it there and unaltered.
 
-    Raises PlanMismatchError naming the file that is missing or altered; `if_altered` says what to do then.
+    Raises PlanMismatchError naming the file that is missing or altered (`if_altered` says what to do then),
+    InputError where there is no folder.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder} is no folder; one written by pd2bw_fx was expected: look for a mistyped path"
+        )
     if not (folder / MANIFEST).is_file():
         raise PlanMismatchError(
             f"{folder} has no {MANIFEST}: it is no folder written by pd2bw_fx; look for a mistyped path"

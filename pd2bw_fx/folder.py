@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pd2bw_fx.actions import Schedule
+from pd2bw_fx.arguments import require_choice, require_path
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
@@ -45,6 +46,7 @@ SCHEMA = 3
 
 def save_pipeline(pipeline: Pipeline, folder: str | Path) -> None:
     """Write the whole pipeline; the folder appears only when it is complete."""
+    require_path("folder", folder)
     tensors = pipeline.tensors()
     require_values(pipeline.graph, tensors)
     with whole_folder(folder) as fresh:
@@ -74,8 +76,11 @@ def read_pipeline(folder: str | Path, *, edited: bool = False) -> dict[str, Any]
     """The arguments of `Pipeline`, read back without the model's own code.
 
     With `edited`, files may differ from the manifest: that is how hand-edited stages are loaded.
-    Raises PlanMismatchError naming the file that is missing, altered, or made for another model.
+    Raises PlanMismatchError naming the file that is missing, altered, or made for another model, InputError
+    where there is no folder.
     """
+    require_path("folder", folder)
+    require_choice("edited", edited, True, False)
     folder = Path(folder)
     manifest = read_manifest(folder, kind=KIND, check=not edited)
     if manifest.get("schema") != SCHEMA:

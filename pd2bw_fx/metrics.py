@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any, NamedTuple, Self
 
 from pd2bw_fx.actions import Kind
+from pd2bw_fx.arguments import require_path
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.timeline import Event, Timeline
 from pd2bw_fx.units import counted
@@ -133,6 +134,7 @@ def told_losses(losses: Sequence[float]) -> str:
 
 
 def _file(path: str | Path) -> Path:
+    require_path("path", path)
     return Path(path) / FILE if Path(path).is_dir() else Path(path)
 
 

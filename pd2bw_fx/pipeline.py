@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 from pd2bw_fx.actions import Schedule, Shape, Wanted
-from pd2bw_fx.arguments import require_kind
+from pd2bw_fx.arguments import plain, require_choice, require_kind, require_path, require_whole_number
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Calibration, Costs
@@ -28,7 +28,7 @@ from pd2bw_fx.passes.simulate import calibrate
 from pd2bw_fx.passes.verify import Forward, Verification
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.report.notebook import pipeline_html
-from pd2bw_fx.report.page import page_html
+from pd2bw_fx.report.page import is_page, page_html
 from pd2bw_fx.report.parts import Part, picture_of
 from pd2bw_fx.report.picture import Picture
 from pd2bw_fx.report.table import plan_table
@@ -36,7 +36,7 @@ from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.local import TrainResult, train_local
 from pd2bw_fx.simulated import shape_for, simulated, simulated_peak_bytes
 from pd2bw_fx.stage import Stage, StageProgram, build_module, run_in_turn
-from pd2bw_fx.state import accepted, as_state_dict, made_up, require_values, state_of
+from pd2bw_fx.state import accepted, as_state_dict, made_up, require_scalar_loss, require_values, state_of
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.traced import TraceReport
 from pd2bw_fx.verified import verified
@@ -245,6 +245,8 @@ class Pipeline:
         original model (where it is at hand) and the stages before the folder appears. Raises ExportError,
         and leaves nothing, if they differ or cannot be written.
         """
+        require_choice("training", training, True, False)
+        require_whole_number("external_above_bytes", external_above_bytes, least=0)
         if self.example is None:
             raise InputError("exporting needs shapes: split the model with example_args")
         require_values(self.graph, self._tensors)
@@ -258,10 +260,10 @@ class Pipeline:
             folder,
             original=Original(self.graph, self.plan, self.graph.root, self.reference),
             form=form,
-            opset=opset,
+            opset=plain(opset),
             training=training,
-            tolerance=tolerance,
-            external_above_bytes=external_above_bytes,
+            tolerance=plain(tolerance),
+            external_above_bytes=plain(external_above_bytes),
         )
 
     def simulate(
@@ -321,8 +323,13 @@ class Pipeline:
         """Write one HTML page that needs no network: the plan, its graph, its time and memory, its code.
 
         `metrics` (of `TrainResult`, or `Metrics.load(folder)`) are shown beside what was predicted.
-        Raises InputError where the file cannot be written.
+        Raises InputError for a name that does not end with .html, and where the file cannot be written.
         """
+        require_path("path", path)
+        if not is_page(Path(path)):
+            raise InputError(
+                f"path is {str(path)!r}; the page is HTML: a name that ends with .html was expected"
+            )
         page = page_html(
             self.graph, self.costs, self.plan, self.programs, self._timeline_of(metrics), metrics=metrics
         )
@@ -369,6 +376,7 @@ class Pipeline:
         `options` are those of `Engine.from_pipeline`: `lr_scheduler`, `parameter_options`,
         `max_gradient_norm`, `slack`, `device`, `timeout_s`.
         """
+        require_scalar_loss(self.graph)
         return Engine.from_pipeline(
             self,
             optimizer=optimizer,
@@ -397,6 +405,7 @@ class Pipeline:
         (`on_update`, `seed`, `threads_per_worker`). `on_update` is called here; `on_report` in every worker,
         on a copy, for what it writes or prints.
         """
+        require_scalar_loss(self.graph)
         result = train_local(
             self,
             batches,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
+from pd2bw_fx.arguments import require_kind
 from pd2bw_fx.costs import Kept, MemoryModel, StageMemory
 from pd2bw_fx.errors import PlanMismatchError
 from pd2bw_fx.problem import ParameterSize
@@ -226,6 +227,7 @@ class Plan:
     @classmethod
     def loads(cls, text: str) -> Self:
         """What `dumps` wrote, edited by hand perhaps. Raises PlanMismatchError for anything else."""
+        require_kind("text", text, (str, bytes), "the JSON that Plan.dumps() gives")
         try:
             data = json.loads(text)
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -49,6 +50,21 @@ def require_values(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> None:
             "is built on a device with memory"
         )
     raise InputError(f"{graph.model_name} has no values for {empty[0]!r}{more}, on the meta device; {advice}")
+
+
+def require_scalar_loss(graph: OperatorGraph) -> None:
+    """Raises InputError for a model whose loss is one number in a tensor of one dimension or more."""
+    if graph.loss is not None:
+        return
+    for output in graph.outputs:
+        specs = graph.operators[output.value].outputs if output.value in graph.operators else ()
+        for spec in specs:
+            shape = spec.example_shape
+            if spec.requires_grad and shape and math.prod(shape) == 1:
+                raise InputError(
+                    f"what {graph.model_name} returns as {output.name.removeprefix('output_')!r} has shape "
+                    f"{shape}, and is no loss; a scalar was expected: return its .mean()"
+                )
 
 
 def made_up(example: Mapping[str, Tensor]) -> dict[str, Tensor]:

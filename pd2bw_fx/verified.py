@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from pd2bw_fx.arguments import require_kind
+from pd2bw_fx.arguments import require_kind, require_not_negative
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
@@ -41,6 +41,8 @@ def verified(
             "example_args, example_kwargs, loss_fn and example_targets are for the model that the stages "
             "are compared with: pass it too, or other inputs by name as example={..}"
         )
+    if tolerance is not None:
+        require_not_negative("tolerance", tolerance)
     if pipeline.example is None:
         raise InputError("comparing needs example inputs: split the model with example_args")
     require_values(pipeline.graph, tensors)
@@ -72,9 +74,12 @@ def verified(
 
 def _named_inputs(pipeline: Pipeline, example: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     inputs = pipeline.graph.inputs
+    require_kind("example", example, Mapping, "a dict of tensors, by the names of the inputs,")
     if not inputs.keys() <= example.keys():
         found = ", ".join(example) or "nothing"
         raise InputError(f"example has {found}; the model's inputs were expected: {', '.join(inputs)}")
+    for name in inputs:
+        require_kind(f"example[{name!r}]", example[name], Tensor, "a tensor")
     return {name: example[name] for name in inputs}
 
 

@@ -18,14 +18,17 @@ from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import ClusterError, InputError, SolverError
+from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.passes.partition import devices, partition, partition_replicated, plan_workload, sweep
 from pd2bw_fx.passes.split import split
-from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.pipeline import Pipeline, load
+from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Block, Problem
 from pd2bw_fx.workload import Workload
 
 PROBLEM = Problem(tuple(Block(f"b{at}", (f"o{at}",), (1.0,) * 3, (2.0,) * 3) for at in range(4)), (), {})
 CLUSTER = Cluster.uniform(3)
+ROWS = torch.randn(2, 4)
 WORKLOAD = Workload("none", 1, 0, 1.0, (), ())
 
 
@@ -116,6 +119,30 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: pipe().load_tensors({"0.weight": np.ones((8, 4))}),  # type: ignore[dict-item]
         InputError,
     ),
+    r"tensors\['0.bias'\] is 1": (lambda: pipe().load_tensors({"0.bias": 1}), InputError),  # type: ignore[dict-item]
+    "tolerance is '1e-3'; a number of zero": (lambda: pipe().verify(tolerance="1e-3"), InputError),  # type: ignore[arg-type]
+    "tolerance is -1; a number of zero": (lambda: pipe().verify(tolerance=-1), InputError),
+    r"example is a tuple \(.*; a dict of tensors": (lambda: pipe().verify(example=(ROWS,)), InputError),  # type: ignore[arg-type]
+    r"example\['input'\] is 3; a tensor": (lambda: pipe().verify(example={"input": 3}), InputError),  # type: ignore[dict-item]
+    "training is 'x'; True or False": (lambda: pipe().export_onnx("x", training="x"), InputError),  # type: ignore[arg-type]
+    "external_above_bytes is '1 GB'; a whole": (
+        lambda: pipe().export_onnx("x", external_above_bytes="1 GB"),  # type: ignore[arg-type]
+        InputError,
+    ),
+    "path is None; a path": (lambda: pipe().report(None), InputError),  # type: ignore[arg-type]
+    "path is 'x.pdf'; the page is HTML": (lambda: pipe().report("x.pdf"), InputError),
+    "path is 3; a path": (lambda: pipe().draw("graph", 3), InputError),  # type: ignore[arg-type]
+    "folder is 3; a path": (lambda: pipe().save(3), InputError),  # type: ignore[arg-type]
+    "folder is 4; a path": (lambda: load(4), InputError),  # type: ignore[arg-type]
+    "edited is 'yes'; True or False": (lambda: load("nowhere", edited="yes"), InputError),  # type: ignore[arg-type]
+    "nowhere is no folder; one written": (lambda: load("nowhere"), InputError),
+    "path is 5; a path": (lambda: Metrics.load(5), InputError),  # type: ignore[arg-type]
+    "text is {}; the JSON": (lambda: Plan.loads({}), InputError),  # type: ignore[arg-type]
+    "profile_cache is '/tmp/x'; True or False": (
+        lambda: split(pipe(), cluster=2, profile_cache="/tmp/x"),  # type: ignore[arg-type]
+        InputError,
+    ),
+    "the batch is empty: 'input' has 0 samples": (lambda: pipe().run(ROWS[:0]), InputError),
     "max_gap is nan": (lambda: plan_workload(WORKLOAD, max_gap=math.nan), InputError),
     "time_limit_s is -3": (lambda: plan_workload(WORKLOAD, time_limit_s=-3), InputError),
 }

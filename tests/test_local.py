@@ -295,6 +295,12 @@ def test_an_option_that_cannot_be_is_refused_by_the_engine(
         ({"record": -1}, "record is -1; a whole number of zero or more was expected"),
         ({"seed": "x"}, "seed is 'x'; a whole number or None was expected"),
         ({"on_update": 3}, "on_update is 3; a function of the update's number and its loss"),
+        (
+            {"on_update": lambda update: None},
+            "on_update takes update; a function of the update's",
+        ),
+        ({"parameter_options": lambda p: {}}, "parameter_options takes p; a function of a"),
+        ({"method": ["2bw"]}, r"method is \['2bw'\]; the name of a method"),
         ({"threads_per_worker": 0}, "threads_per_worker is 0; a whole number of one or more"),
         ({"slack": "x"}, "slack is 'x'; a number or \"auto\" was expected"),
         ({"microbatches": 4}, "microbatches is no option of training; did you mean microbatches_per_update?"),
@@ -334,6 +340,19 @@ def test_a_batch_that_does_not_fit_is_refused(model: nn.Module, pipe: pd2bw_fx.P
 
     with pytest.raises(pd2bw_fx.InputError, match=message):
         pipe.train_local([change(mlp_batches(model)[0])], optimizer=sgd)
+
+
+def test_a_loss_that_is_no_scalar_is_told_with_what_to_try() -> None:
+    class OfOneNumber(nn.Linear):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": super().forward(x).square().mean(0)}
+
+    pipe = pd2bw_fx.split(OfOneNumber(4, 1), torch.randn(2, 4), cluster=1, costs="analytic")
+
+    with pytest.raises(
+        pd2bw_fx.InputError, match=r"^what OfOneNumber returns as 'loss' has shape \(1,\), .*\.mean"
+    ):
+        pipe.train_local([], optimizer=sgd)
 
 
 def test_what_cannot_train_is_refused_before_a_worker_starts(pipe: pd2bw_fx.Pipeline) -> None:
@@ -400,12 +419,12 @@ def test_training_that_is_broken_off_keeps_what_it_learned(model: nn.Module, pip
     pipe.train_local(batches[:2], optimizer=sgd)
     after_two = pipe.state_dict()
     assert not torch.equal(after_two["head.weight"], start["head.weight"])
-    for broken, error in (
-        ([*batches[:2], tuple(tensor[:3] for tensor in batches[0])], pd2bw_fx.InputError),
-        (interrupted(), KeyboardInterrupt),
+    for broken, error, told in (
+        ([*batches[:2], tuple(tensor[:3] for tensor in batches[0])], pd2bw_fx.InputError, "^batch 2: "),
+        (interrupted(), KeyboardInterrupt, ""),
     ):
         pipe.load_tensors(start)
-        with pytest.raises(error) as raised:
+        with pytest.raises(error, match=told) as raised:
             pipe.train_local(broken, optimizer=sgd)
         assert raised.value.__notes__ == ["the pipeline has the weights after the 2 updates that were given"]
         assert all(torch.equal(tensor, after_two[name]) for name, tensor in pipe.state_dict().items())

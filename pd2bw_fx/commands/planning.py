@@ -31,7 +31,7 @@ from pd2bw_fx.metrics import FILE, Metrics
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.partition import plan_workload
 from pd2bw_fx.pipeline import Pipeline
-from pd2bw_fx.report.page import page_html
+from pd2bw_fx.report.page import is_page, page_html
 from pd2bw_fx.report.parts import PARTS, picture_of, write_timeline
 from pd2bw_fx.report.table import plan_table
 from pd2bw_fx.units import counted, format_seconds
@@ -291,7 +291,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     check_writable(options.output)
-    if options.part is None and options.output.suffix not in (".html", ".htm"):
+    if options.part is None and not is_page(options.output):
         raise UsageError(f"--output is {options.output}; the page is HTML: a name that ends with .html")
     if is_onnx(options):
         if options.metrics is not None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from pd2bw_fx.arguments import require_path
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.files import writing
 from pd2bw_fx.timeline import Timeline
@@ -26,6 +27,7 @@ class Picture:
 
         Raises InputError for another suffix, and where the file cannot be written.
         """
+        require_path("path", path)
         if self.timeline is not None and Path(path).suffix == ".json":
             with writing(path) as file:
                 file.write_text(json.dumps(self.timeline.to_chrome_trace()))

@@ -128,7 +128,9 @@ def train_local(
     if threads_per_worker is not None:
         require_whole_number("threads_per_worker", threads_per_worker)
     if on_update is not None:
-        require_function("on_update", on_update, "a function of the update's number and its loss")
+        require_function(
+            "on_update", on_update, "a function of the update's number and its loss", num_arguments=2
+        )
     require_kind("batches", batches, Iterable, "an iterable of batches, one for each update")
     if prepared[0].layout.is_one_batch(batches):
         raise InputError("batches is a single batch; one for each update was expected, such as [batch, ..]")
@@ -225,8 +227,11 @@ class _Workers:
     def step(self, batch: Any) -> None:
         """Hand a batch out; returns when the workers have room for another."""
         layout, m = self.jobs[0].layout, self.jobs[0].microbatches_per_update
-        flat = layout.flat_batches(batch, m)
-        sizes = tuple(Microbatch.of(piece).size for piece in layout.pieces(flat, m))
+        try:
+            flat = layout.flat_batches(batch, m)
+            sizes = tuple(Microbatch.of(piece).size for piece in layout.pieces(flat, m))
+        except InputError as error:
+            raise InputError(f"batch {self.num_given}: {error}") from None
         own = [[{name: one[name].detach() for name in job.inputs()} for one in flat] for job in self.jobs]
         for rank, message in enumerate([encoded(Batch(inputs, sizes)) for inputs in own]):
             self._send(rank, message)

@@ -53,9 +53,9 @@ class EngineOptions:
         make_plain(self, "max_gradient_norm", "seed", "record", "timeout_s")
         if not callable(self.optimizer):
             raise InputError(f"optimizer is of type {type(self.optimizer).__name__}; {EXPECTED_OPTIMIZER}")
-        for name, expected in _FUNCTIONS.items():
+        for name, (expected, num_arguments) in _FUNCTIONS.items():
             if (value := getattr(self, name)) is not None:
-                require_function(name, value, expected)
+                require_function(name, value, expected, num_arguments=num_arguments)
         if self.max_gradient_norm is not None:
             require_positive("max_gradient_norm", self.max_gradient_norm)
         require_choice("precision", self.precision, None, "bf16", "fp16")
@@ -91,7 +91,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), _OF_THE_BATCHES),
 }
 _FUNCTIONS = {
-    "lr_scheduler": "a function that makes a scheduler of the optimizer it is given",
-    "parameter_options": "a function of a parameter's name and the parameter",
-    "on_report": "a function that takes an UpdateReport",
+    "lr_scheduler": ("a function that makes a scheduler of the optimizer it is given", 1),
+    "parameter_options": ("a function of a parameter's name and the parameter", 2),
+    "on_report": ("a function that takes an UpdateReport", 1),
 }
