@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pd2bw_fx.containers import look_into_dataclasses
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, shown
 from pd2bw_fx.graph import dtype_from_name, dtype_name
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 
@@ -366,8 +366,8 @@ def _require_plain(plain: PlainValue, call: Mapping[str, Any]) -> None:
     same = isinstance(value, bool) == isinstance(plain.value, bool) and value == plain.value
     if not isinstance(value, Tensor) and not same:
         raise InputError(
-            f"the batch's {plain} is {value!r}, and the model was traced with {plain.value!r}, which is in "
-            "the stages' code; give it as a tensor in the example inputs, or split with the other value"
+            f"the batch's {plain} is {shown(value)}, and the model was traced with {plain.value!r}, which is "
+            "in the stages' code; give it as a tensor in the example inputs, or split with the other value"
         )
 
 

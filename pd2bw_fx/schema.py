@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from pd2bw_fx.errors import PlanMismatchError
+from pd2bw_fx.errors import PlanMismatchError, shown
 
 _NAMES: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
@@ -39,7 +39,7 @@ def check_against(schema: Mapping[str, Any], data: Any, where: str) -> None:
         return _check_any(schema["anyOf"], data, where)
     expected = schema["type"]
     if not _is(expected, data):
-        raise PlanMismatchError(f"{where} is {_shown(data)}; expected: {expected}")
+        raise PlanMismatchError(f"{where} is {shown(data)}; expected: {expected}")
     if expected == "object":
         missing = [name for name in schema["required"] if name not in data]
         if missing:
@@ -61,7 +61,7 @@ def check_against(schema: Mapping[str, Any], data: Any, where: str) -> None:
 def _check_any(kinds: Any, data: Any, where: str) -> None:
     if not any(_is(kind["type"], data) for kind in kinds):
         raise PlanMismatchError(
-            f"{where} is {_shown(data)}; expected: {' or '.join(k['type'] for k in kinds)}"
+            f"{where} is {shown(data)}; expected: {' or '.join(k['type'] for k in kinds)}"
         )
 
 
@@ -79,8 +79,3 @@ def _is(expected: str, data: Any) -> bool:
         "null": types.NoneType,
     }[expected]
     return isinstance(data, kind)
-
-
-def _shown(data: Any) -> str:
-    text = repr(data)
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -20,6 +20,8 @@ from pd2bw_fx.timeline import Timeline
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
+_MOST_MICROBATCHES = 1_000_000  # of all updates together: on two stages the better part of a minute
+
 
 def simulated(
     pipeline: Pipeline,
@@ -40,8 +42,13 @@ def simulated(
             wanted = replace(wanted, replicas=wanted.replicas or plan.num_stages)
             plan = _in_one_stage(pipeline)
         shape = shape_for(pipeline, replace(wanted, method=method), plan)
-        updates = range(len(pipeline.schedule.updates) if num_updates is None else num_updates)
-        schedule = schedule_of(method, shape, updates=updates, drain=True)
+        count = len(pipeline.schedule.updates) if num_updates is None else num_updates
+        if count * shape.microbatches_per_update > _MOST_MICROBATCHES:
+            raise InputError(
+                f"num_updates is {count}, of {shape.microbatches_per_update} microbatches each; at most "
+                f"{_MOST_MICROBATCHES} microbatches are simulated: a few updates show how all of them go"
+            )
+        schedule = schedule_of(method, shape, updates=range(count), drain=True)
     return simulate(schedule, plan, cluster, **options)
 
 

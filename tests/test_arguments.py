@@ -108,6 +108,14 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: pipe().simulate(microbatches_per_update=10**9),
         InputError,
     ),
+    "num_updates is 1000000000, of 4 microbatches each; at most": (
+        lambda: pipe().simulate(num_updates=10**9),
+        InputError,
+    ),
+    r"costs=a dict \(.* \.\.\) is unknown": (
+        lambda: split(pipe(), cluster=2, costs=dict.fromkeys(range(99), 1.0)),
+        InputError,
+    ),
     "one of the timelines is None": (lambda: pipe().calibration(None), InputError),  # type: ignore[arg-type]
     "timeline is None; a Timeline": (lambda: pipe().peak_memory_bytes(None), InputError),  # type: ignore[arg-type]
     r"plan is a str \(.* \.\.\); a Plan": (lambda: pipe().check_plan(pipe().plan.dumps()), InputError),  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 
 from pd2bw_fx.cluster import Device
 from pd2bw_fx.costs import Costs, OperatorCost
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, shown
 from pd2bw_fx.graph import OperatorGraph
 
 from .analytic import Estimator
@@ -63,7 +63,7 @@ def profile(
     Raises InputError for another method, or to measure what cannot be run here.
     """
     if method not in METHODS:
-        raise InputError(f"costs={method!r} is unknown; known are {', '.join(METHODS)}")
+        raise InputError(f"costs={shown(method)} is unknown; known are {', '.join(METHODS)}")
     here = device.kind == "cpu" or (device.kind == "cuda" and torch.cuda.is_available())
     has_values = inputs is not None and _has_values(graph, inputs)
     if inputs is None:
