@@ -57,6 +57,23 @@ def test_a_file_ends_where_values_go_another_way_than_in_the_trace(num_stages: i
     assert sorted(said) == ["if x.mean() > 0:", "if x.sum() > 1:", "if x.sum() > 1:"]
 
 
+class Counting(nn.Module):
+    """`one_hot` asserts something of its own where it is taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = self.first(x).argmax(1)
+        return self.last(nn.functional.one_hot(best, 4).to(x.dtype))
+
+
+def test_what_torch_itself_asserts_is_not_the_stages(tmp_path: Path) -> None:
+    pipe = pd2bw_fx.split(Counting().eval(), (torch.randn(4, 4),), cluster=2, costs="analytic")
+    assert pipe.export_onnx(tmp_path / "onnx")["asserts"] == []
+
+
 class Sized(nn.Module):
     def __init__(self) -> None:
         super().__init__()

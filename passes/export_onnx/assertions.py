@@ -22,21 +22,25 @@ ASSERTING = {torch._assert_async, torch.ops.aten._assert_async, torch.ops.aten._
 
 
 class Asserted:
-    """The conditions that the last recorded call of a stage asserted, and its messages."""
+    """The conditions that the last recorded call of a stage asserted, and its messages. What torch asserts
+    when it takes the recorded operators apart is not the stage's."""
 
     def __init__(self) -> None:
         self.conditions: list[Tensor] = []
         self.messages: list[str] = []
+        self.is_recording = False
 
     def start(self) -> None:
         self.conditions, self.messages = [], []
+        self.is_recording = True
 
     def note(self, condition: Tensor, message: str = "an assertion does not hold") -> None:
         self.conditions.append(condition.to(torch.bool).reshape(()))
         self.messages.append(message)
 
     def returned_with(self, results: Any) -> Any:
-        """The results of the call, and after them the conditions."""
+        """The results of the call, which is over, and after them the conditions."""
+        self.is_recording = False
         if not self.conditions:
             return results
         return (*(results if isinstance(results, tuple) else (results,)), *self.conditions)

@@ -35,7 +35,7 @@ class TranslatableSpelling(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        if func in ASSERTING:
+        if func in ASSERTING and self.asserted.is_recording:
             return self.asserted.note(*args, **named)
         if func in _ATTENTION:
             query, key, value, *others = args
