@@ -5,6 +5,7 @@ It is an optional extra, imported when it is first needed.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pd2bw_fx.errors import ExportError
+from pd2bw_fx.traced import is_assumption
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -64,6 +66,14 @@ def require(name: str) -> Any:
         return __import__(name)
     except ImportError as error:
         raise ExportError(f"{name} is not installed; try: pip install pd2bw-fx[onnx]") from error
+
+
+def run_failure(error: BaseException) -> str:
+    """Why onnxruntime ended a run: what the file asserts and the inputs do not hold to, or its own words."""
+    asserted = re.search(r"Name:'(?:stage_\d+/)?(.*)' Status Message", str(error))
+    if asserted is None or not is_assumption(asserted[1]):
+        return first_line(error)
+    return f"{asserted[1]}; give inputs that go the way of the example, or export the model from others"
 
 
 def first_line(error: BaseException) -> str:

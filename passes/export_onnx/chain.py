@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from pd2bw_fx.errors import ExportError, InputError
-from pd2bw_fx.onnx_session import Array, first_line, open_session
+from pd2bw_fx.onnx_session import Array, open_session, run_failure
 
 from .run import batch_axis, named_inputs, onnx_manifest, require_batch_size
 
@@ -185,4 +185,4 @@ def _work(
                     results.put(_Value(microbatch, name, array))
         results.put(_Done(entry["stage"]))
     except Exception as error:  # told to the process that waits, which raises it
-        results.put(_Failure(entry["stage"], first_line(error)))
+        results.put(_Failure(entry["stage"], run_failure(error)))

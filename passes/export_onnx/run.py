@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pd2bw_fx.errors import ExportError, InputError, PlanMismatchError
 from pd2bw_fx.files import read_manifest
 from pd2bw_fx.modes import has_one_mode
-from pd2bw_fx.onnx_session import Array, first_line, open_session, to_array
+from pd2bw_fx.onnx_session import Array, first_line, open_session, run_failure, to_array
 from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.stage import StageProgram
 
@@ -108,7 +108,9 @@ def run_files(
         try:
             results = session.run(names, fed)
         except Exception as error:  # onnxruntime's own classes derive from Exception directly
-            raise ExportError(f"stage {stage['stage']} failed in onnxruntime: {first_line(error)}") from error
+            raise ExportError(
+                f"stage {stage['stage']} failed in onnxruntime: {run_failure(error)}"
+            ) from error
         tensors |= dict(zip(names, results, strict=True))
     return tensors
 
@@ -119,7 +121,7 @@ def run_whole(path: Path, inputs: Mapping[str, Array], outputs: Mapping[str, str
     try:
         results = session.run(list(outputs.values()), dict(inputs))
     except Exception as error:  # onnxruntime's own classes derive from Exception directly
-        raise ExportError(f"{path.name} failed in onnxruntime: {first_line(error)}") from error
+        raise ExportError(f"{path.name} failed in onnxruntime: {run_failure(error)}") from error
     return dict(zip(outputs, results, strict=True))
 
 
