@@ -192,7 +192,7 @@ class BatchLayout:
             raise InputError(f"the batch's tensors differ in dimension 0 ({found}); all must have one size")
         for name, size in sizes.items():
             if size == 0:
-                raise InputError(f"the batch is empty: {name!r} has 0 samples; at least one was expected")
+                raise InputError(f"{name!r} has 0 samples: the batch is empty; at least one was expected")
             if size % num_microbatches:
                 raise InputError(
                     f"{name!r} has {size} samples, which cannot be cut into {num_microbatches} equal "

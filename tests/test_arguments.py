@@ -150,7 +150,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: split(pipe(), cluster=2, profile_cache="/tmp/x"),  # type: ignore[arg-type]
         InputError,
     ),
-    "the batch is empty: 'input' has 0 samples": (lambda: pipe().run(ROWS[:0]), InputError),
+    "'input' has 0 samples: the batch is empty; at least": (lambda: pipe().run(ROWS[:0]), InputError),
     "max_gap is nan": (lambda: plan_workload(WORKLOAD, max_gap=math.nan), InputError),
     "time_limit_s is -3": (lambda: plan_workload(WORKLOAD, time_limit_s=-3), InputError),
 }
