@@ -241,11 +241,19 @@ def test_autocast_is_in_the_files_where_onnxruntime_has_the_type(tmp_path: Path)
     pipe = pd2bw_fx.split(Halving(torch.float16).eval(), (torch.randn(3, 4),), cluster=2, costs="analytic")
     pipe.export_onnx(tmp_path / "onnx", tolerance=2e-3)
 
-    pipe = pd2bw_fx.split(Halving(torch.bfloat16).eval(), (torch.randn(3, 4),), cluster=2, costs="analytic")
-    with pytest.raises(
-        ExportError, match=r"cannot run stage 0: .*convert the model first .* without autocast"
+    for num_stages, reason in (
+        (1, "cannot run stage 0: .* convert the model"),
+        (2, "which goes out of a stage"),
     ):
-        pipe.export_onnx(tmp_path / "none")
+        pipe = pd2bw_fx.split(
+            Halving(torch.bfloat16).eval(),
+            (torch.randn(3, 4),),
+            cluster=2,
+            num_stages=num_stages,
+            costs="analytic",
+        )
+        with pytest.raises(ExportError, match=rf"{reason}.* without autocast"):
+            pipe.export_onnx(tmp_path / "none")
 
 
 class Pooling(nn.Module):

@@ -72,7 +72,7 @@ def export_onnx(
     be translated, fails the ONNX checker, or computes something else in onnxruntime than in torch.
     """
     _check_request(original, form, opset, tolerance)
-    _require_real(programs)
+    _require_arrays(programs, form)
     specs = {name: port.spec for name, port in model_inputs(programs).items()}
     if original is not None and original.model is not None:
         specs = dict(original.graph.inputs)  # the model takes those too that no stage reads
@@ -153,13 +153,20 @@ def _check_request(original: Original | None, form: str, opset: int, tolerance: 
         require(needed)
 
 
-def _require_real(programs: Sequence[StageProgram]) -> None:
+def _require_arrays(programs: Sequence[StageProgram], form: Form) -> None:
     for port in (port for program in programs for port in (*program.inputs, *program.outputs)):
         if port.spec.dtype.is_complex:
             raise ExportError(
                 f"{port.value!r}, which goes into or out of a stage, is {dtype_name(port.spec.dtype)}, a "
                 "type that ONNX runtimes do not have; keep its writer and its readers on one stage "
                 "(constraints), or let torch.view_as_real cross"
+            )
+    for port in (port for program in programs for port in program.outputs):
+        if port.spec.dtype is torch.bfloat16 and form != "annotated":
+            raise ExportError(
+                f"{port.value!r}, which goes out of a stage, is bfloat16: onnxruntime makes no array of it; "
+                "convert the model first (model.float() or model.half(), or without autocast), or keep its "
+                "writer and its readers on one stage (constraints)"
             )
 
 
