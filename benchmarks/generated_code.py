@@ -33,8 +33,8 @@ and a test checks that it is current. What to look at:
 - The head says where inputs come from and outputs go, which parameters are tied to another stage's, what
   was predicted for the stage, and why it is cut here.
 - Classes, attributes, parameters and variables have the model's own names, second ones too
-  (`residual = hidden_states`); what the author gave no name is called after what it is for. The comment at the
-  end of a line is the author's line, with the shape where it changes.
+  (`residual = hidden_states`); what the author gave no name is called after what it is for. The comment at
+  the end of a line is the author's line, with the shape where it changes.
 - A class is written once, however many blocks there are of it, and equal blocks run in a loop: this stage has
   {blocks} of them, and would be as long with twice as many. Sizes that differ are arguments.
 - Masks and positions are computed here rather than sent, and labels are an input of the stage itself.

@@ -36,7 +36,7 @@ from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.local import TrainResult, train_local
 from pd2bw_fx.simulated import shape_for, simulated, simulated_peak_bytes
 from pd2bw_fx.stage import Stage, StageProgram, build_module, run_in_turn
-from pd2bw_fx.state import accepted, as_state_dict, made_up, require_scalar_loss, require_values, state_of
+from pd2bw_fx.state import accepted, as_state_dict, made_up, require_values, state_of
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.traced import TraceReport
 from pd2bw_fx.verified import verified
@@ -376,7 +376,6 @@ class Pipeline:
         `options` are those of `Engine.from_pipeline`: `lr_scheduler`, `parameter_options`,
         `max_gradient_norm`, `slack`, `device`, `timeout_s`.
         """
-        require_scalar_loss(self.graph)
         return Engine.from_pipeline(
             self,
             optimizer=optimizer,
@@ -405,7 +404,6 @@ class Pipeline:
         (`on_update`, `seed`, `threads_per_worker`). `on_update` is called here; `on_report` in every worker,
         on a copy, for what it writes or prints.
         """
-        require_scalar_loss(self.graph)
         result = train_local(
             self,
             batches,

@@ -16,7 +16,7 @@ from pd2bw_fx.passes.schedule import METHODS, Method, check_schedule, method_of,
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.source_check import uses_vary
 from pd2bw_fx.stage import StageProgram
-from pd2bw_fx.state import as_state_dict, require_values
+from pd2bw_fx.state import as_state_dict, require_scalar_loss, require_values
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -207,6 +207,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
             "the pipeline was split without example inputs and does not know how a batch becomes the "
             "model's inputs; split the model with example_args"
         )
+    require_scalar_loss(graph)
     if graph.loss is None:
         raise InputError(
             f"{graph.model_name} returns no loss; training needs one: split the model with loss_fn, or let "
