@@ -5,6 +5,7 @@ Each maker gives a function that makes one update with the stages, optimizer and
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 from collections.abc import Callable, Sequence
@@ -51,26 +52,58 @@ def with_weights(engine: pd2bw_fx.Engine) -> Job:
     return job
 
 
-def bound(job: Job, batch: Batch, m: int) -> Update:
-    """The compute of this rank's stage without its peers."""
-    program = job.programs[0]
-    module = build_module(program, job.tensors)
-    optimizer = OPTIMIZER(module.parameters())
-    pieces = [dict(zip(("tokens", "targets"), parts, strict=True)) for parts in chunked(batch, m)]
+class _Alone:
+    """This rank's stage without its peers, on microbatches of a batch."""
 
-    def run(piece: dict[str, Tensor]) -> None:
+    def __init__(self, job: Job, batch: Batch, m: int) -> None:
+        self.program = job.programs[0]
+        self.module = build_module(self.program, job.tensors)
+        self.optimizer = OPTIMIZER(self.module.parameters())
+        self.pieces = [dict(zip(("tokens", "targets"), parts, strict=True)) for parts in chunked(batch, m)]
+
+    def forward(self, piece: dict[str, Tensor]) -> list[Tensor]:
         arguments = []
-        for port in program.inputs:
+        for port in self.program.inputs:
             if port.source is None:
                 arguments.append(piece[port.value])
                 continue
             shape = [MICROBATCH if not isinstance(size, int) else size for size in port.spec.shape]
             arguments.append(torch.zeros(shape, requires_grad=port.needs_gradient))
-        returned = module(*arguments)
-        outputs = [returned] if isinstance(returned, Tensor) else list(returned)
+        returned = self.module(*arguments)
+        return [returned] if isinstance(returned, Tensor) else list(returned)
+
+    @staticmethod
+    def backward(outputs: Sequence[Tensor]) -> None:
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
-    return functools.partial(step, optimizer, lambda: [run(piece) for piece in pieces])
+
+def bound(job: Job, batch: Batch, m: int) -> Update:
+    """The compute of this rank's stage, one microbatch after another."""
+    alone = _Alone(job, batch, m)
+
+    def run() -> None:
+        for piece in alone.pieces:
+            alone.backward(alone.forward(piece))
+
+    return functools.partial(step, alone.optimizer, run)
+
+
+def without_messages(job: Job, batch: Batch, m: int) -> Update:
+    """The bound's compute in 2BW's order, with its microbatches in flight and its copy of the weights."""
+    alone = _Alone(job, batch, m)
+    parameters = [parameter.detach() for parameter in alone.module.parameters()]
+    other_version = [torch.empty_like(parameter) for parameter in parameters]
+    in_flight = collections.deque[list[Tensor]]()
+    most = job.work.rules.in_flight(job.shape, job.stages[0])
+
+    def run() -> None:
+        for piece in alone.pieces:
+            in_flight.append(alone.forward(piece))
+            if len(in_flight) == most:
+                alone.backward(in_flight.popleft())
+        torch._foreach_copy_(other_version, parameters)
+
+    return functools.partial(step, alone.optimizer, run)
 
 
 class TorchStage(nn.Module):

@@ -8,7 +8,8 @@
 Every process has one thread. In each round every contender trains the same number of updates, and 2BW does so
 before and after each of them: what counts is a contender's time over 2BW's right beside it, so that drift of
 the machine cancels, which is a tenth within seconds. A ratio of two contenders is the median of its rounds.
-"bound" is the stages' compute on all processes at once without any communication. Where stages differ, 1F1B
+"bound" is the stages' compute on all processes at once without any communication, "without messages" the
+same in 2BW's order, with its microbatches in flight and its copy of the weights. Where stages differ, 1F1B
 loses less than (m + 1) / m of it: the table says how much by the stages' times in the bound, for as many
 processes as there are cores. The smaller the vocabulary, the smaller the head, by which they differ here.
 """
@@ -42,6 +43,7 @@ from peers import (
     one_process,
     torch_pipeline,
     with_weights,
+    without_messages,
 )
 
 import pd2bw_fx
@@ -49,6 +51,8 @@ from pd2bw_fx.models.gpt import GPT
 
 RATIOS = (
     ("2bw", "bound"),
+    ("2bw", "without messages"),
+    ("without messages", "bound"),
     ("2bw", "torch 1F1B"),
     ("2bw", "torch GPipe"),
     ("2bw", "torch interleaved"),
@@ -137,10 +141,14 @@ def contenders(
     def theirs(kind: Any, pipe: pd2bw_fx.Pipeline | None, method: str) -> Contender:
         return torch_pipeline(kind, with_weights(make_engine(pipe, method, m)), batch, m), nothing
 
+    def alone(compute: Callable[..., Update]) -> Contender:
+        return compute(with_weights(make_engine(whole, "2bw", m)), batch, m), nothing
+
     made: dict[str, Callable[[], Contender]] = {
         method: functools.partial(ours, whole, method) for method in ("2bw", "1f1b", "gpipe")
     }
-    made["bound"] = lambda: (bound(with_weights(make_engine(whole, "2bw", m)), batch, m), nothing)
+    for name, compute in (("bound", bound), ("without messages", without_messages)):
+        made[name] = functools.partial(alone, compute)
     for name, kind in PLAIN_PEERS.items():
         made[name] = functools.partial(theirs, kind, whole, "1f1b")
     if m % dist.get_world_size() == 0:
