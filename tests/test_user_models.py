@@ -436,3 +436,6 @@ def test_what_cannot_be_split_says_what_to_do() -> None:
         pd2bw_fx.split(Lazy(), rows(), cluster=2)
     with pytest.raises(InputError, match=r"module 'first' was compiled by torch\.jit"):
         pd2bw_fx.split(Compiled(), rows(), cluster=2)
+    quantized = torch.ao.quantization.quantize_dynamic(Plain().eval(), {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(InputError, match=r"'first' is a quantized Linear, .* split the model that it"):
+        pd2bw_fx.split(quantized, rows(), cluster=2)

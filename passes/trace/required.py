@@ -16,6 +16,8 @@ from pd2bw_fx.errors import InputError
 
 from .diagnose import source_line
 
+_QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
+
 
 def require_traceable_modules(model: nn.Module) -> None:
     """Raises InputError for modules whose code is not there, or that would have hooks called, and for what
@@ -26,6 +28,11 @@ def require_traceable_modules(model: nn.Module) -> None:
             raise InputError(
                 f"{what} was compiled by torch.jit, and its layers are no more; split the model with the "
                 "module that it was compiled from"
+            )
+        if type(module).__module__.startswith(_QUANTIZED):
+            raise InputError(
+                f"{what} is a quantized {type(module).__name__}, whose packed weights are in no trace; split "
+                "the model that it was made from, and quantize what is exported"
             )
         hidden = next((name for name in module._modules if hasattr(nn.Module, name)), None)
         if hidden is not None:
