@@ -35,6 +35,7 @@ SMALLER = {
     "--updates 40": "--updates 8",
     "--updates 1000": "--updates 2",
     "runtime.py --rounds 4 --updates 8 --plot": "runtime.py --rounds 1 --microbatches 2 --only DDP --plot",
+    "runtime.py --rounds 3 --updates 8": "runtime.py --rounds 1 --updates 2 --microbatches 2",
     "slack.py": "slack.py --rounds 1 --microbatches 4",
     "memory.py": "memory.py --methods pipedream",
     "overhead.py": "overhead.py --updates 4",
