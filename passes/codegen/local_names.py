@@ -23,6 +23,9 @@ class LocalNames:
         self._bearers: dict[str, list[fx.Node]] = {}  # of a name, one after another
 
     def bind(self, node: fx.Node, name: str) -> None:
+        """From here on; a name that the node had before is free."""
+        if node in self.bound:
+            self._bearers[self.bound[node]].remove(node)
         self.bound[node] = name
         self._bearers.setdefault(name, []).append(node)
 
@@ -102,10 +105,10 @@ class LocalNames:
             candidate = f"{name}_{count}"
         return candidate
 
-    def renamed(
+    def second_name(
         self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]
     ) -> tuple[fx.Node, SecondName] | None:
-        """What gets its second name before the item, whose result the author gives its first one."""
+        """Of the value whose name the author gives the item's result, if it is read again behind the item."""
         line = self._body.line(item)
         name = self._body.author_name(item, results[0]) if len(results) == 1 else None
         if line is None or name is None or self.port_name(results[0]) is not None:
@@ -118,5 +121,4 @@ class LocalNames:
         second = second_name(line, name, made)
         if second is None or self.is_live(second.name, index):
             return None
-        self._bearers[name].remove(live[0])
         return live[0], second

@@ -133,7 +133,7 @@ class _Draft:
 
     def _renamed(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> list[Statement]:
         """`residual = x` of the author's, before `x = self.norm(x)`: what was x is read again."""
-        found = self.names.renamed(index, item, results)
+        found = self.names.second_name(index, item, results)
         if found is None:
             return []
         node, second = found
