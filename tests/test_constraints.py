@@ -12,7 +12,7 @@ import pytest
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.errors import InfeasibleError, InputError
-from pd2bw_fx.passes.partition import infeasible, nearest, partition
+from pd2bw_fx.passes.partition import infeasible, nearest, partition, shortfall
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
 
@@ -159,6 +159,8 @@ def _enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infeasible, "_EXPLAIN_TIME_S", 60.0)
     monkeypatch.setattr(nearest, "_TIME_S", 120.0)
     monkeypatch.setattr(nearest, "_STAGES_TIME_S", 120.0)
+    monkeypatch.setattr(shortfall, "_PROGRAM_TIME_S", 60.0)
+    monkeypatch.setattr(shortfall, "_ORDERS_TIME_S", 120.0)
 
 
 @pytest.mark.usefixtures("_enough_time")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -13,7 +13,7 @@ from pd2bw_fx.problem import Problem
 
 from .choices import Choices
 from .constrain import Pin
-from .devices import DeviceOrders, device_orders
+from .devices import DeviceOrders, classes_of, device_orders
 from .reader import Reader
 
 # What a method keeps at each of so many stages.
@@ -48,8 +48,29 @@ class Asked:
         """The device of each stage, in the ways that are to be tried."""
         if self.order is not None:
             return DeviceOrders((self.order,))
-        pinned = {pin.device for pin in self.pins if pin.device is not None}
-        return device_orders(self.problem, self.cluster, self.num_stages, pinned=pinned)
+        return device_orders(self.problem, self.cluster, self.num_stages, pinned=self._pinned)
+
+    def one_of_each(self, devices: Sequence[int]) -> list[int]:
+        """Of these devices the first of each set that swaps make equal: of the others the same is true."""
+        if self.order is not None:
+            return list(devices)
+        classes = classes_of(self.problem, self.cluster, self._pinned)
+        firsts: dict[int, int] = {}
+        for device in devices:
+            firsts.setdefault(classes[device], device)
+        return list(firsts.values())
+
+    @property
+    def _pinned(self) -> set[int]:
+        return {pin.device for pin in self.pins if pin.device is not None}
+
+    def with_memory(self, num_bytes: Mapping[int, int]) -> Asked:
+        """Devices with so much instead. Those that were alike may be no longer: `orders` are others then."""
+        devices = tuple(
+            replace(device, memory_bytes=num_bytes.get(at, device.memory_bytes))
+            for at, device in enumerate(self.cluster.devices)
+        )
+        return replace(self, cluster=replace(self.cluster, devices=devices))
 
     def choices(self, orders: DeviceOrders) -> Choices:
         reader = Reader(

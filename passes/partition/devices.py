@@ -40,7 +40,7 @@ def device_orders(
     on by the fastest link; and what pairs of swaps make of those. Devices that the user names (`pinned`) are
     like no other.
     """
-    classes = _interchangeable(problem, cluster, pinned)
+    classes = classes_of(problem, cluster, pinned)
     every = _extend((), range(len(cluster)), classes, num_stages)
     found = tuple(itertools.islice(every, _MOST_ORDERS + 1))
     if len(found) <= _MOST_ORDERS:
@@ -89,7 +89,7 @@ def _extend(
         yield from _extend((*taken, device), devices, classes, num_stages)
 
 
-def _interchangeable(problem: Problem, cluster: Cluster, pinned: Collection[int]) -> list[int]:
+def classes_of(problem: Problem, cluster: Cluster, pinned: Collection[int]) -> list[int]:
     """A class for each device, its first one's index: swapping two of one class changes no cost, memory or
     link."""
     classes: list[int] = []

@@ -14,19 +14,17 @@ from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes
 
 from .asked import Asked
-from .assignment import Windows
 from .choices import Choices, Deadline
 from .constrain import Pin
 from .devices import DeviceOrders
-from .instance import Floats, Instance, evaluate
+from .instance import Instance
 from .nearest import nearest_changes
-from .program import FeasibilityProgram
 from .reader import topological_order
 from .search import search
+from .shortfall import least_shortfall
 
 _EXPLAIN_TIME_S = 2.0
-_PLENTY_BYTES = 1e18
-_EXPLAIN_ORDERS = 8
+_PLENTY_BYTES = 10**18
 
 
 def infeasible_error(asked: Asked, choices: Choices, orders: DeviceOrders, *, solver: str) -> InfeasibleError:
@@ -34,7 +32,7 @@ def infeasible_error(asked: Asked, choices: Choices, orders: DeviceOrders, *, so
     devices whose limits do, what they would need, and the nearest limits with which all fits."""
     return (
         _block_too_large(asked.problem, asked.cluster, choices[0])
-        or _pins_exclude_one_another(asked.problem, choices, orders, asked.pins, solver=solver)
+        or _pins_exclude_one_another(asked, solver=solver)
         or _least_excess(asked, choices, orders, solver=solver)
     )
 
@@ -42,36 +40,19 @@ def infeasible_error(asked: Asked, choices: Choices, orders: DeviceOrders, *, so
 class _Question:
     """Is there an assignment under some of the reasons for which there is none?"""
 
-    def __init__(
-        self,
-        problem: Problem,
-        choices: Choices,
-        orders: DeviceOrders,
-        *,
-        solver: str,
-    ) -> None:
-        self.node = {problem.blocks[at].name: node for node, at in enumerate(topological_order(problem))}
-        self.choices = choices
-        self.orders = orders
+    def __init__(self, asked: Asked, *, solver: str) -> None:
+        self.asked = asked
         self.solver = solver
 
     def is_possible(self, pins: Sequence[Pin], devices: Sequence[int]) -> bool:
         """With these pins, and the memory of these devices limited; also where the time did not tell."""
-
-        def limited(choice: int) -> Instance:
-            instance, order = self.choices[choice], self.orders[choice]
-            closed = np.zeros((instance.num_stages, instance.num_nodes), dtype=bool)
-            for pin in pins:
-                closed[:, self.node[pin.block]] |= [not pin.allows(s, d) for s, d in enumerate(order)]
-            unlimited = np.array([device not in devices for device in order])
-            limit_bytes = np.where(unlimited, _PLENTY_BYTES, instance.limit_bytes)
-            return replace(instance, forbidden=closed, limit_bytes=limit_bytes)
-
+        others = set(range(len(self.asked.cluster))) - set(devices)
+        asked = replace(self.asked, pins=tuple(pins)).with_memory(dict.fromkeys(others, _PLENTY_BYTES))
         # A gap of nearly one: any assignment will do.
         deadline = Deadline(_EXPLAIN_TIME_S)
         try:
             found = search(
-                Choices(len(self.choices), limited), solver=self.solver, max_gap=0.999, deadline=deadline
+                asked.choices(asked.orders()), solver=self.solver, max_gap=0.999, deadline=deadline
             )
         except SolverError:
             return True
@@ -84,8 +65,14 @@ class _Question:
         def of(kept: Sequence[str]) -> list[Pin]:
             return [pin for pin in pins if pin.name in kept]
 
+        needed: list[int] = []
         for device in tuple(limited):
-            if not self.is_possible(of(names), [other for other in limited if other != device]):
+            # One that is like a device that cannot be left out cannot be either.
+            if len(self.asked.one_of_each([*needed, device])) == len(self.asked.one_of_each(needed)):
+                continue
+            if self.is_possible(of(names), [other for other in limited if other != device]):
+                needed.append(device)
+            else:
                 limited.remove(device)
         for name in tuple(names):
             if not self.is_possible(of([other for other in names if other != name]), limited):
@@ -105,20 +92,13 @@ def _wishes(pins: Sequence[Pin]) -> str:
     return ", ".join(dict.fromkeys(_wish(pin) for pin in pins)) + company
 
 
-def _pins_exclude_one_another(
-    problem: Problem,
-    choices: Choices,
-    orders: DeviceOrders,
-    pins: Sequence[Pin],
-    *,
-    solver: str,
-) -> InfeasibleError | None:
-    question = _Question(problem, choices, orders, solver=solver)
-    if not pins or question.is_possible(pins, ()):
+def _pins_exclude_one_another(asked: Asked, *, solver: str) -> InfeasibleError | None:
+    question = _Question(asked, solver=solver)
+    if not asked.pins or question.is_possible(asked.pins, ()):
         return None
-    fewest, _ = question.fewest(pins, ())
+    fewest, _ = question.fewest(asked.pins, ())
     return InfeasibleError(
-        f"these cannot be granted together on {choices[0].num_stages} stages, whatever the memory: "
+        f"these cannot be granted together on {asked.num_stages} stages, whatever the memory: "
         f"{_wishes(fewest)}; any one of them less and there is a plan"
     )
 
@@ -146,42 +126,32 @@ def _block_too_large(problem: Problem, cluster: Cluster, instance: Instance) -> 
 
 
 def _least_excess(asked: Asked, choices: Choices, orders: DeviceOrders, *, solver: str) -> InfeasibleError:
-    cluster, pins = asked.cluster, asked.pins
-    best: tuple[float, int, Floats] | None = None
-    for choice in range(min(len(choices), _EXPLAIN_ORDERS)):
-        instance = choices[choice]
-        n, k = instance.num_nodes, instance.num_stages
-        windows = Windows(np.zeros(n, dtype=np.int64), np.full(n, k - 1, dtype=np.int64))
-        program = FeasibilityProgram(instance, np.inf, windows, soft_memory=True)
-        _, stage_of = program.solve(solver=solver, time_limit_s=_EXPLAIN_TIME_S)
-        if stage_of is None:
-            continue
-        need = evaluate(instance, stage_of).memory_bytes
-        share = float((need / instance.limit_bytes).max())
-        if best is None or share < best[0]:
-            best = (share, choice, need)
+    cluster = asked.cluster
     again = 'recompute="auto", ' if choices[0].recompute is False else ""
     advice = f"try more stages, {again}a smaller microbatch, or devices with more memory"
-    if best is None:
+    nearest = least_shortfall(choices, solver=solver)
+    if nearest is None:
         total = format_bytes(sum(device.memory_bytes for device in cluster.devices))
         return InfeasibleError(f"no assignment fits in the {total} of {len(cluster)} devices; {advice}")
-    share, choice, need = best
+    need, choice = nearest.need_bytes, nearest.choice
     stage = int((need / choices[choice].limit_bytes).argmax())
     device = cluster.devices[orders[choice][stage]]
-    question = _Question(asked.problem, choices, orders, solver=solver)
-    fewest, limited = question.fewest(pins, sorted({device for order in orders for device in order}))
+    question = _Question(asked, solver=solver)
+    fewest, limited = question.fewest(asked.pins, asked.order or range(len(cluster)))
     needs = {orders[choice][at]: float(amount) for at, amount in enumerate(need)}
     reasons = [_reason(cluster, other, needs.get(other)) for other in limited]
     if fewest:
         reasons.append(_wishes(fewest))
     tried = "" if orders.are_all else f" ({len(orders)} of more orders of the devices were tried)"
-    changes = nearest_changes(asked, choices, orders, limited, solver=solver)
+    changes = nearest_changes(asked, choices, limited, solver=solver)
     enough = f"With {', or '.join(changes)} it fits. " if changes else ""
+    best = "at best" if nearest.is_least else "in the best of what there was time to look at,"
     return InfeasibleError(
-        f"no assignment fits: at best stage {stage} needs {format_bytes(need[stage])} ({need[stage]:.0f} "
+        f"no assignment fits: {best} stage {stage} needs {format_bytes(need[stage])} ({need[stage]:.0f} "
         f"bytes) on {device.name}, which has {format_bytes(device.memory_bytes)} ({device.memory_bytes} "
         f"bytes). It is impossible because of {'; '.join(reasons)}; without any of these there is a plan. "
-        f"{enough}All fits with {_rounded_up(share)} times the memory on every device; or {advice}{tried}"
+        f"{enough}All fits with {_rounded_up(nearest.share)} times the memory on every device; or "
+        f"{advice}{tried}"
     )
 
 

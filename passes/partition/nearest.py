@@ -12,13 +12,12 @@ from pd2bw_fx.units import format_bytes, format_seconds
 
 from .asked import Asked
 from .choices import Choices, Deadline, Found
-from .devices import DeviceOrders
-from .instance import Instance, evaluate
+from .instance import evaluate
 from .search import search
 
 _TIME_S, _STAGES_TIME_S = 4.0, 4.0
-_PLENTY_BYTES = 1e18
 _HALVINGS = 7
+_PLENTY_BYTES = 10**18
 _ANY, _FINE = 0.999, 0.01  # gaps: whatever fits, and a figure to print
 _DEVICES_TRIED = 3
 _STAGES_TRIED = 8
@@ -27,7 +26,6 @@ _STAGES_TRIED = 8
 def nearest_changes(
     asked: Asked,
     choices: Choices,
-    orders: DeviceOrders,
     devices: Sequence[int],
     *,
     solver: str,
@@ -36,14 +34,14 @@ def nearest_changes(
     recomputation where it was off, the fewest stages more."""
     cluster, deadline = asked.cluster, Deadline(_TIME_S)
     changes = []
-    for device in list(devices)[:_DEVICES_TRIED]:
-        more = _least_more(choices, orders, device, solver=solver, deadline=deadline)
+    for device in asked.one_of_each(devices)[:_DEVICES_TRIED]:
+        more = _least_more(asked, device, solver=solver, deadline=deadline)
         if more is not None:
             name = cluster.devices[device].name
             changes.append(f"{_rounded_up(more[0])} more on {name} ({_time(more[1])})")
     if choices[0].recompute is False:
         again = Choices(len(choices), lambda choice: replace(choices[choice], recompute="auto"))
-        found = _planned(again, _FINE, solver=solver, deadline=deadline)
+        found = search_within(again, _FINE, solver=solver, deadline=deadline)
         if found is not None:
             changes.append(f'recompute="auto" ({_time(found)})')
     more_stages = _fewest_stages_more(asked, solver=solver)
@@ -60,7 +58,7 @@ def _fewest_stages_more(asked: Asked, *, solver: str) -> str | None:
         larger = asked.with_stages(asked.num_stages + more)
         try:
             orders = larger.orders()
-            found = _planned(larger.choices(orders), _FINE, solver=solver, deadline=deadline)
+            found = search_within(larger.choices(orders), _FINE, solver=solver, deadline=deadline)
         except InputError:
             continue  # The method cannot have so many.
         if found is not None:
@@ -76,49 +74,34 @@ def _stages_more(asked: Asked, more: int) -> str:
     return f"{stages} on {devices} more device{'s' * (devices > 1)} like {asked.cluster.devices[-1].name}"
 
 
-def _least_more(
-    choices: Choices,
-    orders: DeviceOrders,
-    device: int,
-    *,
-    solver: str,
-    deadline: Deadline,
-) -> tuple[float, Found] | None:
+def _least_more(asked: Asked, device: int, *, solver: str, deadline: Deadline) -> tuple[int, Found] | None:
     """The fewest bytes that this device needs besides its own, to a hundredth or so, and a plan with them."""
-    placed = [choice for choice, order in enumerate(orders) if device in order]
+    own_bytes = asked.cluster.devices[device].memory_bytes
 
-    def with_more(num_bytes: float) -> Choices:
-        def larger(at: int) -> Instance:
-            instance, order = choices[placed[at]], orders[placed[at]]
-            limit = instance.limit_bytes + np.where(np.array(order) == device, num_bytes, 0.0)
-            return replace(instance, limit_bytes=limit)
+    def planned(more_bytes: int, gap: float) -> tuple[int, Found] | None:
+        """What of these bytes is needed, and the plan."""
+        larger = asked.with_memory({device: own_bytes + more_bytes})
+        orders = larger.orders()
+        choices = larger.choices(orders)
+        found = search_within(choices, gap, solver=solver, deadline=deadline)
+        if found is None or device not in orders[found.choice]:
+            return None
+        need = evaluate(choices[found.choice], found.stage_of).memory_bytes
+        return int(np.ceil(need[orders[found.choice].index(device)])) - own_bytes, found
 
-        return Choices(len(placed), larger)
-
-    def excess(found: Found) -> float:
-        choice = placed[found.choice]
-        stage = orders[choice].index(device)
-        instance = choices[choice]
-        return float(evaluate(instance, found.stage_of).memory_bytes[stage] - instance.limit_bytes[stage])
-
-    if not placed:
+    some = planned(_PLENTY_BYTES, _ANY)
+    if some is None:
         return None
-    found = _planned(with_more(_PLENTY_BYTES), _ANY, solver=solver, deadline=deadline)
-    if found is None:
-        return None
-    too_few, enough = 0.0, excess(found)
+    too_few, enough = 0, some[0]
     for _ in range(_HALVINGS):
-        middle = (too_few + enough) / 2
-        smaller = _planned(with_more(middle), _ANY, solver=solver, deadline=deadline)
-        if smaller is None:
-            too_few = middle
-        else:
-            enough = min(middle, excess(smaller))
-    found = _planned(with_more(enough), _FINE, solver=solver, deadline=deadline)
-    return None if found is None else (enough, found)
+        middle = (too_few + enough) // 2
+        fewer = planned(middle, _ANY)
+        too_few, enough = (middle, enough) if fewer is None else (too_few, min(middle, fewer[0]))
+    some = planned(enough, _FINE)
+    return None if some is None else (enough, some[1])
 
 
-def _planned(choices: Choices, gap: float, *, solver: str, deadline: Deadline) -> Found | None:
+def search_within(choices: Choices, gap: float, *, solver: str, deadline: Deadline) -> Found | None:
     """None also where the time did not tell: what is named as enough was planned."""
     if deadline.left_s <= 0:
         return None

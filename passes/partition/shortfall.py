@@ -1,0 +1,86 @@
+"""Where nothing fits: the assignment that is nearest to fitting, in shares of the devices' memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from pd2bw_fx.errors import SolverError
+from pd2bw_fx.passes.solver import Status
+
+from .assignment import Windows
+from .choices import Choices, Deadline
+from .instance import Floats, Instance, Integers, evaluate
+from .program import FeasibilityProgram
+from .search import search
+
+_PROGRAM_TIME_S = 2.0
+_ORDERS_TIME_S = 4.0
+_FEW_ORDERS = 8  # each with a program of its own
+_PLENTY = 1e15
+_ANY = 0.999  # a gap: whatever fits
+_NEAR = 1.01  # a figure to print
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shortfall:
+    """What each stage needs in an assignment of one of the choices, and the largest `share` of a limit that
+    this is; `is_least` where no assignment needs a hundredth less."""
+
+    choice: int
+    need_bytes: Floats
+    share: float
+    is_least: bool
+
+
+def least_shortfall(choices: Choices, *, solver: str) -> Shortfall | None:
+    """Of a few orders of the devices by a program each; of more, all are asked about smaller and smaller
+    shares. None where there was no time to find any."""
+    best, is_least = None, len(choices) <= _FEW_ORDERS
+    for choice in range(min(len(choices), _FEW_ORDERS)):
+        instance = choices[choice]
+        n, k = instance.num_nodes, instance.num_stages
+        windows = Windows(np.zeros(n, dtype=np.int64), np.full(n, k - 1, dtype=np.int64))
+        program = FeasibilityProgram(instance, np.inf, windows, soft_memory=True)
+        status, stage_of = program.solve(solver=solver, time_limit_s=_PROGRAM_TIME_S)
+        is_least &= status in (Status.OPTIMAL, Status.INFEASIBLE)
+        if stage_of is not None:
+            best = _nearer(best, choices, choice, stage_of)
+    if is_least and best is not None:
+        return replace(best, is_least=True)
+    return _halved(choices, best, solver=solver, deadline=Deadline(_ORDERS_TIME_S))
+
+
+def _halved(choices: Choices, best: Shortfall | None, *, solver: str, deadline: Deadline) -> Shortfall | None:
+    """First whether what is known is the least that there is, then halfway to what is too little."""
+    too_few, share = 1.0, _PLENTY if best is None else best.share / _NEAR
+    while best is None or best.share > _NEAR * too_few:
+        larger = choices.changed(partial(_with_times, share))
+        try:
+            found = search(larger, solver=solver, max_gap=_ANY, deadline=Deadline(deadline.left_s / 2))
+        except SolverError:
+            return best
+        if found is None and best is None:
+            return None
+        if found is None:
+            too_few = share
+        else:
+            best = _nearer(best, choices, found.choice, found.stage_of)
+        if best is not None:
+            share = max(math.sqrt(too_few * best.share), best.share / 2)
+    return replace(best, is_least=True)
+
+
+def _with_times(share: float, instance: Instance) -> Instance:
+    return replace(instance, limit_bytes=share * instance.limit_bytes)
+
+
+def _nearer(best: Shortfall | None, choices: Choices, choice: int, stage_of: Integers) -> Shortfall:
+    need_bytes = evaluate(choices[choice], stage_of).memory_bytes
+    share = float((need_bytes / choices[choice].limit_bytes).max())
+    if best is not None and best.share <= share:
+        return best
+    return Shortfall(choice, need_bytes, share, is_least=False)

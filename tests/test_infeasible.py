@@ -1,0 +1,88 @@
+"""What is said where nothing fits, held against plans with other memory: of alike devices as of others."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.errors import InfeasibleError
+from pd2bw_fx.passes.partition import infeasible, nearest, partition, shortfall
+from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
+
+
+@pytest.fixture(autouse=True)
+def _enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of an infeasible problem is looked for as long as it takes, whatever else is running."""
+    monkeypatch.setattr(infeasible, "_EXPLAIN_TIME_S", 60.0)
+    monkeypatch.setattr(nearest, "_TIME_S", 120.0)
+    monkeypatch.setattr(nearest, "_STAGES_TIME_S", 120.0)
+    monkeypatch.setattr(shortfall, "_PROGRAM_TIME_S", 60.0)
+    monkeypatch.setattr(shortfall, "_ORDERS_TIME_S", 120.0)
+
+
+def chain(saved: tuple[int, ...], num_devices: int) -> Problem:
+    blocks = tuple(
+        Block(f"b{at}", (f"op{at}",), (1.0,) * num_devices, (2.0,) * num_devices, (f"w{at}",), num_bytes)
+        for at, num_bytes in enumerate(saved)
+    )
+    values = tuple(Value(f"v{at}", f"b{at}", (f"b{at + 1}",), 10, 10) for at in range(len(saved) - 1))
+    return Problem(blocks, values, {f"w{at}": ParameterSize(100) for at in range(len(saved))})
+
+
+def with_memory(cluster: Cluster, **limits: float) -> Cluster:
+    devices = tuple(
+        dataclasses.replace(device, memory_bytes=int(limits.get(device.name, device.memory_bytes)))
+        for device in cluster.devices
+    )
+    return dataclasses.replace(cluster, devices=devices)
+
+
+def devices_of(*limits: int) -> Cluster:
+    like = Cluster.uniform(len(limits), bytes_per_s=1e3, latency_s=0.0)
+    devices = tuple(Device(f"d{at}", memory_bytes=limit) for at, limit in enumerate(limits))
+    return dataclasses.replace(like, devices=devices)
+
+
+def fits(problem: Problem, cluster: Cluster) -> bool:
+    try:
+        partition(problem, cluster)
+    except InfeasibleError:
+        return False
+    return True
+
+
+# Alike devices, for which one order is as good as another as long as none has other memory; and unlike ones
+# that stand in more orders than have a program each.
+@pytest.mark.parametrize(
+    ("saved", "limits"),
+    [
+        ((100, 400, 900, 900, 900), (1700, 1700)),
+        ((900, 400, 100), (2500, 2500, 800)),
+        ((200, 100, 700, 200), (500, 3500, 800, 1700)),
+    ],
+)
+def test_reasons_and_what_would_do_are_right_for_every_device(
+    saved: tuple[int, ...], limits: tuple[int, ...]
+) -> None:
+    problem, cluster = chain(saved, len(limits)), devices_of(*limits)
+    with pytest.raises(InfeasibleError) as caught:
+        partition(problem, cluster)
+    message = str(caught.value)
+    limit = {device.name: device.memory_bytes for device in cluster.devices}
+    reasons = re.findall(r"(d\d) \(has", message.split("because of")[1])
+    others = {name: 10**12 for name in limit if name not in reasons}
+    assert not fits(problem, with_memory(cluster, **others))
+    assert all(fits(problem, with_memory(cluster, **(others | {name: 10**12}))) for name in reasons)
+    more = re.findall(r"\((\d+) bytes\) more on (d\d) \(", message)
+    assert more
+    for num_bytes, name in more:
+        assert fits(problem, with_memory(cluster, **{name: limit[name] + int(num_bytes)}))
+        assert not fits(problem, with_memory(cluster, **{name: limit[name] + 0.97 * int(num_bytes)}))
+    share = float(re.findall(r"All fits with ([\d.]+) times", message)[0])
+    assert fits(problem, with_memory(cluster, **{name: share * num for name, num in limit.items()}))
+    assert not fits(
+        problem, with_memory(cluster, **{name: 0.97 * share * num for name, num in limit.items()})
+    )
