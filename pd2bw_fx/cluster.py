@@ -30,7 +30,8 @@ class Device:
 
     `speed` divides operator times measured or estimated for the reference device (1.0 is that device).
     `flops_per_s` and `memory_bytes_per_s` serve the analytic estimate, where nothing can be measured; a
-    device that has others than the first device is estimated by them, and not by its speed.
+    device that has others than the first device is estimated by them, and not by its speed. In a cluster
+    file, one that states none has those of the first; here, give both the same where speed is to count.
     """
 
     name: str

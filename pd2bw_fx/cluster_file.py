@@ -13,6 +13,7 @@ _DEVICE_KEYS = {"name", "kind", "memory", "speed", "flops_per_s", "memory_bytes_
 KINDS = ("cpu", "cuda")
 _NODE_KEYS = (_DEVICE_KEYS - {"host"}) | {"count", "inside"}
 _LINK_KEYS = {"bytes_per_s", "latency_s"}
+_RATES = ("flops_per_s", "memory_bytes_per_s")
 _EXAMPLES = {"bytes_per_s": "[[0, 25e9], [25e9, 0]]", "latency_s": "[[0, 10e-6], [10e-6, 0]]"}
 
 MOST_DEVICES = 4096  # for every two of them have a link of their own in a matrix
@@ -51,8 +52,14 @@ def parts_of(data: Mapping[str, Any]) -> Parts:
     asymmetric = data.get("asymmetric", False)
     if not isinstance(asymmetric, bool):
         raise ClusterError(f"asymmetric is {asymmetric!r}; true or false was expected")
-    made = _of_nodes(data) if "node" in data else _of_devices(data)
-    return Parts(*made, asymmetric)
+    devices, bytes_per_s, latency_s = _of_nodes(data) if "node" in data else _of_devices(data)
+    return Parts(_with_rates(devices), bytes_per_s, latency_s, asymmetric)
+
+
+def _with_rates(devices: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    """A device that states no rate has the first one's: its speed is what tells them apart."""
+    stated = {key: devices[0][key] for key in _RATES if key in devices[0]} if devices else {}
+    return tuple(stated | device for device in devices)
 
 
 def _of_devices(data: Mapping[str, Any]) -> tuple[tuple[dict[str, Any], ...], Matrix, Matrix]:
@@ -130,11 +137,7 @@ def _device(where: str, table: Mapping[str, Any], index: int) -> dict[str, Any]:
     kind = str(table.get("kind", "cuda"))
     if kind not in KINDS:
         raise ClusterError(f"{where}, kind is {kind!r}; {' or '.join(map(repr, KINDS))} was expected")
-    rates = {
-        key: _number(f"{where}, {key}", table[key])
-        for key in ("speed", "flops_per_s", "memory_bytes_per_s")
-        if key in table
-    }
+    rates = {key: _number(f"{where}, {key}", table[key]) for key in ("speed", *_RATES) if key in table}
     try:
         memory_bytes = parse_bytes(table["memory"])
     except ValueError as error:

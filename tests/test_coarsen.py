@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import networkx as nx
@@ -309,3 +310,15 @@ def test_a_device_that_states_its_rates_is_estimated_by_them() -> None:
     assert linear.forward_s[2] > linear.forward_s[0]
     assert linear.forward_s[3] == linear.forward_s[0] / 2
     assert Costs.from_json(json.loads(json.dumps(pipe.costs.to_json()))) == pipe.costs
+
+
+def test_a_device_of_a_cluster_file_that_states_no_rates_goes_by_its_speed(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        "bytes_per_s = [[0, 1e9], [1e9, 0]]\nlatency_s = [[0, 0], [0, 0]]\n"
+        '[[device]]\nname = "a"\nmemory = "1 GiB"\nflops_per_s = 60e12\nmemory_bytes_per_s = 1e12\n'
+        '[[device]]\nname = "b"\nmemory = "1 GiB"\nspeed = 0.01\n'
+    )
+    pipe = pd2bw_fx.split(build("mlp"), cluster=file, costs="analytic", check=False)
+    block = coarsen(pipe.graph, pipe.costs, pipe.cluster).blocks[0]
+    assert block.forward_s[1] == pytest.approx(100 * block.forward_s[0])
