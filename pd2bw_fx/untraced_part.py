@@ -119,11 +119,14 @@ def _arguments(own: UntracedFunction, tensors: Sequence[Tensor], structure: str)
 def _checked(own: UntracedFunction, found: Any, shapes: _Shapes) -> list[Tensor]:
     """In the precision that was said: under autocast a function may choose another."""
     results = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
-    of_results = [(result.shape, result.is_floating_point()) for result in results]
-    if of_results == [(shape, dtype.is_floating_point) for shape, dtype in shapes]:
+    if [(r.shape, _kind(r.dtype)) for r in results] == [(shape, _kind(dtype)) for shape, dtype in shapes]:
         return [result.to(dtype) for result, (_, dtype) in zip(results, shapes, strict=True)]
     listed, said = _listed([(r.shape, r.dtype) for r in results]), _listed(shapes)
     raise InputError(f"{own.name} returns {listed}, and by its `returns` it would be {said}")
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex
 
 
 def _listed(shapes: _Shapes) -> str:

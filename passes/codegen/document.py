@@ -169,7 +169,7 @@ def _random(spec: TensorSpec) -> str:
     kind = (
         "" if spec.dtype.is_floating_point and dtype_name(spec.dtype) == "float32" else dtype_name(spec.dtype)
     )
-    if not spec.dtype.is_floating_point:
+    if not (spec.dtype.is_floating_point or spec.requires_grad):  # complex numbers may have gradients too
         return f"torch.ones({shape}, dtype=torch.{kind})"
     dtype = f", dtype=torch.{kind}" if kind else ""
     if spec.requires_grad:

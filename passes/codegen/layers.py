@@ -90,7 +90,8 @@ def constructor(module: nn.Module) -> Call:
     pairs = _recurrent(module) if isinstance(module, nn.RNNBase) else _by_signature(module)
     parts = [Part(Leaf(argument, value), argument, default) for argument, value, default in pairs]
     held = (*module.parameters(), *module.buffers())  # statistics alone, of a norm without weights
-    dtype = next((tensor.dtype for tensor in held if tensor.is_floating_point()), torch.float32)
+    kinds = (tensor.dtype for tensor in held if tensor.is_floating_point() or tensor.is_complex())
+    dtype = next(kinds, torch.float32)
     if dtype != torch.float32:
         parts.append(Part(Fixed(f"torch.{dtype_name(dtype)}"), "dtype", by_name=True))
     return Call(f"nn.{type(module).__name__}", tuple(parts))

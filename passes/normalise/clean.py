@@ -125,10 +125,15 @@ def _is_identity(node: fx.Node, facts: Facts, written: set[int]) -> bool:
     if before.dtype != after.dtype or _sizes(before) != _sizes(after):
         return False
     if name == "add":
-        return node.args[1:] == (0,) and not node.kwargs and not before.is_floating_point()
+        return node.args[1:] == (0,) and not node.kwargs and not _has_signed_zeros(before)
     if name in {"mul", "div"}:
         return node.args[1:] == (1,) and not node.kwargs
     return name in {"slice", "slice_backward", "view", "reshape", "expand"}
+
+
+def _has_signed_zeros(value: torch.Tensor) -> bool:
+    """-0.0 + 0 is 0.0."""
+    return value.is_floating_point() or value.is_complex()
 
 
 def _is_in_order(value: torch.Tensor) -> bool:

@@ -58,7 +58,7 @@ def observe(program: FxProgram, example: Mapping[str, torch.Tensor]) -> Facts:
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return fake.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else fake
+    return fake.requires_grad_() if tensor.requires_grad else fake
 
 
 class FakeRun(ProgramInterpreter):

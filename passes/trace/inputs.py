@@ -47,7 +47,7 @@ class FlatArguments:
                 name in batched
                 and tensor.dim() == 2
                 and tensor.shape[1] > 1
-                and not tensor.is_floating_point()
+                and not (tensor.is_floating_point() or tensor.is_complex())
             ):
                 number = len(found) + 1
                 length = found.setdefault(

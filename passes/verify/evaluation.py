@@ -78,8 +78,8 @@ def _moved(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     moved = dict(tensors)
     for name, spec in graph.parameters.items():
         tensor = tensors[name]
-        if spec.trainable and tensor.is_floating_point():
-            by = torch.randn(tensor.shape, generator=generator).to(tensor) * _MOVED_BY
+        if spec.trainable:
+            by = torch.randn(tensor.shape, generator=generator, device="cpu").to(tensor) * _MOVED_BY
             moved[name] = tensor + by * (1 + tensor.abs())
     return moved
 

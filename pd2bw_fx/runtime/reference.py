@@ -100,7 +100,7 @@ def _another_version(model: nn.Module, newest: nn.Module) -> nn.Module:
 
 def _require_unwritten(model: nn.Module, versioned: list[nn.Parameter], given: list[Tensor]) -> None:
     for parameter, value in zip(versioned, given, strict=True):
-        if not torch.equal(parameter.nan_to_num(), value.nan_to_num()):
+        if not torch.equal(parameter.detach().nan_to_num(), value.nan_to_num()):
             name = next(name for name, own in model.named_parameters() if own is parameter)
             raise InputError(
                 f"the forward writes parameter {name!r}, of which 2bw has two versions; its rule is of "
