@@ -45,7 +45,8 @@ class Route:
 
     `wire`: the device of what the group moves; tensors of another one are copied to it and from it.
     `receiving`: where receives begin, so that none waits for what the GPU computes meanwhile.
-    `shares_memory`: the peer is a process of this host, and both see each other's memory.
+    `shares_memory`: the peer is a process of this host, and both see each other's memory. `by_host`: the way
+    that keeps no GPU busy, where this one does.
     """
 
     peer: int
@@ -56,6 +57,10 @@ class Route:
     shares_memory: bool = False
     timeout_s: float = 600.0  # of a wait for shared memory; the group has one of its own
     receiving: torch.cuda.Stream | None = None
+    by_host: Route | None = None
+
+    def of(self, *, by_host: bool) -> Route:
+        return self.by_host if by_host and self.by_host is not None else self
 
     def tag(self, microbatch: int, position: int) -> int:
         return self.first_tag + (microbatch % _MICROBATCH_TAGS) * _TAGS_A_MICROBATCH + position
@@ -111,31 +116,36 @@ class Outbox:
     _notes: tuple[Notes, Notes] | None = None  # to read, which the peer attaches to, and to write
     _under_way: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = field(default_factory=deque)
 
-    def send(self, microbatch: int, size: Hashable, tensors: Sequence[Tensor | None]) -> None:
+    def send(
+        self, microbatch: int, size: Hashable, tensors: Sequence[Tensor | None], *, by_host: bool
+    ) -> None:
         """Start sending; the tensors must not be written before `settle`. None: a value without gradient.
 
         `size` identifies the microbatch's input shapes, which determine the shapes here.
         """
+        route = self.route.of(by_host=by_host)
         layout = tuple(None if t is None else (t.dtype, tuple(t.shape)) for t in tensors)
         works: list[tuple[dist.Work, Tensor]] = []
         if size not in self._agreed:
-            works += self._agree(microbatch, size, layout)
+            works += self._agree(route, microbatch, size, layout)
         elif self._agreed[size] != layout:
             self._refuse(layout, self._agreed[size], microbatch)
         for position, tensor in enumerate(tensors, start=1):
             if tensor is not None and not self._share(microbatch, (size, position), tensor.detach()):
-                wire = tensor.detach().contiguous().to(self.route.wire)
-                works.append((self.route.isend(wire, self.route.tag(microbatch, position)), wire))
+                wire = tensor.detach().contiguous().to(route.wire)
+                works.append((route.isend(wire, route.tag(microbatch, position)), wire))
         self._under_way.append((microbatch, works))
         while len(self._under_way) > self.window:
             self._wait_for_oldest()
 
-    def _agree(self, microbatch: int, size: Hashable, layout: Layout) -> list[tuple[dist.Work, Tensor]]:
+    def _agree(
+        self, route: Route, microbatch: int, size: Hashable, layout: Layout
+    ) -> list[tuple[dist.Work, Tensor]]:
         """Tell the peer what comes with microbatches of this size.
 
         It answers once it holds what is shared, which goes with this process otherwise.
         """
-        if self.route.shares_memory and not self._agreed:  # further sizes are too rare to keep memory for
+        if route.shares_memory and not self._agreed:  # further sizes are too rare to keep memory for
             self._notes = Notes.make()
             for position, entry in enumerate(layout, start=1):
                 if entry is not None and 0 not in entry[1]:
@@ -147,11 +157,11 @@ class Outbox:
             else _NO_TICKET
             for position in range(1, len(layout) + 1)
         ]
-        header = _header(self.values, layout, tickets).to(self.route.wire)
-        works = [(self.route.isend(header, self.route.tag(microbatch, 0)), header)]
+        header = _header(self.values, layout, tickets).to(route.wire)
+        works = [(route.isend(header, route.tag(microbatch, 0)), header)]
         if any(ticket is not _NO_TICKET for ticket in tickets):
             answer = torch.empty(1, dtype=torch.float32)  # whatever either side's default is
-            works.append((self.route.irecv(answer, self.route.tag(microbatch, _ANSWER)), answer))
+            works.append((route.irecv(answer, route.tag(microbatch, _ANSWER)), answer))
         return works
 
     def _share(self, microbatch: int, at: tuple[Hashable, int], tensor: Tensor) -> bool:
@@ -194,9 +204,9 @@ class Inbox:
     _notes: Notes | None = None
     _posted: dict[int, _Posted] = field(default_factory=dict)
 
-    def expect(self, microbatch: int, size: Hashable) -> None:
+    def expect(self, microbatch: int, size: Hashable, *, by_host: bool) -> None:
         if microbatch not in self._posted:
-            self._posted[microbatch] = _Posted(size)
+            self._posted[microbatch] = _Posted(size, self.route.of(by_host=by_host))
             self._post()
 
     def read_headers(self) -> None:
@@ -222,13 +232,14 @@ class Inbox:
                 continue
             if posted.size not in self._agreed:
                 if posted.header is None:
-                    with self.route.on_receiving():
+                    route = posted.route
+                    with route.on_receiving():
                         posted.header = torch.empty(
-                            len(self.values), _HEADER_COLUMNS, dtype=torch.int64, device=self.route.wire
+                            len(self.values), _HEADER_COLUMNS, dtype=torch.int64, device=route.wire
                         )
-                        posted.header_work = self.route.irecv(posted.header, self.route.tag(microbatch, 0))
+                        posted.header_work = route.irecv(posted.header, route.tag(microbatch, 0))
                 return
-            with self.route.on_receiving():
+            with posted.route.on_receiving():
                 self._post_tensors(microbatch, posted, self._agreed[posted.size])
 
     def _read_header(self) -> None:
@@ -236,7 +247,7 @@ class Inbox:
         microbatch, posted = next(item for item in self._posted.items() if item[1].works is None)
         assert posted.header is not None
         assert posted.header_work is not None
-        with self.route.on_receiving():  # behind nothing that the GPU has still to compute
+        with posted.route.on_receiving():  # behind nothing that the GPU has still to compute
             self.route.wait(posted.header_work)
             header = posted.header.tolist()
         self._read(microbatch, posted.size, header)
@@ -259,16 +270,16 @@ class Inbox:
         shared = self._shared.get((posted.size, position))
         if shared is None:
             buffer = posted.buffers[position - 1]
-            return None if buffer is None else self.route.taken(buffer)
+            return None if buffer is None else posted.route.taken(buffer)
         assert self._notes is not None
         place = self.route.place(self._notes, microbatch, position)
         if place != NO_PLACE:
-            return shared.take(place)
+            return shared.take(place).to(self.route.device)  # a GPU beside a rank that computes on the CPU
         entry = self._agreed[posted.size][position - 1]
         assert entry is not None
         tensor = torch.empty(entry[1], dtype=entry[0])  # the tensor itself follows
         self.route.wait(self.route.irecv(tensor, self.route.tag(microbatch, position)))
-        return tensor
+        return tensor.to(self.route.device)
 
     def _post_tensors(self, microbatch: int, posted: _Posted, layout: Layout) -> None:
         posted.works = []
@@ -276,14 +287,15 @@ class Inbox:
             if entry is None or (posted.size, position) in self._shared:
                 posted.buffers.append(None)
                 continue
-            buffer = torch.empty(entry[1], dtype=entry[0], device=self.route.wire)
+            buffer = torch.empty(entry[1], dtype=entry[0], device=posted.route.wire)
             posted.buffers.append(buffer)
-            posted.works.append(self.route.irecv(buffer, self.route.tag(microbatch, position)))
+            posted.works.append(posted.route.irecv(buffer, posted.route.tag(microbatch, position)))
 
 
 @dataclass(slots=True)
 class _Posted:
     size: Hashable
+    route: Route
     header: Tensor | None = None
     header_work: dist.Work | None = None
     works: list[dist.Work] | None = None  # None: the tensors' shapes are not known yet

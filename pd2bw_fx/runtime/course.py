@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pd2bw_fx.actions import Action, Kind
 from pd2bw_fx.passes.schedule import method_of
 from pd2bw_fx.runtime.job import Job
 
 _SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What the other ranks do in the same call: `sends`, each one's in their order. When it ends, all ranks
+    have come to the update that makes version `joined`."""
+
+    sends: tuple[Action, ...]
+    joined: int
 
 
 class Course:
@@ -19,6 +30,8 @@ class Course:
         self._job = job
         self._synchronous_updates = synchronous_updates
         self._home = 0  # no microbatch of an update before this one is in flight
+        self._made: dict[tuple[int, int], int] = {}  # the newest version of each rank's stages
+        self._first: int | None = None  # update that it has begun
         self.updates = 0  # begun so far
 
     @property
@@ -28,19 +41,33 @@ class Course:
 
     def next_update(self) -> tuple[Action, ...]:
         """One more update; what it leaves in flight comes home in the next one."""
+        if self._first is None:
+            self._first = self.updates
         self.updates += 1
         return self._actions(range(self.updates - 1, self.updates), self._job.place, drain=False)
 
-    def sent_by_others(self) -> list[Action]:
-        """In the update that was begun last, each rank's in their order."""
-        now = range(self.updates - 1, self.updates)
-        return [
-            action
-            for place in range(self._job.num_ranks)
-            if place != self._job.place
-            for action in self._actions(now, place, drain=False)
-            if action.kind in _SENDS
-        ]
+    @property
+    def is_new(self) -> bool:
+        """Not all ranks have made two versions yet."""
+        return self._first is None or min(self._made.values(), default=self._first) < self._first + 2
+
+    def elsewhere(self) -> Elsewhere:
+        """In the update that was begun last; to be asked in every one."""
+        return self._elsewhere(range(self.updates - 1, self.updates), drain=False)
+
+    def elsewhere_on_the_way_home(self) -> Elsewhere:
+        return self._elsewhere(range(self.updates, self.updates), drain=True)
+
+    def _elsewhere(self, updates: range, *, drain: bool) -> Elsewhere:
+        of_places = [self._actions(updates, place, drain=drain) for place in range(self._job.num_ranks)]
+        for place, actions in enumerate(of_places):
+            for action in actions:
+                self._made.setdefault((place, action.stage), self._home)
+                if action.kind is Kind.UPDATE:
+                    self._made[place, action.stage] = action.version
+        del of_places[self._job.place]
+        sends = [action for actions in of_places for action in actions if action.kind in _SENDS]
+        return Elsewhere(tuple(sends), min(self._made.values()))
 
     def way_home(self) -> tuple[Action, ...]:
         """What brings in all that is in flight."""
@@ -49,6 +76,7 @@ class Course:
     def go_on_after(self, updates: int) -> None:
         """So many updates are done, and nothing is in flight."""
         self.updates = self._home = updates
+        self._made = dict.fromkeys(self._made, updates)
 
     def evaluation(self, microbatches: range) -> list[Action]:
         """Forwards alone, on the newest version, wherever the method places a stage's microbatches."""

@@ -248,8 +248,8 @@ class Engine:
         with self._fate.shared(f"in update {update}", on=sizes_of(microbatches)):
             self._add(microbatches)
             actions = self._course.next_update()
-            sent = self._course.sent_by_others() if self._groups.is_nccl else ()
-            self._runner.run(actions, sent=sent)
+            elsewhere = self._course.elsewhere() if self._groups.is_nccl else None
+            self._runner.run(actions, elsewhere)
             return self._told(self._losses.of_update(update))
 
     def eval(self, batch: Any) -> Loss:
@@ -308,7 +308,8 @@ class Engine:
         """Bring the microbatches in flight home and apply the last update. Training may go on afterwards."""
         with self._fate.shared("at the end of the pipeline"):
             if not self._course.is_empty:
-                self._runner.run(self._course.way_home())
+                elsewhere = self._course.elsewhere_on_the_way_home() if self._groups.is_nccl else None
+                self._runner.run(self._course.way_home(), elsewhere)
                 self._course.go_on_after(self.updates)
             self._runner.finish_update()
             self._runner.settle()
@@ -448,15 +449,14 @@ class Engine:
         """Give each stage its microbatches of this update; their numbers."""
         numbers = range(self.updates * len(microbatches), (self.updates + 1) * len(microbatches))
         self._results.expect(self.updates, numbers)
-        for number, microbatch in zip(numbers, microbatches, strict=True):
-            self._runner.add(number, microbatch)
+        self._runner.add(numbers, microbatches, is_new=self._course.is_new)
         return numbers
 
     def _kept(self, tensor: Tensor) -> Tensor:
         """A copy, where a GPU can fetch it while this rank goes on."""
         if self.device.type != "cuda" or tensor.device.type != "cpu":
             return tensor.clone()
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
     def _told(self, loss: Loss) -> Loss:
         """For the caller; on_report and what watches for NaN have it as it is."""

@@ -8,7 +8,7 @@ A link between two stages of one rank hands its tensors over without torch.distr
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -29,13 +29,15 @@ class Handover:
 
     _held: dict[int, list[Tensor | None]] = field(default_factory=dict)
 
-    def send(self, microbatch: int, size: Hashable, tensors: Sequence[Tensor | None]) -> None:
+    def send(
+        self, microbatch: int, size: Hashable, tensors: Sequence[Tensor | None], *, by_host: bool
+    ) -> None:
         self._held[microbatch] = [None if tensor is None else tensor.detach() for tensor in tensors]
 
     def settle(self, microbatch: int | None = None) -> None:
         """Nothing is under way."""
 
-    def expect(self, microbatch: int, size: Hashable) -> None:
+    def expect(self, microbatch: int, size: Hashable, *, by_host: bool) -> None:
         """There is nothing to post."""
 
     def read_headers(self) -> None:
@@ -91,10 +93,12 @@ class Links:
 
 @dataclass(slots=True)
 class Connections:
-    """Makes the links of a rank's stages. `wire` is the device of what their `groups` move."""
+    """Makes the links of a rank's stages. `wire` is the device of what their `groups` move, `control` a group
+    that moves what is on the host."""
 
     job: Job
     groups: Mapping[Way, dist.ProcessGroup]
+    control: dist.ProcessGroup
     device: torch.device
     wire: torch.device
     receiving: torch.cuda.Stream | None
@@ -150,15 +154,12 @@ class Connections:
         first_tag = (1 + 2 * number + way.back) * TAGS_A_LINK
         peer = way.source if way.target == self.job.rank else way.target
         shares = peer in self.in_reach and self.device.type == "cpu"
-        return Route(
-            peer,
-            self.groups[way],
-            self.device,
-            self.wire,
-            first_tag,
-            shares,
-            self.timeout_s,
-            self.receiving,
+        host = torch.device("cpu")
+        by_host = Route(peer, self.control, self.device, host, first_tag, shares, self.timeout_s)
+        if self.groups[way] is self.control:
+            return by_host
+        return replace(
+            by_host, group=self.groups[way], wire=self.wire, receiving=self.receiving, by_host=by_host
         )
 
     @property

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 
 from pd2bw_fx.actions import Action, Kind
+from pd2bw_fx.runtime.course import Elsewhere
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.recorder import Recorder
 from pd2bw_fx.runtime.stage_runner import Microbatch, StageRunner
@@ -60,6 +61,8 @@ class RankRunner:
         self._posts_ahead = posts_ahead
         self._pace = Pace(next(iter(stages.values())).device)
         self._posted: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in _RECEIVES}
+        self._sizes: set[Hashable] = set()  # of microbatches that have been here
+        self._is_new = True  # what the GPU computes in the call at work
         self._updated: set[int] = set()  # stages that have come to the end of an update
 
     def draw_by(self, seed: int) -> None:
@@ -67,26 +70,38 @@ class RankRunner:
         for stage in self._stages.values():
             stage.draws.seed = seed
 
-    def add(self, number: int, microbatch: Microbatch) -> None:
-        """To those of the stages that this rank does it for: replicas have theirs elsewhere."""
-        job = self._job
-        own = [runner for stage, runner in self._stages.items() if job.rank_of(stage, number) == job.rank]
-        if own:
-            there = microbatch.on(own[0].device, job.inputs())
-            for runner in own:
-                runner.add(number, there)
+    def add(self, numbers: Sequence[int], microbatches: Sequence[Microbatch], *, is_new: bool) -> None:
+        """To those of the stages that this rank does them for: replicas have theirs elsewhere.
 
-    def run(self, actions: Sequence[Action], *, training: bool = True, sent: Iterable[Action] = ()) -> None:
+        `is_new`: all ranks compute what they have not before, as they do with microbatches of another size.
+        """
+        job, sizes = self._job, {microbatch.size for microbatch in microbatches}
+        self._is_new = is_new or not sizes <= self._sizes
+        self._sizes |= sizes
+        for number, microbatch in zip(numbers, microbatches, strict=True):
+            own = [runner for stage, runner in self._stages.items() if job.rank_of(stage, number) == job.rank]
+            if own:
+                there = microbatch.on(own[0].device, job.inputs(), by_host=self._is_new)
+                for runner in own:
+                    runner.add(number, there)
+
+    def run(
+        self, actions: Sequence[Action], elsewhere: Elsewhere | None = None, *, training: bool = True
+    ) -> None:
         """Perform the actions.
 
         Receives are posted a few actions ahead, so that data arrives while this rank computes; those of
         gradients even for the actions of the next call, since their microbatches are known by then.
 
-        A GPU is kept busy by a send or receive of nccl until they meet, and some calls wait until it is not
-        (the first of a kernel, more memory, torch.cuda.synchronize). There nothing is posted that needs this
-        rank to go on: receives in their turn, which comes well before the GPU is so far, and in the end those
-        of what others have `sent` in this call and this rank takes in a later one.
+        A GPU is kept busy by a send or receive of nccl until they meet, and by a sum until all its ranks are
+        there; some calls wait until it is not (the first of a kernel, more memory, torch.cuda.synchronize).
+        There nothing is asked for that needs this rank to go on: receives in their turn, which comes well
+        before the GPU is so far, sums when the other ranks come to them in this call too, and in the end all
+        that they have asked for in it: it is theirs that `elsewhere` tells. Where much is new to the GPU (the
+        first updates, microbatches of another size), these travel by the host, and sums start in the end.
         """
+        if elsewhere is not None and not self._is_new:
+            self._weights.join(elsewhere.joined)
         for stage in self._stages.values():
             stage.training = training
         coming = {
@@ -106,11 +121,11 @@ class RankRunner:
             else:
                 if action.kind in coming:
                     self._before_waiting()
-                    self._stages[action.stage].expect(action.kind, action.microbatch)
                 self._stages[action.stage].perform(action)
             if self._recorder is not None:
                 self._recorder.note(action, began_s, self._weights.take_steps())
-            self._weights.progress()
+            if self._posts_ahead or action.kind not in _RECEIVES:
+                self._weights.progress()
             if action.kind in _ENDS:
                 self._pace.ended()
             if action.kind in coming:
@@ -119,11 +134,13 @@ class RankRunner:
         self.current = None
         if not self._posts_ahead:
             received = {(action.kind, action.stage, action.microbatch) for action in actions}
-            for action in sent:
+            for action in () if elsewhere is None else elsewhere.sends:
                 for stage in self._stages.values():
                     stage.expect_sent(action, received)
             for stage in self._stages.values():
                 stage.links.read_headers()
+            if elsewhere is not None:
+                self._weights.all_join(elsewhere.joined, finish=self._is_new)
         elif training:
             waiting = [(stage.program.stage, k) for stage in self._stages.values() for k in stage.waiting]
             self._post(Kind.RECEIVE_GRADIENT, sorted(waiting, key=lambda piece: piece[1]))

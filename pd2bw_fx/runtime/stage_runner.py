@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pd2bw_fx.actions import Action, Kind
 from pd2bw_fx.runtime.again import WrittenBuffers, other_buffers
-from pd2bw_fx.runtime.channel import Inbox
+from pd2bw_fx.runtime.channel import Inbox, Outbox
 from pd2bw_fx.runtime.draws import Draws
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Handover, Link, Links
@@ -34,20 +34,25 @@ OnOutput = Callable[[int, str, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """A microbatch's model inputs on this rank, and what identifies their sizes on every rank."""
+    """A microbatch's model inputs on this rank, and what identifies their sizes on every rank.
+
+    `by_host`: it travels so that no GPU is kept busy.
+    """
 
     inputs: Mapping[str, Tensor]
     size: Hashable
+    by_host: bool = False
 
     @classmethod
     def of(cls, inputs: Mapping[str, Tensor]) -> Self:
         """One with all inputs of the model."""
         return cls(inputs, tuple((name, tuple(tensor.shape)) for name, tensor in inputs.items()))
 
-    def on(self, device: torch.device, names: Iterable[str]) -> Microbatch:
+    def on(self, device: torch.device, names: Iterable[str], *, by_host: bool) -> Microbatch:
         """These inputs alone, there."""
-        moved = {name: self.inputs[name].to(device, non_blocking=True) for name in names}
-        return Microbatch(moved, self.size)
+        # From a GPU to the CPU torch would not wait for the copy, and a forward there neither.
+        moved = {n: self.inputs[n].to(device, non_blocking=device.type != "cpu") for n in names}
+        return Microbatch(moved, self.size, by_host)
 
 
 def sizes_of(microbatches: Iterable[Microbatch]) -> str:
@@ -124,18 +129,20 @@ class StageRunner:
 
     def expect(self, kind: Kind, number: int) -> None:
         """Post the receives of a coming action, those that are not posted."""
+        microbatch = self._in_flight[number].microbatch
         for link in self._incoming(kind):
-            link.of(number).expect(number, self._in_flight[number].microbatch.size)
+            link.of(number).expect(number, microbatch.size, by_host=microbatch.by_host)
 
     def expect_sent(self, send: Action, received: Collection[tuple[Kind, int, int]]) -> None:
-        """Post the receives of what another rank has sent, if it goes to this stage and is not `received`."""
+        """Post the receives of what another rank sends, if it goes to this stage and is not `received`."""
         kind = Kind.RECEIVE_ACTIVATION if send.kind is Kind.SEND_ACTIVATION else Kind.RECEIVE_GRADIENT
         number = send.microbatch
         if number not in self._in_flight or (kind, self._stage, number) in received:
             return
+        microbatch = self._in_flight[number].microbatch
         for link in self._incoming(kind):
             if link.peer == send.stage:
-                link.of(number).expect(number, self._in_flight[number].microbatch.size)
+                link.of(number).expect(number, microbatch.size, by_host=microbatch.by_host)
 
     def receives(self, kind: Kind) -> bool:
         return bool(self._incoming(kind))
@@ -150,6 +157,7 @@ class StageRunner:
 
     def _receive_activation(self, action: Action) -> None:
         self.weights.progress(needed=action.version)
+        self.expect(action.kind, action.microbatch)
         kept = self._in_flight[action.microbatch]
         for link in self.links.activations_in:
             taken = link.of(action.microbatch).take(action.microbatch)
@@ -233,14 +241,14 @@ class StageRunner:
     def _send_activation(self, action: Action) -> None:
         kept = self._in_flight[action.microbatch]
         for link in self.links.activations_out:
-            outputs = [kept.outputs[value] for value in link.values]
-            link.of(action.microbatch).send(action.microbatch, kept.microbatch.size, outputs)
+            self._send(link, action.microbatch, [kept.outputs[value] for value in link.values])
         kept.outputs = {}
         if not self.training:
             del self._in_flight[action.microbatch]
 
     def _receive_gradient(self, action: Action) -> None:
         self.weights.progress(needed=self._version_of_loss(action.microbatch))
+        self.expect(action.kind, action.microbatch)
         kept = self._in_flight[action.microbatch]
         for link in self.links.gradients_in:
             taken = link.of(action.microbatch).take(action.microbatch)
@@ -308,11 +316,14 @@ class StageRunner:
             return
         kept = self._in_flight[action.microbatch]
         for link in self.links.gradients_out:
-            values = [kept.input_gradients[value] for value in link.values]
-            link.of(action.microbatch).send(action.microbatch, kept.microbatch.size, values)
+            self._send(link, action.microbatch, [kept.input_gradients[value] for value in link.values])
         kept.input_gradients = {}
         if kept.is_done:
             del self._in_flight[action.microbatch]
+
+    def _send(self, link: Link[Outbox | Handover], number: int, values: Sequence[Tensor | None]) -> None:
+        microbatch = self._in_flight[number].microbatch
+        link.of(number).send(number, microbatch.size, values, by_host=microbatch.by_host)
 
     # The class's own: bound methods would hold the runner, which would hold them, and the weights with it.
     _performs: ClassVar[Mapping[Kind, Callable[[StageRunner, Action], None]]] = {

@@ -72,14 +72,21 @@ class GradientSums:
 
     The buckets of a group start in their order on all its ranks, whatever order gradients come in.
     `counted`: with each bucket goes who has gradients of its own, and where nobody has one there is no sum:
-    torch's optimizers leave such a parameter alone, which they would not with a sum of zeros.
+    torch's optimizers leave such a parameter alone, which they would not with a sum of zeros. `is_held`:
+    nothing starts before `start`.
     """
 
     def __init__(
-        self, buckets: Iterable[Bucket], like: Mapping[str, Tensor], *, counted: bool = False
+        self,
+        buckets: Iterable[Bucket],
+        like: Mapping[str, Tensor],
+        *,
+        counted: bool = False,
+        is_held: bool = False,
     ) -> None:
         self._like = like
         self._counted = counted
+        self._is_held = is_held
         self._without: set[str] = set()
         self._waiting: dict[dist.ProcessGroup, deque[Bucket]] = {}
         for bucket in buckets:
@@ -94,7 +101,7 @@ class GradientSums:
             return
         assert name not in self._complete, f"the gradient of {name} was complete twice in an update"
         self._complete[name] = gradient
-        self._start(self._waiting[self._group_of[name]])
+        self._start_complete(self._waiting[self._group_of[name]])
 
     def close(self, gradients: Mapping[str, Tensor], empty: Callable[[str], Tensor]) -> None:
         """All gradients are complete; `empty(name)` is that of a holder that has none of its own."""
@@ -104,18 +111,26 @@ class GradientSums:
                 if own is None:
                     self._without.add(name)
                 self._complete[name] = empty(name) if own is None else own
-            self._start(queue)
+            self._start_complete(queue)
+
+    def start(self) -> None:
+        """Hold nothing back any longer."""
+        if self._is_held:
+            self._is_held = False
+            for queue in self._waiting.values():
+                self._start_complete(queue)
 
     @property
     def is_under_way(self) -> bool:
-        return bool(self._adding)
+        return bool(self._adding) or any(self._waiting.values())
 
     @property
     def have_arrived(self) -> bool:
-        return all(work.is_completed() for _, _, work in self._adding)
+        return not any(self._waiting.values()) and all(work.is_completed() for _, _, work in self._adding)
 
     def wait(self) -> dict[str, Tensor]:
         """The sums, by name."""
+        self.start()
         sums: dict[str, Tensor] = {}
         for bucket, flat, work in self._adding:
             wait_for(work)
@@ -126,8 +141,8 @@ class GradientSums:
             sums |= views
         return sums
 
-    def _start(self, queue: deque[Bucket]) -> None:
-        while queue and all(name in self._complete for name in queue[0].names):
+    def _start_complete(self, queue: deque[Bucket]) -> None:
+        while not self._is_held and queue and all(name in self._complete for name in queue[0].names):
             bucket = queue.popleft()
             likes = [self._like[name] for name in bucket.names]
             num_counts = len(likes) if self._counted else 0
@@ -157,16 +172,23 @@ class UseQuestion:
     """
 
     def __init__(self, ties: Sequence[TiedParameter], used_here: Iterable[str], device: torch.device) -> None:
-        here = frozenset(used_here)
-        groups = {tied.group: [t.name for t in ties if t.group is tied.group] for tied in ties}
+        self._here = frozenset(used_here)
+        self._groups = {tied.group: [t.name for t in ties if t.group is tied.group] for tied in ties}
+        self._device = device
         self._asked: list[tuple[list[str], Tensor, dist.Work]] = []
         self._answer: frozenset[str] | None = None
-        for group, names in groups.items():
-            flags = torch.tensor([name in here for name in names], dtype=torch.float32, device=device)
+
+    def ask(self) -> None:
+        """Unless it has been asked."""
+        while self._groups:
+            group, names = next(iter(self._groups.items()))
+            del self._groups[group]
+            flags = torch.tensor([n in self._here for n in names], dtype=torch.float32, device=self._device)
             self._asked.append((names, flags, start_adding(Bucket(group, tuple(names)), flags)))
 
     def answer(self) -> frozenset[str]:
         if self._answer is None:
+            self.ask()
             for _, _, work in self._asked:
                 wait_for(work)
             self._answer = frozenset(

@@ -107,7 +107,7 @@ class PendingUpdate:
     @property
     def can_wait(self) -> bool:
         """Something is under way, so that the step is better put off."""
-        return self.sums.is_under_way or self._squaring is not None
+        return self.sums.is_under_way or self.clipping is not None
 
     @property
     def is_squaring(self) -> bool:
@@ -120,8 +120,15 @@ class PendingUpdate:
             return self._squaring is not None and self._squaring.is_completed()
         return self.sums.have_arrived
 
+    def start(self) -> None:
+        """Let gradients go to the other holders."""
+        if self.question is not None:
+            self.question.ask()
+        self.sums.start()
+
     def progress(self, *, must: bool = False) -> None:
         """Start what can be started; `must`: even if that means to wait for other holders first."""
+        self.start()
         if self.clipping is None or self._squares is not None:
             return
         if must or self.sums.have_arrived:

@@ -11,10 +11,14 @@ Where other ranks add to an update (tied or replicated parameters, the norm of t
 off until its version is needed; gradients that come meanwhile are the next update's. Two may be pending: with
 2BW and much slack, the last stage ends its step of an update before the first has given its part to the one
 before, and the user's program may let all ranks meet in between.
+
+A sum of nccl keeps a GPU busy until all its ranks have come to it, and much waits until a GPU is not: there
+one starts in the call in which the last rank comes to it, not before.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import deque
@@ -46,7 +50,8 @@ class WeightStore:
     """Versions W(v) of the parameters of a rank's stages, `num_versions` of them alive at a time.
 
     `keeps_versions`: no version is overwritten while a microbatch that began on it is in flight. `uses_vary`:
-    a tied parameter may have a gradient in one update and none in another.
+    a tied parameter may have a gradient in one update and none in another. `joined`: up to this version sums
+    over ranks may start.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class WeightStore:
         keeps_versions: bool = True,
         ties: Sequence[TiedParameter] = (),
         uses_vary: bool = False,
+        joined: float = math.inf,
         clipping: Clipping | None = None,
         loss_scale: LossScale | None = None,
         corrector: Corrector | None = None,
@@ -72,6 +78,7 @@ class WeightStore:
         self._places = self._slots.places
         self._ties = tuple(tied for tied in ties if tied.name in self._places)
         self._uses_vary = uses_vary
+        self._joined = joined
         self._clipping = clipping
         self._loss_scale = loss_scale
         self._corrector = corrector
@@ -157,7 +164,7 @@ class WeightStore:
         if is_first:
             self._question = UseQuestion(self._ties, gradients, self._device)
         if self._sums is None and (is_first or self._uses_vary):
-            self._sums = self._new_sums()
+            self._sums = self._new_sums(is_held=True)  # behind the question
         if self._used_ties is not None:
             late = sorted(t.name for t in self._ties if t.name in gradients.keys() - self._used_ties)
             assert not late, f"{late[0]} has a gradient in W{version} for the first time: it is not added up"
@@ -176,17 +183,38 @@ class WeightStore:
         self._pending.append(pending)
         # The second update is of all ties too, on all ranks: not all need have the answer by then.
         is_known = is_first or self._uses_vary or self._used_ties is not None
-        self._sums = self._new_sums() if is_known else None
+        self._sums = self._new_sums(is_held=version + 1 > self._joined) if is_known else None
         self.progress()
         while self._pending and not self._pending[0].can_wait:
             self._finish_first()
 
     def progress(self, *, needed: int | None = None) -> None:
         """Let pending updates go on; without further waiting unless others wait for the version `needed`."""
-        for pending in self._pending:
+        may = self._joined if needed is None else max(self._joined, needed)
+        going = [pending for pending in self._pending if pending.version <= may]
+        for pending in going:
+            pending.start()
+        for pending in going:
             pending.progress(must=needed is not None and pending.version <= needed)
             if not pending.is_squaring:
                 break  # all ranks do it in the same order
+
+    def join(self, version: int) -> None:
+        """All ranks come to the sums of updates up to this one in the call at work, at the latest."""
+        self._joined = version
+        self.progress()
+        if self._sums is not None and self.newest + len(self._pending) < version:
+            self._sums.start()
+
+    def all_join(self, version: int, *, finish: bool) -> None:
+        """The call ends in which all ranks have come so far: none is to wait for another's next one.
+
+        `finish`: make the versions too.
+        """
+        self._joined = version
+        self.progress(needed=version)
+        while finish and self._pending and self._pending[0].version <= version:
+            self._finish_first()
 
     def finish_update(self) -> None:
         """Make the versions that were put off, if any were."""
@@ -357,10 +385,11 @@ class WeightStore:
         self._used_ties = used
         self._buckets = in_buckets([tied for tied in self._ties if tied.name in used], self._aliases)
         if self._sums is None:
-            self._sums = self._new_sums()
+            coming = self.newest + len(self._pending) + 2  # the one at work has been taken out already
+            self._sums = self._new_sums(is_held=coming > self._joined)
 
-    def _new_sums(self) -> GradientSums:
-        return GradientSums(self._buckets, self._aliases, counted=self._uses_vary)
+    def _new_sums(self, *, is_held: bool) -> GradientSums:
+        return GradientSums(self._buckets, self._aliases, counted=self._uses_vary, is_held=is_held)
 
     def _empty_gradient(self, name: str) -> Tensor:
         return torch.zeros_like(self._aliases[name], memory_format=torch.contiguous_format)
