@@ -39,9 +39,10 @@ def untraced(
         pd2bw_fx.untraced(model.encoder, returns=like)
 
     The function computes however it likes from the tensors that it is given, also nested in tuples, lists and
-    dicts; autograd has to know the derivatives, and nothing may be written in place. A parameter that it
-    reads must be among its arguments. Those of a module are; what is returned is that module itself, of a
-    class of its own from now on, and its buffers must stay as they are.
+    dicts; autograd has to know the derivatives, and nothing may be written in place. Checkpoints within it
+    are those with use_reentrant=False. A parameter that it reads must be among its arguments. Those of a
+    module are; what is returned is that module itself, of a class of its own from now on, and its buffers
+    must stay as they are.
 
     `name` is what the stages call it by: its own name, if that is left out. Local workers are sent the
     function; under torchrun, and where a saved pipeline is loaded, it has to be defined the same way. No ONNX

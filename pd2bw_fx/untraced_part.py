@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,20 @@ class Part:
 
     def __call__(self, state: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         return functional_call(self.module, dict(zip(self.names, state, strict=True)), args, kwargs)
+
+    def holding(self, state: Sequence[Tensor], function: Callable[[], None]) -> None:
+        """Calls the function while the module has this state: checkpoints in it run again in a backward."""
+        held = {f"module.{name}": tensor for name, tensor in zip(self.names, state, strict=True)}
+        functional_call(_Holding(self.module), held, (function,))
+
+
+class _Holding(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[[], None]) -> None:
+        function()
 
 
 def state_of(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -190,19 +204,40 @@ class _Differentiable(torch.autograd.Function):
                 raise InputError(
                     f"{known().name} reads a parameter that it was not given; pass it as an argument"
                 )
-        ctx.given, ctx.results = given, results
+        ctx.own, ctx.training, ctx.given, ctx.results = known(), training, given, results
         ctx.mark_non_differentiable(*(result for result in results if not result.requires_grad))
         return tuple(result.detach() if result.requires_grad else result for result in results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *of_results: Tensor) -> Any:
-        trained = [tensor for tensor in ctx.given if tensor.requires_grad]
         if not ctx.results:
             return None, None, None, *(torch.zeros_like(t) if t.requires_grad else None for t in ctx.given)
         pairs = [(r, g) for r, g in zip(ctx.results, of_results, strict=True) if r.requires_grad]
         results, seeds = zip(*pairs, strict=True)
-        found = torch.autograd.grad(results, trained, seeds, allow_unused=True, retain_graph=True)
-        gradients = iter(found)
-        own = [next(gradients) if tensor.requires_grad else None for tensor in ctx.given]
-        return None, None, None, *own
+        # Not autograd.grad, which a reentrant checkpoint refuses; these leaves are this call's own.
+        backward = functools.partial(torch.autograd.backward, results, seeds, retain_graph=True)
+        part = ctx.own.function
+        with _reentrant_checkpoints_named(ctx.own.name):
+            if isinstance(part, Part):
+                part.module.train(ctx.training)
+                part.holding(ctx.given[: len(part.names)], backward)
+            else:
+                backward()
+        gradients = [tensor.grad for tensor in ctx.given]
+        for tensor in ctx.given:
+            tensor.grad = None
+        return None, None, None, *gradients
+
+
+@contextmanager
+def _reentrant_checkpoints_named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's, where this backward is itself one for some inputs alone
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise InputError(
+            f"{name} calls torch.utils.checkpoint with use_reentrant=True, which cannot give gradients for "
+            "some inputs alone; pass use_reentrant=False"
+        ) from error

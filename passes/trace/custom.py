@@ -114,10 +114,17 @@ def _call(cls: Any, args: Sequence[Any], names: _Names) -> Any:
         raise found
     raise TraceError(
         f"the model calls the custom autograd function {cls.__module__}.{cls.__qualname__}, whose forward "
-        f"and backward cannot be traced: {one_line(found)}. Write its forward with differentiable torch "
-        "operators (then no backward is needed), or register it with torch.library.custom_op and "
-        "register_autograd"
+        f"and backward cannot be traced: {_reason(found)}. Write its forward with differentiable torch "
+        "operators (then no backward is needed), register it with torch.library.custom_op and "
+        "register_autograd, or have the module that calls it, with all weights that it reads, run as it is "
+        "written: pd2bw_fx.untraced(module, returns=..)"
     ) from found
+
+
+def _reason(error: Exception) -> str:
+    if str(error).startswith("Mixing fake modes"):  # those of the model's trace, and of the function's own
+        return "it reads weights that it is not given, as those of a module among its arguments"
+    return one_line(error)
 
 
 class _FixedSizeError(ValueError):
