@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 
 _LIBRARIES = {"cuda": ("matmul",), "cudnn": ("conv", "rnn"), "mkldnn": ("matmul", "conv", "rnn")}
 _PARTS = tuple(f"{library}.{part}." for library, parts in _LIBRARIES.items() for part in parts)
-# Of torch.backends, the general before what it sets too.
+_REDUCED = "_reduced_precision_reduction"
+# Of torch.backends, the general before what it sets too, and the older switch before the newer ones.
 _FLAGS = (
+    *(f"{library}.allow_tf32" for library in ("cudnn", "mkldnn")),
     *(f"{place}fp32_precision" for place in ("", "cudnn.", "mkldnn.", *_PARTS)),
-    *(f"cudnn.{name}" for name in ("enabled", "benchmark", "deterministic")),
-    *(f"cuda.matmul.allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")),
+    *(f"cudnn.{name}" for name in ("enabled", "benchmark", "benchmark_limit", "deterministic")),
+    *(f"mkldnn.{name}" for name in ("enabled", "deterministic")),
+    *(f"cuda.matmul.allow_{name}" for name in (f"fp16{_REDUCED}", f"bf16{_REDUCED}", "fp16_accumulation")),
 )
 _ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
 
@@ -46,8 +51,8 @@ class ProcessSettings:
             torch.set_float32_matmul_precision(self.matmul_precision)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns)
         for name, value in self.flags.items():
-            holder, _, attribute = name.rpartition(".")
-            if getattr(_backend(holder), attribute) != value:
+            if _flag(name) != value:
+                holder, _, attribute = name.rpartition(".")
                 setattr(_backend(holder), attribute, value)
         for kind, is_on in self.attentions.items():
             getattr(torch.backends.cuda, f"enable_{kind}_sdp")(is_on)
@@ -62,15 +67,49 @@ def matmul_precision() -> str | None:
 
 
 def flags() -> dict[str, Any]:
-    """Of torch.backends, by name, those that this torch has."""
-    found = {}
-    for name in _FLAGS:
-        holder, _, attribute = name.rpartition(".")
+    """Of torch.backends, by name, those that this torch has, and can tell."""
+    found = {name: _flag(name) for name in _FLAGS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _flag(name: str) -> Any:
+    holder, _, attribute = name.rpartition(".")
+    try:
         value = getattr(_backend(holder), attribute, None)
-        if value is not None:
-            found[name] = value
-    return found
+        if value is not None and attribute.endswith(_REDUCED):  # one setting of two parts
+            return value, getattr(_backend(holder), f"{attribute}_split_k", True)
+        return value
+    except RuntimeError:  # the older switch, where the newer ones are set otherwise than it could say
+        return None
 
 
 def _backend(name: str) -> Any:
     return functools.reduce(getattr, name.split(".") if name else (), torch.backends)
+
+
+@contextmanager
+def cudnn_off() -> Iterator[None]:
+    """As torch.backends.cudnn.flags(enabled=False), which asks for and sets all other flags too: it raises
+    where the older switch for TF32 cannot tell what the newer ones are set to."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
+@contextmanager
+def other_flags_unasked() -> Iterator[None]:
+    """While torch.export traces, which turns libraries off, and on again: for the same reason."""
+    with ExitStack() as places:
+        for library in (torch.backends.cudnn, torch.backends.mkldnn):
+            switched = functools.partial(_switched, library)
+            places.enter_context(patch.object(library, "set_flags", switched))
+        yield
+
+
+def _switched(library: Any, enabled: bool) -> tuple[bool]:
+    before = (library.enabled,)
+    library.enabled = enabled
+    return before

@@ -19,6 +19,7 @@ from torch.export import draft_export
 
 from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.contraction import contractions_stay_open
+from pd2bw_fx.process_settings import other_flags_unasked
 from pd2bw_fx.program import training_context
 
 from .diagnose import state_kept
@@ -47,6 +48,7 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
             contractions_stay_open(),
             sizes_stay_open(program.model, program.loss_fn),
             training_context(),
+            other_flags_unasked(),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")

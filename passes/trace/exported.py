@@ -17,6 +17,7 @@ from torch.utils._sympy.numbers import IntInfinity
 from pd2bw_fx.contraction import contractions_stay_open
 from pd2bw_fx.ctc import ctc_loss_kept
 from pd2bw_fx.errors import Pd2bwError, TraceError
+from pd2bw_fx.process_settings import other_flags_unasked
 from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
 from pd2bw_fx.value_checks import checks_passed_while_traced
@@ -204,6 +205,7 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         maps_for_all_sizes(),
         values_named(),
         answers_noted(program.answers),
+        other_flags_unasked(),
     ):
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")

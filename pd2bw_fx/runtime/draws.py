@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pd2bw_fx.drawing import RECURRENT, call_draws
+from pd2bw_fx.process_settings import cudnn_off
 
 _WHOLE_MODEL = -1
 
@@ -79,5 +80,5 @@ class _BeforeDrawing(TorchFunctionMode):
         self._begin()
         # cuDNN's dropout between layers has a state of its own, which no seed reaches.
         is_recurrent = getattr(func, "__name__", "").partition(".")[0] in RECURRENT
-        with torch.backends.cudnn.flags(enabled=False) if is_recurrent else contextlib.nullcontext():
+        with cudnn_off() if is_recurrent else contextlib.nullcontext():
             return func(*args, **given)

@@ -1,0 +1,117 @@
+"""What a script sets for its whole process: in its workers it is set as it was set there."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pd2bw_fx
+from pd2bw_fx.process_settings import ProcessSettings
+from pd2bw_fx.runtime.draws import Draws
+
+BACKENDS: Any = torch.backends
+ASKED: list[Callable[[], Any]] = [
+    torch.get_float32_matmul_precision,
+    lambda: BACKENDS.cuda.matmul.allow_tf32,
+    lambda: BACKENDS.cudnn.allow_tf32,
+    lambda: BACKENDS.fp32_precision,
+    lambda: BACKENDS.cudnn.fp32_precision,
+    lambda: BACKENDS.cudnn.conv.fp32_precision,
+    lambda: BACKENDS.cudnn.rnn.fp32_precision,
+    lambda: BACKENDS.cuda.matmul.fp32_precision,
+    lambda: torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+    lambda: BACKENDS.cuda.matmul.allow_fp16_accumulation,
+    lambda: BACKENDS.mkldnn.deterministic,
+]
+SET: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "the older switch for TF32 off": {"cudnn.allow_tf32": False, "cuda.matmul.allow_tf32": False},
+    "the older switch for TF32 on": {"cudnn.allow_tf32": True, "cuda.matmul.allow_tf32": True},
+    "everything exact": {"fp32_precision": "ieee"},
+    "convolutions exact": {"cudnn.conv.fp32_precision": "ieee"},
+    "products in TF32": {"cuda.matmul.fp32_precision": "tf32"},
+    "sums": {
+        "cuda.matmul.allow_bf16_reduced_precision_reduction": (False, False),
+        "cuda.matmul.allow_fp16_accumulation": True,
+        "mkldnn.deterministic": True,
+    },
+}
+
+
+def change(flags: dict[str, Any]) -> None:
+    for name, value in flags.items():
+        holder, _, attribute = name.rpartition(".")
+        backend = BACKENDS
+        for part in holder.split(".") if holder else ():
+            backend = getattr(backend, part)
+        setattr(backend, attribute, value)
+
+
+def answers() -> list[Any]:
+    """Of all getters; the older ones raise where they cannot tell what the newer ones have set."""
+    found: list[Any] = []
+    for ask in ASKED:
+        try:
+            found.append(ask())
+        except RuntimeError:
+            found.append("raises")
+    return found
+
+
+def in_a_fork(work: Callable[[], Any]) -> Any:
+    """What it returns; settings are of a process."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, pickle.dumps(work()))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        data = file.read()
+    os.waitpid(child, 0)
+    return pickle.loads(data)
+
+
+@pytest.mark.parametrize("name", SET)
+def test_a_worker_has_the_flags_of_the_script_by_the_older_and_the_newer_names(name: str) -> None:
+    def script() -> tuple[ProcessSettings, list[Any]]:
+        change(SET[name])
+        return ProcessSettings.of_this_process(), answers()
+
+    def worker() -> list[Any]:
+        settings.take_over()
+        return answers()
+
+    settings, expected = in_a_fork(script)
+    assert in_a_fork(worker) == expected
+
+
+@pytest.fixture
+def exact() -> Iterator[None]:
+    """After it the older switch for TF32 raises."""
+    BACKENDS.fp32_precision = "ieee"
+    yield
+    BACKENDS.fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("exact")
+def test_models_are_split_and_layers_draw_where_the_older_switch_cannot_tell() -> None:
+    before = answers()
+    assert before[2] == "raises"
+    model, x = nn.LSTM(4, 4, num_layers=2, dropout=0.5), torch.randn(3, 2, 4)
+    pipe = pd2bw_fx.split(model, (x,), cluster=1, costs="analytic")
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.tracer.startswith("export")
+    with Draws(0, [1], torch.device("cpu")).of(0):
+        model(x)
+    assert answers() == before
+    assert BACKENDS.cudnn.enabled
+    assert BACKENDS.mkldnn.enabled
