@@ -75,8 +75,8 @@ def made_up(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not tensor.is_meta:
             return tensor
         if tensor.dtype.is_floating_point:
-            return torch.randn(tensor.shape, generator=drawn).to(tensor.dtype)
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+            return torch.randn(tensor.shape, generator=drawn, device="cpu").to(tensor.dtype)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     return {name: values(tensor) for name, tensor in example.items()}
 

@@ -46,6 +46,7 @@ def verified(
     if pipeline.example is None:
         raise InputError("comparing needs example inputs: split the model with example_args")
     require_values(pipeline.graph, tensors)
+    own_example: Mapping[str, Tensor] = pipeline.example
     reference, original = pipeline.reference, pipeline.graph.root
     is_own = plain and loss_fn is None and model is original and reference is not None
     if model is not None and not is_own:
@@ -55,6 +56,7 @@ def verified(
         given = dict(zip(flat.names, flat.tensors, strict=True))
         if example is None and not plain and given.keys() >= pipeline.graph.inputs.keys():
             example = given
+        tensors, own_example = _beside(model, tensors), _beside(model, own_example)
     if reference is None or original is None:
         raise InputError(
             "a pipeline that was loaded, or split on the meta device, has no original model with values: "
@@ -65,11 +67,17 @@ def verified(
         pipeline.plan,
         pipeline.programs,
         tensors,
-        _named_inputs(pipeline, pipeline.example if example is None else example),
+        _named_inputs(pipeline, own_example if example is None else example),
         model=original,
         forward=reference,
         tolerance=tolerance,
     )
+
+
+def _beside(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Where the model computes: what is loaded from a folder, or made up, is on the CPU."""
+    own = next((t for t in (*model.parameters(), *model.buffers()) if not t.is_meta), None)
+    return tensors if own is None else {name: tensor.to(own.device) for name, tensor in tensors.items()}
 
 
 def _named_inputs(pipeline: Pipeline, example: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -50,7 +50,7 @@ class _OnDevice(Tensor):
     def on_host(self) -> Tensor:
         storage = _storages[self.untyped_storage()._cdata]
         with torch._C._DisableTorchDispatch():
-            empty = torch.empty(0, dtype=self.dtype)
+            empty = torch.empty(0, dtype=self.dtype, device=_HOST)
             return empty.set_(storage, self.storage_offset(), tuple(self.shape), tuple(self.stride()))
 
     def tolist(self) -> Any:
@@ -102,11 +102,11 @@ def _to_host(value: Any) -> Any:
 
 # What torch does with tensors below the level at which modes are asked.
 def _empty(size: Any, *, dtype: Any = None, **_: Any) -> Tensor:
-    return _OnDevice(torch.empty([int(length) for length in size], dtype=dtype))
+    return _OnDevice(torch.empty([int(length) for length in size], dtype=dtype, device=_HOST))
 
 
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Tensor:
-    return _OnDevice(torch.empty_strided(size, stride, dtype=dtype))
+    return _OnDevice(torch.empty_strided(size, stride, dtype=dtype, device=_HOST))
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:

@@ -16,6 +16,7 @@ import pd2bw_fx
 from pd2bw_fx.errors import TraceError, VerificationError
 from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.passes.trace.chance import extreme_numbers
+from pd2bw_fx.passes.trace.second_call import _is_alike
 
 DRAWN: dict[str, Callable[[], float]] = {
     "random": random.random,
@@ -414,3 +415,12 @@ def test_a_container_that_changes_no_result_is_left_as_it_was(kind: str) -> None
     assert not model.tables
     assert torch.equal(pipe.run(x)["loss"], model(x))
     assert all(type(value) is Tensor for value in model.recent)
+
+
+def test_calls_are_compared_by_the_largest_entry() -> None:
+    """Sums in another order differ by roundings of what was added up, however little comes out."""
+    first = torch.tensor([1.0, 1e-4, torch.nan, torch.inf])
+
+    assert _is_alike(first, first + torch.tensor([0.0, 1e-7, 0.0, 0.0]))
+    assert not _is_alike(first, first + torch.tensor([0.0, 1e-5, 0.0, 0.0]))
+    assert not _is_alike(torch.tensor([1, 2]), torch.tensor([1, 3]))

@@ -10,6 +10,7 @@ difference is beyond what its type explains, the model is run again with its wei
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -135,20 +136,23 @@ def another_example(graph: OperatorGraph, example: Mapping[str, Tensor]) -> dict
 
     Values are drawn from each input's own, so that tokens stay tokens; what is all 0 and 1 is a mask, and
     keeps them. An open batch is one sample longer (shorter, where the program is for no more); an open
-    length is one shorter, for a model may bound it.
+    length is one shorter, for a model may bound it. On a GPU values stay in their place of a sample: columns
+    have ranges of their own, and an index out of range ends all that the process does there.
     """
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: _another(graph, graph.inputs[name].shape, tensor, generator) for name, tensor in example.items()
-    }
+    firsts = Counter(tensor.shape[:1] for tensor in example.values() if tensor.dim())
+    batch = max(firsts, key=lambda size: firsts[size], default=None)
+    found: dict[str, Tensor] = {}
+    for name, tensor in example.items():
+        other = _of_another_size(graph, graph.inputs[name].shape, tensor)
+        if tensor.device.type == "cpu":
+            found[name] = _drawn(other, generator)
+        else:
+            found[name] = _drawn_by_column(other, generator) if tensor.shape[:1] == batch else other.clone()
+    return found
 
 
-def _another(
-    graph: OperatorGraph,
-    shape: Sequence[int | str] | None,
-    tensor: Tensor,
-    generator: torch.Generator,
-) -> Tensor:
+def _of_another_size(graph: OperatorGraph, shape: Sequence[int | str] | None, tensor: Tensor) -> Tensor:
     for dimension, size in enumerate(shape or ()):
         if not isinstance(size, str) or not size.isidentifier():
             continue
@@ -158,10 +162,27 @@ def _another(
             tensor = torch.cat([flipped, flipped[-1:]])[: sizes[0] if sizes else before]
         elif tensor.shape[dimension] > 2:
             tensor = tensor.narrow(dimension, 0, tensor.shape[dimension] - 1)
-    if tensor.numel() == 0 or bool(((tensor == 0) | (tensor == 1)).all()):
+    return tensor
+
+
+def _drawn(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if _is_mask(tensor):
         return tensor.clone()
-    chosen = torch.randint(tensor.numel(), tensor.shape, generator=generator).to(tensor.device)
-    return tensor.flatten()[chosen]
+    return tensor.flatten()[_places(tensor, tensor.numel(), generator)]
+
+
+def _drawn_by_column(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if _is_mask(tensor):
+        return tensor.clone()
+    return tensor.gather(0, _places(tensor, tensor.shape[0], generator))
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _places(like: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(count, like.shape, generator=generator, device="cpu").to(like.device)
 
 
 def _compared(expected: Run, found: Run) -> list[tuple[Difference, Tensor | None]]:

@@ -59,7 +59,7 @@ def rounded(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 def _rounded(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if tensor.dtype not in _TOLERANCES:
         return tensor
-    up = torch.randint(2, tensor.shape, generator=generator).to(tensor.device, tensor.dtype) * 2 - 1
+    up = torch.randint(2, tensor.shape, generator=generator, device="cpu").to(tensor) * 2 - 1
     return tensor * (1 + torch.finfo(tensor.dtype).eps * up)
 
 

@@ -241,7 +241,7 @@ class NumberPost:
                 part, sent = self._sent
                 works += [(None, work) for work in sent]
             else:
-                part = torch.empty(len(numbers), len(self.names), dtype=torch.float64)
+                part = torch.empty(len(numbers), len(self.names), dtype=torch.float64, device="cpu")
                 with translated(source):
                     work = dist.irecv(part, source, group=self._group, tag=self._tag_of_update())
                 works.append((source, work))
@@ -265,7 +265,7 @@ class NumberPost:
         if part.device.type != "cuda":
             self._send(part.cpu())
             return
-        there = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+        there = torch.empty_like(part, device="cpu", pin_memory=True)
         there.copy_(part, non_blocking=True)
         is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_there.record(torch.cuda.current_stream(part.device))

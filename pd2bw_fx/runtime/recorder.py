@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pd2bw_fx.actions import Action, Kind
 from pd2bw_fx.metrics import Record
@@ -92,19 +93,23 @@ def offset_to_first_rank(rank: int, num_ranks: int, group: dist.ProcessGroup) ->
 
 def _answer(other: int, group: dist.ProcessGroup) -> None:
     for _ in range(_EXCHANGES):
-        question = torch.zeros(1, dtype=torch.float64)
+        question = _time(0.0)
         dist.recv(question, other, group=group)
-        dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64), other, group=group)
+        dist.send(_time(time.perf_counter()), other, group=group)
 
 
 def _asked(group: dist.ProcessGroup) -> float:
     quickest_s, offset_s = float("inf"), 0.0
     for _ in range(_EXCHANGES):
-        answer = torch.zeros(1, dtype=torch.float64)
+        answer = _time(0.0)
         began_s = time.perf_counter()
-        dist.send(torch.zeros(1, dtype=torch.float64), 0, group=group)
+        dist.send(_time(0.0), 0, group=group)
         dist.recv(answer, 0, group=group)
         ended_s = time.perf_counter()
         if ended_s - began_s < quickest_s:
             quickest_s, offset_s = ended_s - began_s, float(answer) - (began_s + ended_s) / 2
     return offset_s if abs(offset_s) > quickest_s / 2 else 0.0
+
+
+def _time(seconds: float) -> Tensor:
+    return torch.tensor([seconds], dtype=torch.float64, device="cpu")

@@ -220,11 +220,11 @@ def collected(own: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, 
         for name, (shape, stride, dtype) in theirs.items():
             if name in found:
                 continue
-            tensor = torch.empty_strided(shape, stride, dtype=dtype)
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
             if source == rank:
                 tensor.copy_(own[name].detach())
             found[name] = tensor
-            data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
             if data.numel():
                 with translated(None if source == rank else source):
                     dist.broadcast(data, group=group, group_src=source)
@@ -243,7 +243,7 @@ def _digests(flat: Mapping[str, Tensor]) -> dict[str, str]:
 def agreed_seed(seed: int | None, group: dist.ProcessGroup) -> int:
     """Rank 0's, on all ranks."""
     chosen = torch.initial_seed() if seed is None else seed
-    told = torch.tensor([chosen % 2**63])
+    told = torch.tensor([chosen % 2**63], device="cpu")
     with translated(0):
         dist.broadcast(told, 0, group=group)
     return int(told)

@@ -19,7 +19,7 @@ from tests.accelerator import DEVICE, Accelerator
 
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-3)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "2bw": ({}, {"max_gradient_norm": 1.0}),
+    "2bw": ({}, {"max_gradient_norm": 1.0, "record": 1}),
     "gpipe, recomputed": ({"method": "gpipe", "recompute": True}, {}),
     "interleaved": ({"method": "interleaved"}, {}),
     "two copies of one stage": ({"num_stages": 1}, {"replicas": 2}),
@@ -55,7 +55,7 @@ def main() -> None:
         batch = tuple(torch.cat([tensor] * 4) for tensor in example)
         pipe = pd2bw_fx.split(model, example, cluster=2, costs="analytic", check=False, **wishes)
         found = [trained(pipe, batch, {**options, "device": "cpu"})]
-        with Accelerator():
+        with Accelerator(), torch.device(DEVICE):  # as scripts set a default device
             found.append(trained(pipe, batch, {**options, "device": DEVICE}))
         results[name] = found
     if torch.distributed.get_rank() == 0:
