@@ -13,6 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from pd2bw_fx.errors import Pd2bwError
@@ -22,6 +24,11 @@ from pd2bw_fx.value_checks import checks_passed_in
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 _TRACING = threading.RLock()
+_RECURRENT = frozenset(
+    getattr(getattr(torch.ops.aten, layer), of)
+    for layer in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for of in ("input", "data")
+)
 
 
 class FxProgram:
@@ -57,6 +64,12 @@ class ProgramInterpreter(fx.Interpreter):
         with region(n), checks_passed_in(n.target):
             return super().run_node(n)
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target not in _RECURRENT or not any(map(_is_fake_on_a_gpu, pytree.tree_leaves((args, kwargs)))):
+            return super().call_function(target, args, kwargs)
+        with enable_python_dispatcher():  # cuDNN's kernels look for the memory of the weights
+            return super().call_function(target, args, kwargs)
+
     @property
     def extra_traceback(self) -> bool:
         """Whether torch writes the node into an error's text: our own say themselves what they are about."""
@@ -65,6 +78,10 @@ class ProgramInterpreter(fx.Interpreter):
     @extra_traceback.setter
     def extra_traceback(self, value: bool) -> None:
         """Torch's constructor sets it."""
+
+
+def _is_fake_on_a_gpu(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and value.device.type == "cuda"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.models.gpt import GPT, GPTConfig
@@ -100,3 +102,33 @@ def test_a_model_on_a_gpu_is_split_trained_and_exported(tmp_path: Path) -> None:
     model.load_state_dict(pipe.state_dict())
     assert pipe.run(inputs)["loss"].item() == pytest.approx(model(*inputs).item(), rel=1e-5)
     assert len(pipe.export_onnx(tmp_path)["stages"]) == 2
+
+
+def test_recurrent_layers_of_cudnn_are_split_and_trained() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 8)
+            self.lstm = nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True)
+            self.gru = nn.GRU(16, 6, batch_first=True)
+            self.head = nn.Linear(6, 11)
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            hidden, _ = self.gru(self.lstm(self.embed(tokens))[0])
+            return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+    torch.manual_seed(0)
+    model = Recurrent().double().cuda()
+    tokens = torch.randint(11, (8, 5), device="cuda")
+    alone, expected = copy.deepcopy(model), []
+    optimizer = SGD(alone.parameters())
+    for _ in range(3):
+        expected.append(loss := alone(tokens, tokens))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pipe = pd2bw_fx.split(model, (tokens[:4], tokens[:4]), cluster=GPUS, costs="analytic", check="full")
+
+    result = pipe.train_local([(tokens, tokens)] * 3, optimizer=SGD, microbatches_per_update=2, method="1f1b")
+
+    assert result.losses == pytest.approx([loss.item() for loss in expected], rel=1e-12)

@@ -7,8 +7,10 @@ import functools
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import pd2bw_fx
+from pd2bw_fx import program
 from pd2bw_fx.actions import Wanted
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.job import jobs, work_for
@@ -49,3 +51,24 @@ def test_an_optimizer_steps_the_weights_that_a_recurrent_layer_computes_with(
         losses = [float(engine.step(batch)) for batch in batches]
 
     assert losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+def test_what_recurrent_layers_give_is_known_without_the_memory_of_their_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where cuDNN would look for it."""
+
+    def planned() -> pd2bw_fx.Plan:
+        torch.manual_seed(0)
+        return pd2bw_fx.split(Reader(), (torch.randn(4, 3, 4), torch.randn(4, 1)), costs="analytic").plan
+
+    expected, asked = planned(), list[str]()
+
+    def is_fake(value: object) -> bool:
+        asked.append(type(value).__name__)
+        return isinstance(value, FakeTensor)
+
+    monkeypatch.setattr(program, "_is_fake_on_a_gpu", is_fake)
+
+    assert planned().bottleneck_s == pytest.approx(expected.bottleneck_s, rel=0.01)
+    assert "FakeTensor" in asked
