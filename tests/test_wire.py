@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.backends import cudnn
 
 from pd2bw_fx.runtime.wire import decoded, encoded, encoded_with_code
 
@@ -62,3 +64,10 @@ def test_parameters_and_code_travel_too() -> None:
     assert isinstance(found.weight, nn.Parameter)
     assert torch.equal(found.weight, layer.weight)
     assert doubled(21) == 42
+
+
+def test_code_may_name_modules_of_torch_that_pickle_refuses() -> None:
+    def set_up() -> Any:
+        return torch.backends.cudnn.allow_tf32, torch.backends.fp32_precision, torch.ops.aten.add(1, 2), cudnn
+
+    assert decoded(encoded_with_code(set_up))() == (True, "none", 3, torch.backends.cudnn)

@@ -6,8 +6,11 @@ dataset along, and a stage's weights, which share one block, that block as often
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
+import sys
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -42,7 +45,16 @@ class _Pickler(pickle.Pickler):
 
 class _PicklerWithCode(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
+        if _is_special_module(value):
+            return importlib.import_module, (value.__name__,)
         return _reduced(value) if _is_plain(value) else super().reducer_override(value)
+
+
+def _is_special_module(value: Any) -> bool:
+    """Of a class of its own, which pickle refuses: torch.backends.cudnn or torch.ops, which code may name."""
+    if not isinstance(value, ModuleType) or type(value) is ModuleType:
+        return False
+    return sys.modules.get(value.__name__) is value
 
 
 def _is_plain(value: Any) -> bool:
