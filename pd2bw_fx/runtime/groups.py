@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -131,19 +131,26 @@ class Groups:
                     f"backend is {wanted!r} here and {theirs!r} on rank {rank}; give all ranks the same"
                 )
         places = [place for _, place in everyone]
-        require_gpus(wanted, [place is not None for place in places])
+        require_gpus(wanted, places)
         if wanted != "auto":
             return wanted == "nccl"
         return None not in places and len(set(places)) == len(places) and dist.is_nccl_available()
 
 
-def require_gpus(backend: Backend, are_on_gpus: Sequence[bool]) -> None:
-    """`are_on_gpus[rank]`. Raises InputError for nccl where a rank is not on one."""
-    if backend == "nccl" and not all(are_on_gpus):
-        raise InputError(
-            "backend='nccl' moves tensors between GPUs, and rank "
-            f"{list(are_on_gpus).index(False)} computes on the CPU; leave it out, or give 'gloo'"
-        )
+def require_gpus(backend: Backend, gpus: Sequence[Hashable | None]) -> None:
+    """`gpus[rank]`, None where it computes on the CPU. Raises InputError for nccl unless each has its own."""
+    if backend != "nccl":
+        return
+    for rank, gpu in enumerate(gpus):
+        if gpu is None or gpu in gpus[:rank]:
+            found = (
+                f"rank {rank} computes on the CPU"
+                if gpu is None
+                else f"ranks {gpus.index(gpu)} and {rank} share one"
+            )
+            raise InputError(
+                f"backend='nccl' moves tensors between GPUs, and {found}; leave it out, or give 'gloo'"
+            )
 
 
 def _place(device: torch.device) -> tuple[str, str] | None:

@@ -124,7 +124,7 @@ def train_local(
         {"optimizer": optimizer, "seed": drawn, **options}, "on_update", "threads_per_worker"
     )
     devices = [local_device(job.device, chosen.device) for job in prepared]
-    require_gpus(chosen.backend, [device.type == "cuda" for device in devices])
+    require_gpus(chosen.backend, [device if device.type == "cuda" else None for device in devices])
     if threads_per_worker is not None:
         require_whole_number("threads_per_worker", threads_per_worker)
     if on_update is not None:
