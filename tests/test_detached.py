@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -103,6 +104,32 @@ def test_weights_that_the_forward_writes_have_no_two_versions() -> None:
         train_reference(model, batches, **settings)
     with pytest.raises(InputError, match=r"writes the parameter 'second\.weight' in its forward.*'1f1b'"):
         split(model).train_local(batches, **settings)
+
+
+@pytest.mark.parametrize("method", ["1f1b", "gpipe"])
+def test_weights_that_the_forward_writes_are_trained_by_one_version(method: str) -> None:
+    class Normalised(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for layer in (self.first, self.second):
+                    layer.weight.copy_(nn.functional.normalize(layer.weight, dim=1))
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Normalised().double()
+    before, batches = copy.deepcopy(model), [torch.randn(6, 8, dtype=torch.float64) for _ in range(3)]
+    pipe = split(model, method=method, microbatches_per_update=3, check="full")
+    result = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=3)
+
+    optimizer = sgd(before.parameters())
+    for batch, loss in zip(batches, result.losses, strict=True):
+        optimizer.zero_grad()
+        losses = []
+        for part in batch.chunk(3):
+            losses.append(before(part) / 3)
+            losses[-1].backward()
+        optimizer.step()
+        assert loss == pytest.approx(float(sum(losses)), rel=1e-12)
 
 
 def test_data_of_another_shape_is_no_values_for_what_is_there() -> None:

@@ -261,7 +261,7 @@ class StageTree:
             return False
         if any(module is changing for changing in self.graph.changing):
             return False  # what it was called with is no more
-        if any(isinstance(item, Scope) for item in scope.items):
+        if any(isinstance(item, Scope) or _copies_a_weight(item) for item in scope.items):
             return False
         whole = self._whole_calls[scope.key]
         own = {n.name for n in scope.nodes if not self.graph.operators[n.name].is_replicable}
@@ -399,6 +399,12 @@ def _name_under(path: str, spec: ParameterSpec) -> str | None:
     prefix = path + "." if path else ""
     names: Sequence[str] = (spec.name, *spec.tied_names)
     return next((name for name in names if name.startswith(prefix)), None)
+
+
+def _copies_a_weight(node: fx.Node) -> bool:
+    """As is done with one that the forward writes, before it is read (normalise/state.py)."""
+    operand = node.args[0] if node.target is torch.ops.aten.clone.default else None
+    return isinstance(operand, fx.Node) and operand.op == "get_attr"
 
 
 def occurrences(value: Any, node: fx.Node) -> int:

@@ -35,7 +35,7 @@ from .layers import call_mapped_layers
 from .lift import Draft, canonical_names, lift
 from .memory import find_memory_groups
 from .numbers import write_numbers
-from .state import copy_written_buffers
+from .state import copy_written_state
 
 __all__ = ["normalise", "tensors"]
 
@@ -115,7 +115,7 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts]:
     if rewritten is draft:
         return draft, facts
     facts = observe(_program(rewritten), traced.examples)
-    if copy_written_buffers(rewritten, facts):
+    if copy_written_state(rewritten, facts):
         facts = observe(_program(rewritten), traced.examples)
     return rewritten, facts
 

@@ -1,9 +1,9 @@
-"""What a gradient is computed from must not be a buffer that a later forward writes.
+"""What a gradient is computed from must not be state that a later forward writes.
 
     self.scale.mul_(0.9).add_(spread)          self.scale.mul_(0.9).add_(spread)
     return x / self.scale                ->    return x / self.scale.clone()
 
-One process runs a backward before it writes the buffer again; a pipeline has other microbatches in between.
+One process runs a backward before it writes the state again; a pipeline has other microbatches in between.
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ from torch import fx
 
 from .facts import Facts
 from .lift import Draft
+from .nodes import operator_name
+
+_UNSAVED = {"embedding", "embedding_bag", "_embedding_bag"}  # their backward does not read the table
 
 
-def copy_written_buffers(draft: Draft, facts: Facts) -> bool:
-    """Operators that a gradient flows through read copies of buffers that the program writes; whether any
-    does."""
+def copy_written_state(draft: Draft, facts: Facts) -> bool:
+    """Operators that a gradient flows through read copies of buffers and parameters that the program writes;
+    whether any does."""
     writes = (node for nodes in facts.written.values() for node in nodes)
     written = {storage for node in writes for storage in facts.storages[node.name]}
-    buffers = (n for n in draft.graph.find_nodes(op="get_attr") if not facts.requires_grad(n.name))
-    written &= {storage for node in buffers for storage in facts.storages[node.name]}
+    state = draft.graph.find_nodes(op="get_attr")
+    written &= {storage for node in state for storage in facts.storages[node.name]}
     found = False
     for node in list(draft.graph.nodes):
         if node.op != "call_function" or facts.is_view(node.name) or not facts.requires_grad(node.name):
             continue
         for operand in node.all_input_nodes:
             is_own = operand in facts.written.get(node.name, ())
-            if not is_own and facts.storages[operand.name] & written:
+            is_saved = operator_name(node) not in _UNSAVED or not facts.requires_grad(operand.name)
+            if is_saved and not is_own and facts.storages[operand.name] & written:
                 _copy(draft.graph, operand, node)
                 found = True
     return found
