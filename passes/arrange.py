@@ -4,7 +4,7 @@
 interleaved     v stages on each device in turn: stage s of v d on device s mod d
 chimera         stage s on devices s and d - 1 - s
 bapipe          planned for each order that it may choose, timed, and the fastest that fits is kept
-ddp             one stage; the other devices of the cluster hold it too
+ddp             one stage, which every device of the cluster holds: timed as on the slowest of them
 with replicas   stage s on r_s devices side by side, the first stage's first
 """
 
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from pd2bw_fx.actions import Shape
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError
 from pd2bw_fx.plan import Plan
@@ -24,6 +24,7 @@ from pd2bw_fx.problem import Problem
 
 from .partition import METHODS as TUNED
 from .partition import partition, partition_replicated, require_blocks
+from .places import places_for
 from .schedule import (
     BaPipe,
     Placing,
@@ -37,7 +38,6 @@ from .schedule import (
 from .simulate import simulate
 
 CHUNKS = 2  # stages of each device, for methods that go round, where nothing else is wished
-_WITHIN_A_DEVICE = 1e15  # bytes per second: no time at all
 _BAPIPE = (("1f1b", 0.0), ("1f1b", 1.0), ("gpipe", 0.0))  # base and slack: 1.0 overlaps the messages
 _UPDATES_TIMED = 3
 
@@ -82,7 +82,7 @@ def arrange(
     """The fastest plan for the method, and the shape of its schedule. `options` and what else is given are
     those of `partition`.
 
-    Where a device has several stages, each may use its equal share of the memory.
+    Where a device has several stages, each may use its equal share of the memory (`places.py`).
     Raises what `partition` raises, and InputError where the cluster is too small.
     """
     options = {**options, **setting}
@@ -97,15 +97,20 @@ def arrange(
         "kept": keeping(method, shape),
         **options,
     }
+    places = places_for(
+        problem,
+        cluster,
+        chosen.placing,
+        settings.get("constraints"),
+        num_stages=shape.num_stages,
+        chunks=shape.chunks,
+    )
     if chosen.placing is Placing.ROUND:
         require_blocks(problem, shape.num_stages)
-        turn = in_turn(problem, cluster, chosen.num_ranks(shape), shape.chunks)
-        order = range(shape.num_stages)
-        plan = by_device(turn.of_plan(partition(turn.problem, turn.cluster, order=order, **settings)))
-    elif chosen.placing is Placing.BOTH_WAYS:
-        plan = by_device(partition(*both_ways(problem, cluster), **settings))
-    else:
-        plan = partition(problem, cluster, **settings)
+    settings |= {"constraints": places.constraints, "order": places.order}
+    plan = places.of_plan(partition(places.problem, places.cluster, **settings))
+    if chosen.placing in (Placing.ROUND, Placing.BOTH_WAYS):
+        plan = by_device(plan)
     return plan, shape_of(
         plan, method, microbatches_per_update=shape.microbatches_per_update, replicas=shape.replicas
     )
@@ -173,87 +178,6 @@ def by_device(plan: Plan) -> Plan:
     for stage, load_s in zip(plan.stages, loads_s, strict=True):
         of_devices[stage.device] = of_devices.get(stage.device, 0.0) + load_s
     return replace(plan, bottleneck_s=max(of_devices.values()), bound_s=0.0)
-
-
-def both_ways(problem: Problem, cluster: Cluster) -> tuple[Problem, Cluster]:
-    """With half of the devices' memory, for chimera has two stages on each: every stage is on the device that
-    it is planned for and on the one as far from the other end, so that a place is as the lesser of both."""
-    last = len(cluster) - 1
-    blocks = tuple(
-        replace(block, forward_s=_slower(block.forward_s), backward_s=_slower(block.backward_s))
-        for block in problem.blocks
-    )
-    devices = tuple(
-        replace(device, memory_bytes=min(device.memory_bytes, other.memory_bytes) // 2)
-        for device, other in zip(cluster.devices, reversed(cluster.devices), strict=True)
-    )
-    bytes_per_s = tuple(
-        tuple(min(own, cluster.bytes_per_s[last - a][last - b]) for b, own in enumerate(row))
-        for a, row in enumerate(cluster.bytes_per_s)
-    )
-    latency_s = tuple(
-        tuple(max(own, cluster.latency_s[last - a][last - b]) for b, own in enumerate(row))
-        for a, row in enumerate(cluster.latency_s)
-    )
-    spread = replace(cluster, devices=devices, bytes_per_s=bytes_per_s, latency_s=latency_s)
-    return replace(problem, blocks=blocks), spread
-
-
-def _slower(of_devices: Sequence[float]) -> tuple[float, ...]:
-    return tuple(map(max, of_devices, reversed(of_devices)))
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The problem on a cluster in which each of `devices` stands several times, one place after another."""
-
-    problem: Problem
-    cluster: Cluster
-    devices: tuple[Device, ...]
-
-    def of_plan(self, plan: Plan) -> Plan:
-        """A plan for the places, on the devices."""
-        stages = []
-        for stage in plan.stages:
-            device = stage.device % len(self.devices)
-            stages.append(replace(stage, device=device, device_name=self.devices[device].name))
-        return replace(plan, stages=tuple(stages))
-
-
-def in_turn(problem: Problem, cluster: Cluster, num_devices: int, chunks: int) -> Turn:
-    """Each of the first `num_devices` stands there `chunks` times, with its share of the memory.
-
-    Raises InputError where the cluster has fewer.
-    """
-    if num_devices > len(cluster):
-        raise InputError(
-            f"{num_devices * chunks} stages, {chunks} on each device, need {num_devices} devices, and the "
-            f"cluster has {len(cluster)}; try num_stages={len(cluster) * chunks}"
-        )
-    real = [place % num_devices for place in range(num_devices * chunks)]
-    copies = Cluster(
-        devices=tuple(
-            replace(
-                cluster.devices[device],
-                name=f"{cluster.devices[device].name}, place {place // num_devices}",
-                memory_bytes=cluster.devices[device].memory_bytes // chunks,
-            )
-            for place, device in enumerate(real)
-        ),
-        bytes_per_s=tuple(
-            tuple(cluster.bytes_per_s[a][b] if a != b else _WITHIN_A_DEVICE for b in real) for a in real
-        ),
-        latency_s=tuple(tuple(cluster.latency_s[a][b] if a != b else 0.0 for b in real) for a in real),
-    )
-    blocks = tuple(
-        replace(block, forward_s=_at(block.forward_s, real), backward_s=_at(block.backward_s, real))
-        for block in problem.blocks
-    )
-    return Turn(replace(problem, blocks=blocks), copies, cluster.devices[:num_devices])
-
-
-def _at(values: Sequence[float], places: Sequence[int]) -> tuple[float, ...]:
-    return tuple(values[place] for place in places)
 
 
 def _explored(

@@ -14,11 +14,17 @@ from pd2bw_fx.errors import PlanMismatchError
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 
-from .arrange import both_ways, by_device, in_turn, shape_again
+from .arrange import by_device, shape_again
 from .partition import check_plan
+from .places import places_for
 from .schedule import BaPipe, Placing, keeping, keeping_copies, method_of, shape_of
 
 _ROOMY = 2**60  # bytes of a device
+_REASONS = {
+    Placing.ROUND: "stages go round the devices",
+    Placing.BOTH_WAYS: "stages stand on the devices in their order, from both ends",
+    Placing.WHOLE: "its one stage is on all devices, of which the first is named",
+}
 
 
 def checked(
@@ -42,26 +48,32 @@ def checked(
         )
     method = method_of(plan.method)
     shape = shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)
-    price = functools.partial(check_plan, memory_model=memory_model, constraints=constraints)
+    price = functools.partial(check_plan, memory_model=memory_model)
     if isinstance(method, BaPipe):  # what it keeps, and whether messages run beside work, goes by its order
         shape = _order_again(plan, shape, problem, cluster)
         price = functools.partial(price, overlap=shape.slack > 0)
     if method.trains:
         plan = _with(plan, _kept(plan, shape, cluster))
-    if method.placing is Placing.BOTH_WAYS:
-        return by_device(price(plan, *both_ways(problem, cluster)))
-    if method.placing is not Placing.ROUND:
+    places = places_for(
+        problem,
+        cluster,
+        method.placing,
+        constraints,
+        num_stages=plan.num_stages,
+        chunks=shape.chunks,
+    )
+    price = functools.partial(price, constraints=places.constraints)
+    if places.order is None:
         return price(plan, problem, cluster)
-    num_devices = plan.num_stages // shape.chunks
-    for stage in plan.stages:
-        if stage.device != stage.stage % num_devices:
+    for stage, place in zip(plan.stages, places.order, strict=True):
+        if stage.device != places.on[place][0]:
             raise PlanMismatchError(
                 f"stage {stage.stage} is on device {stage.device}; {plan.method} has it on device "
-                f"{stage.stage % num_devices}, for stages go round the {num_devices} devices"
+                f"{places.on[place][0]}, for {_REASONS[method.placing]}"
             )
-    turn = in_turn(problem, cluster, num_devices, shape.chunks)
     spread = replace(plan, stages=tuple(replace(stage, device=stage.stage) for stage in plan.stages))
-    return by_device(turn.of_plan(price(spread, turn.problem, turn.cluster)))
+    priced = places.of_plan(price(spread, places.problem, places.cluster))
+    return priced if method.placing is Placing.WHOLE else by_device(priced)
 
 
 def _order_again(plan: Plan, shape: Shape, problem: Problem, cluster: Cluster) -> Shape:

@@ -148,7 +148,7 @@ def split(
         example=known.example,
         trace_report=known.trace_report,
         reference=known.reference,
-        setting=wish.setting,
+        setting=wish.setting_of(plan, shape),
     )
     if check and any(tensor.is_meta for tensor in pipeline.tensors().values()):
         _tell_of_the_meta_device(pipeline)

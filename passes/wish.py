@@ -27,7 +27,7 @@ from pd2bw_fx.problem import Problem
 
 from .arrange import CHUNKS, arrange, shape_again, share_out, wished_shape
 from .checked import checked
-from .schedule import Placing, method_of
+from .schedule import BaPipe, Placing, method_of
 from .solver import check_solver
 
 
@@ -108,12 +108,17 @@ class Wish:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """The arguments of `explain` that planning had."""
+        """What planning is told of memory, recomputation and the user's wishes."""
         return {
             "memory_model": self.memory_model,
             "recompute": self.recompute,
             "constraints": self.constraints,
         }
+
+    def setting_of(self, plan: Plan, shape: Shape) -> dict[str, Any]:
+        """The arguments of `explain` for a plan of this wish: bapipe chooses if messages overlap work."""
+        overlaps = isinstance(method_of(plan.method), BaPipe) and shape.slack > 0
+        return self.setting | ({"overlap": True} if overlaps else {})
 
     def granted(self, problem: Problem) -> tuple[Plan, Shape]:
         """The fastest plan, or the one that is given with what it costs, and its schedule's shape."""

@@ -236,7 +236,7 @@ def _loss_of(pipe: Pipeline, batch: Any) -> float | None:
 def _memory(pipe: Pipeline, timeline: Timeline) -> Iterator[DeviceMemory]:
     """A rank has everything that it holds of all its stages: chimera's have two, ddp's the whole model."""
     peaks, devices = pipe.peak_memory_bytes(timeline), pipe.cluster.devices
-    used = sorted({stage.device for stage in pipe.plan.stages})
+    used = list(dict.fromkeys(stage.device for stage in pipe.plan.stages))  # rank r is stage r's
     places = used if len(used) == len(peaks) else range(len(peaks))
     for place, peak_bytes in zip(places, peaks, strict=True):
         yield DeviceMemory(devices[place].name, peak_bytes, devices[place].memory_bytes)

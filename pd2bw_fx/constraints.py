@@ -18,14 +18,15 @@ class Constraints:
     of that module and of those inside it; `*` in a path stands for one part of it ("blocks.*.attention").
 
     - `stage_of`: these on this stage;
-    - `device_of`: these on the stage that this device (by name or index in the cluster) takes;
+    - `device_of`: these on the stage that this device (by name or index in the cluster), or one of a tuple
+      of them, takes; where a device has several stages, on any of them;
     - `together`: all that the names of one entry mean on one stage;
     - `whole`: no cut inside any of these modules; with `*`, each module that matches by itself;
     - `memory_bytes`: at most so much of a device's memory ("12 GiB" or a number), by its name or index.
     """
 
     stage_of: Mapping[str, int] = field(default_factory=dict)
-    device_of: Mapping[str, str | int] = field(default_factory=dict)
+    device_of: Mapping[str, str | int | Sequence[str | int]] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
     whole: tuple[str, ...] = ()
     memory_bytes: Mapping[str | int, int | str] = field(default_factory=dict)

@@ -94,8 +94,25 @@ def shape_for(pipeline: Pipeline, wanted: Wanted, plan: Plan) -> Shape:
 
 
 def _in_one_stage(pipeline: Pipeline) -> Plan:
-    sizes = coarsen(pipeline.graph, pipeline.costs, pipeline.cluster).parameters
-    return as_one_stage(pipeline.plan, sizes, _memory_model(pipeline))
+    """With the times of the slowest of the plan's devices: an update waits for its copy."""
+    problem = coarsen(pipeline.graph, pipeline.costs, pipeline.cluster)
+    plan = pipeline.plan
+    together = as_one_stage(plan, problem.parameters, _memory_model(pipeline))
+    if pipeline.cluster.is_uniform:
+        return together
+    again = {name for stage in plan.stages if stage.recompute for name in stage.operators}
+    devices = {stage.device for stage in plan.stages}
+    forward_s = {d: sum(block.forward_s[d] for block in problem.blocks) for d in devices}
+    backward_s = {
+        d: sum(
+            block.backward_s[d] + block.forward_s[d] * (block.operators[0] in again)
+            for block in problem.blocks
+        )
+        for d in devices
+    }
+    slowest = max(devices, key=lambda d: forward_s[d] + backward_s[d])
+    stage = replace(together.stages[0], forward_s=forward_s[slowest], backward_s=backward_s[slowest])
+    return replace(together, stages=(stage,), bottleneck_s=stage.load_s)
 
 
 def _memory_model(pipeline: Pipeline) -> MemoryModel:

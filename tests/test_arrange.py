@@ -13,13 +13,14 @@ from torch import Tensor, nn
 import pd2bw_fx
 from pd2bw_fx.actions import Kind, Shape
 from pd2bw_fx.costs import MemoryModel
-from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.errors import InfeasibleError, InputError, PlanMismatchError
 from pd2bw_fx.models import build
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.schedule import METHODS, check_schedule, schedule_of
 from pd2bw_fx.passes.simulate import Durations, simulate_durations, versions_alive
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import as_one_stage
+from pd2bw_fx.units import parse_bytes
 
 
 class Net(nn.Module):
@@ -239,3 +240,58 @@ def test_a_plan_of_bapipe_costs_again_what_it_was_planned_at() -> None:
 
     assert (again.bottleneck_s, again.bound_s) == (pipe.plan.bottleneck_s, pipe.plan.bound_s)
     assert again.stages == pipe.plan.stages
+
+
+def unlike(*speeds: float, memory: tuple[str, ...]) -> pd2bw_fx.Cluster:
+    like = cluster_of(len(speeds))
+    devices = tuple(
+        replace(device, speed=speed, memory_bytes=parse_bytes(size))
+        for device, speed, size in zip(like.devices, speeds, memory, strict=True)
+    )
+    return replace(like, devices=devices)
+
+
+def test_data_parallelism_waits_for_the_slowest_device_and_fits_on_the_smallest() -> None:
+    pipe = split(3, cluster=unlike(2.0, 1.0, 0.1, memory=("1 GiB",) * 3), method="ddp")
+    problem = coarsen(pipe.graph, pipe.costs, pipe.cluster)
+    slowest_s = sum(block.forward_s[2] + block.backward_s[2] for block in problem.blocks)
+    assert pipe.plan.bottleneck_s == pytest.approx(slowest_s)
+    assert pipe.check_plan(pipe.plan).bottleneck_s == pytest.approx(slowest_s)
+    assert pipe.simulate(num_updates=4).throughput <= 3 / slowest_s
+    by_stages = split(3, cluster=pipe.cluster, method="1f1b", microbatches_per_update=6)
+    assert by_stages.simulate(method="ddp", num_updates=4).throughput <= 3 / slowest_s
+
+    with pytest.raises(InfeasibleError, match=r"every device \(cpu:1 has least\), .* has 100 KiB"):
+        split(3, cluster=unlike(1.0, 1.0, 1.0, memory=("1 GiB", "100 KiB", "1 GiB")), method="ddp")
+
+
+@pytest.mark.parametrize(
+    ("method", "device", "pinned"),
+    [("interleaved", 0, "cpu:3"), ("interleaved", "cpu:1", "cpu:3"), ("chimera", 0, "cpu:2")],
+)
+def test_a_cap_and_a_pin_are_kept_by_all_places_of_a_device(
+    method: str, device: int | str, pinned: str
+) -> None:
+    wishes = pd2bw_fx.Constraints(memory_bytes={device: 2**20}, device_of={"head": pinned})
+    pipe = pd2bw_fx.split(
+        build("gpt"), cluster=4, method=method, costs="analytic", check=False, constraints=wishes
+    )
+    peaks = pipe.peak_memory_bytes(pipe.simulate(num_updates=4))
+    assert peaks[0 if device == 0 else 1] <= 2**20 < max(peaks)
+    head = next(n for n, operator in pipe.graph.operators.items() if operator.module_path == "head")
+    rank = pipe.schedule.ranks[int(pinned[-1])]
+    assert pipe.plan.stage_of[head] in {action.stage for action in rank}
+    assert pipe.check_plan(pipe.plan).bottleneck_s == pytest.approx(pipe.plan.bottleneck_s)
+
+
+def test_a_plan_of_bapipe_is_explained_with_the_overlap_that_it_was_made_with(tmp_path: Path) -> None:
+    cluster = pd2bw_fx.Cluster.uniform(3, bytes_per_s=1e8, latency_s=1e-5)
+    pipe = pd2bw_fx.split(build("gpt"), cluster=cluster, method="bapipe", costs="analytic", check=False)
+    assert pipe.schedule.shape is not None
+    assert pipe.schedule.shape.slack > 0
+    pipe.save(tmp_path / "gpt")
+    for each in (pipe, pd2bw_fx.load(tmp_path / "gpt")):
+        told = each.explain(time_limit_s=4)
+        assert all(slack.used <= slack.limit * (1 + 1e-9) for slack in told.slacks)
+    with pytest.raises(PlanMismatchError, match=r"takes .* and .* overlap=False .*; explain"):
+        pipe.explain(overlap=False)

@@ -15,6 +15,7 @@ prices what others would have done.
 
 from .baselines import Baseline, baselines
 from .check import check_plan
+from .constrain import capped, devices_meant
 from .explain import explain
 from .face import partition, require_blocks
 from .instance import evaluate
@@ -28,7 +29,9 @@ __all__ = [
     "Baseline",
     "Placement",
     "baselines",
+    "capped",
     "check_plan",
+    "devices_meant",
     "evaluate",
     "explain",
     "partition",

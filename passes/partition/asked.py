@@ -62,7 +62,7 @@ class Asked:
 
     @property
     def _pinned(self) -> set[int]:
-        return {pin.device for pin in self.pins if pin.device is not None}
+        return {device for pin in self.pins for device in pin.devices or ()}
 
     def with_memory(self, num_bytes: Mapping[int, int]) -> Asked:
         """Devices with so much instead. Those that were alike may be no longer: `orders` are others then."""

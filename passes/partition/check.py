@@ -143,9 +143,8 @@ def _check_pins(plan: Plan, pins: Sequence[Pin], stage_of: dict[str, int]) -> No
         stage = stage_of[pin.block]
         device = plan.stages[stage].device
         if not pin.allows(stage, device):
-            wished = f"stage {pin.stage}" if pin.stage is not None else f"device {pin.device}"
             raise PlanMismatchError(
-                f"{pin.name!r} is pinned to {wished}, and the plan has it on stage {stage} (device "
+                f"{pin.name!r} is pinned to {pin.where}, and the plan has it on stage {stage} (device "
                 f"{device}); change the plan, or the constraints"
             )
 

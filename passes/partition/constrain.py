@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import networkx as nx
 
@@ -22,17 +23,25 @@ from pd2bw_fx.units import parse_bytes
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A block that may be on one stage only, or on one device's; `name` is what the user called it, and
-    `together` what the user keeps together with it."""
+    """A block that may be on one stage only, or on that of one of these devices; `name` is what the user
+    called it, `on` says which devices these are, and `together` what the user keeps together with it."""
 
     block: str
     name: str
     stage: int | None = None
-    device: int | None = None
+    devices: tuple[int, ...] | None = None
     together: tuple[str, ...] = ()
+    on: str = ""
 
     def allows(self, stage: int, device: int) -> bool:
-        return (self.stage is None or self.stage == stage) and (self.device is None or self.device == device)
+        is_here = self.devices is None or device in self.devices
+        return is_here and (self.stage is None or self.stage == stage)
+
+    @property
+    def where(self) -> str:
+        if self.devices is None:
+            return f"stage {self.stage}"
+        return self.on
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +57,9 @@ def constrain(
     problem: Problem, cluster: Cluster, constraints: Constraints, *, num_stages: int
 ) -> Constrained:
     """Raises InputError for a name that nothing has, and for wishes that cannot be granted together."""
-    capped = _capped(cluster, constraints.memory_bytes)
+    limited = capped(cluster, constraints.memory_bytes)
     if not (constraints.stage_of or constraints.device_of or constraints.together or constraints.whole):
-        return Constrained(problem, capped, ())
+        return Constrained(problem, limited, ())
     names = _Names(problem)
     groups = [names.blocks(entry) for entry in constraints.together]
     wishes = [" and ".join(map(repr, entry)) for entry in constraints.together]
@@ -64,24 +73,25 @@ def constrain(
         if group:
             together.setdefault(joined_name[group[0]], []).append(called)
 
-    def pinned(name: str, **where: int) -> list[Pin]:
+    def pinned(name: str, stage: int | None, devices: tuple[int, ...] | None) -> list[Pin]:
         blocks = _renamed(names.blocks((name,)), joined_name)
-        return [Pin(block, name, **where, together=tuple(together.get(block, ()))) for block in blocks]
+        on = _shown(cluster, devices or ())
+        return [Pin(block, name, stage, devices, tuple(together.get(block, ())), on) for block in blocks]
 
     pins = []
     for name, stage in constraints.stage_of.items():
         if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < num_stages:
             raise InputError(f"{name!r} is pinned to stage {stage!r}; the stages are 0 to {num_stages - 1}")
-        pins += pinned(name, stage=stage)
+        pins += pinned(name, stage, None)
     for name, given in constraints.device_of.items():
-        pins += pinned(name, device=_device(cluster, given))
-    _check_pins(joined, capped, pins)
+        pins += pinned(name, None, devices_meant(cluster, given))
+    _check_pins(joined, limited, pins)
     if len(joined.blocks) < num_stages:
         raise InputError(
             f"with what is to stay together {len(joined.blocks)} blocks are left for {num_stages} stages; "
             f"keep less together, or use num_stages={len(joined.blocks)}"
         )
-    return Constrained(joined, capped, tuple(pins))
+    return Constrained(joined, limited, tuple(pins))
 
 
 class _Names:
@@ -128,7 +138,19 @@ def _renamed(blocks: Iterable[str], joined_name: Mapping[str, str]) -> list[str]
     return list(dict.fromkeys(joined_name[block] for block in blocks))
 
 
-def _device(cluster: Cluster, given: str | int) -> int:
+def devices_meant(cluster: Cluster, given: str | int | Sequence[str | int]) -> tuple[int, ...]:
+    """Indices of a device, or of several, by name or index. Raises InputError for one that there is not."""
+    several = given if isinstance(given, tuple | list) else (given,)
+    return tuple(_device(cluster, one) for one in several)
+
+
+def _shown(cluster: Cluster, devices: Sequence[int]) -> str:
+    if len(devices) == 1:
+        return f"device {devices[0]}"
+    return f"one of {', '.join(cluster.devices[device].name for device in devices)}"
+
+
+def _device(cluster: Cluster, given: Any) -> int:
     names = [device.name for device in cluster.devices]
     if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(names):
         return given
@@ -139,7 +161,8 @@ def _device(cluster: Cluster, given: str | int) -> int:
     raise InputError(f"the cluster has no device {given!r}; it has {', '.join(names)}")
 
 
-def _capped(cluster: Cluster, memory_bytes: Mapping[str | int, int | str]) -> Cluster:
+def capped(cluster: Cluster, memory_bytes: Mapping[str | int, int | str]) -> Cluster:
+    """With at most so much memory on these devices."""
     devices = list(cluster.devices)
     for given, cap in memory_bytes.items():
         at = _device(cluster, given)
@@ -219,8 +242,8 @@ def _check_pins(problem: Problem, cluster: Cluster, pins: Sequence[Pin]) -> None
 def _check_pair(cluster: Cluster, pin: Pin, other: Pin) -> None:
     if None not in (pin.stage, other.stage) and pin.stage != other.stage:
         what = f"stage {other.stage} as {other.name!r} and to stage {pin.stage} as {pin.name!r}"
-    elif pin.device is not None and other.device is not None and pin.device != other.device:
-        names = [cluster.devices[d].name for d in (other.device, pin.device)]
+    elif pin.devices is not None and other.devices is not None and not {*pin.devices} & {*other.devices}:
+        names = [" or ".join(cluster.devices[d].name for d in each) for each in (other.devices, pin.devices)]
         what = f"{names[0]} as {other.name!r} and to {names[1]} as {pin.name!r}"
     else:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from .route import routed
 GIB = 2**30
 _LINKS_TRIED = 3
 _LEAST_GAIN = 2e-3
+_ROUNDING = 1e-6
 
 
 def explain(
@@ -77,6 +79,7 @@ def explain(
         instance = shared_out(instance, plan.replicas, sums, plan.microbatches_per_update)
     blocks = [constrained.problem.blocks[at] for at in topological_order(constrained.problem)]
     stage_of = _assignment(plan, [block.operators for block in blocks])
+    _require_its_price(plan, _loads(plan, instance, stage_of), overlap=overlap)
     names = [block.name for block in blocks]
     cuts = _Cuts(instance, stage_of, names, plan, solver=solver, max_gap=max_gap)
     per_cut_s = time_limit_s / 2 / max(1, plan.num_stages - 1)
@@ -128,6 +131,16 @@ def _assignment(plan: Plan, operators: Sequence[Sequence[str]]) -> Integers:
             )
         stages.append(planned[names[0]])
     return np.array(stages, dtype=np.int64)
+
+
+def _require_its_price(plan: Plan, loads: Loads, *, overlap: bool) -> None:
+    """What was planned with another price says nothing of this one."""
+    if not math.isclose(loads.bottleneck_s, plan.bottleneck_s, rel_tol=_ROUNDING, abs_tol=1e-15):
+        raise PlanMismatchError(
+            f"the plan's slowest stage takes {format_seconds(plan.bottleneck_s)}, and with these costs, "
+            f"this cluster and overlap={overlap} {format_seconds(loads.bottleneck_s)}; explain a plan with "
+            "what it was made with (ddp on unlike devices is timed as its slowest copy, and is not explained)"
+        )
 
 
 class _Cuts:

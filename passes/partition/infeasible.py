@@ -80,16 +80,10 @@ class _Question:
         return of(names), limited
 
 
-def _wish(pin: Pin) -> str:
-    return (
-        f"{pin.name!r} on stage {pin.stage}" if pin.device is None else f"{pin.name!r} on device {pin.device}"
-    )
-
-
 def _wishes(pins: Sequence[Pin]) -> str:
     together = ", ".join(dict.fromkeys(names for pin in pins for names in pin.together))
     company = f" ({together} kept together)" if together else ""
-    return ", ".join(dict.fromkeys(_wish(pin) for pin in pins)) + company
+    return ", ".join(dict.fromkeys(f"{pin.name!r} on {pin.where}" for pin in pins)) + company
 
 
 def _pins_exclude_one_another(asked: Asked, *, solver: str) -> InfeasibleError | None:
