@@ -133,3 +133,31 @@ def test_a_model_without_a_backward_of_its_own_is_told_so(
         pd2bw_fx.split(model(), torch.randn(4, 4), cluster=2, costs=costs)
 
     assert "\n" not in str(raised.value)
+
+
+class Reseeding(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "manual_seed":
+            torch.manual_seed(3)
+            noise = torch.rand(4)
+        elif self.how == "fork_rng":
+            with torch.random.fork_rng():
+                noise = torch.rand(4)
+            noise = noise - torch.rand(4)
+        else:
+            state = torch.get_rng_state()
+            noise = torch.rand(4)
+            torch.set_rng_state(state)
+            noise = noise - torch.rand(4)
+        return self.last(self.first(x) * noise).square().mean()
+
+
+@pytest.mark.parametrize("how", ["manual_seed", "fork_rng", "set_rng_state"])
+def test_a_forward_that_sets_the_generator_is_named(how: str) -> None:
+    with pytest.raises(VerificationError, match=rf"in its forward \(test_verify.py:\d+: .*{how}\("):
+        pd2bw_fx.split(Reseeding(how), torch.randn(4, 4), cluster=2, costs="analytic")

@@ -24,6 +24,7 @@ from pd2bw_fx.stage import StageProgram
 
 from .compare import Difference, coarsest_tolerance, difference, largest_of, rounded, tolerance_of
 from .evaluation import Evaluation, evaluation_of
+from .reseeding import settings_noted
 from .sides import (
     Forward,
     Run,
@@ -114,6 +115,7 @@ def verify(
             allowed[name] = max(allowed[name], _TIMES_SENSITIVITY * moved)
     wrong = _first_beyond(differences, allowed)
     if wrong is not None:
+        _require_no_seed_of_its_own(run, tensors)
         raise VerificationError(
             f"{wrong.name} differs from the model's by {wrong.relative:.3e} of its largest entry "
             f"({wrong.largest:.3e} of {wrong.scale:.3e}); {allowed[wrong.name]:.0e} is allowed"
@@ -128,6 +130,19 @@ def _require_the_same_again(eager: Run, again: Run, allowed: Mapping[str, float]
             f"the model computes something else from call to call: {apart.name} of two calls with the same "
             f"inputs, weights and seed of torch differs by {apart.relative:.3e} of its largest entry. Stages "
             "would keep what one call had; draw with torch.rand, and keep what changes in a buffer"
+        )
+
+
+def _require_no_seed_of_its_own(
+    run: Callable[[Mapping[str, Tensor]], Run], tensors: Mapping[str, Tensor]
+) -> None:
+    with settings_noted() as lines:
+        run(tensors)
+    if lines:
+        raise VerificationError(
+            f"the model sets torch's random generator in its forward ({lines[0]}), and its stages do not: in "
+            "them the seed, the microbatch and the place of an operator decide what it draws, and results "
+            "differ. Draw without setting it; what is to be the same in every call is a buffer"
         )
 
 
