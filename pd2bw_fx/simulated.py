@@ -20,6 +20,8 @@ from pd2bw_fx.timeline import Timeline
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
+_UPDATES_OF_A_LONGER_ONE = 6
+_TIMES_IN_FLIGHT = 12  # microbatches
 _MOST_MICROBATCHES = 1_000_000  # of all updates together: on two stages the better part of a minute
 
 
@@ -49,7 +51,15 @@ def simulated(
                 f"{_MOST_MICROBATCHES} microbatches are simulated: a few updates show how all of them go"
             )
         schedule = schedule_of(method, shape, updates=range(count), drain=True)
-    return simulate(schedule, plan, cluster, **options)
+    timeline = simulate(schedule, plan, cluster, **options)
+    built_for = schedule.shape
+    if timeline.steady_per_s is not None or built_for is None or not method_of(schedule.method).trains:
+        return timeline
+    # Too short to have a steady state, which is what its throughput is of.
+    filling = _TIMES_IN_FLIGHT * max(timeline.in_flight_peak)
+    count = max(_UPDATES_OF_A_LONGER_ONE, -(-filling // built_for.microbatches_per_update))
+    longer = schedule_of(schedule.method, built_for, updates=range(count), drain=True)
+    return replace(timeline, longer_per_s=simulate(longer, plan, cluster, **options).steady_per_s)
 
 
 def simulated_peak_bytes(pipeline: Pipeline, timeline: Timeline) -> tuple[int, ...]:

@@ -11,6 +11,8 @@ from pd2bw_fx.units import counted, format_seconds
 
 SCHEMA = 1
 
+_FEWEST_UPDATES = 4
+
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.UPDATE})
 SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
 RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT})
@@ -51,13 +53,17 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Every action of every rank, by rank and then in the order in which the rank performs them."""
+    """Every action of every rank, by rank and then in the order in which the rank performs them.
+
+    `longer_per_s`: microbatches a second in the steady state of a longer one, where this has none.
+    """
 
     method: str
     num_ranks: int
     microbatches_per_update: int
     events: tuple[Event, ...]
     origin: str = "simulated"  # or "measured"
+    longer_per_s: float | None = None
 
     def __repr__(self) -> str:
         actions = f"{counted(len(self.events), 'action')} of {counted(self.num_ranks, 'rank')}"
@@ -149,20 +155,38 @@ class Timeline:
         return len(trained or {event.microbatch for event in forwards if event.stage == last})
 
     @property
-    def throughput(self) -> float:
-        """Microbatches per second in the steady state: between the updates of the first stage, without the
-        first and the last quarter of them. With fewer than four updates, all microbatches over the span.
+    def steady_per_s(self) -> float | None:
+        """Microbatches per second in the steady state: between updates of the first stage, of which the first
+        quarter is left out, those for which the pipeline fills, and those after its last forward, for which
+        it drains. None where fewer than two are left.
         """
         made_s: dict[int, float] = {}
+        fed_s: dict[int, float] = {}
         for event in self.events:
-            if event.kind is Kind.UPDATE and event.stage == 0:  # by the last of its ranks
+            if event.stage != 0:
+                continue
+            if event.kind is Kind.UPDATE:  # by the last of its ranks
                 made_s[event.version] = max(event.end_s, made_s.get(event.version, event.end_s))
-        ends_s = sorted(made_s.values())
-        skipped = len(ends_s) // 4
-        if skipped == 0:
-            return self.num_microbatches / self.span_s if self.span_s > 0 else 0.0
-        first, last = skipped - 1, len(ends_s) - 1 - skipped
-        return (last - first) * self.microbatches_per_update / (ends_s[last] - ends_s[first])
+            elif event.kind is Kind.FORWARD:
+                fed_s[event.rank] = event.end_s
+        if len(made_s) < _FEWEST_UPDATES:
+            return None
+        ends_s = sorted(end_s for end_s in made_s.values() if end_s <= min(fed_s.values(), default=0.0))
+        filling = -(-max(self.in_flight_peak) // self.microbatches_per_update)
+        ends_s = ends_s[max(filling, len(made_s) // 4) - 1 :]
+        if len(ends_s) < 2 or ends_s[-1] == ends_s[0]:
+            return None
+        return (len(ends_s) - 1) * self.microbatches_per_update / (ends_s[-1] - ends_s[0])
+
+    @property
+    def throughput(self) -> float:
+        """Microbatches per second in the steady state (`steady_per_s`), of this timeline or of a longer one;
+        where neither is known, all microbatches over the span.
+        """
+        known = self.steady_per_s or self.longer_per_s
+        if known is not None:
+            return known
+        return self.num_microbatches / self.span_s if self.span_s > 0 else 0.0
 
     @property
     def steady_bubble(self) -> float:
@@ -194,7 +218,7 @@ class Timeline:
                 return start_s <= event.start_s <= end_s
             return event.end_s > start_s and event.start_s < end_s
 
-        return replace(self, events=tuple(filter(inside, self.events)))
+        return replace(self, events=tuple(filter(inside, self.events)), longer_per_s=None)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -203,6 +227,7 @@ class Timeline:
             "origin": self.origin,
             "num_ranks": self.num_ranks,
             "microbatches_per_update": self.microbatches_per_update,
+            "longer_per_s": self.longer_per_s,
             "events": [[e.rank, e.kind.value, *e[2:]] for e in self.events],
         }
 
@@ -216,6 +241,7 @@ class Timeline:
             microbatches_per_update=data["microbatches_per_update"],
             events=tuple(Event(rank, Kind(kind), *rest) for rank, kind, *rest in data["events"]),
             origin=data["origin"],
+            longer_per_s=data.get("longer_per_s"),
         )
 
     def to_chrome_trace(self) -> dict[str, Any]:

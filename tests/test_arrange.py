@@ -20,6 +20,7 @@ from pd2bw_fx.passes.schedule import METHODS, check_schedule, schedule_of
 from pd2bw_fx.passes.simulate import Durations, simulate_durations, versions_alive
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import as_one_stage
+from pd2bw_fx.report.timeline import timeline_svg
 from pd2bw_fx.units import parse_bytes
 
 
@@ -295,3 +296,15 @@ def test_a_plan_of_bapipe_is_explained_with_the_overlap_that_it_was_made_with(tm
         assert all(slack.used <= slack.limit * (1 + 1e-9) for slack in told.slacks)
     with pytest.raises(PlanMismatchError, match=r"takes .* and .* overlap=False .*; explain"):
         pipe.explain(overlap=False)
+
+
+@pytest.mark.parametrize("method", ["pipedream", "2bw"])
+@pytest.mark.parametrize("num_updates", [None, 5, 24])
+def test_the_throughput_is_that_of_the_steady_state_however_few_updates_are_simulated(
+    method: str, num_updates: int | None
+) -> None:
+    pipe = split(4, cluster=unlike(2.0, 1.0, 1.0, 0.5, memory=("1 GiB",) * 4), method=method)
+    slowest_s = max(stage.forward_s + stage.backward_s for stage in pipe.plan.stages)
+    timeline = pipe.simulate(num_updates=num_updates)
+    assert timeline.throughput == pytest.approx(1 / slowest_s, rel=0.02)
+    assert f"{timeline.throughput:.3g} microbatches/s in the steady state" in timeline_svg(timeline)

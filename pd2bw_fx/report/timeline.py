@@ -93,8 +93,10 @@ def _headline(timeline: Timeline) -> str:
 
 
 def _subtitle(timeline: Timeline, start_s: float, end_s: float) -> str:
+    is_steady = timeline.steady_per_s is not None or timeline.longer_per_s is not None
+    when = "in the steady state" if is_steady else "from end to end"
     facts = [
-        f"{timeline.throughput:.3g} microbatches/s in the steady state",
+        f"{timeline.throughput:.3g} microbatches/s {when}",
         f"{counted(timeline.microbatches_per_update, 'microbatch')} an update",
         f"idle {timeline.bubble:.1%} of all time",
     ]
