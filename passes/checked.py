@@ -46,6 +46,7 @@ def checked(
             f"the plan has {plan.microbatches_per_update} microbatches an update; the schedule of at most "
             f"{MOST_MICROBATCHES} is laid out"
         )
+    _require_one_device(plan, cluster)
     method = method_of(plan.method)
     shape = shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)
     price = functools.partial(check_plan, memory_model=memory_model)
@@ -74,6 +75,21 @@ def checked(
     spread = replace(plan, stages=tuple(replace(stage, device=stage.stage) for stage in plan.stages))
     priced = places.of_plan(price(spread, places.problem, places.cluster))
     return priced if method.placing is Placing.WHOLE else by_device(priced)
+
+
+def _require_one_device(plan: Plan, cluster: Cluster) -> None:
+    """Index and name are the same device's, where the cluster has one of that name: it may be listed in
+    another order than when the plan was made, and an edit may have changed one of the two only."""
+    index = {device.name: at for at, device in enumerate(cluster.devices)}
+    for stage in plan.stages:
+        named = index.get(stage.device_name, stage.device)
+        if named != stage.device and 0 <= stage.device < len(cluster):
+            raise PlanMismatchError(
+                f"stage {stage.stage} is on device {stage.device}, which is "
+                f"{cluster.devices[stage.device].name!r} in this cluster, and has the device_name "
+                f"{stage.device_name!r}, which is device {named}; write the one that is meant in both, or "
+                "plan again where the cluster lists its devices in another order"
+            )
 
 
 def _order_again(plan: Plan, shape: Shape, problem: Problem, cluster: Cluster) -> Shape:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import pd2bw_fx
 from pd2bw_fx.cluster import Cluster
@@ -223,3 +224,30 @@ def test_schema_has_every_entry_of_a_written_plan(plan: Plan) -> None:
     assert written.keys() == schema["properties"].keys()
     assert set(schema["properties"]["stages"]["items"]["required"]) <= written["stages"][0].keys()
     assert schema["properties"]["stages"]["items"]["properties"]["operators"]["items"] == {"type": "string"}
+
+
+@pytest.mark.parametrize("changed", [{"device": 2}, {"device_name": "cpu:2"}])
+def test_a_device_has_one_index_and_one_name(changed: dict[str, Any]) -> None:
+    pipe = pd2bw_fx.split(build("mlp"), cluster=3, num_stages=2, costs="analytic", check=False)
+    data = json.loads(pipe.plan.dumps())
+    data["stages"][0] |= changed
+    with pytest.raises(
+        PlanMismatchError, match=r"stage 0 is on device \d, which is 'cpu:\d' in this cluster, and"
+    ):
+        pipe.check_plan(Plan.from_json(data))
+    data["stages"][0] |= {"device": 2, "device_name": "cpu:2"}
+    assert pipe.check_plan(Plan.from_json(data)).stages[0].device == 2
+
+
+def test_a_plan_is_not_taken_to_a_cluster_that_lists_its_devices_in_another_order() -> None:
+    pipe = pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False)
+    with pytest.raises(PlanMismatchError, match="lists its devices in another order"):
+        pd2bw_fx.split(pipe, cluster=pipe.cluster.only((1, 0)), plan=pipe.plan, check=False)
+
+
+def test_a_plan_for_another_microbatch_size_is_told_as_that() -> None:
+    model = build("mlp")
+    plan = pd2bw_fx.split(model, cluster=2, costs="analytic", check=False).plan
+    larger = tuple(torch.cat([tensor] * 2) for tensor in model.example_inputs())
+    with pytest.raises(PlanMismatchError, match="of the same operators: its tensors have other sizes"):
+        pd2bw_fx.split(model, larger, cluster=2, costs="analytic", check=False, plan=plan)

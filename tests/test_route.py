@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.passes.partition import milder, partition, search
+from pd2bw_fx.passes.partition import handing_on, milder, partition, search
 from pd2bw_fx.passes.partition.choices import Deadline
 from pd2bw_fx.passes.solver import Status
-from pd2bw_fx.plan import Transfer
+from pd2bw_fx.plan import Progress, Transfer
 from pd2bw_fx.problem import Block, Problem, Value
 from tests.readers import FAR, NEAR, readers_in_stages
 
@@ -229,3 +230,27 @@ def _round_trips(value: Value, cluster: Cluster, devices: tuple[int, ...]) -> di
         for t in range(3)
         for s in range(t)
     }
+
+
+def test_an_interrupt_ends_both_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_s = []
+
+    def once_more(*_: Any, deadline: Deadline, **__: Any) -> tuple[None, float]:
+        left_s.append(deadline.left_s)
+        return None, 0.0
+
+    def interrupt(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(handing_on, "search_faster", once_more)
+    draw = random.Random(3)
+    names = [f"b{at}" for at in range(6)]
+    blocks = tuple(Block(name, (name,), (draw.uniform(1, 3),) * 3, (0.0,) * 3) for name in names)
+    values = tuple(Value(f"v{at}", f"b{at}", (f"b{at + 1}",), 10) for at in range(5))
+    near = Cluster.uniform(3, memory_bytes=10**9, bytes_per_s=10.0, latency_s=0.0)
+    rates = tuple(
+        tuple(rate * (1 + a + b) for b, rate in enumerate(row)) for a, row in enumerate(near.bytes_per_s)
+    )
+    plan = partition(Problem(blocks, values, {}), replace(near, bytes_per_s=rates), progress=interrupt)
+    assert plan.num_stages == 3
+    assert left_s == [0.0]

@@ -62,10 +62,7 @@ def check_plan(
         for order in (None, tuple(stage.device for stage in plan.stages))
     ]
     if plan.fingerprint != problem.fingerprint:
-        raise PlanMismatchError(
-            f"the plan was made for graph {plan.fingerprint!r}, and this is {problem.fingerprint!r}; "
-            "plan again"
-        )
+        raise _other_graph(plan, problem)
     _check_stages(plan, problem, cluster)
     constrained = constrain(problem, cluster, constraints or Constraints(), num_stages=plan.num_stages)
     problem, cluster = constrained.problem, constrained.cluster
@@ -77,6 +74,20 @@ def check_plan(
     if plan.bound_for not in hashes or priced.bottleneck_s < plan.bound_s * (1 - _ROUNDING):
         return replace(priced, bound_s=0.0, bound_for=hashes[0])
     return replace(priced, bound_s=min(plan.bound_s, priced.bottleneck_s), bound_for=plan.bound_for)
+
+
+def _other_graph(plan: Plan, problem: Problem) -> PlanMismatchError:
+    planned = set(plan.stage_of), {name for stage in plan.stages for name in stage.parameters}
+    known = {name for block in problem.blocks for name in block.operators}, set(problem.parameters)
+    if planned[0] == known[0] and planned[1] <= known[1]:
+        return PlanMismatchError(
+            f"the plan was made for graph {plan.fingerprint!r}, and this is {problem.fingerprint!r}, of the "
+            "same operators: its tensors have other sizes, as of example inputs of another microbatch size; "
+            "give those that the plan was made with, or plan again"
+        )
+    return PlanMismatchError(
+        f"the plan was made for graph {plan.fingerprint!r}, and this is {problem.fingerprint!r}; plan again"
+    )
 
 
 def _may_have_asked(plan: Plan) -> Iterator[bool | Literal["auto"]]:

@@ -25,10 +25,15 @@ class Found:
 
 
 class Deadline:
-    """Counts down from when it is made."""
+    """Counts down from when it is made. Ctrl-C stops it: nothing else is begun in its time."""
 
     def __init__(self, time_limit_s: float) -> None:
         self._end = time.perf_counter() + time_limit_s
+        self.is_stopped = False
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        self._end = 0.0
 
     @property
     def left_s(self) -> float:

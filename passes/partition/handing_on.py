@@ -40,6 +40,8 @@ def search_with_routes(
         return None
     direct_s = routed(choices[direct.choice], direct.stage_of)[1].bottleneck_s
     left = Deadline(min(deadline.left_s, max(time.perf_counter() - started_s, _ROUTES_TIME_S)))
+    if first.is_stopped:
+        left.stop()  # what is known without a search
     other, bound_s = search_faster(handing_on, direct_s, solver=solver, max_gap=max_gap, deadline=left)
     found = replace(direct, bottleneck_s=direct_s) if other is None else other
     return replace(found, bound_s=min(bound_s, found.bottleneck_s))

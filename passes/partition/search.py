@@ -91,7 +91,8 @@ def search_faster(
     enumerations: Sequence[Enumeration] = (),
     kinds: Sequence[Kind] = (),
 ) -> tuple[Found | None, float]:
-    """As `search`, for one that is faster than something that is known; and the bound on all there are."""
+    """As `search`, for one that is faster than something that is known; and the bound on all there are.
+    Ctrl-C stops the deadline."""
     first = Deadline(min(deadline.left_s * _FIRST_SHARE, _FIRST_TIME_S))
     state = Standing(choices, solver=solver, deadline=first, report=report, kinds=kinds)
     state.bottleneck_s = faster_than_s
@@ -130,6 +131,7 @@ def search_faster(
         state.deadline = deadline
         state.ask_programs(finest)
     except KeyboardInterrupt:
+        deadline.stop()
         if state.stage_of is None and not np.isfinite(faster_than_s):
             state.deadline = Deadline(0.0)
             state.first_assignments()  # one of them: something to take
