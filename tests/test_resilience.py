@@ -7,13 +7,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+import pd2bw_fx
 from pd2bw_fx.errors import WorkerError
 from pd2bw_fx.runtime.failure import tell_launcher
 from pd2bw_fx.runtime.meeting import _Arrival
@@ -187,3 +190,37 @@ def test_a_full_disk_leaves_torchrun_no_half_of_a_reason(tmp_path: Path) -> None
         tell_launcher(WorkerError("rank 1 failed"))
 
     assert not file.is_symlink()
+
+
+def test_a_rank_whose_memory_is_full_says_at_what_and_what_to_try() -> None:
+    def without_memory(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """In the workers: the second stage's second microbatch finds the memory full."""
+        calls = iter(range(2))
+
+        def forward(self: nn.ReLU, x: torch.Tensor) -> torch.Tensor:
+            if next(calls) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return x.relu()
+
+        nn.ReLU.forward = forward  # type: ignore[method-assign]
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    where = pd2bw_fx.Constraints(stage_of={"0": 0, "2": 1})
+    x, y = torch.randn(4, 4), torch.randn(4, 1)
+    pipe = pd2bw_fx.split(
+        model,
+        (x,),
+        loss_fn=nn.functional.mse_loss,
+        example_targets=y,
+        cluster=2,
+        costs="analytic",
+        constraints=where,
+    )
+    with pytest.raises(WorkerError) as raised:
+        pipe.train_local([(x, y)] * 3, optimizer=without_memory, microbatches_per_update=2)
+
+    said = str(raised.value)
+    assert re.match(r"rank 1 \(stage 1 on .*\) failed with OutOfMemoryError", said)
+    assert "on rank 1, stage 1, in update 0\nthe device's memory is full: try smaller microbatches" in said
+    assert said.endswith("\nat F1(stage 1, W0)\n")

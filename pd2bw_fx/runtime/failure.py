@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from pd2bw_fx.errors import WorkerError
@@ -26,6 +27,11 @@ STARTED_BY = "PD2BW_FX_STARTED_BY"  # in the environment of ranks whose errors t
 _MAKING = "making an engine"
 _MEETING_S = 5.0  # until all ranks have come to where one is: a batch that it cannot take, the end
 _FLUSH_S = 1.0
+_FULL = (
+    "the device's memory is full: try smaller microbatches (more microbatches_per_update), "
+    "split(recompute=True), or more stages; where less of it is free than its memory_bytes in the cluster "
+    "file, say so there"
+)
 _LOOKING_S = 1.0  # whether the parent is there
 _GRACE_S = 2.0  # between the end of a connection and the word of the rank that ended it
 
@@ -90,6 +96,13 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def note_action(error: BaseException, doing: str) -> None:
+    """At which microbatch a GPU's memory was full; `doing` is as the engine says it."""
+    action = doing.partition(", at ")[2]
+    if isinstance(error, torch.OutOfMemoryError) and action:
+        error.add_note(f"at {action}")
+
+
 @contextlib.contextmanager
 def shared_fate(
     rank: int,
@@ -120,6 +133,8 @@ def shared_fate(
         raise
     except Exception as error:
         error.add_note(f"on rank {rank}, {stages}, {doing}")
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(_FULL)
         tell(engine, f"rank {rank} ({stages}) failed {doing}:\n{traceback.format_exc()}")
         tell_launcher(error, traceback.format_exc())
         raise

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from pd2bw_fx.errors import InputError, WorkerError
-from pd2bw_fx.runtime.failure import forget, is_met_by_all, shared_fate, tell, tell_launcher
+from pd2bw_fx.runtime.failure import forget, is_met_by_all, note_action, shared_fate, tell, tell_launcher
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.world import World
@@ -33,6 +33,7 @@ class Fate:
         self._name = control.group_name
         self._num_refused = 0
         self._has_told = False  # why this rank ends
+        self._at: Callable[[], str] = str  # the action, where others do not care for that
         self._why_broken: str | None = None  # unless another rank was the first
         if self._rank == 0:
             forget(self._name)
@@ -59,7 +60,11 @@ class Fate:
             if not alone:
                 watch.begin(doing, on)
             with watch, shared_fate(self._rank, self._described, doing, watch.lost, engine=self._name):
-                yield
+                try:
+                    yield
+                except Exception as error:
+                    note_action(error, self._at())
+                    raise
         except BaseException as error:
             self.is_broken = True
             if not isinstance(error, WorkerError):
@@ -84,7 +89,7 @@ class Fate:
 
     def join(self, world: World, named: Callable[[int], str], doing: Callable[[], str]) -> None:
         """The engine is made; `named` names a rank with its stages, `doing` tells what this one is at."""
-        self.world = world
+        self.world, self._at = world, doing
         world.watch.tell_of(self._name, named, doing, functools.partial(tell, self._name))
 
     def tell(self, error: BaseException, when: str) -> None:
