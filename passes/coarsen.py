@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
 
 import networkx as nx
 
 from pd2bw_fx.cluster import Cluster, Device
-from pd2bw_fx.costs import Costs, Work
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.costs import Costs, OperatorCost, Work
+from pd2bw_fx.errors import InputError, shown
 from pd2bw_fx.graph import Operator, OperatorGraph
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
@@ -29,7 +31,7 @@ from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
     """The planner's input. Blocks are in a topological order, operators inside a block in program order.
 
-    Raises InputError if costs are missing for an operator of the graph.
+    Raises InputError if costs are missing for an operator of the graph, or are no numbers.
     """
     placed = [operator for operator in graph.operators.values() if not operator.is_replicable]
     needed = _needed(graph)
@@ -46,6 +48,8 @@ def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
     missing = [operator.name for operator in placed if operator.name not in costs.operators]
     if missing:
         raise InputError(f"the costs know nothing of operator {missing[0]!r}; profile this graph again")
+    for operator in placed:
+        _require_numbers(operator.name, costs.operators[operator.name])
     members = _ordered(_acyclic(_joined(placed, needed), graph), graph)
     block_of = {name: operators[0] for operators in members for name in operators}
     blocks = tuple(_block(operators, graph, costs, cluster) for operators in members)
@@ -57,6 +61,17 @@ def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
         module_of={operator.name: operator.module_path for operator in placed},
         costs_origin=costs.origin,
     )
+
+
+def _require_numbers(name: str, cost: OperatorCost) -> None:
+    """Costs may be the user's own. What the planner can do with a number it says itself."""
+    for key in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes"):
+        value: Any = getattr(cost, key)
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise InputError(
+                f"the costs of operator {name!r}: {key} is {shown(value)}; a number of "
+                f"{'seconds' if key.endswith('_s') else 'bytes'} was expected"
+            )
 
 
 def _needed(graph: OperatorGraph) -> set[str]:

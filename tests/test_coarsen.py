@@ -322,3 +322,12 @@ def test_a_device_of_a_cluster_file_that_states_no_rates_goes_by_its_speed(tmp_p
     pipe = pd2bw_fx.split(build("mlp"), cluster=file, costs="analytic", check=False)
     block = coarsen(pipe.graph, pipe.costs, pipe.cluster).blocks[0]
     assert block.forward_s[1] == pytest.approx(100 * block.forward_s[0])
+
+
+def test_costs_that_are_no_numbers_are_refused() -> None:
+    pipe = pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False)
+    wrong: Any = "1 ms"
+    operators = {name: replace(cost, forward_s=wrong) for name, cost in pipe.costs.operators.items()}
+    costs = replace(pipe.costs, operators=operators)
+    with pytest.raises(InputError, match=r"operator '\w+': forward_s is '1 ms'; a number of seconds"):
+        pd2bw_fx.split(build("mlp"), cluster=2, costs=costs, check=False)

@@ -24,6 +24,7 @@ from .route import loads_of
 from .windows import Reach, windows_for
 
 _TOLERANCE = 2e-6  # solvers keep their rows to a millionth: twice that is no fault of theirs
+_BROKEN = 1e-3  # of a target: more than all tolerances together, or large constants, let through
 _COARSE_GAP = 0.01
 _FINE_GAP = 0.002
 _SMALL = 2000  # nodes times stages: what is proven finely at once
@@ -273,15 +274,16 @@ class Standing:
                 return status, None
             loads = loads_of(instance, stage_of)
             is_slower = loads.bottleneck_s > target_s * (1 + _TOLERANCE)
-            if (is_slower and not instance.hands_on) or not respects_edges(instance, stage_of):
+            is_far = loads.bottleneck_s > target_s * (1 + _BROKEN) and not instance.hands_on
+            if is_far or not respects_edges(instance, stage_of):
                 raise SolverError(
                     f"{self.solver} returned an assignment that breaks the program it solved "
                     f"({loads.bottleneck_s:g} s against {target_s:g} s); try another solver"
                 )
             if loads.fits and not is_slower:
                 return status, stage_of
-            # Too large by less than the solver's tolerance, a few bytes in a gigabyte, or slower with the
-            # routes that it is given: not this one, then.
+            # Too large by less than the solver's tolerance, a few bytes in a gigabyte, slower by what the
+            # tolerances of several rows add up to, or with the routes that it is given: not this one, then.
             self._offer(choice, stage_of)
             program.exclude(stage_of)
         return Status.UNKNOWN, None
