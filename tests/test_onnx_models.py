@@ -266,6 +266,7 @@ def test_numbers_that_have_lost_digits_next_to_zero_may_differ(found: float, *, 
 
 
 def test_a_buffer_that_the_forward_writes_in_evaluation_too_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
     normed = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
     model = nn.Sequential(normed, nn.ReLU(), nn.Linear(8, 4))
 
@@ -308,3 +309,44 @@ def test_a_constant_that_crosses_is_found_again_in_the_merged_model(tmp_path: Pa
     session = onnxruntime.InferenceSession(tmp_path / "merged.onnx")
     (found,) = session.run(None, {"x": x.numpy()})
     np.testing.assert_allclose(found, (2 * x * torch.arange(4) + 1).numpy(), rtol=1e-6)
+
+
+class _Averaging(nn.Module):
+    """Writes what comes to a rest after a few runs."""
+
+    def __init__(self, *, clamps: bool) -> None:
+        super().__init__()
+        self.layer, self.target = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+        nn.init.constant_(self.target.weight, 1 / 8)
+        self.scale, self.clamps = nn.Parameter(torch.tensor(2.0)), clamps
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.clamps:
+                self.scale.clamp_(0, 1.7)
+            else:
+                self.target.weight.mul_(2).clamp_(-1, 1)
+        return (self.layer(x) * self.scale + self.target(x)).square().mean()
+
+
+def test_what_the_forward_writes_is_named_or_in_the_file(tmp_path: Path) -> None:
+    def pipe(*, clamps: bool) -> Pipeline:
+        torch.manual_seed(0)
+        return pd2bw_fx.split(
+            _Averaging(clamps=clamps), torch.randn(4, 6), cluster=1, costs="analytic", check=False
+        )
+
+    pipe(clamps=True).export_onnx(tmp_path / "clamped")
+    with pytest.raises(ExportError, match=r"the forward writes target\.weight, and a file keeps nothing"):
+        pipe(clamps=False).export_onnx(tmp_path / "averaged")
+
+
+def test_what_no_opset_has_is_told(tmp_path: Path) -> None:
+    class Rotated(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            turned = torch.complex(super().forward(x), x)
+            return torch.einsum("bi,bj->bij", turned, turned).real.mean()
+
+    pipe = pd2bw_fx.split(Rotated(6, 6), torch.randn(4, 6), cluster=1, costs="analytic", check=False)
+    with pytest.raises(ExportError, match=r"aten\.einsum.*no opset has it"):
+        pipe.export_onnx(tmp_path / "onnx")

@@ -33,6 +33,18 @@ def _bags(words: Tensor, **options: object) -> Tensor:
     return F.embedding_bag(words, table, **options)  # type: ignore[arg-type]
 
 
+def _put(base: Tensor, mask: Tensor, other: Tensor) -> Tensor:
+    base[mask] = other[mask]
+    return base
+
+
+def _by_row(loss: Callable[..., Tensor], h: Tensor, **options: object) -> Tensor:
+    """Weighed by a mask, as a loss of tokens is."""
+    targets = (h[..., 0].detach() > 0).long() + (h[..., 1].detach() > 0).long()
+    losses = loss(h.flatten(0, 1), targets.flatten(), reduction="none", **options)
+    return losses.view_as(targets) * (h[..., 2] > 0)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -60,6 +72,13 @@ def _bags(words: Tensor, **options: object) -> Tensor:
         lambda h: h.masked_select(h > 0),
         lambda h: torch.masked_select(h, h[0] > 0),
         lambda h: F.rrelu(h),
+        lambda h: _put(torch.zeros_like(h), h > 0, h * 2),
+        lambda h: _put(torch.zeros_like(h), h[..., 0] > 100, h * 2),
+        lambda h: F.adaptive_max_pool2d(h, (4, None)),
+        lambda h: F.adaptive_max_pool2d(h, (4, 3), return_indices=True)[1].float() * h.mean(),
+        lambda h: F.adaptive_max_pool1d(h, 3),
+        lambda h: _by_row(F.cross_entropy, h, weight=torch.arange(8.0)),
+        lambda h: _by_row(F.nll_loss, h, ignore_index=1),
         lambda h: _bags((h[:, 0] > 0).long()) * h.mean(),
         lambda h: _bags((h[:, 0] > 0).long(), mode="sum", per_sample_weights=h[:, 0]),
         lambda h: _bags((h[0, 0] > 0).long(), offsets=torch.tensor([0, 2, 2, 7]), mode="max") * h.mean(),
@@ -114,6 +133,7 @@ def test_they_compute_what_torch_does(seed: int) -> None:
         (torch.searchsorted, (x.sort().values, x)),
         (torch.masked_select, (x, y[:, :1] > 0)),
         (torch.erfinv, (torch.linspace(-1, 1, 999),)),
+        (F.adaptive_max_pool2d_with_indices, (x.round(), (3, 4))),
     ):
         expected, found = function(*args), TRANSLATABLE[function](*args)
         torch.testing.assert_close(tuple(found), tuple(expected))

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 # Below: the exporter's translations begin there. Above: files were written that the checker refuses.
 OLDEST_OPSET, NEWEST_OPSET = 18, 25
 
+_DynamicShape = torch._subclasses.fake_tensor.DynamicOutputShapeException  # of a kernel that nobody has
+
 _OF_TORCH = ("aten", "prims")
 
 _TALKATIVE = ("torch.onnx", "torch.export", "torch.fx.experimental.symbolic_shapes", "onnxscript", "onnx_ir")
@@ -83,6 +85,11 @@ def stage_model(
     except Exception as error:  # the exporter raises whatever the operator's translation raised
         foreign = [called for called in operators_called(program.source) if called[0] not in _OF_TORCH]
         advice = f"another opset ({OLDEST_OPSET} to {NEWEST_OPSET}) may know it"
+        if "No ONNX function found" in str(error) or isinstance(error.__cause__, _DynamicShape):
+            advice = (
+                "no opset has it: write it in other operators, or split the model without it, as without its "
+                "loss (docs/ONNX.md)"
+            )
         if foreign and foreign[0][0] == UNTRACED:
             advice = f"{foreign[0][1]} is not traced: split the model without it to export it"
         elif foreign:

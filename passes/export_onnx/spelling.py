@@ -51,9 +51,11 @@ class TranslatableSpelling(TorchFunctionMode):
             return _layer_norm(**_named(_LAYER_NORM, args, named))
         if func is functional.cross_entropy:
             named = _named(_CROSS_ENTROPY, args, named)
-            if named.get("label_smoothing") or named["target"].is_floating_point():
+            if named.get("label_smoothing") or named["target"].is_floating_point() or _is_by_row(named):
                 return _cross_entropy(**named)
             return func(**named)
+        if func is functional.nll_loss and _is_by_row(_named(_NLL_LOSS, args, named)):
+            return _nll_loss(**_named(_NLL_LOSS, args, named))
         if func in _CONV3D and _named(_CONVOLUTION, args, named).get("bias") is None:
             named = _named(_CONVOLUTION, args, named)
             named["bias"] = named["weight"].new_zeros(named["weight"].shape[0])
@@ -95,12 +97,33 @@ _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "gro
 _CROSS_ENTROPY = (
     "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
 )  # fmt: skip
+_NLL_LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 _LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps")
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 
 def _named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _is_by_row(named: Mapping[str, Any]) -> bool:
+    """The exporter takes the losses of the rows of (batch, classes) for one number."""
+    return named.get("reduction") == "none" and named["input"].dim() == 2
+
+
+def _nll_loss(
+    input: Tensor,  # noqa: A002 - as torch calls it
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    **_: Any,
+) -> Tensor:
+    """Of each row; input: (batch, classes), logarithms of shares."""
+    weighed = input if weight is None else input * weight
+    told = target != ignore_index
+    known = torch.where(told, target, 0).unsqueeze(1)
+    return torch.where(told, -weighed.gather(1, known).squeeze(1), 0.0)
 
 
 def _cross_entropy(
@@ -239,11 +262,23 @@ def _filled(
     values: Tensor,
     accumulate: bool = False,
 ) -> Tensor | None:
-    """`x[:, mask] = 0.0`; None where the indices are no mask, or get several values."""
+    """`x[:, mask] = 0.0` or `= y[:, mask]`; None where the indices are no mask, or get a known number of
+    values that is not one."""
     given = [index for index in indices if index is not None]
-    if len(given) != 1 or given[0].dtype is not torch.bool or values.numel() != 1 or accumulate:
+    if len(given) != 1 or given[0].dtype is not torch.bool or accumulate:
         return None
     (mask,) = given
     before = next(place for place, index in enumerate(indices) if index is not None)
-    mask = mask.reshape(*mask.shape, *(1,) * (input.dim() - before - mask.dim()))
-    return torch.where(mask, values.reshape(()), input)
+    behind = input.dim() - before - mask.dim()
+    wide = mask.reshape(*mask.shape, *(1,) * behind)
+    if type(values.numel()) is int:
+        return torch.where(wide, values.reshape(()), input) if values.numel() == 1 else None
+    if values.dim() != before + 1 + behind or type(values.shape[before]) is int:
+        return None
+    # Each place has its own value by its number among the picked ones; a row more is there for none.
+    number = (mask.flatten().to(torch.int64).cumsum(0) - 1).clamp(min=0)
+    one_more = torch.cat(
+        [values, torch.zeros_like(input.flatten(before, before + mask.dim() - 1).narrow(before, 0, 1))],
+        before,
+    )
+    return torch.where(wide, one_more.index_select(before, number).reshape(input.shape), input)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -238,6 +239,42 @@ def _squeeze(self: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     return self
 
 
+def _adaptive_max_pool(
+    input: Tensor,  # noqa: A002 - as torch calls it
+    output_size: Any,
+    return_indices: bool = False,
+    *,
+    num_dims: int,
+) -> Any:
+    """The largest of each window, one dimension after the other, and its place among all: the first of
+    several. Where sizes are open it is left as it is."""
+    asked = output_size if isinstance(output_size, tuple | list) else (output_size,) * num_dims
+    wanted = dict(zip(range(-num_dims, 0), asked * (num_dims // len(asked)), strict=True))
+    shape = input.shape[-num_dims:]
+    if any(type(size) is not int for size in shape):
+        return NotImplemented
+    values, places = input, torch.arange(math.prod(shape), device=input.device).reshape(shape)
+    places = places.expand(input.shape)
+    for dim, count in reversed(wanted.items()):
+        size = values.shape[dim]
+        if count is None or count == size:
+            continue
+        bounds = [(place * size // count, -(-(place + 1) * size // count)) for place in range(count)]
+        found = [values.narrow(dim, start, end - start).max(dim, keepdim=True) for start, end in bounds]
+        values = torch.cat([cell.values for cell in found], dim)
+        starts = torch.tensor([start for start, _ in bounds], device=input.device)
+        own = torch.cat([cell.indices for cell in found], dim)
+        own = own + starts.reshape(-1, *(1,) * (-dim - 1))
+        places = places.gather(dim, own)
+    return (values, places) if return_indices else values
+
+
+def _adaptive_max_pool_with_places(
+    self: Tensor, output_size: Any, return_indices: bool = True, *, num_dims: int
+) -> Any:
+    return _adaptive_max_pool(self, output_size, True, num_dims=num_dims)
+
+
 _BY_NAME: Mapping[str, Callable[..., Any]] = {
     **STABLE,
     **ORDERING,
@@ -258,6 +295,15 @@ _BY_NAME: Mapping[str, Callable[..., Any]] = {
     "squeeze": _squeeze,
 }
 
+_POOLS = {
+    function: functools.partial(kernel, num_dims=num_dims)
+    for num_dims in (1, 2, 3)
+    for kernel, function in (
+        (_adaptive_max_pool, getattr(functional, f"adaptive_max_pool{num_dims}d")),
+        (_adaptive_max_pool_with_places, getattr(functional, f"adaptive_max_pool{num_dims}d_with_indices")),
+    )
+} | {torch.adaptive_max_pool1d: functools.partial(_adaptive_max_pool_with_places, num_dims=1)}
+
 TRANSLATABLE: Mapping[Any, Callable[..., Any]] = {
     getattr(holder, name): function
     for name, function in _BY_NAME.items()
@@ -269,5 +315,6 @@ TRANSLATABLE: Mapping[Any, Callable[..., Any]] = {
     functional.embedding_bag: _bags_of_layer,
     torch.special.erfinv: _erfinv,
     torch.special.gammaln: _lgamma,
+    **_POOLS,
 }
 """By the function, under each of its public names. One returns NotImplemented where it leaves it as it is."""

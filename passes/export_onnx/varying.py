@@ -41,6 +41,9 @@ def why_it_varies(value: str, written: str | None, original: Original | None, *,
     operators = () if original is None else original.graph.operators.values()
     drawing = [o for o in operators if o.is_random and not _is_off_in_evaluation(o)]
     places = [f"{o.module_path or 'the model'} ({o.module_type}, {o.source_line})" for o in drawing]
+    if written is None and original is not None:  # an average that has come to a rest by then
+        parameters = original.graph.parameters
+        written = next((n for o in operators for n in o.writes_buffers if n in parameters), None)
     if written is not None and not places:
         return (
             f"{told}: the forward writes {written}, and a file keeps nothing from one run to the next. Split "

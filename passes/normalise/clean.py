@@ -73,7 +73,7 @@ def even_bounds(draft: Draft) -> None:
     for node in draft.graph.nodes:
         value = node.meta.get("val")
         is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
-        if is_real and node.target is torch.ops.aten.clamp.default:
+        if is_real and node.target in (torch.ops.aten.clamp.default, torch.ops.aten.clamp_.default):
             bounds = (*node.args[1:], *node.kwargs.values())
             if {type(bound) for bound in bounds if bound is not None} == {int, float}:
                 node.args = (node.args[0], *map(_as_real, node.args[1:]))
