@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pd2bw_fx
+from pd2bw_fx.errors import TraceError
 from tests.trained import assert_trained_by_the_rule
 
 WINDOW = torch.hann_window(16, dtype=torch.float64)
@@ -36,6 +37,11 @@ def picked(model: Model, x: Tensor) -> Tensor:
     return model.first(x)[x[:, 0] > 0.05]
 
 
+def two_selections(model: Model, x: Tensor) -> Tensor:
+    hidden, mask = model.first(x), x[:, :8] > 0.5
+    return F.mse_loss(hidden.masked_select(mask), torch.masked_select(x[:, 8:16], mask))
+
+
 def words(x: Tensor) -> Tensor:
     return (x * 10).long().clamp(0, 9)
 
@@ -51,6 +57,7 @@ FUNCTIONS: dict[str, Callable[[Model, Tensor], Tensor]] = {
     "the batch's size to the power": lambda model, x: (1 / x.shape[0]) ** torch.sigmoid(model.first(x)),
     "pow of the batch's size": lambda model, x: torch.pow(x.shape[0], torch.sigmoid(model.first(x))),
     "a pad of rows that a mask picks": lambda model, x: F.pad(picked(model, x).cumsum(-1), (1, 0)),
+    "two selections by one mask": two_selections,
     "bags of one word": lambda model, x: model.last(model.bags(words(x)[:, 0].unsqueeze(1))),
     "bags of one word, as a view": lambda model, x: model.last(model.bags(words(x[:, :1]).view(-1, 1))),
     "bags of several": lambda model, x: model.last(model.bags(words(x[:, :3]))),
@@ -76,3 +83,22 @@ def test_a_bag_of_one_word_is_called_as_the_layer() -> None:
 
     assert "self.bags(" in stage.source
     assert "nn.EmbeddingBag(10, 8)" in stage.source
+
+
+def test_lengths_that_differ_for_a_trace_name_what_to_do() -> None:
+    def by_two_masks(model: Model, x: Tensor) -> Tensor:
+        hidden, mask = model.first(x), x[:, :8] > 0.5
+        return F.mse_loss(hidden[~mask], x[:, 8:16][~mask])
+
+    with pytest.raises(TraceError, match=r"Try: index by one mask that is computed once.*pd2bw_fx\.untraced"):
+        pd2bw_fx.split(Model(by_two_masks), torch.rand(6, 32), cluster=2, costs="analytic")
+
+
+def test_sparse_bags_with_weights_have_analytic_costs() -> None:
+    class Weighed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            bags, last = self
+            return last(bags(words(x), per_sample_weights=x)).square().mean()
+
+    model = Weighed(nn.EmbeddingBag(10, 8, mode="sum", sparse=True), nn.Linear(8, 1))
+    assert pd2bw_fx.split(model, torch.rand(6, 5), cluster=2, costs="analytic").plan.num_stages

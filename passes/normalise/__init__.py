@@ -109,7 +109,9 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts]:
         where = source_line(str(error))  # torch tells of the operator that it was at
         raise TraceError(
             f"{traced.model_name} was traced, and what came of it cannot be run on sizes and types alone"
-            f"{f' at {where}' if where else ''}: {type(error).__name__}: {reason}\n{traced.report}"
+            f"{f' at {where}' if where else ''}: {type(error).__name__}: {reason}\n{traced.report}\n"
+            "  Try: index by one mask that is computed once (a[mask], b[mask]) where lengths depend on "
+            "values, or have the part of the model at that line run as it is written (pd2bw_fx.untraced)."
         ) from error
     rewritten = make_functional(draft, facts)
     if rewritten is draft:

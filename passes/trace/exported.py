@@ -42,6 +42,7 @@ from .parts_of_sizes import PartsStayOpen
 from .program import Answers, Program
 from .saved_values import saved_values_found
 from .second_call import require_the_same_again
+from .selected import selected_by_index
 
 _SMALLEST = 2  # torch takes sizes of 0 and 1 for constants
 _RUNNING_PARTS = {
@@ -204,6 +205,7 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         checks_passed_while_traced(),
         maps_for_all_sizes(),
         values_named(),
+        selected_by_index(),
         answers_noted(program.answers),
         other_flags_unasked(),
     ):
