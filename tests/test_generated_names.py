@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pd2bw_fx
 from pd2bw_fx import Constraints, split
 
 
@@ -246,3 +247,39 @@ def test_what_a_function_of_ours_makes_is_called_by_its_own_names() -> None:
     assert "forward(self, stoch: Tensor, deter: Tensor, action: Tensor, reset: Tensor) -> Tensor:" in source
     assert "stoch, deter, action = make_action(" in source
     assert "deter = self.cell(stoch, deter)" in source
+
+
+class _Filling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros(x.shape[0], 2, 8)
+        for t in range(2):
+            x = torch.tanh(self.step(x))
+            out[:, t] = x
+        heads = [x, x]
+        heads[1] = self.step(x)
+        out[out > 0.5] = 0.0
+        return out.square().mean() + heads[1].mean()
+
+
+def test_what_is_filled_in_place_keeps_its_name() -> None:
+    pipe = pd2bw_fx.split(_Filling(), torch.randn(4, 8), cluster=1, costs="analytic", check="full")
+    source = pipe.stages[0].source
+
+    assert "out = out.select_scatter(x, dim=1, index=0)" in source
+    assert "out = out.masked_fill(out > 0.5, 0.0)" in source
+    assert "heads" not in source
+
+
+def test_what_is_put_into_another_needs_no_copy() -> None:
+    class Turned(_Filling):
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros(x.shape[0], 2, 8)
+            out[:, 0] = self.step(x).t().contiguous().t()
+            return out.square().mean()
+
+    pipe = pd2bw_fx.split(Turned(), torch.randn(4, 8), cluster=1, costs="analytic", check="full")
+    assert "clone" not in pipe.stages[0].source

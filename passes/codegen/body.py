@@ -15,7 +15,7 @@ from pd2bw_fx.program import autocast_of
 from .cut import is_size, tensors_read
 from .layers import LAYERS_GIVING_TUPLES
 from .limits import is_asked_for_a_limit
-from .naming import is_final, is_one_of_several, operator_name, outer_name, place_in_mask
+from .naming import is_final, is_one_of_several, name_of_filled, operator_name, outer_name, place_in_mask
 from .scopes import Line, Scope, line_at
 from .stage_tree import StageTree, occurrences
 from .statements import makes_one_by_one, names_of_what_it_makes
@@ -145,7 +145,8 @@ class Body:
         if line is not None and is_one_of_several(result, line, self.scope.depth):
             return None  # the name is of them all
         if not names:
-            return self._names_by_place.get(id(item)) or outer_name(result, self.scope.depth)
+            named = self._names_by_place.get(id(item)) or name_of_filled(result, line)
+            return named or outer_name(result, self.scope.depth)
         return names[0] if names[0] != "_" and is_final(result, self.scope.depth) else None
 
     def _named_by_place(self) -> dict[int, str]:

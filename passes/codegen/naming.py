@@ -16,7 +16,7 @@ from .layers import LAYERS_GIVING_TUPLES
 from .literals import identifier
 from .scopes import Line, Scope, line_at, module_calls
 from .stage_tree import StageTree
-from .statements import calls_one, is_outermost
+from .statements import calls_one, filled_name, is_outermost
 
 # What a value is called that its author gave no name.
 _RESULT_NAMES = {
@@ -38,6 +38,8 @@ _RESULT_NAMES = {
 }  # fmt: skip
 
 
+# What they give is what they are given with other elements: `out[:, t] = v` goes on with out.
+_FILLING = {"select_scatter", "slice_scatter", "index_put", "masked_fill", "index_fill"}
 # What they give is still called what they were given.
 _SAME_VALUE = {"to", "contiguous", "clone", "detach", "type_as", "unsqueeze", "squeeze"}
 _ATTENTION = ("query", "key", "value", "mask")
@@ -108,6 +110,13 @@ def is_final(node: fx.Node, depth: int) -> bool:
     return not beside or is_outermost(line.code, operator_name(node), is_call=is_call)
 
 
+def name_of_filled(node: fx.Node, line: Line | None) -> str | None:
+    """The author's name of a tensor that a statement has put elements into, if this is it."""
+    if line is None or node.op != "call_function" or operator_name(node) not in _FILLING:
+        return None
+    return filled_name(line.code)
+
+
 def outer_name(node: fx.Node, depth: int) -> str | None:
     """What the lines assign that have called the function in which the value was made, if it is their own."""
     line, calls = line_at(node, depth), module_calls(node)[:depth]
@@ -135,7 +144,7 @@ def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
             continue
         if len(names) == 1 and names[0] != "_" and is_final(node, inner):
             return names[0]
-        if not names and (name := outer_name(node, inner)) is not None:
+        if not names and (name := name_of_filled(node, line) or outer_name(node, inner)) is not None:
             return name
     return None
 

@@ -33,6 +33,20 @@ def assigned_names(code: str) -> tuple[str, ...]:
     return tuple(identifier(name) if name not in ("", "_") else "_" for name in found)
 
 
+def filled_name(code: str) -> str | None:
+    """What a statement assigns elements of: "out[:, t] = v" -> "out"."""
+    statement = _statement(code)
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+    elif isinstance(statement, ast.AugAssign):
+        target = statement.target
+    else:
+        return None
+    if not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
+        return None
+    return identifier(target.value.id)
+
+
 def makes_one_by_one(code: str) -> bool:
     """Whether a statement assigns or returns several values, each of an expression of its own or a round."""
     statement = _statement(code)

@@ -308,10 +308,18 @@ class _Rewriter:
             value = self._emit(_ATEN.to.dtype, (value, before.dtype), node)
         if given.shape != before.shape:
             return self._emit(_ATEN.expand_as.default, (value, args[0]), node)
-        if given.stride() != before.stride():
+        if given.stride() != before.stride() and not self._is_put_into_another(node):
             kwargs = {"memory_format": torch.contiguous_format}
             return self._emit(_ATEN.clone.default, (value,), node, kwargs)
         return value
+
+    def _is_put_into_another(self, node: fx.Node) -> bool:
+        """`out[:, t] = v`, and nobody reads the written part itself: a scatter takes v in any layout."""
+        target = self.facts.written[node.name][0]
+        base = next((base for view, base in _views(target, self.facts) if view is target), None)
+        if node.users or len(target.users) > 1 or base is None or operator_name(target) not in _SCATTERS:
+            return False
+        return not _is_all_of(target, base, self.facts)
 
     def _dtype(self, node: fx.Node) -> torch.dtype:
         """The type that the functional form has by itself; the in-place one casts to its target's."""
