@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import MultivariateNormal, kl_divergence
 
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError
@@ -42,6 +43,14 @@ def two_selections(model: Model, x: Tensor) -> Tensor:
     return F.mse_loss(hidden.masked_select(mask), torch.masked_select(x[:, 8:16], mask))
 
 
+def divergence(model: Model, x: Tensor) -> Tensor:
+    """With torch's checks of the arguments, which are assertions."""
+    mean, deviation = model.first(x).chunk(2, -1)
+    one = MultivariateNormal(mean, scale_tril=torch.diag_embed(deviation.exp()))
+    identity = torch.eye(4, dtype=x.dtype).expand(len(x), -1, -1)
+    return kl_divergence(one, MultivariateNormal(torch.zeros_like(mean), scale_tril=identity))
+
+
 def words(x: Tensor) -> Tensor:
     return (x * 10).long().clamp(0, 9)
 
@@ -58,6 +67,7 @@ FUNCTIONS: dict[str, Callable[[Model, Tensor], Tensor]] = {
     "pow of the batch's size": lambda model, x: torch.pow(x.shape[0], torch.sigmoid(model.first(x))),
     "a pad of rows that a mask picks": lambda model, x: F.pad(picked(model, x).cumsum(-1), (1, 0)),
     "two selections by one mask": two_selections,
+    "the divergence of two normals of several dimensions": divergence,
     "bags of one word": lambda model, x: model.last(model.bags(words(x)[:, 0].unsqueeze(1))),
     "bags of one word, as a view": lambda model, x: model.last(model.bags(words(x[:, :1]).view(-1, 1))),
     "bags of several": lambda model, x: model.last(model.bags(words(x[:, :3]))),

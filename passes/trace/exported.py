@@ -33,6 +33,7 @@ from .diagnose import line_of
 from .differentiating import DerivativeError, derivatives_traced
 from .held import ParametersReadInstead, in_their_modules, parameter_in_memory_of, require_untrained
 from .helper_frames import helpers_noted
+from .inferred_sizes import sizes_inferred
 from .inputs import FlatArguments
 from .mapped import write_out_vmap
 from .moved import moves_to_where_it_is_left_out
@@ -206,6 +207,7 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         maps_for_all_sizes(),
         values_named(),
         selected_by_index(),
+        sizes_inferred(),
         answers_noted(program.answers),
         other_flags_unasked(),
     ):
