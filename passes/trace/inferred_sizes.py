@@ -24,4 +24,4 @@ def sizes_inferred() -> Iterator[None]:
 def _inferred(one: Sequence[Any], other: Sequence[Any]) -> Any:
     if all(type(size) is int for size in (*one, *other)):
         return _TORCHS(torch.Size(one), torch.Size(other))
-    return torch.broadcast_shapes(one, other)
+    return torch.broadcast_shapes(one, other)  # type: ignore[no-untyped-call]
