@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from pd2bw_fx.actions import Kind
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import InfeasibleError, InputError, Pd2bwError
-from pd2bw_fx.passes.schedule import METHODS
+from pd2bw_fx.passes.schedule import METHODS, Placing
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.runtime.nursery import kept_nursery
@@ -133,7 +133,8 @@ def compare(
     with kept_nursery():
         for name in training_methods() if methods is None else methods:
             try:
-                pipe = split(known, cluster=cluster, method=name, microbatches_per_update=m, **options)
+                own = {key: given for key, given in options.items() if _is_asked_of(name, key)}
+                pipe = split(known, cluster=cluster, method=name, microbatches_per_update=m, **own)
                 timeline = pipe.simulate(num_updates=_UPDATES_SIMULATED, slack="auto")
             except (InputError, InfeasibleError) as error:
                 yield LeftOut(name, str(error), not isinstance(error, InfeasibleError))
@@ -156,6 +157,11 @@ def compare(
                 told(contender.method)
                 if number == rounds - 1:
                     yield contender.figures()
+
+
+def _is_asked_of(method: str, option: str) -> bool:
+    """Data parallelism has one stage, whatever others are to have."""
+    return option != "num_stages" or METHODS[method].placing is not Placing.WHOLE
 
 
 @dataclass(slots=True)

@@ -129,3 +129,31 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "compare.png").stat().st_size > 5000
     assert main(["compare", str(tmp_path), "--simulate"]) == 2
     assert "name the model itself" in capsys.readouterr().err
+
+
+def test_the_command_takes_what_is_wished_of_every_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    constraints = tmp_path / "constraints.toml"
+    constraints.write_text('memory_bytes = { "cpu:0" = "1 MiB" }')
+    words = [
+        "compare",
+        "gpt",
+        "--cluster",
+        "3",
+        "--simulate",
+        "--json",
+        "--methods",
+        "2bw",
+        "interleaved",
+        "ddp",
+    ]
+    words += ["--costs", "analytic", "--num-stages", "2", "--recompute", "always", "--max-gap", "0.01"]
+
+    assert main([*words, "--constraints", str(constraints)]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    two_stages, *_ = told["methods"]
+    assert {*two_stages["memory"]} == {"cpu:1", "cpu:2"}  # the first has too little left
+    assert [each["method"] for each in told["left_out"]] == ["interleaved", "ddp"]
+    assert "cpu:0 has least" in told["left_out"][1]["reason"]

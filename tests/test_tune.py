@@ -64,6 +64,10 @@ def test_memory_guards_the_microbatch() -> None:
     ("arguments", "message"),
     [
         ({"batch_size": 7, "microbatch_sizes": (2,)}, "divides a batch of 7"),
+        (
+            {"batch_size": 8, "num_stages": (9,)},
+            r"num_stages=\(9,\): 9 stages need 9 devices, and the cluster has",
+        ),
         ({"batch_size": 8, "microbatch_sizes": (0,)}, "each of microbatch_sizes is 0"),
         ({"batch_size": 8, "microbatch_sizes": ()}, "microbatch_sizes is empty"),
         ({"batch_size": 8, "microbatch_sizes": 4}, "microbatch_sizes is 4; a sequence of numbers"),

@@ -98,6 +98,7 @@ def sweep(
     skipped: list[tuple[str, str]] = []
     candidates = list(_candidates(problems, cluster, batch_size, stages, num_replicas, method))
     if not candidates:
+        _require_room(problems, cluster, stages, num_replicas)
         raise InputError(
             f"no microbatch size of {sorted(problems)} divides a batch of {batch_size} into enough "
             "microbatches for any of these numbers of stages"
@@ -132,6 +133,25 @@ def sweep(
         skipped=tuple(skipped),
         bound_s=min([setting.bound_s for setting in found] + [candidate.floor_s for candidate in late]),
     )
+
+
+def _require_room(
+    problems: Mapping[int, Problem], cluster: Cluster, num_stages: Sequence[int], num_replicas: Sequence[int]
+) -> None:
+    """Raises InputError where there are too few devices, or blocks, for any of these numbers."""
+    least, copies = min(num_stages), min(num_replicas)
+    if least * copies > len(cluster):
+        each = f", each on {copies} devices," if copies > 1 else ""
+        raise InputError(
+            f"num_stages={(*num_stages,)}: {least} stages{each} need {least * copies} devices, and the "
+            f"cluster has {len(cluster)}; ask for fewer"
+        )
+    most = max(len(problem.blocks) for problem in problems.values())
+    if least > most:
+        raise InputError(
+            f"num_stages={(*num_stages,)} for a model of {most} blocks that can be apart; a stage needs at "
+            f"least one, so at most {most}"
+        )
 
 
 def _planned(

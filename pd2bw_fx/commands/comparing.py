@@ -25,6 +25,7 @@ from pd2bw_fx.commands.common import (
     named_cluster,
     named_model,
 )
+from pd2bw_fx.commands.options import add_wishes, wishes
 from pd2bw_fx.compare import Figures, LeftOut, Training, compare, training_methods
 from pd2bw_fx.errors import InputError, UsageError
 from pd2bw_fx.pipeline import Pipeline
@@ -68,7 +69,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--lr", type=float, help="learning rate (default: torch's)")
     parser.add_argument("-o", "--output", type=Path, help="the timelines on one axis, as .svg or .png")
     parser.add_argument("--json", action="store_true", help="the figures as JSON, for machines")
-    parser.set_defaults(run=_compare)
+    add_wishes(parser)
+    parser.set_defaults(run=_compare, runs=False)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -101,6 +103,8 @@ def _compare(options: argparse.Namespace) -> int:
             microbatches_per_update=options.microbatches,
             training=training,
             on_run=lambda method: progress.update(task, advance=1, description=method),
+            profile_cache=not options.no_profile_cache,
+            **wishes(options),
         )
         for each in figures:
             found.append(each)

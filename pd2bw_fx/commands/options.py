@@ -41,9 +41,6 @@ def add_planning(parser: argparse.ArgumentParser, *, runs: bool) -> None:
     group.add_argument("--chunks", type=int, help="interleaved: stages on each device (default 2)")
     default = "the plan's" if runs else "as many as the method needs"
     group.add_argument("--microbatches", type=int, help=f"microbatches an update (default: {default})")
-    group.add_argument(
-        "--num-stages", type=_number_or_auto, metavar="NUMBER|auto", help="default: one for every device"
-    )
     if not runs:
         group.add_argument(
             "--replicas",
@@ -52,13 +49,26 @@ def add_planning(parser: argparse.ArgumentParser, *, runs: bool) -> None:
             help="devices for each stage (default 1)",
         )
     group.add_argument(
+        "--plan", type=Path, metavar="FILE", help="plan.json of one that is there, edited perhaps: not solved"
+    )
+    _add_wishes(group)
+
+
+def add_wishes(parser: argparse.ArgumentParser) -> None:
+    """What `split` takes whatever the method: for a command that plans several."""
+    group = parser.add_argument_group("how to split", "as the arguments of pd2bw_fx.split are called")
+    _add_wishes(group)
+
+
+def _add_wishes(group: Any) -> None:
+    group.add_argument(
+        "--num-stages", type=_number_or_auto, metavar="NUMBER|auto", help="default: one for every device"
+    )
+    group.add_argument(
         "--recompute", choices=_RECOMPUTE, help="activations, of stages where it pays for auto (never)"
     )
     group.add_argument(
         "--constraints", type=Path, metavar="FILE", help="TOML with the fields of pd2bw_fx.Constraints"
-    )
-    group.add_argument(
-        "--plan", type=Path, metavar="FILE", help="plan.json of one that is there, edited perhaps: not solved"
     )
     group.add_argument("--costs", choices=("measured", "analytic"), help="of operators (default: measured)")
     group.add_argument("--tracer", help="a front end's name (default: the first that carries the model)")
@@ -78,6 +88,11 @@ def planning(options: argparse.Namespace) -> dict[str, Any]:
     if "plan" in given:
         given["plan"] = plan_in(given["plan"])
     return given
+
+
+def wishes(options: argparse.Namespace) -> dict[str, Any]:
+    """Those of `planning` that `add_wishes` has."""
+    return {name: given for name, given in planning(options).items() if name not in _OF_A_RUN.values()}
 
 
 def in_options(told: str) -> str:
