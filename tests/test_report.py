@@ -8,7 +8,9 @@ from xml.etree import ElementTree
 import browser
 import pytest
 import torch
+from torch import Tensor, nn
 
+import pd2bw_fx
 from pd2bw_fx.costs import Costs, OperatorCost
 from pd2bw_fx.graph import TensorSpec
 from pd2bw_fx.metrics import Metrics
@@ -238,3 +240,29 @@ def test_in_a_browser_three_thousand_operators_stay_fluid(tmp_path: Path) -> Non
         assert page.run("document.documentElement.scrollWidth") <= 1200
         assert worst_ms < 100  # two frames, without a graphics card: 33 where nothing else runs
         assert page.problems == []
+
+
+def test_a_view_that_is_sent_beside_what_it_views_is_told() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.linear(x.view(-1, 8)).view(x.shape)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = torch.relu(block(x))
+            return x.mean()
+
+    wishes = pd2bw_fx.Constraints(stage_of={"relu": 0, "blocks.1.linear": 1})
+    pipe = pd2bw_fx.split(
+        Net(), torch.randn(2, 3, 8), cluster=2, costs="analytic", constraints=wishes, check=False
+    )
+    assert "is a view of relu, and stage 1 is sent both" in str(pipe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pd2bw_fx.costs import Costs
 from pd2bw_fx.graph import OperatorGraph
@@ -26,7 +26,7 @@ def plan_table(graph: OperatorGraph, costs: Costs, plan: Plan) -> str:
     for stage, row in zip(plan.stages, rows, strict=True):
         lines += [_line(line, widths) for line in row]
         lines += [f"{'':{widths[0]}}  {line}" for line in cut_lines(graph, plan, stage.stage)]
-    return "\n".join([*lines, "", *verdict(costs, plan)])
+    return "\n".join([*lines, "", *verdict(costs, plan), *_views_that_cross(graph, plan)])
 
 
 def headline(graph: OperatorGraph, plan: Plan) -> str:
@@ -105,6 +105,21 @@ def verdict(costs: Costs, plan: Plan) -> list[str]:
     if costs.note:
         lines.append(f"note: {costs.note}")
     return lines
+
+
+def _views_that_cross(graph: OperatorGraph, plan: Plan) -> Iterator[str]:
+    """Where a view is sent beside what it views, which the rules of what may be cut ask for."""
+    sent = {(transfer.source, transfer.target, transfer.value) for transfer in plan.transfers}
+    for source, target, value in sorted(sent):
+        viewed = value
+        while viewed in graph.operators and graph.operators[viewed].is_view and graph.operators[viewed].reads:
+            viewed = graph.operators[viewed].reads[0]
+            if (source, target, viewed) in sent:
+                yield (
+                    f"note: {value} is a view of {viewed}, and stage {target} is sent both: a view stays "
+                    "with what it views, and plans that cut between them were not looked at"
+                )
+                break
 
 
 def module_ranges(graph: OperatorGraph, names: Iterable[str]) -> str:
