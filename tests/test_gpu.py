@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
+from pd2bw_fx.errors import WorkerError
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from tests.torchrun import torchrun
 
@@ -132,3 +133,45 @@ def test_recurrent_layers_of_cudnn_are_split_and_trained() -> None:
     result = pipe.train_local([(tokens, tokens)] * 3, optimizer=SGD, microbatches_per_update=2, method="1f1b")
 
     assert result.losses == pytest.approx([loss.item() for loss in expected], rel=1e-12)
+
+
+class Columns(nn.Module):
+    """Two columns with vocabularies of their own; keeps what it saw in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few, self.many, self.last = nn.Embedding(3, 8), nn.Embedding(500, 8), nn.Linear(8, 2)
+        self.seen: list[Any] = [None]
+
+    def forward(self, columns: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.few(columns[:, 0]) + self.many(columns[:, 1])
+        self.seen[0] = hidden.detach()
+        return nn.functional.cross_entropy(self.last(hidden), targets)
+
+
+@pytest.mark.parametrize("default", ["cpu", "cuda"])
+def test_what_split_and_verify_try_out_is_nothing_that_a_kernel_refuses(default: str, tmp_path: Path) -> None:
+    few, many = torch.arange(8) % 3, torch.arange(400, 408)
+    inputs = torch.stack([few, many], dim=1).cuda(), (few > 0).long().cuda()
+    model = Columns().cuda()
+    with torch.device(default):
+        pipe = pd2bw_fx.split(model, inputs, cluster=GPUS, costs="analytic", check="full")
+        pipe.save(tmp_path / "kept")
+        loaded = pd2bw_fx.load(tmp_path / "kept")
+        assert loaded.verify(model).worst.relative < 1e-5
+        assert loaded.verify(model, example_args=inputs).worst.relative < 1e-5
+    assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+def test_a_gpu_whose_memory_is_full_is_told_with_what_to_try() -> None:
+    def little_memory(parameters: Any) -> torch.optim.Optimizer:
+        torch.cuda.set_per_process_memory_fraction(0.001)
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU())]
+    x = torch.randn(40_000, 512)
+    model, few, loss_fn = nn.Sequential(*layers), x[:64], nn.functional.mse_loss
+    pipe = pd2bw_fx.split(model, (few,), loss_fn=loss_fn, example_targets=few, cluster=GPUS, costs="analytic")
+    with pytest.raises(WorkerError, match="the device's memory is full: try smaller") as raised:
+        pipe.train_local([(x, x)] * 2, optimizer=little_memory, microbatches_per_update=2)
+    assert "failed with OutOfMemoryError" in str(raised.value)

@@ -222,5 +222,5 @@ def test_a_rank_whose_memory_is_full_says_at_what_and_what_to_try() -> None:
 
     said = str(raised.value)
     assert re.match(r"rank 1 \(stage 1 on .*\) failed with OutOfMemoryError", said)
-    assert "on rank 1, stage 1, in update 0\nthe device's memory is full: try smaller microbatches" in said
-    assert said.endswith("\nat F1(stage 1, W0)\n")
+    assert "\nthe device's memory is full: try smaller microbatches" in said
+    assert said.endswith("\non rank 1, stage 1, in update 0\nat F1(stage 1, W0)\n")

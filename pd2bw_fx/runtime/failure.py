@@ -96,10 +96,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def note_action(error: BaseException, doing: str) -> None:
-    """At which microbatch a GPU's memory was full; `doing` is as the engine says it."""
+def note_full_memory(error: BaseException, doing: str = "") -> None:
+    """Of a GPU: what to try, and the action if there is one; `doing` is as the engine says it."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return
+    if _FULL not in getattr(error, "__notes__", ()):
+        error.add_note(_FULL)
     action = doing.partition(", at ")[2]
-    if isinstance(error, torch.OutOfMemoryError) and action:
+    if action:
         error.add_note(f"at {action}")
 
 
@@ -133,8 +137,7 @@ def shared_fate(
         raise
     except Exception as error:
         error.add_note(f"on rank {rank}, {stages}, {doing}")
-        if isinstance(error, torch.OutOfMemoryError):
-            error.add_note(_FULL)
+        note_full_memory(error)
         tell(engine, f"rank {rank} ({stages}) failed {doing}:\n{traceback.format_exc()}")
         tell_launcher(error, traceback.format_exc())
         raise

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from pd2bw_fx.errors import InputError, WorkerError
-from pd2bw_fx.runtime.failure import forget, is_met_by_all, note_action, shared_fate, tell, tell_launcher
+from pd2bw_fx.runtime.failure import forget, is_met_by_all, note_full_memory, shared_fate, tell, tell_launcher
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.world import World
@@ -63,7 +63,7 @@ class Fate:
                 try:
                     yield
                 except Exception as error:
-                    note_action(error, self._at())
+                    note_full_memory(error, self._at())
                     raise
         except BaseException as error:
             self.is_broken = True

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from pd2bw_fx.errors import Pd2bwError, WorkerError
 from pd2bw_fx.passes.schedule import register_method
 from pd2bw_fx.runtime.engine import Engine
-from pd2bw_fx.runtime.failure import end_now, note_action
+from pd2bw_fx.runtime.failure import end_now, note_full_memory
 from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finished, Start, receive
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.wire import decoded, encoded
@@ -48,7 +48,7 @@ def serve(descriptor: int) -> None:
         _work(received, parent, messages)
     except Exception as error:
         mine = not isinstance(error, WorkerError)
-        note_action(error, parent.doing())
+        note_full_memory(error, parent.doing())
         text = traceback.format_exc()
         if isinstance(error, Pd2bwError):  # which says itself what it is about
             text = "\n".join([str(error), *(getattr(error, "__notes__", ()) if mine else ())])
