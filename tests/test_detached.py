@@ -104,6 +104,8 @@ def test_weights_that_the_forward_writes_have_no_two_versions() -> None:
         train_reference(model, batches, **settings)
     with pytest.raises(InputError, match=r"writes the parameter 'second\.weight' in its forward.*'1f1b'"):
         split(model).train_local(batches, **settings)
+    with pytest.raises(InputError, match=r"stage \d is recomputed, which would write it twice"):
+        split(model, method="1f1b", recompute=True).train_local(batches, method="1f1b", **settings)
 
 
 @pytest.mark.parametrize("method", ["1f1b", "gpipe"])
@@ -129,7 +131,7 @@ def test_weights_that_the_forward_writes_are_trained_by_one_version(method: str)
             losses.append(before(part) / 3)
             losses[-1].backward()
         optimizer.step()
-        assert loss == pytest.approx(float(sum(losses)), rel=1e-12)
+        assert loss == pytest.approx(sum(losses).item(), rel=1e-12)
 
 
 def test_data_of_another_shape_is_no_values_for_what_is_there() -> None:

@@ -155,7 +155,20 @@ class Remembering(nn.Module):
         return x, x.sin()
 
 
-@pytest.mark.parametrize("made", [lambda: build("resnet"), Remembering])
+class Following(Remembering):
+    """Its last layer's teacher is written by the forward, and frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.layers[2].weight, alpha=0.3)
+        return super().forward(x, y) + self.teacher(x - self.layers[2](x)).square().mean()
+
+
+@pytest.mark.parametrize("made", [lambda: build("resnet"), Remembering, Following])
 def test_recomputed_stages_train_as_kept_ones_do(made: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model = made().double()

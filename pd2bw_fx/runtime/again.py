@@ -1,4 +1,4 @@
-"""Buffers of a stage whose forward is run again: the second run reads what the first did, and writes nothing.
+"""State of a stage whose forward is run again: the second run reads what the first did, and writes nothing.
 
 forward 7     mean 0.3 -> 0.4        0.3 is kept beside the microbatch
 forward 8     mean 0.4 -> 0.2
@@ -12,41 +12,59 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
+from pd2bw_fx.stage import StageProgram, held_parameters
 
-class WrittenBuffers:
-    """Those that a stage's forward writes, found out in its first one: a running mean, a codebook.
+
+class WrittenState:
+    """Buffers that a stage's forward writes, found out in its first one (a running mean, a codebook), and
+    frozen parameters that are known to be written (those of an encoder that follows another).
 
     Running statistics of batch norm, which training only writes, change without it being seen, and need not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, program: StageProgram, parameters: frozenset[str]) -> None:
+        self._program = program
+        self._parameters = parameters
         self._written: list[Tensor] | None = None
         self._seen: dict[Tensor, int] = {}
 
     def before(self, module: nn.Module) -> dict[Tensor, Tensor]:
         """Copies of those that a forward may write."""
         if self._written is None:
-            self._seen = {buffer: buffer._version for buffer in module.buffers()}
-        return {buffer: buffer.clone() for buffer in (self._seen if self._written is None else self._written)}
+            own = held_parameters(self._program, module)
+            held = (*module.buffers(), *(own[name] for name in self._parameters & own.keys()))
+            self._seen = {tensor: tensor._version for tensor in held}
+        kept = self._seen if self._written is None else self._written
+        return {tensor: tensor.detach().clone() for tensor in kept}
 
     def keep(self, copies: dict[Tensor, Tensor]) -> None:
         """After the forward: what it did not write needs no copy."""
         if self._written is None:
-            self._written = [buffer for buffer, version in self._seen.items() if buffer._version != version]
+            self._written = [tensor for tensor, version in self._seen.items() if tensor._version != version]
             self._seen = {}
-            for buffer in copies.keys() - set(self._written):
-                del copies[buffer]
+            for tensor in copies.keys() - set(self._written):
+                del copies[tensor]
 
 
 @contextlib.contextmanager
-def other_buffers(module: nn.Module, before: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """The module with copies of its buffers, which it may write and autograd may keep."""
-    held = [(owner, dict(owner._buffers)) for owner in module.modules()]
-    copies = {b: before.get(b, b).clone() for _, buffers in held for b in buffers.values() if b is not None}
-    for owner, buffers in held:
+def other_state(module: nn.Module, before: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """The module with copies of its buffers, which it may write and autograd may keep, and of the parameters
+    that there are copies of."""
+    held = [(owner, dict(owner._buffers), dict(owner._parameters)) for owner in module.modules()]
+    copies = {b: before.get(b, b).clone() for _, own, _ in held for b in own.values() if b is not None}
+    frozen = {
+        parameter: nn.Parameter(before[parameter].clone(), requires_grad=False)
+        for parameter in module.parameters()
+        if parameter in before
+    }
+    for owner, buffers, parameters in held:
         owner._buffers.update({n: None if b is None else copies[b] for n, b in buffers.items()})
+        owner._parameters.update(
+            {n: frozen[p] for n, p in parameters.items() if p is not None and p in frozen}
+        )
     try:
         yield
     finally:
-        for owner, buffers in held:
+        for owner, buffers, parameters in held:
             owner._buffers.update(buffers)
+            owner._parameters.update(parameters)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pd2bw_fx.actions import Action, Kind
-from pd2bw_fx.runtime.again import WrittenBuffers, other_buffers
+from pd2bw_fx.runtime.again import WrittenState, other_state
 from pd2bw_fx.runtime.channel import Inbox, Outbox
 from pd2bw_fx.runtime.draws import Draws
 from pd2bw_fx.runtime.job import Job
@@ -72,7 +72,7 @@ class _InFlight:
     gradients: dict[str, list[Tensor]] = field(default_factory=dict)
     input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
     runs_again: bool = False  # nothing was kept of the forward
-    buffers: dict[Tensor, Tensor] = field(default_factory=dict)  # as they were before it, if it writes them
+    state: dict[Tensor, Tensor] = field(default_factory=dict)  # as it was before it, if it writes any
     weight_half: WeightHalf | None = None
     is_done: bool = False  # but for the sending of its gradients
 
@@ -116,7 +116,7 @@ class StageRunner:
         self._precision = precision
         self._on_output = on_output
         self._in_flight: dict[int, _InFlight] = {}
-        self._written = WrittenBuffers()
+        self._written = WrittenState(program, job.written_parameters)
 
     def add(self, number: int, microbatch: Microbatch) -> None:
         """A microbatch that coming actions refer to by its number."""
@@ -170,7 +170,7 @@ class StageRunner:
         module = self.weights.begin_forward(self._stage, action.version, in_flight=self.training)
         again = kept.runs_again = self.training and self._recompute
         if again:
-            kept.buffers = self._written.before(module)
+            kept.state = self._written.before(module)
         as_before = {} if self.training else self._kept_in_evaluation(module)
         with torch.set_grad_enabled(self.training and not again), self._drawing(action.microbatch):
             produced = self._run(module, kept)
@@ -178,7 +178,7 @@ class StageRunner:
             for tensor, before in as_before.items():
                 tensor.copy_(before)
         if again:
-            self._written.keep(kept.buffers)
+            self._written.keep(kept.state)
         kept.outputs = {port.value: produced[port.value] for port in self.program.outputs if port.targets}
         for port in self.program.outputs:
             if port.model_output is not None:
@@ -306,9 +306,9 @@ class StageRunner:
 
     def _run_again(self, kept: _InFlight, module: nn.Module, action: Action) -> None:
         """The forward that was run without keeping anything. Statistics have counted it already."""
-        with self._drawing(action.microbatch), other_buffers(module, kept.buffers), torch.enable_grad():
+        with self._drawing(action.microbatch), other_state(module, kept.state), torch.enable_grad():
             produced = self._run(module, kept)
-        kept.buffers = {}
+        kept.state = {}
         self._keep_roots(kept, produced, action.version)
 
     def _send_gradient(self, action: Action) -> None:
