@@ -12,7 +12,7 @@ from pd2bw_fx.actions import Shape, Wanted
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec, TensorSpec
-from pd2bw_fx.passes.schedule import METHODS, Method, check_schedule, method_of, schedule_of
+from pd2bw_fx.passes.schedule import METHODS, Method, Placing, check_schedule, method_of, schedule_of
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.source_check import uses_vary
 from pd2bw_fx.stage import StageProgram
@@ -81,6 +81,7 @@ class Job:
     uses_vary: bool  # which parameters an update has gradients for is not the same in all of them
     evaluation: str  # what the stages do otherwise than the model in evaluation mode
     training_writes: frozenset[str]  # what a forward writes in training alone
+    written_parameters: frozenset[str]  # by forwards
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -171,18 +172,33 @@ def _require_runnable(rules: Method, shape: Shape) -> None:
     check_schedule(schedule, in_flight=held)
 
 
-def _require_steady_parameters(graph: OperatorGraph, work: Work) -> None:
-    """Of several versions of a parameter a forward would write one, and the next is not made of that one."""
-    if work.rules.is_synchronous:
-        return
+def _require_steady_parameters(pipeline: Pipeline, work: Work) -> None:
+    """Of several versions of a parameter a forward would write one, and the next is not made of that one. A
+    forward that is run again would write it twice."""
+    graph = pipeline.graph
     for operator in graph.operators.values():
-        written = [name for name in operator.writes_buffers if name in graph.parameters]
-        if written and graph.parameters[written[0]].trainable:
-            raise InputError(
-                f"operator {operator.name} ({operator.target}) writes the parameter {written[0]!r} in its "
-                f"forward, as max_norm of an embedding does, and method {work.method!r} trains on more than "
-                "one version of it; use a synchronous method such as '1f1b', or do without"
+        for name in operator.writes_buffers:
+            if name not in graph.parameters or not graph.parameters[name].trainable:
+                continue
+            said = (
+                f"operator {operator.name} ({operator.target}) writes the parameter {name!r} in its forward, "
+                "as max_norm of an embedding does, and "
             )
+            if not work.rules.is_synchronous:
+                raise InputError(
+                    f"{said}method {work.method!r} trains on more than one version of it; use a synchronous "
+                    "method such as '1f1b', or do without"
+                )
+            again = [p.stage for p in _recomputed(pipeline) if name in p.parameters]
+            if again:
+                raise InputError(
+                    f"{said}stage {again[0]} is recomputed, which would write it twice; split with "
+                    "recompute=False, or do without"
+                )
+
+
+def _recomputed(pipeline: Pipeline) -> list[StageProgram]:
+    return [program for program in pipeline.programs if pipeline.plan.stages[program.stage].recompute]
 
 
 def _require_gradients(graph: OperatorGraph) -> None:
@@ -214,10 +230,12 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
             "its forward return the loss"
         )
     _require_gradients(graph)
-    _require_steady_parameters(graph, work)
+    _require_steady_parameters(pipeline, work)
     loss_stages = [p.stage for p in programs if any(port.model_output == graph.loss for port in p.outputs)]
     assert loss_stages, f"no stage returns the output {graph.loss!r}"
     returned = {port.model_output: port for p in programs for port in p.outputs}
+    written = {name for operator in graph.operators.values() for name in operator.writes_buffers}
+    written_parameters = frozenset(written & graph.parameters.keys())
     held, report = pipeline.tensors(), pipeline.trace_report
     require_values(graph, held)
     ranks = _ranks(pipeline.plan, work)
@@ -246,6 +264,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
                 uses_vary=any(uses_vary(program.source) for program in programs),
                 evaluation="" if report is None else report.evaluation,
                 training_writes=frozenset() if report is None else frozenset(report.training_writes),
+                written_parameters=written_parameters,
             )
         )
     return tuple(sorted(made, key=lambda job: job.rank))
@@ -270,26 +289,30 @@ def _ranks(plan: Plan, work: Work) -> tuple[int, ...]:
 
 
 def _planned_devices(pipeline: Pipeline, work: Work) -> list[Planned]:
-    """By the schedule's rank. Of a stage's replicas each has its own, where they were planned for."""
+    """By the schedule's rank. Copies of a stage that were not planned for are counted as if they had been."""
     devices = pipeline.cluster.devices
-    chosen = []
-    for place in range(work.num_ranks):
-        stage = pipeline.plan.stages[work.rules.stages_of(work.shape, place)[0]]
-        copy = work.rules.ranks_of(work.shape, stage.stage).index(place) if stage.replicas > 1 else 0
-        chosen.append(stage.device + copy % stage.replicas)
-    hosts = [devices[number].host for number in chosen]
+    numbers = [_planned_device(pipeline, work, place) for place in range(work.num_ranks)]
+    chosen = [devices[number] for number in numbers]
+    among = devices if len({*numbers}) == len(numbers) else chosen
+    places = numbers if among is devices else range(len(chosen))
+    hosts = [device.host for device in chosen]
     return [
         Planned(
-            name=devices[number].name,
-            kind=devices[number].kind,
-            index=sum(
-                (other.kind, other.host) == (devices[number].kind, devices[number].host)
-                for other in devices[:number]
-            ),
-            ranks_of_host=hosts.count(devices[number].host),
+            name=device.name,
+            kind=device.kind,
+            index=sum((other.kind, other.host) == (device.kind, device.host) for other in among[:place]),
+            ranks_of_host=hosts.count(device.host),
         )
-        for number in chosen
+        for device, place in zip(chosen, places, strict=True)
     ]
+
+
+def _planned_device(pipeline: Pipeline, work: Work, place: int) -> int:
+    if work.rules.placing in (Placing.BOTH_WAYS, Placing.WHOLE):
+        return place % len(pipeline.cluster)
+    stage = pipeline.plan.stages[work.rules.stages_of(work.shape, place)[0]]
+    copy = work.rules.ranks_of(work.shape, stage.stage).index(place) if stage.replicas > 1 else 0
+    return stage.device + copy % stage.replicas
 
 
 def _holders(

@@ -56,7 +56,9 @@ def local_device(planned: Planned, wanted: torch.device | str | None = None) -> 
         return torch.device("cuda", torch.cuda.current_device() or int(os.environ["LOCAL_RANK"]) % count)
     local_rank, local_ranks = (os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     as_planned = local_ranks in (None, str(planned.ranks_of_host)) and planned.index < count
-    return torch.device("cuda", planned.index if as_planned else int(local_rank or 0) % count)
+    return torch.device(
+        "cuda", planned.index % count if as_planned or local_rank is None else int(local_rank) % count
+    )
 
 
 BACKEND = "gloo"  # of what all ranks say to one another; between GPUs engines have groups of their own
