@@ -148,7 +148,7 @@ class Pipeline:
         self._tensors = {**own, **{n: t if own[n].is_meta else t.to(own[n].device) for n, t in given.items()}}
         if were_empty and not any(tensor.is_meta for tensor in self._tensors.values()):
             self.reference = None  # runs the empty model
-            self.example = None if self.example is None else made_up(self.example)
+            self.example = None if self.example is None else made_up(self.example, beside=self._tensors)
 
     def explain(self, **options: Any) -> Explanation:
         """Why the plan is as it is: each cut and the next best one, what binds, what would help most.

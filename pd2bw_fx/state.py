@@ -67,16 +67,18 @@ def require_scalar_loss(graph: OperatorGraph) -> None:
                 )
 
 
-def made_up(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Values for inputs that have none: normal numbers, the same each time, and zeros of other types."""
+def made_up(example: Mapping[str, Tensor], *, beside: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Values for inputs that have none, where the weights are: normal numbers, the same each time, and zeros
+    of other types."""
+    device = next((tensor.device for tensor in beside.values()), torch.device("cpu"))
     drawn = torch.Generator().manual_seed(0)
 
     def values(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
         if tensor.dtype.is_floating_point:
-            return torch.randn(tensor.shape, generator=drawn, device="cpu").to(tensor.dtype)
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+            return torch.randn(tensor.shape, generator=drawn, device="cpu").to(device, tensor.dtype)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
     return {name: values(tensor) for name, tensor in example.items()}
 

@@ -19,6 +19,7 @@ from pd2bw_fx.contraction import contractions_stay_open
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import first_line, require
+from pd2bw_fx.process_settings import other_flags_unasked
 from pd2bw_fx.source_check import operators_called
 from pd2bw_fx.stage import Port, StageProgram
 from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
@@ -64,6 +65,7 @@ def stage_model(
             _quiet(),
             spelling,
             contractions_stay_open(),
+            other_flags_unasked(),
             patch.object(fx.graph, "_format_target", _read_attribute),
         ):
             exported = torch.onnx.export(

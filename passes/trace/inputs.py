@@ -68,11 +68,24 @@ class _Slot:
 
 
 def find_example_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """What the model itself offers: its `example_inputs()`, or a Hugging Face model's `dummy_inputs`.
+    """What the model itself offers: its `example_inputs()`, or a Hugging Face model's `dummy_inputs`, on the
+    GPU where all of the model is.
 
     None where it offers nothing. A language model's dummy tokens serve as its labels too, for without
     labels it would have no loss to train on.
     """
+    offered = _offered(model)
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if offered is None or len(devices) != 1 or next(iter(devices)).type in ("cpu", "meta"):
+        return offered
+    (device,) = devices
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+        lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, offered
+    )
+    return moved
+
+
+def _offered(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     offer = getattr(model, "example_inputs", None)
     if callable(offer):
         return _as_call(offer())

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
-from pd2bw_fx.passes.trace.inputs import flatten_arguments
+from pd2bw_fx.models import build
+from pd2bw_fx.passes.trace.inputs import find_example_inputs, flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
 from pd2bw_fx.passes.trace.second_call import _others
 from pd2bw_fx.passes.verify import another_example
@@ -44,6 +45,12 @@ def main() -> None:
         assert loaded.verify(model, example_args=there).exact
         empty.load_tensors(model.state_dict())
         assert empty.verify(model).exact
+        assert {tensor.device for tensor in empty.example.values()} == {DEVICE}
+
+        offering = build("mlp")
+        offering.example_inputs = lambda: (torch.ones(2, device="cpu"), {"y": torch.ones(2, device="cpu")})
+        args, _ = find_example_inputs(offering)
+        assert (args[0].device, args[1]["y"].device) == (DEVICE, DEVICE)
 
         flat = flatten_arguments(model, there, {})
         given = dict(zip(flat.names, flat.tensors, strict=True))
