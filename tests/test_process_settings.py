@@ -96,10 +96,15 @@ def test_a_worker_has_the_flags_of_the_script_by_the_older_and_the_newer_names(n
 
 @pytest.fixture
 def exact() -> Iterator[None]:
-    """After it the older switch for TF32 raises."""
+    """The older switch for TF32 raises."""
+    parts = (BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn)
+    for part in parts:  # whoever has used that switch in this process has set them
+        part.fp32_precision = "none"
     BACKENDS.fp32_precision = "ieee"
     yield
     BACKENDS.fp32_precision = "none"
+    for part in parts:
+        part.fp32_precision = "tf32"
 
 
 @pytest.mark.usefixtures("exact")

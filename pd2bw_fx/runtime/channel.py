@@ -117,7 +117,7 @@ class Outbox:
     _under_way: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = field(default_factory=deque)
 
     def send(
-        self, microbatch: int, size: Hashable, tensors: Sequence[Tensor | None], *, by_host: bool
+        self, microbatch: int, size: Hashable, tensors: Sequence[Tensor | None], *, by_host: bool = False
     ) -> None:
         """Start sending; the tensors must not be written before `settle`. None: a value without gradient.
 
@@ -204,7 +204,7 @@ class Inbox:
     _notes: Notes | None = None
     _posted: dict[int, _Posted] = field(default_factory=dict)
 
-    def expect(self, microbatch: int, size: Hashable, *, by_host: bool) -> None:
+    def expect(self, microbatch: int, size: Hashable, *, by_host: bool = False) -> None:
         if microbatch not in self._posted:
             self._posted[microbatch] = _Posted(size, self.route.of(by_host=by_host))
             self._post()
