@@ -20,7 +20,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
-    model = build("gpt")
+    model = build("mlp")
     example = model.example_inputs()  # type: ignore[operator]
     batch = tuple(torch.cat([tensor] * 4) for tensor in example)
     pipe = pd2bw_fx.split(model, example, cluster=2, costs="analytic", check=False)

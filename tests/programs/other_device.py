@@ -50,7 +50,7 @@ def main() -> None:
     results = {}
     for name, (wishes, options) in CASES.items():
         torch.manual_seed(0)
-        model = build("gpt")
+        model = build("gpt" if name == "2bw" else "mlp")
         example = model.example_inputs()  # type: ignore[operator]
         batch = tuple(torch.cat([tensor] * 4) for tensor in example)
         pipe = pd2bw_fx.split(model, example, cluster=2, costs="analytic", check=False, **wishes)
