@@ -466,7 +466,9 @@ class Engine:
     def doing(self) -> str:
         """What this rank is at, for a message: the update, and the action in it."""
         action = self._runner.current
-        return f"in update {self.updates}" + ("" if action is None else f", at {action}")
+        if action is None:
+            return f"in update {self.updates}"
+        return f"in update {max(0, self.updates - 1)}, at {action}"  # which has been counted already
 
 
 def _close_at_exit(known: weakref.ref[Engine]) -> None:
