@@ -26,11 +26,11 @@ PROGRAMS = ("pd2bw-fx", "python", "torchrun", "srun", "make", "pip", "export [A-
 
 # What is run in place of what a document shows; a command that is not here runs as it stands.
 SMALLER = {
-    "compare gpt --cluster 2 --updates 60 --rounds 5": "compare gpt --cluster 2 --updates 2 "
+    "compare gpt --cluster 2 --updates 60 --rounds 5": "compare mlp --cluster 2 --updates 2 "
     "--methods 2bw ddp",
-    "compare gpt --cluster 2 --updates 20 --rounds 3": "compare gpt --cluster 2 --updates 2 --rounds 2 "
+    "compare gpt --cluster 2 --updates 20 --rounds 3": "compare mlp --cluster 2 --updates 2 --rounds 2 "
     "--methods gpipe",
-    "compare gpt --cluster 4 --rounds 5": "compare gpt --cluster 4 --updates 1 --methods 2bw",
+    "compare gpt --cluster 4 --rounds 5": "compare mlp --cluster 4 --updates 1 --methods 2bw",
     "--updates 300 --lr": "--updates 2 --lr",
     "--updates 40": "--updates 8",
     "--updates 1000": "--updates 2",

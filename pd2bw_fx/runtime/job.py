@@ -189,7 +189,9 @@ def _require_steady_parameters(pipeline: Pipeline, work: Work) -> None:
                     f"{said}method {work.method!r} trains on more than one version of it; use a synchronous "
                     "method such as '1f1b', or do without"
                 )
-            again = [p.stage for p in _recomputed(pipeline) if name in p.parameters]
+            again = [
+                p.stage for p in pipeline.programs if name in p.parameters and _is_recomputed(pipeline, p)
+            ]
             if again:
                 raise InputError(
                     f"{said}stage {again[0]} is recomputed, which would write it twice; split with "
@@ -197,8 +199,8 @@ def _require_steady_parameters(pipeline: Pipeline, work: Work) -> None:
                 )
 
 
-def _recomputed(pipeline: Pipeline) -> list[StageProgram]:
-    return [program for program in pipeline.programs if pipeline.plan.stages[program.stage].recompute]
+def _is_recomputed(pipeline: Pipeline, program: StageProgram) -> bool:
+    return pipeline.plan.stages[program.stage].recompute
 
 
 def _require_gradients(graph: OperatorGraph) -> None:
@@ -254,7 +256,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
                 work=work,
                 ranks=ranks,
                 device=planned[place],
-                recomputed=frozenset(p.stage for p in own if pipeline.plan.stages[p.stage].recompute),
+                recomputed=frozenset(p.stage for p in own if _is_recomputed(pipeline, p)),
                 loss_stage=loss_stages[-1],
                 outputs={output.name: returned[output.name].spec for output in graph.outputs},
                 numbers=_numbers(programs, graph.loss),

@@ -128,7 +128,6 @@ class PendingUpdate:
 
     def progress(self, *, must: bool = False) -> None:
         """Start what can be started; `must`: even if that means to wait for other holders first."""
-        self.start()
         if self.clipping is None or self._squares is not None:
             return
         if must or self.sums.have_arrived:
@@ -137,6 +136,7 @@ class PendingUpdate:
 
     def finish(self) -> dict[str, Tensor] | None:
         """The gradients, added up over the holders, unscaled and clipped; None if one is not finite."""
+        self.start()
         self.progress(must=True)
         self._take_sums()
         if self.clipping is not None and not self._clip(self.clipping):
