@@ -18,8 +18,9 @@ from .limits import is_asked_for_a_limit
 from .naming import is_final, is_one_of_several, name_of_filled, operator_name, outer_name, place_in_mask
 from .scopes import Line, Scope, line_at
 from .stage_tree import StageTree, occurrences
-from .statements import makes_one_by_one, names_of_what_it_makes
+from .statements import appended_list, makes_one_by_one, names_of_what_it_makes
 
+_ROUNDS = 3  # of a loop, at least
 _MOST_FOLDED = 40  # items of a statement; one of fewer is too long for a line already
 # no_grad, autocast, and a number that tells apart autocast regions which are alike and touch.
 Region = tuple[object, Any, int]
@@ -43,6 +44,7 @@ class Body:
         self._elements = self._elements_taken()
         self._names_by_place = self._named_by_place()
         self._regions = dict(zip(map(id, self.items), self._told_apart(), strict=True))
+        self._times = Counter(map(self._in_source, self.items))
 
     def _is_inlined(self, item: fx.Node | Scope) -> bool:
         return not isinstance(item, Scope) and is_size(self.tree.graph, item)
@@ -66,6 +68,13 @@ class Body:
             return line_at(item, self.scope.depth)
         line = line_at(next(item.nodes), self.scope.depth)
         return line if line is None or item.function is None else line.of_the_forward
+
+    def is_of_rounds(self, item: fx.Node | Scope) -> bool:
+        """Whether a line of the author's makes such an item again and again."""
+        return self._times[self._in_source(item)] >= _ROUNDS
+
+    def _in_source(self, item: fx.Node | Scope) -> tuple[Line | None, str]:
+        return self.line(item), item.path if isinstance(item, Scope) else operator_name(item)
 
     def region(self, item: fx.Node | Scope) -> Region:
         return self._regions[id(item)]
@@ -317,11 +326,23 @@ class Folding:
         if isinstance(item, Scope) and item.function is not None:
             return False
         reading = self.items[reader]
+        if self._is_of_a_loop(item, reading):
+            return False
         if not isinstance(reading, Scope) and is_asked_for_a_limit(result, reading):
             return False
         if self._is_place(item) and not self._is_place(reading):
             return False  # the rows and columns of a mask are worth a name
         return self.body.region(item) == self.body.region(reading)
+
+    def _is_of_a_loop(self, item: fx.Node | Scope, reading: fx.Node | Scope) -> bool:
+        """Whether it goes into a list round by round, or into the first round of several: the line of every
+        round is to be the same."""
+        line = self.body.line(item)
+        if line is None or line == self.body.line(reading):
+            return False
+        if self.body.is_of_rounds(item):
+            return appended_list(line.code) is not None
+        return isinstance(reading, Scope) and self.body.is_of_rounds(reading)
 
     def _is_place(self, item: fx.Node | Scope) -> bool:
         return not isinstance(item, Scope) and item.op == "call_function" and place_in_mask(item) is not None

@@ -15,6 +15,7 @@ from .attributes import Attributes
 from .layout import laid_out, rolled, signature_lines, written
 from .literals import free_name, identifier, is_plain_name, literal
 from .method import Method, Statement
+from .rolling import in_rounds
 from .template import ClassOf, Leaf, Template, leaves, outline, spelled
 
 # A class of more arguments says less than two classes do.
@@ -236,7 +237,8 @@ class _Writer:
             body = [
                 _common([body[line] for body in bodies], words, family) for line in range(len(method.body))
             ]
-            lines += written(rolled(body, first.attributes), first.attributes, 8)
+            entries = in_rounds(rolled(body, first.attributes), first.attributes)
+            lines += written(entries, first.attributes, 8)
         paths = [draft.path for draft in family.members]
         return ClassText(family.name, first.attributes.base, tuple(lines), paths, first.whole, first.origin)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from .attributes import Attributes
@@ -23,7 +23,7 @@ class Loop:
     """`body` once for each member of the containers; `first` is assigned before it, if anything."""
 
     header: str
-    body: tuple[Statement, ...]
+    body: tuple[Statement | Loop, ...]
     first: str | None = None
 
 
@@ -79,19 +79,18 @@ def _loop_at(
     whole = count == len(keys)
     if count < 2 or not (whole or all(m.is_list or _are_numbers(keys, span) for m in members.values())):
         return None
-    counter = None if whole or all(m.is_list for m in members.values()) else _free("i", words)
+    counter = None if whole or all(m.is_list for m in members.values()) else free("i", words)
     names = _loop_names(members, counter, words, attributes)
     assert bodies[0] is not None
     body = tuple(
-        replace(_common(chunks[:count], place), text=_named(text, names))
+        replace(common([chunk[place] for chunk in chunks[:count]]), text=_named(text, names))
         for place, text in enumerate(bodies[0])
     )
     return Loop(_header(members, names, span, counter, attributes), body, first), count * length
 
 
-def _common(chunks: Sequence[Sequence[Statement]], place: int) -> Statement:
+def common(statements: Sequence[Statement]) -> Statement:
     """The last of the statements at a place, with its shape only where that is all of theirs."""
-    statements = [chunk[place] for chunk in chunks]
     alike = len({statement.shape for statement in statements}) == 1
     return statements[-1] if alike else replace(statements[-1], shape=())
 
@@ -178,7 +177,7 @@ def _first_input(first: str, other: str) -> str | None:
     return f"{b[3]} = {a[3]}"
 
 
-def _free(name: str, words: set[str]) -> str:
+def free(name: str, words: Set[str]) -> str:
     """A name that the body does not use; `words` are all that it does."""
     while name in words:
         name += "_"
@@ -197,7 +196,7 @@ def _loop_names(
             continue
         taken = words | set(names.values())
         wishes = _member_names(holder, is_alone=len(members) == 1)
-        names[holder] = next((name for name in wishes if name not in taken), _free(wishes[-1], taken))
+        names[holder] = next((name for name in wishes if name not in taken), free(wishes[-1], taken))
     return names
 
 
@@ -243,20 +242,28 @@ def written(entries: Sequence[Statement | Loop], attributes: Attributes, indent:
     """The lines of a body, regions re-entered around the statements that stood in them."""
     region = NO_REGION
     for entry in entries:
-        statements = entry.body if isinstance(entry, Loop) else (entry,)
-        wanted = statements[0].region
+        wanted = region_of(entry)
         if wanted != region:
             region = wanted
             for depth, line in enumerate(_region_headers(region)):
                 yield " " * (indent + 4 * depth) + line
-        inner = indent + 4 * len(_region_headers(region))
-        if isinstance(entry, Loop):
-            if entry.first is not None:
-                yield " " * inner + entry.first
-            yield " " * inner + entry.header
-            inner += 4
-        for statement in statements:
-            yield from laid_out(resolve(statement.text, attributes), inner, statement.comment)
+        yield from _entry_lines(entry, attributes, indent + 4 * len(_region_headers(region)))
+
+
+def _entry_lines(entry: Statement | Loop, attributes: Attributes, indent: int) -> Iterator[str]:
+    if isinstance(entry, Statement):
+        yield from laid_out(resolve(entry.text, attributes), indent, entry.comment)
+        return
+    if entry.first is not None:
+        yield " " * indent + entry.first
+    yield " " * indent + entry.header
+    for inner in entry.body:
+        yield from _entry_lines(inner, attributes, indent + 4)
+
+
+def region_of(entry: Statement | Loop) -> Region:
+    """That of all that is in it."""
+    return entry.region if isinstance(entry, Statement) else region_of(entry.body[0])
 
 
 def _region_headers(region: Region) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .author_loops import counter_of, list_of
 from .body import NO_REGION, Body, Folding, Region
 from .cut import is_size, size_symbol
 from .expression import Scene, Source
@@ -28,13 +29,16 @@ _SHORT_OPERAND = 40  # of an operand that has a line to itself where the whole i
 class Statement:
     """A line of a body: `text` holds module references still in their written-out form (see `reference`).
 
-    `place` is the author's line, `shape` the result's, where it is another than the operand's.
+    `place` is the author's line, `shape` the result's, where it is another than the operand's. `counter` is
+    what a loop of the author's around it counts with, `listed` the list that it fills or joins.
     """
 
     text: str
     place: str = ""
     shape: tuple[int | str, ...] = ()
     region: Region = NO_REGION
+    counter: str = ""
+    listed: str = ""
 
     @property
     def comment(self) -> str:
@@ -129,7 +133,10 @@ class _Draft:
         text = f"{target} = {source.text}" if target else source.text
         if len(text) > _LONGEST_FOLDED:
             self._unfold(item, len(text))
-        return [*renamed, Statement(text, *self._comment(item, results), self._region(item))]
+        line = self.body.line(item)
+        own = None if line is None else line.of_the_author
+        in_loop = ("", "") if own is None else (counter_of(own), list_of(own))
+        return [*renamed, Statement(text, *self._comment(item, results), self._region(item), *in_loop)]
 
     def _renamed(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> list[Statement]:
         """`residual = x` of the author's, before `x = self.norm(x)`: what was x is read again."""

@@ -47,6 +47,36 @@ def filled_name(code: str) -> str | None:
     return identifier(target.value.id)
 
 
+def appended_list(code: str) -> str | None:
+    """The list that a statement puts a value into, or makes: "outs.append(x)" and "outs = [f(x) for x in y]"
+    -> "outs"."""
+    statement = _statement(code)
+    if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.List | ast.ListComp):
+        held: ast.expr = statement.targets[0]
+    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        called = statement.value.func
+        if not isinstance(called, ast.Attribute) or called.attr != "append":
+            return None
+        held = called.value
+    else:
+        return None
+    return identifier(held.id) if isinstance(held, ast.Name) else None
+
+
+_JOINING = {"stack", "cat", "concat", "concatenate", "hstack", "vstack", "dstack"}
+
+
+def joined_list(code: str) -> str | None:
+    """The list that a statement makes one tensor of: "x = torch.stack(outs, dim=1)" -> "outs"."""
+    statement = _statement(code)
+    for node in [] if statement is None else ast.walk(statement):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _JOINING:
+            held = node.args[0] if node.args else None
+            if isinstance(held, ast.Name):
+                return identifier(held.id)
+    return None
+
+
 def makes_one_by_one(code: str) -> bool:
     """Whether a statement assigns or returns several values, each of an expression of its own or a round."""
     statement = _statement(code)

@@ -15,6 +15,7 @@ from .layers import constructor, is_layer, sequential
 from .layout import WIDTH, signature_lines, written
 from .literals import identifier, plain, quoted
 from .method import Method, reference, write_method
+from .rolling import in_rounds
 from .scopes import Scope, line_at
 from .stage_tree import StageTree, walk
 from .template import Call, ClassOf, Fixed, Leaf, Part, Template
@@ -149,7 +150,7 @@ class StageWriter:
     def _write_function(self, scope: Scope) -> None:
         method = write_method(self.tree, scope, self._call_text)
         attributes = Attributes(scope.path, self._module_at, self._attributes.get)
-        body = tuple(written(list(method.body), attributes, 4))
+        body = tuple(written(in_rounds(method.body, attributes), attributes, 4))
         base, count = f"make_{scope.function}", 1
         while True:
             name = base if count == 1 else f"{base}_{count}"

@@ -138,9 +138,10 @@ def flatten_arguments(
     a model may write into its inputs, and a tracer would take two that share memory for one.
     """
     if not isinstance(args, (tuple, list)):
+        by_name = " or, where it holds the forward's arguments by name, example_kwargs=x"
         raise InputError(
             f"example_args is a {type(args).__name__}, expected a tuple of the forward's positional "
-            "arguments; try example_args=(x,)"
+            f"arguments; try example_args=(x,){by_name if isinstance(args, Mapping) else ''}"
         )
     signature = inspect.signature(model.forward)
     try:

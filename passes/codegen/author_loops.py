@@ -1,0 +1,58 @@
+"""The loops around a line in its author's source: what they count with, and the lists that they fill."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Sequence
+
+from .literals import identifier
+from .scopes import Line
+from .statements import appended_list, joined_list
+
+_COUNTING = {"range", "enumerate"}
+_COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
+
+
+def counter_of(line: Line) -> str:
+    """The number that the innermost loop around the line, or around a call that led to it, counts with: "t"
+    of `for t in range(n)`. "" where there is none."""
+    for at in reversed(line.chain):
+        around = [name for lines, name in _counters(at.file) if at.number in lines]
+        if around:
+            return around[-1]
+    return ""
+
+
+def list_of(line: Line) -> str:
+    """The list that the line fills, makes or joins: "outs" of `outs.append(f(x))`, `outs = [f(x) for x in y]`
+    and `torch.stack(outs)`."""
+    found = (appended_list(at.code) or joined_list(at.code) for at in reversed(line.chain))
+    return next(filter(None, found), "")
+
+
+@functools.lru_cache(maxsize=256)
+def _counters(file: str) -> list[tuple[range, str]]:
+    """By the lines of each counting loop, outer ones first, its counter."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    found = []
+    for node in ast.walk(tree):
+        loops: Sequence[ast.For | ast.comprehension] = ()
+        if isinstance(node, ast.For):
+            loops = [node]
+        elif isinstance(node, _COMPREHENSIONS):
+            loops = node.generators
+        for loop in loops:
+            first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
+            if isinstance(first, ast.Name) and first.id != "_" and _counts(loop.iter):
+                assert isinstance(node, ast.stmt | ast.expr)
+                found.append((range(node.lineno, (node.end_lineno or node.lineno) + 1), identifier(first.id)))
+    return sorted(found, key=lambda entry: (entry[0].start, -len(entry[0])))
+
+
+def _counts(over: ast.expr) -> bool:
+    return isinstance(over, ast.Call) and isinstance(over.func, ast.Name) and over.func.id in _COUNTING

@@ -1,0 +1,161 @@
+"""A body with a loop in place of rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from .counted import Counting, Place, spelled
+from .entries import Entry
+from .layout import WIDTH, Loop, common, free, region_of
+from .method import Statement
+from .rounds import Rounds
+from .tokens import REVERSED, Line, Token, line_of, text_of
+
+
+class Looped:
+    """The body with a loop, its names by `naming`; what a name stands for before the first round is renamed
+    where it is made, or given the name in front of the loop."""
+
+    def __init__(
+        self, rounds: Rounds, counted: Counting, naming: Callable[[Place], str], *, renames: bool
+    ) -> None:
+        self.rounds, self.counted = rounds, counted
+        self.names = {place: naming(place) for place in rounds.makers()}
+        self.renamed: dict[int | str, str] = {}
+        self.second: list[str] = []
+        for place, value in rounds.before.items():
+            name = self.names[place]
+            stands = value if isinstance(value, str) else rounds.flow.name(*rounds.flow.makers[value])
+            if name == stands:
+                continue
+            if renames and self._is_for_rounds_alone(value, place):
+                self.renamed[value] = name
+            else:
+                self.second.append(f"{name} = {stands}")
+        self.later = {rounds.values(place)[-1]: name for place, name in self.names.items()}
+        self.rows = [list(self._row(line)) for line in range(rounds.length)]
+
+    def _is_for_rounds_alone(self, value: int | str, place: Place) -> bool:
+        """Whether a value from before is read where rounds read what this place makes, and nowhere else."""
+        rounds = self.rounds
+        if isinstance(value, str) or rounds.flow.makers[value][1] < 0:
+            return False
+        first = range(rounds.start, rounds.start + rounds.length)
+        for line, values in enumerate(rounds.flow.values):
+            for at, other in values.items():
+                if other == value and (line, at) != rounds.flow.makers[value]:
+                    inside = line in first and rounds.carried.get((line - rounds.start, at)) == place
+                    if not inside:
+                        return False
+        return True
+
+    def _row(self, line: int) -> Iterator[tuple[Token, ...]]:
+        """The tokens of a round's line, and of what puts its results into lists."""
+        rounds = self.rounds
+        source = rounds.lines[rounds.start + line]
+        tokens = list(source.tokens)
+        for at, token in enumerate(() if source.is_loop else source.tokens):
+            maker = rounds.carried.get((line, at))
+            counted = self.counted.tokens.get((line, at), token)
+            tokens[at] = counted if maker is None else replace(token, text=self.names[maker])
+        listed = [(place, entry) for place, entry in rounds.listed.items() if place[0] == line]
+        targets = source.targets
+        if (
+            len(listed) == len(source.assigned) == 1
+            and not source.is_loop
+            and not self._is_read(listed[0][0])
+        ):
+            head, tail = line_of(f"{listed[0][1].name}.append(").tokens, line_of(")").tokens
+            yield (*head, *tokens[targets.stop :], *tail)
+            return
+        yield tuple(tokens)
+        for place, entry in listed:
+            yield line_of(f"{entry.name}.append({self.names[place]})").tokens
+
+    def _is_read(self, place: Place) -> bool:
+        """Whether what a place makes is read, but for the list."""
+        rounds = self.rounds
+        if any(maker == place and key != place for key, maker in rounds.carried.items()):
+            return True
+        last, listed = rounds.values(place)[-1], rounds.listed[place].reads
+        inside = {(line, at) for line, first, end, _ in listed for at in range(first, end + 1)}
+        return any(
+            value == last and (line, at) not in inside
+            for line in range(rounds.end, len(rounds.lines))
+            for at, value in rounds.flow.values[line].items()
+        )
+
+    def _outside(self, number: int) -> tuple[Token, ...]:
+        """A line in front of the loop or behind it."""
+        rounds = self.rounds
+        line, tokens = rounds.lines[number], list[Token]()
+        if line.is_loop:
+            return line.tokens
+        reads = {
+            read[1]: (read, e.name) for e in rounds.listed.values() for read in e.reads if read[0] == number
+        }
+        at = 0
+        while at < len(line.tokens):
+            if at in reads:
+                (_, _, end, is_reversed), name = reads[at]
+                is_whole = text_of(line.tokens[at - 1 : at] + line.tokens[end + 1 : end + 2]) == "[]"
+                if is_whole:
+                    tokens.pop()
+                tokens += line_of(f"{'' if is_whole else '*'}{name}{REVERSED if is_reversed else ''}").tokens
+                at = end + 1 + is_whole
+                continue
+            value = rounds.flow.values[number].get(at, "")
+            later = self.later.get(value) if number >= rounds.end else None
+            name = self.renamed.get(value) or later or line.tokens[at].text
+            tokens.append(replace(line.tokens[at], text=name))
+            at += 1
+        return tuple(tokens)
+
+    def unrolled(self) -> Iterator[Line]:
+        rounds = self.rounds
+        yield from (Line(self._outside(at), rounds.lines[at].is_loop) for at in range(rounds.start))
+        yield from (line_of(text) for text in self._first())
+        for value in self.counted.values:
+            for line, row in enumerate(self.rows):
+                for place, tokens in enumerate(row):
+                    is_loop = rounds.lines[rounds.start + line].is_loop and place == 0
+                    yield Line(tuple(token.at(value) for token in tokens), is_loop)
+        later = range(rounds.end, len(rounds.lines))
+        yield from (Line(self._outside(at), rounds.lines[at].is_loop) for at in later)
+
+    def _first(self) -> list[str]:
+        return [*self.second, *(f"{listed.name} = []" for listed in self.rounds.listed.values())]
+
+    def fits(self) -> bool:
+        return len(self.counted.header(self._counter())) < WIDTH - 24
+
+    def _counter(self) -> str:
+        if not self.counted.tokens:
+            return "_"
+        if not self.counted.is_range:
+            return free("value", self.rounds.taken)
+        entries = [self.rounds.body[self.rounds.start + line] for line, _ in self.counted.tokens]
+        wishes = [entry.counter for entry in entries if isinstance(entry, Statement) and entry.counter]
+        return free(wishes[0] if wishes and wishes[0] not in self.rounds.taken else "i", self.rounds.taken)
+
+    def body(self) -> list[Entry]:
+        rounds, counter = self.rounds, self._counter()
+        region = region_of(rounds.body[rounds.start])
+        inside: list[Entry] = []
+        for line, row in enumerate(self.rows):
+            entries = [rounds.body[rounds.start + r * rounds.length + line] for r in range(rounds.number)]
+            statements = [entry for entry in entries if isinstance(entry, Statement)]
+            if statements:
+                one = common(statements)
+                inside += [replace(one, text=spelled(tokens, counter)) for tokens in row]
+            else:
+                inside += [entries[0], *(Statement(text_of(tokens), region=region) for tokens in row[1:])]
+        first = [Statement(text, region=region) for text in self._first()]
+        loop = Loop(self.counted.header(counter), tuple(inside))
+        before = [self._entry(at) for at in range(rounds.start)]
+        return [*before, *first, loop, *(self._entry(at) for at in range(rounds.end, len(rounds.body)))]
+
+    def _entry(self, number: int) -> Entry:
+        entry = self.rounds.body[number]
+        return entry if isinstance(entry, Loop) else replace(entry, text=text_of(self._outside(number)))

@@ -1,0 +1,188 @@
+"""What the rounds of a loop of the author's have in common, which a trace has one after another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .counted import Counting, Place, counting
+from .entries import Entry, entry_text, outline
+from .layout import Loop, free
+from .method import Statement
+from .tokens import Flow, Token, line_of, text_of
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What the lines of one place make, put into a list round by round: where the list is read, as line of
+    the body, first and last token, and whether from its end to its beginning."""
+
+    name: str
+    reads: tuple[tuple[int, int, int, bool], ...]
+
+
+class Rounds:
+    """Rounds of `length` entries, the first of which begins at `start`."""
+
+    def __init__(self, body: Sequence[Entry], start: int, length: int) -> None:
+        self.body, self.start, self.length = body, start, length
+        self.lines = [line_of(entry_text(entry), is_loop=isinstance(entry, Loop)) for entry in body]
+        self.flow = Flow(self.lines)
+        self.taken = set[str]().union(*(line.names for line in self.lines))
+        self.number = 0
+        # What makes each thing that a round reads, in this round or the one before.
+        self.carried: dict[Place, Place] = {}
+        self.before: dict[Place, int | str] = {}  # of what is read in the next round: its value in the first
+        self.listed: dict[Place, Listed] = {}
+
+    def most(self) -> int:
+        """How many rounds there are by their outlines."""
+        first = [outline(entry) for entry in self._round(0)]
+        number = 1
+        while [outline(entry) for entry in self._round(number)] == first:
+            number += 1
+        return number
+
+    def found(self, number: int) -> Counting | None:
+        """What this many rounds count with; None where they are not the rounds of one loop."""
+        self.number = number
+        counted = counting(self._columns(), number)
+        return counted if counted is not None and self._is_carried_on() and self._is_read_later() else None
+
+    def _round(self, number: int) -> Sequence[Entry]:
+        first = self.start + number * self.length
+        return self.body[first : first + self.length]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.number * self.length
+
+    def line(self, place: Place, number: int) -> int:
+        """The body's line at a place of this round."""
+        return self.start + number * self.length + place[0]
+
+    def name(self, place: Place, number: int) -> str:
+        return self.flow.name(self.line(place, number), place[1])
+
+    def values(self, place: Place) -> list[int | str]:
+        """What the name at a place stands for in each round."""
+        return [self.flow.values[self.line(place, r)][place[1]] for r in range(self.number)]
+
+    @property
+    def namings(self) -> tuple[Callable[[Place], str], ...]:
+        """Ways to choose a name for what all rounds make at a place, the best first."""
+        return self.plainest, self._shortest, self._first, self._last
+
+    def plainest(self, place: Place) -> str:
+        """`hidden` of hidden_2, hidden_3, .."""
+        name = self._shortest(place)
+        plain = re.sub(r"_\d+$", "", name)
+        assigned = {other for line in self.lines for other in line.assigned}
+        return plain if plain in assigned or plain not in self.taken else name
+
+    def _shortest(self, place: Place) -> str:
+        names = [name for r in range(self.number) if (name := self.name(place, r)) != "_"]
+        return min(names, key=len, default="_")
+
+    def _first(self, place: Place) -> str:
+        return self.name(place, 0)
+
+    def _last(self, place: Place) -> str:
+        return self.name(place, self.number - 1)
+
+    def _columns(self) -> dict[Place, list[str]]:
+        """The numbers that are not the same in all rounds."""
+        found: dict[Place, list[str]] = {}
+        for line in range(self.length):
+            for at, token in enumerate(self.lines[self.start + line].tokens):
+                if token.kind == "number":
+                    column = [self.name((line, at), r) for r in range(self.number)]
+                    if len(set(column)) > 1:
+                        found[line, at] = column
+        return found
+
+    def _is_carried_on(self) -> bool:
+        """Whether each name of a round stands for what the same place of all rounds makes, in the round
+        itself or in the one before, or for one value from before them all."""
+        self.carried, self.before = {}, {}
+        for line in range(self.length):
+            for at in self.flow.values[self.start + line]:
+                values = self.values((line, at))
+                makers = [self._maker(value) for value in values]
+                last = makers[-1]
+                if last is None:
+                    if len(set(values)) > 1:
+                        return False
+                    continue
+                made, maker = last
+                back = self.number - 1 - made
+                wanted = [(r - back, maker) for r in range(self.number)]
+                if back > 1 or makers[back:] != wanted[back:]:
+                    return False
+                if back and (makers[0] is not None or self.before.setdefault(maker, values[0]) != values[0]):
+                    return False
+                self.carried[line, at] = maker
+        return True
+
+    def _maker(self, value: int | str) -> tuple[int, Place] | None:
+        """The round that makes a value, and where; None for one from before."""
+        line, at = self.flow.makers[value] if isinstance(value, int) else (-1, -1)
+        if line < self.start:
+            return None
+        return (line - self.start) // self.length, ((line - self.start) % self.length, at)
+
+    def _is_read_later(self) -> bool:
+        """Whether what others than the last round make is read behind them in lists of all rounds' alone."""
+        self.listed = {}
+        reads: dict[int | str, set[Place]] = {}
+        for line in range(self.end, len(self.lines)):
+            for at, value in self.flow.values[line].items():
+                reads.setdefault(value, set()).add((line, at))
+        for place in self.makers():
+            values = self.values(place)
+            runs = [
+                run for first in (values[0], values[-1]) for run in self._runs(values, reads.get(first, ()))
+            ]
+            covered = {(line, at) for line, first, last, _ in runs for at in range(first, last + 1)}
+            if any(not reads.get(value, set()) <= covered for value in values[:-1]):
+                return False
+            if runs:
+                taken = self.taken | {listed.name for listed in self.listed.values()}
+                entries = [self.body[at] for at in (self.line(place, 0), *(line for line, *_ in runs))]
+                wishes = [e.listed for e in entries if isinstance(e, Statement) and e.listed not in taken]
+                own = f"{self.plainest(place)}_list"
+                name = next(filter(None, wishes), free(own, taken))
+                self.listed[place] = Listed(name, tuple(dict.fromkeys(runs)))
+        return True
+
+    def makers(self) -> Iterator[Place]:
+        """Where a round makes something."""
+        for line in range(self.length):
+            for at in self.flow.values[self.start + line]:
+                if at < 0 or at in self.lines[self.start + line].targets:
+                    yield line, at
+
+    def _runs(
+        self, values: Sequence[int | str], reads: Sequence[Place] | set[Place]
+    ) -> Iterator[tuple[int, int, int, bool]]:
+        """Where a list has what all rounds make, one after another."""
+        for line, at in sorted(reads):
+            tokens, stands = self.lines[line].tokens, self.flow.values[line]
+            places = range(at, at + 3 * len(values), 3)  # name, comma, space
+            found = [stands.get(place) for place in places]
+            between = {text_of(tokens[place + 1 : place + 3]) for place in places[:-1]}
+            is_reversed = found == list(reversed(values))
+            if (found == list(values) or is_reversed) and between == {", "} and _is_in_list(tokens, at):
+                yield line, at, places[-1], is_reversed
+
+
+def _is_in_list(tokens: Sequence[Token], at: int) -> bool:
+    """Whether the innermost brackets around a token are those of a list."""
+    depth = 0
+    for place in range(at - 1, -1, -1):
+        text = tokens[place].text
+        depth += (text in ")]}") - (text in "([{") if len(text) == 1 else 0
+        if depth < 0:
+            return text == "[" and (place == 0 or not re.search(r"[\w)\]]$", tokens[place - 1].text))
+    return False

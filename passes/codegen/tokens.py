@@ -1,0 +1,165 @@
+"""Statements of a body as tokens, and which value each name in them stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+_TOKEN = re.compile(
+    r'"(?:[^"\\]|\\.)*"'
+    r"|(?P<name>(?<![\w.])[A-Za-z_]\w*(?!\w)(?!=(?!=)))"  # neither an attribute nor a keyword
+    r"|(?P<number>(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w))"
+    r"|\w+|\s+|.",
+    re.DOTALL,
+)
+_TARGETS = re.compile(r"[\w, ()]+? = ")
+_ALIAS = re.compile(r"(\w+) = (\w+)")
+_LIST = re.compile(r"(\w+) = \[\]")
+_APPENDED = re.compile(r"(\w+)\.append\((.*)\)")
+REVERSED = "[::-1]"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """`kind` is "name", "number" or "text", or "count": `factor` times a loop's counter and `offset`."""
+
+    kind: str
+    text: str
+    factor: int = 0
+    offset: int = 0
+
+    @property
+    def is_counter(self) -> bool:
+        """Whether it is the counter as it is."""
+        return self.kind == "count" and (self.factor, self.offset) == (1, 0)
+
+    def at(self, count: str) -> Token:
+        """In the round in which the counter is this number."""
+        if self.kind != "count":
+            return self
+        return Token("number", count if self.is_counter else str(self.factor * int(count) + self.offset))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A statement, or a whole loop (`is_loop`), whose names stay as they are."""
+
+    tokens: tuple[Token, ...]
+    is_loop: bool = False
+
+    @property
+    def targets(self) -> range:
+        """The tokens before the equals sign."""
+        text = "".join(token.text for token in self.tokens)
+        found = None if self.is_loop else _TARGETS.match(text)
+        length, end = 0, 0
+        while found is not None and length < found.end():
+            length += len(self.tokens[end].text)
+            end += 1
+        return range(end)
+
+    @property
+    def names(self) -> set[str]:
+        """Of whatever is no attribute."""
+        return {token.text for token in self.tokens if token.kind == "name"}
+
+    @property
+    def assigned(self) -> list[str]:
+        if self.is_loop:
+            lines = "".join(token.text for token in self.tokens).split("\n")
+            return [name for line in lines for name in line_of(line.strip()).assigned]
+        return [self.tokens[at].text for at in self.targets if self.tokens[at].kind == "name"]
+
+
+def line_of(text: str, *, is_loop: bool = False) -> Line:
+    tokens = [
+        Token("name" if m["name"] else "number" if m["number"] else "text", m[0])
+        for m in _TOKEN.finditer(text)
+    ]
+    return Line(tuple(tokens), is_loop)
+
+
+def text_of(tokens: Sequence[Token]) -> str:
+    return "".join(token.text for token in tokens)
+
+
+@dataclass(slots=True)
+class Flow:
+    """What a body's names stand for: `values[i][j]` is what token j of line i has or makes, a name that the
+    body is given itself. What a whole loop makes is at -1, -2 .. of its line."""
+
+    lines: Sequence[Line]
+    values: list[dict[int, int | str]] = field(default_factory=list)
+    makers: list[tuple[int, int]] = field(default_factory=list)  # of each value: line and token
+
+    def __post_init__(self) -> None:
+        stands: dict[str, int | str] = {}
+        for number, line in enumerate(self.lines):
+            targets, tokens = line.targets, line.tokens
+            names = [at for at, token in enumerate(tokens) if token.kind == "name"]
+            values = {at: stands.get(tokens[at].text, tokens[at].text) for at in names if at not in targets}
+            made = {at: tokens[at].text for at in names if at in targets}
+            made |= {-1 - place: name for place, name in enumerate(line.assigned) if line.is_loop}
+            for at, name in made.items():
+                values[at] = stands[name] = len(self.makers)
+                self.makers.append((number, at))
+            self.values.append(values)
+
+    def name(self, line: int, at: int) -> str:
+        return self.lines[line].assigned[-1 - at] if at < 0 else self.lines[line].tokens[at].text
+
+
+def computed(lines: Iterable[Line]) -> Iterator[tuple[object, ...]]:
+    """What the lines do one after another, whatever their names are: equal for bodies that compute the same
+    in the same order. Second names and lists that are filled value by value are followed."""
+    stands: dict[str, object] = {}
+    lists: dict[str, list[object]] = {}
+    made = 0
+    for line in lines:
+        text = "" if line.is_loop else text_of(line.tokens)
+        if (found := _LIST.fullmatch(text)) is not None:
+            lists[found[1]] = []
+            continue
+        if (found := _ALIAS.fullmatch(text)) is not None:
+            stands[found[1]] = stands.get(found[2], found[2])
+            continue
+        filled = _APPENDED.fullmatch(text)
+        held = None if filled is None else lists.get(filled[1])
+        if filled is not None and held is not None and filled[2] in stands:
+            held.append(stands[filled[2]])
+            continue
+        if filled is not None and held is not None:
+            line = line_of(f"_ = {filled[2]}")
+        yield (*_spelled(line, stands, lists),)
+        for name in line.assigned:
+            if held is not None:
+                held.append(made)
+            else:
+                stands[name] = made
+            made += 1
+
+
+def _spelled(line: Line, stands: Mapping[str, object], lists: Mapping[str, list[object]]) -> Iterator[object]:
+    """The tokens with values for names, and those of a list one by one."""
+    tokens = line.tokens
+    yield len(line.assigned)
+    at = line.targets.stop
+    while at < len(tokens):
+        is_starred = tokens[at].text == "*" and at + 1 < len(tokens) and tokens[at + 1].text in lists
+        at += is_starred
+        token = tokens[at]
+        at += 1
+        if token.kind != "name":
+            yield token.text
+        elif token.text not in lists:
+            yield "value", stands.get(token.text, token.text)
+        else:
+            held = lists[token.text]
+            if text_of(tokens[at : at + len(REVERSED)]) == REVERSED:  # each character a token
+                held, at = held[::-1], at + len(REVERSED)
+            yield from () if is_starred else "["
+            for place, value in enumerate(held):
+                yield from ", " if place else ()
+                yield "value", value
+            yield from () if is_starred else "]"
