@@ -28,8 +28,11 @@ def test_every_rank_has_what_the_model_returns(num_ranks: int, tmp_path: Path) -
     assert result["reported"][:4] == result["numbers"]
     for losses, numbers in zip(result["losses"], result["numbers"], strict=False):
         assert losses == pytest.approx(numbers["error"] + 0.1 * numbers["size"])
+    first = result["numbers"][0]
+    assert (first["near"], first["is_large"]) == tuple(result["counted"])
+    assert result["evaluated"] == pytest.approx(result["counted_then"])
     assert result["some"] == ["error", "found"]
-    assert result["everything"] == ["loss", "size", "error", "found", "code", "spread"]
+    assert result["everything"] == ["loss", "size", "error", "near", "is_large", "found", "code", "spread"]
     assert result["same"]
     assert result["same_of_seven"]
     assert result["same_spread"]
@@ -48,10 +51,13 @@ def test_a_local_run_has_the_numbers_of_every_update(batches: list[Tensor]) -> N
     expected = model(batches[0])
     result = pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
 
-    assert result.numbers.keys() == {"size", "error"}
+    assert result.numbers.keys() == {"size", "error", "near", "is_large"}
     assert len(result.numbers["error"]) == len(result.losses) == 3
-    for name, means in result.numbers.items():
-        assert means[0] == pytest.approx(expected[name].item())
+    for name in ("size", "error"):
+        assert result.numbers[name][0] == pytest.approx(expected[name].item())
+    assert (
+        result.numbers["near"][0] == expected["near"].item() / 2
+    )  # a sum: the mean of the microbatches' ones
 
 
 def test_a_model_that_returns_a_loss_alone_has_no_numbers(batches: list[Tensor]) -> None:

@@ -269,7 +269,7 @@ class Engine:
         """What the model returns for a batch, by name, on the CPU of every rank; `names`: these alone.
 
         In evaluation, as `eval` does it. What the microbatches give is put together along the dimension of
-        the batch, numbers are their mean; a batch whose results are neither goes through whole.
+        the batch, floats are their mean; for anything else, a count for example, it goes through whole.
         """
         unknown = [name for name in names if name not in self.job.outputs]
         if unknown:

@@ -60,7 +60,8 @@ class Job:
     the cluster's order of devices, and the plan says which device has which stage. `parameters` and `buffers`
     describe the whole model's tensors, `holders` names the ranks of each parameter that several ranks hold,
     `loss_stage` is the one that computes the output called `loss`; `outputs` are what the model returns, by
-    name in its order, and `numbers` those beside the loss that are one number, by the stage that has them.
+    name in its order, and `numbers` those beside the loss that are one number, be it a whole one or a truth
+    value, by the stage that has them.
     """
 
     rank: int
@@ -276,7 +277,7 @@ def _numbers(programs: tuple[StageProgram, ...], loss: str) -> dict[int, tuple[s
     found: dict[int, list[str]] = {}
     for program in programs:
         for port in program.outputs:
-            is_number = port.spec.shape == () and port.spec.dtype.is_floating_point
+            is_number = port.spec.shape == () and not port.spec.dtype.is_complex
             if port.model_output not in (None, loss) and is_number:
                 found.setdefault(program.stage, []).append(str(port.model_output))
     return {stage: tuple(names) for stage, names in found.items()}

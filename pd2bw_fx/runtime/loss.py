@@ -112,7 +112,8 @@ class Loss:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The other numbers that the model returns, by name: means over the batch, as the loss is."""
+        """The other numbers that the model returns, by name: means over the microbatches, as the loss is. Of
+        a count that is how many there are in a microbatch, of a truth value how often it is true."""
         self.wait()
         arrived: dict[str, float] = {}
         for means in self._means:

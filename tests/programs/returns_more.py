@@ -30,6 +30,8 @@ class Autoencoder(nn.Module):
             "loss": error + 0.1 * size,
             "size": size,
             "error": error,
+            "near": ((found - x).abs() < 0.5).sum(),
+            "is_large": size > 0.1,
             "found": found,
             "code": code,
             "spread": code.std(0),
@@ -38,6 +40,12 @@ class Autoencoder(nn.Module):
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
+
+
+def counts(model: nn.Module, batch: Tensor) -> list[float]:
+    """The means over an update's microbatches of what is counted in whole numbers, or asked."""
+    found = [model(part) for part in batch.chunk(8)]
+    return [sum(float(each[name]) for each in found) / 8 for name in ("near", "is_large")]
 
 
 def main() -> None:
@@ -54,9 +62,11 @@ def main() -> None:
         "on_report": reports.append,
     }
     with pipe.engine(optimizer=sgd, **options) as engine:
+        counted = counts(model, batches[0])
         losses = [engine.step(batch) for batch in batches]
         told = [dict(loss.numbers) for loss in losses]
         model.load_state_dict(engine.state_dict())
+        evaluated, counted_then = engine.eval(batches[0]).numbers, counts(model, batches[0])
         some = engine.outputs(batches[0], "found", "error")
         everything = engine.outputs(batches[1][:7])
         spread = engine.outputs(batches[2])["spread"]
@@ -71,6 +81,9 @@ def main() -> None:
     found = {
         "losses": [float(loss) for loss in losses],
         "numbers": told,
+        "counted": counted,
+        "evaluated": [evaluated["near"], evaluated["is_large"]],
+        "counted_then": counted_then,
         "reported": [dict(report.numbers) for report in reports],
         "some": sorted(some),
         "same": all(torch.allclose(some[name], expected[0][name]) for name in some),
