@@ -174,6 +174,26 @@ def test_a_group_without_parameters_here_goes_on_with_its_options(tmp_path: Path
     assert resumed.learning_rates == pytest.approx((0.1 * 0.9**3, 0.4 * 0.9**3))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, functools.partial(torch.optim.AdamW, fused=True)])
+@pytest.mark.parametrize("options", [None, by_dimensions])
+def test_a_rank_that_trains_nothing_tells_the_whole_model_s_rates(
+    tmp_path: Path, kind: Any, options: Any
+) -> None:
+    make = functools.partial(
+        RankOptimizer, optimizer=kind, scheduler=SCHEDULERS["sequential"], options=options
+    )
+    own = parameters("embedding")
+    trains, idle = make(own, EVERYWHERE), make({}, EVERYWHERE)
+    run(trains, own, 3)
+    for _ in range(3):
+        idle.step_scheduler()
+    resumed = make({}, EVERYWHERE)
+    resumed.load(saved(tmp_path, [(idle, {}), (trains, own)]), {})
+
+    assert idle.learning_rates == resumed.learning_rates == trains.learning_rates
+    assert len(idle.learning_rates) == (1 if options is None else 2)
+
+
 def test_a_parameter_that_was_frozen_begins_anew(tmp_path: Path) -> None:
     make = functools.partial(RankOptimizer, optimizer=one_group_each)
     before = parameters("embedding")

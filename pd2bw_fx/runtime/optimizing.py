@@ -1,15 +1,17 @@
 """A rank's optimizer and learning rate scheduler: how they are made, stepped, saved and gone on with.
 
 Option groups are those of the whole model, in its order, on every rank: a scheduler with a function for each
-group has the same groups everywhere, be some of them empty here.
+group has the same groups everywhere, be some of them empty here. A rank that trains nothing has them too, for
+their learning rates.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from pd2bw_fx.runtime.scheduler_state import as_number, plain_state, state_for_g
 OptimizerFactory = Callable[[Any], Optimizer]  # takes what torch's optimizers take: parameters, or groups
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 ParameterOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
+_log = logging.getLogger(__name__)
 _KIND = "class"  # of a scheduler, beside its state
 EXPECTED_OPTIMIZER = (
     "a function was expected that makes a torch optimizer of the parameters it is given: "
@@ -37,7 +40,8 @@ _GO_ON = "go on with the one it was made with, or begin from the weights alone"
 
 
 class RankOptimizer:
-    """Steps `parameters`, by name. Where there are none, `optimizer` is None: torch refuses empty lists.
+    """Steps `parameters`, by name. Where there are none, `optimizer` is None, and one that steps nothing
+    tells the learning rates: it is made of the whole model's parameters, without memory behind them.
 
     Raises InputError for what the factories give that is no optimizer, steps other parameters, or wants more
     than gradients to step.
@@ -54,7 +58,11 @@ class RankOptimizer:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._scheduler: LRScheduler | None = None
         self.optimizer: Optimizer | None = None
+        self._stand_in: Optimizer | None = None
         if not parameters:
+            self._stand_in = _without_parameters(optimizer, list(everywhere), options)
+            if scheduler is not None and self._stand_in is not None:
+                self._scheduler = scheduler(self._stand_in)
             return
         self.optimizer = optimizer(grouped(parameters, everywhere, options))
         _require_optimizer(self.optimizer, parameters.values())
@@ -66,7 +74,8 @@ class RankOptimizer:
     @property
     def learning_rates(self) -> tuple[float, ...]:
         """Of its groups, in the coming step; an optimizer may find them itself, and have none."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        known = self.optimizer or self._stand_in
+        groups = [] if known is None else known.param_groups
         rates = (group.get("lr") for group in groups)
         return tuple(float(rate) for rate in rates if isinstance(rate, numbers.Real | Tensor))
 
@@ -114,11 +123,19 @@ class RankOptimizer:
 
         Parameters that were not trained then begin anew. Raises InputError for another optimizer's state.
         """
-        if self.optimizer is None:
-            return
-        self._require_same_kinds(checkpoint)
-        state = self.optimizer.state_dict()
-        ordered = [self._name_of(p) for group in self.optimizer.param_groups for p in group["params"]]
+        if self.optimizer is not None:
+            self._require_same_kinds(checkpoint, self.optimizer)
+            self._load(self.optimizer, checkpoint, found)
+        elif self._stand_in is not None:
+            self._require_same_kinds(checkpoint, self._stand_in)
+            try:
+                self._load(self._stand_in, checkpoint, {})
+            except InputError:  # no reason to end: nothing is trained at these rates
+                self._stand_in = self._scheduler = None
+
+    def _load(self, optimizer: Optimizer, checkpoint: Checkpoint, found: Mapping[str, Tensor]) -> None:
+        state = optimizer.state_dict()
+        ordered = [self._name_of(p) for group in optimizer.param_groups for p in group["params"]]
         kept: dict[str, dict[str, Any]] = {name: dict(checkpoint.numbers.get(name, {})) for name in ordered}
         for key, tensor in found.items():
             kind, _, name = key.rpartition("/")[0].partition("/")
@@ -136,21 +153,21 @@ class RankOptimizer:
                 continue
             if saved.keys() - {"initial_lr"} != group.keys() - {"params", "initial_lr"}:
                 raise InputError(
-                    f"{checkpoint.path} is of another {type(self.optimizer).__name__}: its options are "
+                    f"{checkpoint.path} is of another {type(optimizer).__name__}: its options are "
                     f"{', '.join(saved)}; {_GO_ON}"
                 )
             group |= {key: _like(value, group.get(key)) for key, value in saved.items()}
-        self.optimizer.load_state_dict(state)
-        for group in self.optimizer.param_groups:
+        optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._keep_types(parameter, kept[self._name_of(parameter)])
         if checkpoint.scheduler is not None:
-            self._load_scheduler(checkpoint, dict(checkpoint.scheduler))
+            self._load_scheduler(optimizer, checkpoint, dict(checkpoint.scheduler))
 
-    def _require_same_kinds(self, checkpoint: Checkpoint) -> None:
+    def _require_same_kinds(self, checkpoint: Checkpoint, optimizer: Optimizer) -> None:
         """Raises InputError for another class of optimizer or scheduler than the checkpoint's run had: their
         options may have the same names, and a scheduler that is new would begin at a rate that is not."""
-        mine, scheduler = type(self.optimizer).__name__, checkpoint.scheduler or {_KIND: "no lr_scheduler"}
+        mine, scheduler = type(optimizer).__name__, checkpoint.scheduler or {_KIND: "no lr_scheduler"}
         own = "no lr_scheduler" if self._scheduler is None else type(self._scheduler).__name__
         for found, had in ((mine, checkpoint.optimizer or mine), (own, scheduler[_KIND])):
             if found != had:
@@ -167,11 +184,10 @@ class RankOptimizer:
             if isinstance(found, Tensor) and isinstance(saved, Tensor) and found.dtype != saved.dtype:
                 state[key] = saved.to(found.device)
 
-    def _load_scheduler(self, checkpoint: Checkpoint, saved: dict[str, Any]) -> None:
+    def _load_scheduler(self, optimizer: Optimizer, checkpoint: Checkpoint, saved: dict[str, Any]) -> None:
         assert self._scheduler is not None, "checked by _require_same_kinds"
         del saved[_KIND]
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        own = self._scheduler.state_dict()
+        own, groups = self._scheduler.state_dict(), optimizer.param_groups
         state = state_for_groups(saved, own, groups, num_saved=len(checkpoint.groups))
         self._scheduler.load_state_dict(state)
 
@@ -240,6 +256,26 @@ def grouped(
         if own is not None:
             group["params"].append(own)
     return groups
+
+
+def _without_parameters(
+    factory: OptimizerFactory, everywhere: Sequence[ParameterSpec], options: ParameterOptions | None
+) -> Optimizer | None:
+    """The whole model's option groups, of which this rank has nothing; None where the factory cannot do
+    without values."""
+    if not everywhere:
+        return None
+    try:
+        made = factory(grouped({spec.name: _elsewhere(spec) for spec in everywhere}, everywhere, options))
+        made.state.clear()
+        for group in made.param_groups:
+            group["params"] = []
+    except Exception:  # the ranks that have them tell what is wrong, if anything is
+        _log.info("this rank trains nothing, and has no learning rates to tell", exc_info=True)
+        return None
+    # A scheduler warns where the optimizer has not stepped, and a hook of the user's may want gradients.
+    made._opt_called = True  # type: ignore[attr-defined]
+    return made
 
 
 def _elsewhere(spec: ParameterSpec) -> nn.Parameter:

@@ -30,7 +30,7 @@ class UpdateReport:
     loss: float
     seconds: float
     microbatches_per_s: float
-    learning_rates: tuple[float, ...]  # of the optimizer's groups, in this update
+    learning_rates: tuple[float, ...]  # of the optimizer's groups, on a rank without parameters too
     numbers: Mapping[str, float]
 
 

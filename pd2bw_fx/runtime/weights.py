@@ -328,6 +328,7 @@ class WeightStore:
     def _step(self, target: int, gradients: Mapping[str, Tensor]) -> None:
         optimizer = self._optimizer.optimizer
         if optimizer is None:
+            self._optimizer.step_scheduler()  # it has rates to tell
             return
         stepped = self._stepped[target]
         for name, alias in self._aliases.items():
