@@ -65,7 +65,7 @@ def require_operators(program: StageProgram) -> None:
             if namespace == NAMESPACE:
                 raise PlanMismatchError(
                     f"stage_{program.stage}.py calls {name!r}, which is not traced and not known in "
-                    f"this process; define it first, as before the split: pd2bw_fx.untraced({name})"
+                    f"this process; define it as before the split, by pd2bw_fx.untraced(.., name={name!r})"
                 )
             raise PlanMismatchError(
                 f"stage_{program.stage}.py calls the operator {namespace}::{name}, which nothing has "

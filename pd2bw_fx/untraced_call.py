@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from operator import itemgetter
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -22,6 +24,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.untraced_operands import is_tensor
 
 _known: dict[str, UntracedFunction] = {}  # by operator name
+_MARK = "_untraced"  # of what `untraced` gives: the function itself
 
 
 def untraced(
@@ -44,9 +47,10 @@ def untraced(
     module are; what is returned is that module itself, of a class of its own from now on, and its buffers
     must stay as they are.
 
-    `name` is what the stages call it by: its own name, if that is left out. Local workers are sent the
-    function; under torchrun, and where a saved pipeline is loaded, it has to be defined the same way. No ONNX
-    file can have it.
+    `name` is what the stages call it by: its own name, if that is left out. Of several functions of one name
+    (two of one factory, one that a notebook defines anew) the second is called name_2, and a pipeline keeps
+    the one that it was split with. Local workers are sent the function; under torchrun, and where a saved
+    pipeline is loaded, it has to be defined the same way. No ONNX file can have it.
 
     Raises InputError for what is no function, is a loss with parameters to train, or a name that is none, and
     when it is run where the result is another than was said, where it writes what it was given, and where it
@@ -59,12 +63,13 @@ def untraced(
         require_function("returns", returns, "a function of the same arguments")
     if isinstance(function, nn.Module) and returns is not None:
         return _untraced_module(function, name, returns)
-    known = _register(function, name, returns)
+    known = _register(getattr(function, _MARK, function), name, returns)
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         return known.called_with(args, kwargs)
 
+    setattr(call, _MARK, known.function)
     return call
 
 
@@ -119,14 +124,17 @@ class _Untraced:
 def _register(
     function: Callable[..., Any], name: str | None, returns: Callable[..., Any] | None
 ) -> UntracedFunction:
-    """A function that is defined anew keeps its name; of several objects of a class each has its own."""
+    """A pipeline keeps the function that it was split with: another one of that name has a number to it."""
     if name is None:
         name = getattr(function, "__name__", type(function).__name__)
         name = ("loss" if returns is None else "part") if name == "<lambda>" else name
     if not name.isidentifier():
         raise InputError(f"{name!r} is no name for a function; a word was expected")
     count, known = 1, name
-    while known in _known and not _is_the_same(_known[known], function, returns):
+    while known in _known:
+        before = _known[known]
+        if _is_the_same(before.function, function) and _is_the_same(before.returns, returns):
+            return before
         count += 1
         known = f"{name}_{count}"
     registered_one = UntracedFunction(known, function, returns)
@@ -134,18 +142,56 @@ def _register(
     return registered_one
 
 
-def _is_the_same(
-    known: UntracedFunction, function: Callable[..., Any], returns: Callable[..., Any] | None
-) -> bool:
-    one = known.function
-    if (known.returns is None) != (returns is None):
-        return False
-    if one is function:
+_Constant = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(Ellipsis))
+
+
+def _is_the_same(one: Any, other: Any, compared: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """One object, or functions that compute the same: a factory called again, a notebook's cell run again."""
+    if one is other or (id(one), id(other)) in compared:  # the latter reads itself
         return True
-    if not (isinstance(one, FunctionType) and isinstance(function, FunctionType)):
+    if type(one) is not type(other):
         return False
-    named = one.__name__ != "<lambda>"
-    return named and (one.__module__, one.__qualname__) == (function.__module__, function.__qualname__)
+    same = functools.partial(_is_the_same, compared=compared | {(id(one), id(other))})
+    match one:
+        case FunctionType():
+            return (
+                one.__globals__ is other.__globals__
+                and _without_lines(one.__code__) == _without_lines(other.__code__)
+                and same(_values(one), _values(other))
+            )
+        case MethodType():
+            return bool(one == other)
+        case functools.partial():
+            return same(
+                (one.func, one.args, *_items(one.keywords)), (other.func, other.args, *_items(other.keywords))
+            )
+        case tuple():
+            return len(one) == len(other) and all(map(same, one, other))
+    # What can be written is compared by identity: it need not stay equal. 0.0 is not -0.0.
+    return isinstance(one, _Constant) and repr(one) == repr(other)
+
+
+def _values(function: FunctionType) -> Any:
+    """What it has besides its code and its module's names."""
+    held = tuple(map(_content, function.__closure__ or ()))
+    return function.__defaults__, _items(function.__kwdefaults__ or {}), held
+
+
+def _items(named: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(sorted(named.items(), key=itemgetter(0)))
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty as yet
+        return cell
+
+
+def _without_lines(code: CodeType) -> CodeType:
+    """For comparison alone: wherever the same text stands, it is the same."""
+    constants = tuple(_without_lines(c) if isinstance(c, CodeType) else c for c in code.co_consts)
+    return code.replace(co_firstlineno=1, co_linetable=b"", co_consts=constants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +207,7 @@ class UntracedFunction:
         return _known.get(name)
 
     def register(self) -> None:
-        """Make the operator known, or change what it calls."""
+        """Make the operator known. In a worker that has imported one of this name, the one that was sent."""
         if self.name not in _known:
             kernels = untraced_loss if self.returns is None else untraced_part
             kernels.register(self.name, functools.partial(_known.__getitem__, self.name))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pd2bw_fx
+from pd2bw_fx import untraced_call
 from pd2bw_fx.errors import ExportError, InputError, TraceError
 from tests.trained import assert_trained_by_the_rule
 
@@ -108,6 +109,60 @@ def test_each_has_its_name() -> None:
     for name in ("scaled", "scaled_2", "loss", "nearest_row"):
         assert f"torch.ops.untraced.{name}.default([" in pipe.stages[1].source
     pipe.verify()
+
+
+def made(by: float) -> Any:
+    def of_a_factory(x: Tensor, y: Tensor) -> Tensor:
+        return _scaled(x, y, by)
+
+    return of_a_factory
+
+
+def test_a_pipeline_keeps_the_function_that_it_was_split_with() -> None:
+    def pipe(by: float) -> pd2bw_fx.Pipeline:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        return split(model, batch[0], loss_fn=pd2bw_fx.untraced(made(by)), example_targets=batch[1])
+
+    batch = rows(), rows()
+    one = pipe(1.0)
+    loss = one.run(batch)["loss"].item()
+
+    assert pipe(10.0).run(batch)["loss"].item() == pytest.approx(10 * loss)
+    assert one.run(batch)["loss"].item() == loss
+    result = one.train_local(
+        [batch], optimizer=lambda p: torch.optim.SGD(p, lr=0.0), method="gpipe", microbatches_per_update=1
+    )
+    assert result.losses == pytest.approx([loss])
+    assert pipe(1.0).stages[1].source == one.stages[1].source
+
+
+@pytest.mark.parametrize(
+    ("again", "name"),
+    [
+        ("def cell(x, y): return x.sum()", "cell"),
+        ("\n\ndef cell(x, y):\n    return x.sum()", "cell"),
+        ("def cell(x, y): return x.mean()", "cell_2"),
+        ("def cell(x, y, by=1.0): return x.sum()", "cell_2"),
+        ("cell = functools.partial(lambda x, y, by: by * x.sum(), by=2.0)", "partial"),
+    ],
+)
+def test_a_cell_that_is_run_again_changes_no_name_and_one_that_was_edited_does(
+    again: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(untraced_call, "_known", {})
+    monkeypatch.setattr(untraced_call.UntracedFunction, "register", _noted)
+    cells: dict[str, Any] = {"functools": functools}
+    for text in ("def cell(x, y): return x.sum()", again, again):
+        exec(text, cells)
+        pd2bw_fx.untraced(cells["cell"])
+
+    assert list(untraced_call._known)[-1] == name
+
+
+def _noted(known: untraced_call.UntracedFunction) -> None:
+    """Without an operator of torch, which would stay."""
+    untraced_call._known[known.name] = known
 
 
 def _scaled(x: Tensor, y: Tensor, by: float) -> Tensor:
