@@ -25,7 +25,7 @@ from .profiled import Inputs, Pricing, profiled, profiled_before
 from .schedule import check_schedule, registered_method, schedule_of
 from .split_onnx import takes_onnx_too
 from .trace.diagnose import blaming_the_model
-from .verify import another_example, evaluation_of
+from .verify import another_example, draws_in_evaluation, evaluation_of
 from .wish import Wish
 
 _UPDATES_SHOWN = 3
@@ -157,10 +157,10 @@ def split(
     if check and known.example is not None:
         with blaming_the_model(known.graph.model_name, known.reference, known.example):
             pipeline.verify()
-        if pipeline.graph.root is not None and has_one_mode(pipeline.graph.root):
-            _tell_of_the_one_mode(pipeline)
-        elif not isinstance(model, Pipeline):
-            _tell_of_evaluation(pipeline)
+    if pipeline.graph.root is not None and has_one_mode(pipeline.graph.root):
+        _tell_of_the_one_mode(pipeline)
+    elif not isinstance(model, Pipeline) and (check or draws_in_evaluation(known.graph)):
+        _tell_of_evaluation(pipeline)
     if check == "full" and known.example is not None:
         other = another_example(known.graph, known.example)
         with blaming_the_model(known.graph.model_name, known.reference, other, **_OF_A_FULL_CHECK):
@@ -198,7 +198,8 @@ def _tell_of_evaluation(pipeline: Pipeline) -> None:
     model, report = pipeline.graph.root, pipeline.trace_report
     if model is None or not model.training or pipeline.reference is None or report is None:
         return
-    assert pipeline.example is not None
+    if pipeline.example is None or any(tensor.is_meta for tensor in pipeline.tensors().values()):
+        return
     found = evaluation_of(
         pipeline.graph,
         pipeline.plan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -254,8 +255,8 @@ def test_what_training_alone_writes_stays_in_an_evaluation() -> None:
     assert found == pytest.approx(sum(model(half).item() for half in x[1].chunk(2)) / 2)
 
 
-class Noisy(nn.Module):
-    """Noise that is learned, of nothing at first."""
+class Bent(nn.Module):
+    """A bend that is learned, of nothing at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,16 +266,53 @@ class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         if self.training:
-            hidden = hidden + self.strength * torch.randn_like(hidden)
+            hidden = hidden + self.strength * hidden.sin()
         return self.last(hidden.tanh()).square().mean()
 
 
 def test_a_branch_that_does_nothing_yet_is_told_too() -> None:
-    pipe = pd2bw_fx.split(Noisy(), torch.randn(4, 4), cluster=1, costs="analytic")
+    pipe = pd2bw_fx.split(Bent(), torch.randn(4, 4), cluster=1, costs="analytic")
 
     assert pipe.trace_report is not None
     assert "with other weights than it has now, 'loss' is another one" in pipe.trace_report.evaluation
-    assert "Noisy at the top asks for the mode" in pipe.trace_report.evaluation
+    assert "Bent at the top asks for the mode" in pipe.trace_report.evaluation
+
+
+class Guided(nn.Module):
+    """Labels are left out in training (classifier-free guidance, arXiv 2207.12598), at a rate here that
+    hits no example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels = nn.Embedding(6, 8)
+        self.wide, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second = self.dropped(y), self.dropped(y)
+        hidden = self.wide(x).relu() + self.labels(second)
+        return self.last(hidden + self.labels(first)).square().mean()
+
+    def dropped(self, y: Tensor) -> Tensor:
+        return torch.where(torch.rand(y.shape) < 1e-6, 5, y) if self.training else y
+
+
+@pytest.mark.parametrize(("check", "in_order"), [("fast", True), (False, True), ("fast", False)])
+def test_draws_of_training_alone_are_told_though_they_change_nothing_yet(check: Any, in_order: bool) -> None:
+    model, inputs = Guided(), (torch.randn(4, 8), torch.randint(5, (4,)))
+    options = {"cluster": 2, "num_stages": 2, "costs": "analytic", "check": check}
+    pipe = pd2bw_fx.split(model, inputs, **options)
+    if not in_order:
+        data = pipe.plan.to_json()
+        names = [name for stage in data["stages"] for name in stage["operators"]]
+        later = ["rand", "lt", "where", *names[names.index("embedding_1") :]]
+        for stage, own in zip(data["stages"], ([n for n in names if n not in later], later), strict=True):
+            stage["operators"] = own
+        pipe = pd2bw_fx.split(model, inputs, plan=pd2bw_fx.Plan.from_json(data), **options)
+
+    assert pipe.trace_report is not None
+    told = pipe.trace_report.evaluation
+    assert told.startswith("in evaluation mode the stages draw random numbers (test_modes.py:")
+    assert "and the model does not" in told
 
 
 class Prenet(nn.Module):

@@ -23,7 +23,7 @@ from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
 
 from .compare import Difference, coarsest_tolerance, difference, largest_of, rounded, tolerance_of
-from .evaluation import Evaluation, evaluation_of
+from .evaluation import Evaluation, draws_in_evaluation, evaluation_of
 from .reseeding import settings_noted
 from .sides import (
     Forward,
@@ -39,6 +39,7 @@ __all__ = [
     "Forward",
     "Verification",
     "another_example",
+    "draws_in_evaluation",
     "evaluation_of",
     "verify",
 ]

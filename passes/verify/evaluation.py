@@ -2,26 +2,27 @@
 
 A trace has one of the two branches of `if self.training`. Where a layer asks for its mode in words of its
 own, the two may be alike at the weights that there are, and not later: noise of a strength that is still
-zero, a power iteration that has converged. So they are compared at other weights too.
+zero, a power iteration that has converged. So they are compared at other weights too. Or alike by chance,
+where labels are dropped at a small rate: what draws random numbers on one side has to on the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.errors import VerificationError
-from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.graph import Operator, OperatorGraph
 from pd2bw_fx.modes import asking_for_mode
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.program import without_gradients
 from pd2bw_fx.stage import StageProgram, build_module, held_tensors
 
 from .compare import coarsest_tolerance, difference, tolerance_of
-from .sides import Forward, draws_in_program_order, model_outputs, randomness, run_forwards, weights_of
+from .sides import Drawn, Forward, draws_in_program_order, model_outputs, randomness, run_forwards, weights_of
 
 _MOVED_BY = 0.1  # each weight at other ones, of its size and of one
 
@@ -50,14 +51,15 @@ def evaluation_of(
 
     def compared(weights: Mapping[str, Tensor]) -> Evaluation:
         try:
-            outputs, written = _of_model(graph, weights, example, model, forward, random=in_order)
+            outputs, written, drawn = _of_model(graph, weights, example, model, forward, random=in_order)
         except Exception as error:  # whatever the model's other branch does with the example
             return Evaluation(f"the model cannot be run on the example inputs: {error}")
         try:
-            found, own = _of_stages(programs, weights, example, random=in_order)
+            found, own, drawn_here = _of_stages(programs, weights, example, random=in_order)
         except Exception as error:  # whatever follows from sizes that the one mode alone has
             return Evaluation(f"the stages cannot be run on the example inputs: {error}")
         said = _outputs_differ(graph, programs, outputs, found)
+        said = said or _draws_differ(graph, drawn, drawn_here)
         missed = sorted(written - own)
         if not said and missed:
             said = f"the model writes {missed[0]!r}, and the stages do not"
@@ -92,12 +94,13 @@ def _of_model(
     forward: Forward,
     *,
     random: bool,
-) -> tuple[Mapping[str, Tensor], set[str]]:
-    """What it returns, and which buffers it has changed."""
-    with weights_of(model, graph, tensors) as live, randomness(on=random):
+) -> tuple[Mapping[str, Tensor], set[str], Drawn]:
+    """What it returns, which buffers it has changed, and what it has drawn."""
+    with weights_of(model, graph, tensors) as live, randomness(on=random) as draws:
         model.eval()
         outputs = without_gradients(forward, example)
-        return outputs, {name for name, after in live.items() if _is_changed(after, tensors[name])}
+        changed = {name for name, after in live.items() if _is_changed(after, tensors[name])}
+        return outputs, changed, draws.drawn()
 
 
 def _of_stages(
@@ -106,13 +109,37 @@ def _of_stages(
     example: Mapping[str, Tensor],
     *,
     random: bool,
-) -> tuple[Mapping[str, Tensor], set[str]]:
+) -> tuple[Mapping[str, Tensor], set[str], Drawn]:
     modules = [build_module(program, tensors).eval() for program in programs]
-    with randomness(on=random), torch.no_grad():
+    with randomness(on=random) as draws, torch.no_grad():
         _, produced = run_forwards(programs, modules, example)
+        drawn = draws.drawn()
     held = [held_tensors(program, module) for program, module in zip(programs, modules, strict=True)]
     changed = {name for own in held for name, after in own.items() if _is_changed(after, tensors[name])}
-    return model_outputs(programs, produced), changed
+    return model_outputs(programs, produced), changed, drawn
+
+
+def draws_in_evaluation(graph: OperatorGraph) -> bool:
+    """Whether stages may draw in evaluation too: something else than dropout, which is off then."""
+    return next(_not_dropping(graph), None) is not None
+
+
+def _not_dropping(graph: OperatorGraph) -> Iterator[Operator]:
+    for operator in graph.operators.values():
+        if operator.is_random and not any(word in operator.target for word in ("dropout", "attention")):
+            yield operator
+
+
+def _draws_differ(graph: OperatorGraph, model: Drawn, stages: Drawn) -> str:
+    if model == stages:
+        return ""
+    places = (f" ({operator.source_line})" for operator in _not_dropping(graph) if operator.source_line)
+    place = next(places, "")
+    if not model.anything:
+        return f"the stages draw random numbers{place}, and the model does not"
+    if not stages.anything:
+        return "the model draws random numbers, and the stages do not"
+    return f"the stages draw other random numbers than the model{place}"
 
 
 def _is_changed(after: Tensor, before: Tensor) -> bool:

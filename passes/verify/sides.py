@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pd2bw_fx.attributes import model_kept
-from pd2bw_fx.drawing import SEED_OF_CHECKS
+from pd2bw_fx.drawing import SEED_OF_CHECKS, call_draws
 from pd2bw_fx.errors import InputError, VerificationError, models_own_backward
 from pd2bw_fx.graph import OperatorGraph, dtype_name
 from pd2bw_fx.plan import Plan
@@ -204,12 +204,37 @@ def _summed_gradients(
     return sums
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What one side has taken from the generators: equal to the other's where both draw alike."""
+
+    anything: bool
+    trace: Hashable  # the generators' states; where each draw is from the same seed, how many draws
+
+
+class _FromOneGenerator:
+    def __init__(self) -> None:
+        self._before = _generators()
+
+    def drawn(self) -> Drawn:
+        after = _generators()
+        return Drawn(after != self._before, after)
+
+
 class _EachDrawAlike(TorchFunctionMode):
     """For stages that draw in another order: every call of torch's draws from the same seed, and dropout, of
     which layers may do several within a call, passes its input through."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws = 0
+
+    def drawn(self) -> Drawn:
+        return Drawn(self._draws > 0, self._draws)
+
     def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = dict(kwargs or {})
+        self._draws += call_draws(function, args, kwargs)
         torch.manual_seed(SEED_OF_CHECKS)
         if function in (nn.functional.dropout, torch.dropout):
             return args[0] if args else kwargs["input"]
@@ -222,13 +247,22 @@ class _EachDrawAlike(TorchFunctionMode):
 
 
 @contextmanager
-def randomness(*, on: bool) -> Iterator[None]:
-    """The same random numbers for both sides, and the caller's generator as it was."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
+def randomness(*, on: bool) -> Iterator[_FromOneGenerator | _EachDrawAlike]:
+    """The same random numbers for both sides, and the caller's generator as it was. What is given tells what
+    was drawn."""
+    with torch.random.fork_rng(devices=_devices()):
         torch.manual_seed(SEED_OF_CHECKS)
         if on:
-            yield
+            yield _FromOneGenerator()
         else:
-            with _EachDrawAlike():
-                yield
+            with _EachDrawAlike() as draws:
+                yield draws
+
+
+def _generators() -> tuple[bytes, ...]:
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _devices())]
+    return tuple(bytes(state.tolist()) for state in states)
+
+
+def _devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
