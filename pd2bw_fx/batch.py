@@ -15,11 +15,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from pd2bw_fx.containers import look_into_dataclasses
-from pd2bw_fx.errors import InputError, shown
+from pd2bw_fx.containers import entry_at, leaves_of, place_of
+from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import dtype_from_name, dtype_name
+from pd2bw_fx.plain_values import PlainValue, plain_values, require_plain
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 
 TARGETS = "targets"
@@ -52,23 +52,7 @@ class BatchInput:
     sizes: tuple[int | None, ...] = ()
 
     def __str__(self) -> str:
-        return self.argument + "".join(f"[{key!r}]" for key in self.path)
-
-
-@dataclass(frozen=True, slots=True)
-class PlainValue:
-    """A number, flag or text that the model was traced with: the stages have it in their code.
-
-    `is_default` is False where the forward has another one for an argument that is left out.
-    """
-
-    argument: str
-    path: tuple[str | int, ...]
-    value: bool | int | float | str | None
-    is_default: bool = True
-
-    def __str__(self) -> str:
-        return self.argument + "".join(f"[{key!r}]" for key in self.path)
+        return place_of(self.argument, self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,28 +118,17 @@ class BatchLayout:
             own = (sizes or {}).get(name, ())
             own = (None, *own[1:]) if own and is_batched else own
             inputs.append(BatchInput(name, argument, path, tensor.dim(), tensor.dtype, is_batched, own))
-        defaults = {p.name: p.default for p in kinds if p.default is not p.empty and p.name not in given}
-        plain = tuple(
-            PlainValue(name, path, leaf, bool(path) or _is_default(signature.parameters.get(name), leaf))
-            for name, value in {**defaults, **named}.items()
-            for path, leaf in _leaves(value)
-            if isinstance(leaf, bool | int | float | str | None)
-        )
+        plain = plain_values(signature, named)
         return cls(tuple(inputs), arguments, rest, targets is not None, microbatch_sizes, plain)
 
     def flatten(self, batch: Any) -> dict[str, Tensor]:
         """The batch's tensors by input name. Raises InputError naming what is missing or of a wrong kind."""
         call = self._call(batch)
-        unknown = sorted(call.keys() - {known.argument for known in self.inputs})
-        strange = [name for name in unknown if any(_tensors(name, call[name]))]
-        if strange:
-            raise InputError(
-                f"the batch has {strange[0]!r}, which the example inputs did not have; expected "
-                f"{self._listing()}"
-            )
+        found = {known.name: self._find(known, call) for known in self.inputs}
         for plain in self.plain:
-            _require_plain(plain, call)
-        return {known.name: self._find(known, call) for known in self.inputs}
+            require_plain(plain, call)
+        self._require_no_more(call)
+        return found
 
     def is_one_batch(self, batches: Any) -> bool:
         """Whether what should be many batches, as the rows of a tensor may be, is one, or its parts."""
@@ -279,6 +252,33 @@ class BatchLayout:
             raise InputError(f"the batch has {count} entries; the model takes {self._listing()}{advice}")
         return dict(zip(self._argument_names(len(batch)), batch, strict=True)) | targets
 
+    def _require_no_more(self, call: Mapping[str, Any]) -> None:
+        """Raises InputError for what the example inputs did not have: no stage would read it.
+
+        Leaves are counted: in another container of the same entries, such as a named tuple, all have other
+        paths.
+        """
+        inputs = {(known.argument, known.path) for known in self.inputs}
+        plain = {(known.argument, known.path): known.value for known in self.plain}
+        for argument, value in call.items():
+            if isinstance(value, Tensor) and (argument, ()) in inputs:
+                continue
+            found = [(path, leaf) for path, leaf in leaves_of(value) if _counts(path, leaf)]
+            tensors = [path for path, leaf in found if isinstance(leaf, Tensor)]
+            expected = sum(name == argument for name, _ in inputs)
+            more = [path for path in tensors if (argument, path) not in inputs]
+            if not more or len(tensors) == expected:
+                expected += sum(name == argument and _counts(path, plain[name, path]) for name, path in plain)
+                known = {path for name, path in (*inputs, *plain) if name == argument}
+                more = [path for path, _ in found if path not in known]
+                if len(found) == expected:
+                    continue
+            if more:
+                has = place_of(argument, more[0]) if more[0] else repr(argument)
+                raise InputError(
+                    f"the batch has {has}, which the example inputs did not have; expected {self._listing()}"
+                )
+
     def _argument_names(self, count: int) -> Iterator[str]:
         """What the first `count` positional arguments are called."""
         for position in range(count):
@@ -295,7 +295,7 @@ class BatchLayout:
         value = call[known.argument]
         for key in known.path:
             try:
-                value = _entry(value, key)
+                value = entry_at(value, (key,))
             except (LookupError, AttributeError, TypeError):
                 raise InputError(
                     f"the batch has no {known}: {key!r} is not in a {type(value).__name__}; expected batches "
@@ -332,58 +332,13 @@ class BatchLayout:
         return ", ".join(str(known) for known in self.inputs) or "no tensor at all"
 
 
+def _counts(path: tuple[str | int, ...], leaf: Any) -> bool:
+    """None by name is as good as nothing; in a list it makes that longer."""
+    return leaf is not None or bool(path and isinstance(path[-1], int))
+
+
 def _tensors(argument: str, value: Any) -> list[tuple[str, tuple[str | int, ...], Tensor]]:
-    return [(argument, path, leaf) for path, leaf in _leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _leaves(value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Tensors, None and whatever else is no container, with the way to each."""
-    look_into_dataclasses(value)
-    leaves, _ = pytree.tree_flatten_with_path(value)
-    for path, leaf in leaves:
-        yield tuple(_step(key) for key in path), leaf
-
-
-def _entry(value: Any, key: str | int) -> Any:
-    return value[key] if not isinstance(key, str) or isinstance(value, Mapping) else getattr(value, key)
-
-
-def _require_plain(plain: PlainValue, call: Mapping[str, Any]) -> None:
-    """Raises InputError where the batch has another value in the place of one that the trace has."""
-    if plain.argument not in call:
-        if not plain.is_default:
-            raise InputError(
-                f"the batch leaves out {plain}, for which the forward's default is not the {plain.value!r} "
-                "that the model was traced with and that is in the stages' code; give it, or split without it"
-            )
-        return
-    value = call[plain.argument]
-    try:
-        for key in plain.path:
-            value = _entry(value, key)
-    except (LookupError, AttributeError, TypeError):
-        return  # what the model was not traced with is told of the tensors in it
-    same = isinstance(value, bool) == isinstance(plain.value, bool) and value == plain.value
-    if not isinstance(value, Tensor) and not same:
-        raise InputError(
-            f"the batch's {plain} is {shown(value)}, and the model was traced with {plain.value!r}, which is "
-            "in the stages' code; give it as a tensor in the example inputs, or split with the other value"
-        )
-
-
-def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
-    if parameter is None or parameter.default is parameter.empty:
-        return True  # nothing else can be meant
-    default = parameter.default
-    return type(value) is type(default) and bool(value == default)
-
-
-def _step(key: Any) -> str | int:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            found: str | int = getattr(key, attribute)
-            return found
-    raise InputError(f"an example input is nested in a way that has no path ({key!r}); use tuples and dicts")
+    return [(argument, path, leaf) for path, leaf in leaves_of(value) if isinstance(leaf, Tensor)]
 
 
 def _joined(argument: str, path: Sequence[str | int]) -> str:

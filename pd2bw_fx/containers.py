@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from pd2bw_fx.errors import InputError
 
 _DEPTH = 4
 _NO_CONTAINERS = (type, nn.Module, types.ModuleType, types.FunctionType, types.MethodType, torch.Generator)
@@ -30,6 +32,42 @@ def hidden_tensor(leaf: Any) -> str | None:
     if isinstance(leaf, torch.Tensor):
         return None
     return next(_hidden(leaf, "", _DEPTH), None)
+
+
+def leaves_of(value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Tensors, None, empty containers and whatever else holds nothing, with the way to each."""
+    if isinstance(value, torch.Tensor):
+        yield (), value
+        return
+    if isinstance(value, Mapping) and type(value) not in pytree.SUPPORTED_NODES:
+        value = dict(value)
+    look_into_dataclasses(value)
+    leaves, _ = pytree.tree_flatten_with_path(value, is_leaf=_is_empty)
+    for path, leaf in leaves:
+        yield tuple(_step(key) for key in path), leaf
+
+
+def entry_at(value: Any, path: Iterable[str | int]) -> Any:
+    """What is found on such a way. Raises LookupError, AttributeError or TypeError where nothing is."""
+    for key in path:
+        value = value[key] if not isinstance(key, str) or isinstance(value, Mapping) else getattr(value, key)
+    return value
+
+
+def place_of(argument: str, path: Iterable[str | int]) -> str:
+    return argument + "".join(f"[{key!r}]" for key in path)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, list | tuple | dict) and not value
+
+
+def _step(key: Any) -> str | int:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            found: str | int = getattr(key, attribute)
+            return found
+    raise InputError(f"an example input is nested in a way that has no path ({key!r}); use tuples and dicts")
 
 
 def _is_holding_dataclass(leaf: Any) -> bool:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import enum
+import json
+from collections import namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -132,15 +139,89 @@ def test_numbers_and_flags_are_those_that_the_model_was_traced_with() -> None:
     layout = BatchLayout.of(Annealed(), (X, 0.5), {"more": {"rate": [1, "a"]}})
 
     for known in (layout, BatchLayout.from_json(layout.to_json())):
-        assert list(known.flatten((X, 0.5))) == ["x"]
+        assert list(known.flatten({"x": X, "beta": 0.5, "more": {"rate": (1.0, "a")}})) == ["x"]
         assert list(known.flatten({"x": X, "beta": 0.5, "flag": False, "more": {"rate": [1, "a"]}})) == ["x"]
         for wrong, name in (
             ({"beta": 1.0}, r"beta is 1\.0, and the model was traced with 0\.5"),
-            ({"beta": 0.5, "flag": True}, "flag is True, and the model was traced with False"),
-            ({"beta": 0.5, "more": {"rate": [2, "a"]}}, r"more\['rate'\]\[0\] is 2, .* with 1,"),
+            ({"flag": True}, "flag is True, and the model was traced with False"),
+            ({"more": {"rate": [2, "a"]}}, r"more\['rate'\]\[0\] is 2, .* with 1,"),
         ):
             with pytest.raises(InputError, match=name):
-                known.flatten({"x": X, **wrong})
+                known.flatten({"x": X, "beta": 0.5, "more": {"rate": [1, "a"]}, **wrong})
+
+
+def test_what_is_nested_deeper_than_in_the_example_is_refused() -> None:
+    nested = {"views": [X, X], "mask": None, "rates": (1, 2)}
+    layout = BatchLayout.of(Model(), (X,), {"extra": nested})
+    Views = namedtuple("Views", "one other")
+
+    for alike in ({"views": (X, X)}, {"views": Views(X, X)}, {"rates": [1, 2]}, {"more": None}):
+        assert len(layout.flatten({"x": X, "extra": {**nested, **alike}})) == 3
+    for wrong, name in (
+        ({"views": [X, X, X]}, r"has extra\['views'\]\[2\], which the example inputs did not have"),
+        ({"views": [X, X, None]}, r"has extra\['views'\]\[2\], which"),
+        ({"mask": X}, r"has extra\['mask'\], which"),
+        ({"more": X}, r"has extra\['more'\], which"),
+        ({"more": 2}, r"has extra\['more'\], which"),
+        ({"rates": (1, 2, 3)}, r"has extra\['rates'\]\[2\], which"),
+        ({"rates": (1,)}, r"has no extra\['rates'\]\[1\], and the model was traced with 2 there"),
+        ({"rates": ()}, r"has no extra\['rates'\]\[0\], and"),
+    ):
+        with pytest.raises(InputError, match=name):
+            layout.flatten({"x": X, "extra": {**nested, **wrong}})
+
+
+class Mode(enum.Enum):
+    TRAIN = 1
+    DISTIL = 2
+
+
+@dataclass
+class Options:
+    x: Tensor
+    tags: tuple[str, ...] = ()
+    mode: str | None = None
+
+
+def scaled(factor: float) -> Any:
+    return lambda x: x * factor
+
+
+@pytest.mark.parametrize(
+    ("traced", "other", "said"),
+    [
+        (Mode.TRAIN, Mode.DISTIL, r"how is Mode\.DISTIL, and the model was traced with Mode\.TRAIN"),
+        (np.int64(2), np.int64(5), r"how is np\.int64\(5\), and the model was traced with 2"),
+        (torch.float32, torch.int64, r"is torch\.int64, .* with torch\.float32"),
+        (slice(0, 4), slice(4, 8), r"is slice\(4, 8, None\), .* with slice\(0, 4, None\)"),
+        (torch.relu, torch.tanh, r"is torch\.tanh, .* with torch\.relu"),
+        (scaled(2.0), scaled(3.0), r"<lambda>:\d+\[factor=3\.0\], .*\[factor=2\.0\]"),
+        (SimpleNamespace(rate=1), SimpleNamespace(rate=2), r"rate=2\), .*rate=1\)"),
+        ((1, 2), (1, 2, 3), r"has how\[2\], which the example inputs did not have"),
+        ((), (1,), r"how is \[1\], and the model was traced with \[\]"),
+        (Options(X, ("a",)), Options(X, ("a", "b")), r"has how\['tags'\]\[1\], which"),
+        (Options(X), Options(X, mode="fast"), r"how\['mode'\]"),
+    ],
+)
+def test_other_arguments_that_are_no_tensors_are_those_of_the_trace_too(
+    traced: Any, other: Any, said: str
+) -> None:
+    class Told(nn.Module):
+        def forward(self, x: Tensor, how: Any = None, **more: Any) -> Tensor:
+            raise AssertionError("no batch is run here")
+
+    by_argument, by_keywords = BatchLayout.of(Told(), (X, traced)), BatchLayout.of(Told(), (X,), {"a": 2})
+
+    for known in (by_argument, BatchLayout.from_json(json.loads(json.dumps(by_argument.to_json())))):
+        assert "x" in known.flatten((X, copy.copy(traced)))
+        with pytest.raises(InputError, match=said):
+            known.flatten((X, other))
+        with pytest.raises(InputError, match=r"leaves out how|has no 'how'"):
+            known.flatten((X,))
+    with pytest.raises(InputError, match="the batch leaves out a, for which"):
+        by_keywords.flatten({"x": X})
+    with pytest.raises(InputError, match="the batch has 'b', which"):
+        by_keywords.flatten({"x": X, "a": 2, "b": 3})
 
 
 def test_an_argument_that_is_called_targets_is_refused_beside_a_loss_function() -> None:
