@@ -26,7 +26,7 @@ from .rounds import Rounds
 from .tokens import computed
 
 _LONGEST_ROUND = 40
-_LEAST_SAVED = 2  # lines
+_LEAST_SAVED = 1  # lines
 
 
 def in_rounds(entries: Sequence[Entry], attributes: Attributes) -> list[Entry]:
