@@ -15,10 +15,18 @@ from pd2bw_fx.program import autocast_of
 from .cut import is_size, tensors_read
 from .layers import LAYERS_GIVING_TUPLES
 from .limits import is_asked_for_a_limit
-from .naming import is_final, is_one_of_several, name_of_filled, operator_name, outer_name, place_in_mask
+from .naming import (
+    is_final,
+    is_one_of_several,
+    left_otherwise,
+    name_of_filled,
+    operator_name,
+    outer_name,
+    place_in_mask,
+)
 from .scopes import Line, Scope, line_at
 from .stage_tree import StageTree, occurrences
-from .statements import appended_list, makes_one_by_one, names_of_what_it_makes
+from .statements import appended_list, makes_one_by_one, names_of_what_it_makes, returns_a_list
 
 _ROUNDS = 3  # of a loop, at least
 _MOST_FOLDED = 40  # items of a statement; one of fewer is too long for a line already
@@ -149,6 +157,8 @@ class Body:
         """What the author's statement calls its result, if this is it."""
         line = self.line(item)
         names = line.assigned if line is not None else ()
+        if left_otherwise(self.tree, result, self.scope.depth):
+            return None
         if len(names) > 1:
             return self._names_by_place.get(id(item))
         if line is not None and is_one_of_several(result, line, self.scope.depth):
@@ -341,7 +351,7 @@ class Folding:
         if line is None or line == self.body.line(reading):
             return False
         if self.body.is_of_rounds(item):
-            return appended_list(line.code) is not None
+            return appended_list(line.code) is not None or returns_a_list(line.code)
         return isinstance(reading, Scope) and self.body.is_of_rounds(reading)
 
     def _is_place(self, item: fx.Node | Scope) -> bool:

@@ -71,8 +71,8 @@ def _loop_at(
     chunks = [statements[i * length : (i + 1) * length] for i in range(most)]
     bodies = [_body(chunk, keys[start + i], members, attributes) for i, chunk in enumerate(chunks)]
     first = None
-    if most > 1 and length == 1 and bodies[0] and bodies[1] and bodies[0] != bodies[1]:
-        first = _first_input(bodies[0][0], bodies[1][0])
+    if most > 1 and bodies[0] and bodies[1] and bodies[0] != bodies[1]:
+        first = _first_input(bodies[0], bodies[1])
         bodies[0] = bodies[0] if first is None else bodies[1]
     count = next((i for i in range(most) if not _is_another(bodies, chunks, i)), most)
     span = range(start, start + count)
@@ -168,13 +168,34 @@ def _body(
     return texts
 
 
-def _first_input(first: str, other: str) -> str | None:
-    """`hidden = image`, where the first line reads another value than the ones that follow."""
-    pattern = re.compile("(\\w+) = (\ue002[^\ue003]*\ue003)\\((\\w+)\\)")
-    a, b = pattern.fullmatch(first), pattern.fullmatch(other)
-    if a is None or b is None or a[1] != b[1] or a[2] != b[2] or b[1] != b[3]:
+_WORD = re.compile('\ue000[^\ue001]*\ue001|\ue002[^\ue003]*\ue003|"(?:[^"\\\\]|\\\\.)*"|\\.?\\w+=?|\\W')
+
+
+def _first_input(first: Sequence[str], other: Sequence[str]) -> str | None:
+    """`hidden = image`, where the first round reads another value than what the rounds hand on, and nothing
+    else is otherwise in it."""
+    found: tuple[str, str] | None = None  # what the rounds hand on, and what the first one reads
+    assigned: set[str] = set()
+    kept: set[str] = set()  # read from before the round in all of them
+    for text, wanted in zip(first, other, strict=True):
+        target, _, value = text.rpartition(" = ")
+        target_of_other, _, value_of_other = wanted.rpartition(" = ")
+        words, others = _WORD.findall(value), _WORD.findall(value_of_other)
+        if target != target_of_other or len(words) != len(others):
+            return None
+        for word, name in zip(words, others, strict=True):
+            if word == name:
+                kept |= {word} - assigned
+                continue
+            if not (is_plain_name(word) and is_plain_name(name)) or found not in (None, (name, word)):
+                return None
+            if name in assigned or word in assigned:
+                return None
+            found = name, word
+        assigned |= set(re.findall(r"\w+", target))
+    if found is None or found[0] in kept or found[0] not in assigned:
         return None
-    return f"{b[3]} = {a[3]}"
+    return f"{found[0]} = {found[1]}"
 
 
 def free(name: str, words: Set[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from torch import fx
 
@@ -60,8 +60,12 @@ class LocalNames:
             wanted = port
         if wanted is not None and not self.is_live(wanted, index):
             return wanted
-        is_one = len(self._body.results(item)) == 1
-        return self.free(result_name(item if is_one else result, result), index)
+        results = self._body.results(item)
+        if len(results) == 1:
+            return self.free(result_name(item, result), index)
+        given = self._names_given(item)
+        others = {given.get(other) for other in results if other is not result}
+        return self.free(given.get(result) or result_name(result, result), index, others)
 
     def _link_name(self, index: int, item: fx.Node | Scope) -> str:
         """`x = block(x)` of a chain, where nobody needs the x before any more."""
@@ -84,7 +88,8 @@ class LocalNames:
         if line is not None and calls_one(line.code, item.path) and place < len(targets) > 1:
             return targets[int(place)] if targets[int(place)] != "_" else None
         results = self._body.results(item)
-        inner = {r: name_within(self._body.tree, r, item.depth) for r in results}
+        given = self._names_given(item) if len(results) > 1 else {}
+        inner = {r: given.get(r) or name_within(self._body.tree, r, item.depth) for r in results}
         if len(targets) == len(results) and inner[result] not in targets:
             left = [name for name in targets if name not in inner.values()]
             unnamed = [r for r in results if inner[r] not in targets]
@@ -92,15 +97,24 @@ class LocalNames:
                 return left[0]
         return inner[result]
 
+    def _names_given(self, item: fx.Node | Scope) -> dict[fx.Node, str]:
+        """What a call that is written calls its results."""
+        return self._body.tree.names_given.get(id(item), {})
+
     def is_live(self, name: str, index: int) -> bool:
         """Whether the name stands for something that is still read after the statement at `index`."""
         if name in self._body.symbols or name in self._body.tree.function_names:
             return True
         return any(self._folding.last_use(node) > index for node in self._bearers.get(name, ()))
 
-    def free(self, name: str, index: int) -> str:
+    def free(self, name: str, index: int, others: Set[str | None] = frozenset()) -> str:
+        """The name, or with a number behind it; it is none of the `others`."""
         candidate, count = name, 1
-        while (index < 0 and candidate in self._bearers) or self.is_live(candidate, index):
+        while (
+            (index < 0 and candidate in self._bearers)
+            or self.is_live(candidate, index)
+            or candidate in others
+        ):
             count += 1
             candidate = f"{name}_{count}"
         return candidate

@@ -15,7 +15,7 @@ from .cut import is_size, size_symbol
 from .expression import Scene, Source
 from .literals import identifier, plain
 from .local_names import LocalNames
-from .naming import element_name, is_final, operator_name
+from .naming import element_name, is_final, list_returned, operator_name
 from .scopes import Scope
 from .spell import spell
 from .stage_tree import DEVICE, StageTree, walk
@@ -78,6 +78,9 @@ def write_method(
         draft = _Draft(body, Folding(body, kept, size_readers), call_text)
         method = draft.write()
         if not draft.too_long and not draft.lost_sizes:
+            tree.names_given[id(scope)] = {
+                node: draft.names.bound[node] for node in body.gives if node in draft.names.bound
+            }
             return method
         for node, index in draft.lost_sizes:
             size_readers.setdefault(node, set()).add(index)
@@ -133,10 +136,16 @@ class _Draft:
         text = f"{target} = {source.text}" if target else source.text
         if len(text) > _LONGEST_FOLDED:
             self._unfold(item, len(text))
+        statement = Statement(text, *self._comment(item, results), self._region(item))
+        return [*renamed, self._with_its_loop(statement, item)]
+
+    def _with_its_loop(self, statement: Statement, item: fx.Node | Scope) -> Statement:
         line = self.body.line(item)
         own = None if line is None else line.of_the_author
-        in_loop = ("", "") if own is None else (counter_of(own), list_of(own))
-        return [*renamed, Statement(text, *self._comment(item, results), self._region(item), *in_loop)]
+        if line is None or own is None:
+            return statement
+        listed = list_of(own) or list_returned(line) or ""
+        return replace(statement, counter=counter_of(own), listed=listed)
 
     def _renamed(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> list[Statement]:
         """`residual = x` of the author's, before `x = self.norm(x)`: what was x is read again."""
@@ -296,7 +305,8 @@ class _Draft:
         last = self.body.items[-1] if self.body.items else None
         if last is not None and len(self.body.gives) == 1 and self.body.gives[0] in self.folding.folded:
             place, shape = self._comment(last, self.body.gives)
-            return replace(statement, place=place, shape=shape, region=self._region(last))
+            statement = replace(statement, place=place, shape=shape, region=self._region(last))
+            return self._with_its_loop(statement, last)
         return statement
 
     def _region(self, item: fx.Node | Scope) -> Region:

@@ -16,7 +16,7 @@ from .layers import LAYERS_GIVING_TUPLES
 from .literals import identifier
 from .scopes import Line, Scope, line_at, module_calls
 from .stage_tree import StageTree
-from .statements import calls_one, filled_name, is_outermost
+from .statements import appended_list, calls_one, filled_name, is_outermost, returns_a_list
 
 # What a value is called that its author gave no name.
 _RESULT_NAMES = {
@@ -120,7 +120,7 @@ def name_of_filled(node: fx.Node, line: Line | None) -> str | None:
 def outer_name(node: fx.Node, depth: int) -> str | None:
     """What the lines assign that have called the function in which the value was made, if it is their own."""
     line, calls = line_at(node, depth), module_calls(node)[:depth]
-    if line is None:
+    if line is None or returns_a_list(line.code) or appended_list(line.code) is not None:
         return None
     readers = [line_at(u, depth) for u in node.users if module_calls(u)[:depth] == calls]
     chains = [reader.chain for reader in readers if reader is not None]
@@ -135,18 +135,47 @@ def outer_name(node: fx.Node, depth: int) -> str | None:
     return None
 
 
+def list_returned(line: Line) -> str | None:
+    """`ly` of `ly = self.embedded(x)`, where that function says `return [f(x) for f in self.layers]`."""
+    if not line.outer or not returns_a_list(line.code):
+        return None
+    names = line.outer[-1].assigned
+    return names[0] if len(names) == 1 and names[0] != "_" else None
+
+
 def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
     """The author's name for a value in the outermost body at this depth or below that has one."""
     for inner in range(depth, len(module_calls(node)) + 1):
+        if left_otherwise(tree, node, inner):
+            continue
         line = line_at(node, inner)
         names = line.assigned if line is not None else ()
         if line is not None and names and is_one_of_several(node, line, inner):
             continue
+        if len(names) > 1 and (name := _name_by_place(node, line, inner)) is not None:
+            return name
         if len(names) == 1 and names[0] != "_" and is_final(node, inner):
             return names[0]
         if not names and (name := name_of_filled(node, line) or outer_name(node, inner)) is not None:
             return name
     return None
+
+
+def _name_by_place(node: fx.Node, line: Line | None, depth: int) -> str | None:
+    """`s` of `x, s = self.layer(x)` for the second value that the layer returns."""
+    calls = module_calls(node)
+    if line is None or depth >= len(calls) or not calls_one(line.code, calls[depth][1]):
+        return None
+    key, path, kind = calls[depth]
+    place = Scope(path, kind, key, depth).result(node).place
+    name = line.assigned[int(place)] if place < len(line.assigned) else "_"
+    return name if name != "_" else None
+
+
+def left_otherwise(tree: StageTree, node: fx.Node, depth: int) -> bool:
+    """Whether `x = self.block(x)` gives something else, and this has left the block in another way."""
+    calls = module_calls(node)
+    return depth < len(calls) and tree.leaves_otherwise(node, calls[depth][0])
 
 
 def is_one_of_several(node: fx.Node, line: Line, depth: int) -> bool:

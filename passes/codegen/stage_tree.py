@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.errors import TraceError
-from pd2bw_fx.graph import OperatorGraph, ParameterSpec
+from pd2bw_fx.graph import RETURNED_AT, OperatorGraph, ParameterSpec
 from pd2bw_fx.modes import passes_through_in_evaluation
 from pd2bw_fx.program import autocast_of
 
@@ -32,7 +32,8 @@ DEVICE = "device"
 
 
 class StageTree:
-    """The calls of one stage and answers about them; nothing here changes once it is built."""
+    """The calls of one stage and answers about them; nothing here changes once it is built, but for the names
+    that are given to what calls return, as they are written."""
 
     def __init__(self, graph: OperatorGraph, stage: Cut) -> None:
         assert graph.root is not None, "a graph read from a file cannot be generated from"
@@ -40,6 +41,7 @@ class StageTree:
         self.stage = stage
         self.model: nn.Module = graph.root
         self.port_names: dict[str, str] = {}  # of values that stages give: the same in all of them
+        self.names_given: dict[int, dict[fx.Node, str]] = {}  # by call: what it calls its results
         self.modules: dict[str, nn.Module] = dict(graph.root.named_modules(remove_duplicate=False))
         nodes = [node for node in stage.nodes if not is_size(graph, node)]
         functions = (custom_function(node.target) for node in nodes)
@@ -48,6 +50,7 @@ class StageTree:
         for scope in walk(self.root):  # an exported program has no modules where there are no tensors
             self.modules.setdefault(scope.path, nn.Module())
         self._whole_calls = _whole_calls(graph)
+        self._returning = _returning(graph)
         self._readers = _readers(graph, stage)
         self._rehome(self.root)
         self._unlike_calls = _unlike_calls(self.root)
@@ -157,6 +160,12 @@ class StageTree:
     def shape(self, node: fx.Node) -> tuple[int | str, ...]:
         spec = spec_of(self.graph, node)
         return () if spec is None or spec.shape is None else spec.shape
+
+    def leaves_otherwise(self, node: fx.Node, key: str) -> bool:
+        """Whether the call of this key returns other values, and a hook has taken this one out of it."""
+        if key not in self._returning or key in node.meta.get(RETURNED_AT, {}):
+            return False
+        return any(all(key != inside for inside, *_ in module_calls(user)) for user in node.users)
 
     def parameter(self, scope: Scope, node: fx.Node) -> str | None:
         """The name under which a parameter is within reach of a call, or None."""
@@ -358,6 +367,12 @@ def _whole_calls(graph: OperatorGraph) -> dict[str, set[str]]:
             for key, _, _ in module_calls(node):
                 calls[key].add(node.name)
     return calls
+
+
+def _returning(graph: OperatorGraph) -> set[str]:
+    """The keys of the calls of which it is known what they return."""
+    assert graph.fx is not None
+    return {key for node in graph.fx.graph.nodes for key in node.meta.get(RETURNED_AT, {})}
 
 
 def _unlike_calls(root: Scope) -> set[str]:

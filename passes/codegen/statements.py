@@ -63,6 +63,12 @@ def appended_list(code: str) -> str | None:
     return identifier(held.id) if isinstance(held, ast.Name) else None
 
 
+def returns_a_list(code: str) -> bool:
+    """Whether a statement is like "return [f(x) for x in y]"."""
+    statement = _statement(code)
+    return isinstance(statement, ast.Return) and isinstance(statement.value, ast.List | ast.ListComp)
+
+
 _JOINING = {"stack", "cat", "concat", "concatenate", "hstack", "vstack", "dstack"}
 
 
@@ -72,6 +78,7 @@ def joined_list(code: str) -> str | None:
     for node in [] if statement is None else ast.walk(statement):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _JOINING:
             held = node.args[0] if node.args else None
+            held = held.value if isinstance(held, ast.Subscript) else held  # outs[::-1]
             if isinstance(held, ast.Name):
                 return identifier(held.id)
     return None

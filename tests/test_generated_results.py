@@ -1,0 +1,142 @@
+"""Results of a call have their own names where it is called, and rounds of a loop the names of the loop."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx import Constraints, split
+
+
+class _Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        logits = self.gate(x)
+        kept.append(logits)
+        return x + self.up(x * logits.softmax(-1))
+
+
+class _Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Gated() for _ in range(2))
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, kept)
+        return x
+
+
+class _Leaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = _Body(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        out = self.body(x, kept)
+        balance = kept[0].logsumexp(-1) - kept[1].logsumexp(-1)
+        return (self.head(out).sum(-1) + balance).mean()
+
+
+def test_what_leaves_a_call_beside_its_result_is_not_called_as_the_result_is() -> None:
+    source = split(_Leaking(), torch.randn(4, 8), cluster=1, costs="analytic").stages[0].source
+
+    assert "x, logits = self.layers[0](x)" in source
+    assert "return x, logits, logits_2" in source
+    assert "out, logits, logits_2 = self.body(x)" in source
+
+
+class _Skipping(nn.Module):
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.res, self.skip = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
+            return z + self.res(z.tanh()), self.skip(z.cos())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(6))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x, added = image, image
+        for layer in self.layers:
+            x, s = layer(x)
+            added = added * s
+        return added.mean() + x.mean()
+
+
+def test_a_value_that_crosses_has_its_name_among_the_results_of_a_call() -> None:
+    stages = {f"layers.{at}": at // 3 for at in range(6)}
+    pipe = split(_Skipping(), torch.randn(4, 8), cluster=2, constraints=Constraints(stage_of=stages))
+
+    first, last = (stage.source for stage in pipe.stages)
+    assert "x: float32 (batch, 8), to stage 1" in first
+    assert "for layer in self.layers.values():\n            x, s = layer(x)" in last
+
+
+class _Masked(nn.Module):
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+            return hidden + self.linear(hidden) * mask
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x > 0
+        hidden = x
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        return hidden.square().mean() + x.mean()
+
+
+class _Since(_Masked):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, mask = x.cos(), x > 0
+        before = hidden
+        hidden = self.layers[0](x, hidden)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, hidden)
+        return hidden.square().mean() + before.mean() + mask.sum()
+
+
+def test_a_first_round_of_another_value_is_in_the_loop_if_nothing_else_is_otherwise_in_it() -> None:
+    source = split(_Masked(), torch.randn(4, 8), cluster=1, costs="analytic").stages[0].source
+    since = split(_Since(), torch.randn(4, 8), cluster=1, costs="analytic").stages[0].source
+
+    loop = "for layer in self.layers:\n            hidden = layer(hidden, mask)"
+    assert f"hidden = x\n        {loop}" in source
+    assert "for layer in self.layers[1:]:" in since
+
+
+class _Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(7, 4) for _ in range(6))
+        self.head = nn.Linear(24, 1)
+
+    def embedded(self, words: Tensor) -> list[Tensor]:
+        return [table(words[:, at].clamp(min=0)) for at, table in enumerate(self.tables)]
+
+    def forward(self, words: Tensor) -> Tensor:
+        found = self.embedded(words)
+        return self.head(torch.cat(found, dim=1)).mean()  # type: ignore[no-any-return]
+
+
+def test_a_list_that_a_function_returns_gives_no_name_to_the_first_in_it() -> None:
+    words = torch.zeros(4, 6, dtype=torch.int64)
+    source = split(_Embedding(), words, cluster=1, costs="analytic").stages[0].source
+
+    assert "found = self.tables[0]" not in source
+    assert "torch.cat(found, dim=1)" in source
