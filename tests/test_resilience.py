@@ -124,6 +124,16 @@ def test_ranks_with_batches_of_unlike_sizes_end_with_both() -> None:
     assert any(re.search(told, error) for error in errors)
 
 
+def test_an_evaluation_of_one_rank_alone_is_told_where_nobody_waits_for_it(tmp_path: Path) -> None:
+    """The other one would take its loss for that of a step."""
+    torchrun_of_forks(2, "evaluates_alone.py", tmp_path)
+
+    assert (tmp_path / "1").read_text() == (
+        "rank 1 (stage 1) is in update 3 where rank 0 (stage 0) is in an evaluation after 3 updates: all "
+        "ranks make the same calls in the same order, with as many batches"
+    )
+
+
 def test_ranks_that_meet_again_have_a_store_without_what_was_left_in_it() -> None:
     store = HashStore()
 

@@ -246,7 +246,7 @@ class Engine:
                 f"{counted(len(microbatches), 'microbatch')} were given; an update has {expected}"
             )
         with self._fate.shared(f"in update {update}", on=sizes_of(microbatches)):
-            self._add(microbatches)
+            self._add(microbatches, training=True)
             actions = self._course.next_update()
             elsewhere = self._course.elsewhere() if self._groups.is_nccl else None
             self._runner.run(actions, elsewhere)
@@ -296,7 +296,7 @@ class Engine:
         self.flush()
         with self._fate.shared("in an evaluation"):
             self._weights.train(on=False)
-            numbers = self._add(microbatches)
+            numbers = self._add(microbatches, training=False)
             self._runner.run(self._course.evaluation(numbers), training=False)
             self._runner.settle()
             self._weights.train(on=True)
@@ -445,10 +445,10 @@ class Engine:
     def _barrier(self) -> None:
         dist.barrier(group=self._control)
 
-    def _add(self, microbatches: Sequence[Microbatch]) -> range:
-        """Give each stage its microbatches of this update; their numbers."""
+    def _add(self, microbatches: Sequence[Microbatch], *, training: bool) -> range:
+        """Give each stage its microbatches of this update, or of the evaluation before it; their numbers."""
         numbers = range(self.updates * len(microbatches), (self.updates + 1) * len(microbatches))
-        self._results.expect(self.updates, numbers)
+        self._results.expect(self.updates, numbers, training=training)
         self._runner.add(numbers, microbatches, is_new=self._course.is_new)
         return numbers
 

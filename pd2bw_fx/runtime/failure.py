@@ -96,6 +96,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def calls_apart(here: str, own: str, there: str, theirs: str, *, rule: str = "") -> str:
+    """Two ranks' names, and what each of them is at, which is not the same."""
+    rule = rule or "in the same order, with as many batches"
+    return f"{here} is {own} where {there} is {theirs}: all ranks make the same calls {rule}"
+
+
 def note_full_memory(error: BaseException, doing: str = "") -> None:
     """Of a GPU: what to try, and the action if there is one; `doing` is as the engine says it."""
     if not isinstance(error, torch.OutOfMemoryError):

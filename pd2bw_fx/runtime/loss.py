@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pd2bw_fx.runtime.failure import translated
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.runtime.failure import calls_apart, translated
+from pd2bw_fx.units import counted
 
 _TAGS = 2**16  # far more than are ever under way at once
 Part = tuple[Sequence[int], Tensor]
@@ -177,6 +179,11 @@ class NumberPost:
     another rank: a rank that stands still until it has the loss holds nobody up. A GPU computes them later
     than its rank asks for it: there, they go out before the next wait. What is made of them, the means, is
     computed by whoever reads it, when it is read.
+
+    With them goes what they are of, an update or an evaluation: a rank that makes a call alone may hold
+    nobody up, and the others would take its numbers for those of their next call.
+
+    message   | loss, number, .. of the first microbatch | .. of the second | .. | the call |
     """
 
     def __init__(
@@ -188,16 +195,19 @@ class NumberPost:
         *,
         tag: tuple[int, int] = (0, 1),
         group: dist.ProcessGroup,
+        named: Callable[[int], str] = "rank {}".format,
     ) -> None:
         """`tag` is this post's number, and how many there are between the same ranks; `group` moves tensors
-        of the CPU."""
+        of the CPU; `named` names a rank with its stages."""
         self.names = tuple(names)
         self._sources = sources
         self._rank = rank
         self._others = [other for other in range(num_ranks) if other != rank]
         self._tag = tag
         self._group = group
+        self._named = named
         self._update = 0
+        self._training = True
         self._expected: Mapping[int, Sequence[int]] = {}
         self._collected: dict[int, dict[str, Tensor]] = {}
         self._coming: tuple[Tensor, torch.cuda.Event] | None = None  # from the GPU
@@ -208,9 +218,9 @@ class NumberPost:
         """This rank computes all of it, and need not wait to read it."""
         return list(self._sources) == [self._rank]
 
-    def expect(self, update: int, numbers: Mapping[int, Sequence[int]]) -> None:
-        """The coming update, and the microbatches of each of the stage's ranks."""
-        self._update, self._expected = update, numbers
+    def expect(self, update: int, numbers: Mapping[int, Sequence[int]], *, training: bool = True) -> None:
+        """The coming update, or the evaluation before it, and the microbatches of each of its ranks."""
+        self._update, self._expected, self._training = update, numbers, training
 
     def collect(self, microbatch: int, name: str, number: Tensor) -> None:
         """A number of one of this rank's microbatches; with the update's last, they all go out."""
@@ -229,30 +239,38 @@ class NumberPost:
             self._send(part)
 
     def means(self) -> Means:
-        """Of the update that was expected last, whose forwards this rank has done."""
+        """Of the update that was expected last, whose forwards this rank has done. Whoever waits for them
+        raises InputError where another rank has sent those of something else."""
         self.send()
         works: list[tuple[int | None, dist.Work | None]] = []
         parts: list[Part] = []
+        received: dict[int, Tensor] = {}
+        own = self._call()
         for source in self._sources:
             numbers = self._expected[source]
             if not numbers:  # an evaluation has nothing for this replica
                 continue
             if source == self._rank:
                 assert self._sent is not None
-                part, sent = self._sent
+                message, sent = self._sent
                 works += [(None, work) for work in sent]
             else:
-                part = torch.empty(len(numbers), len(self.names), dtype=torch.float64, device="cpu")
+                size = len(numbers) * len(self.names) + 1
+                message = received[source] = torch.empty(size, dtype=torch.float64, device="cpu")
                 with translated(source):
-                    work = dist.irecv(part, source, group=self._group, tag=self._tag_of_update())
+                    work = dist.irecv(message, source, group=self._group, tag=self._tag_of_update())
                 works.append((source, work))
-            parts.append((numbers, part))
+            parts.append((numbers, message[:-1].view(len(numbers), len(self.names))))
 
         def wait() -> None:
             for source, work in works:
                 assert work is not None
                 with translated(source):
                     work.wait()
+            for source, message in received.items():
+                if message[-1] != own:
+                    here, there = (self._named(rank) for rank in (self._rank, source))
+                    raise InputError(calls_apart(here, _told(own), there, _told(int(message[-1]))))
 
         return Means(self.names, parts, wait, is_known_here=self.is_known_here)
 
@@ -262,22 +280,36 @@ class NumberPost:
         devices = {number.device for number in ordered}
         if len(devices) > 1:  # a forward may make some on the CPU
             ordered = [number.cpu() for number in ordered]
-        part = torch.stack(ordered).view(len(numbers), len(self.names))
-        if part.device.type != "cuda":
-            self._send(part.cpu())
+        part = torch.stack(ordered)
+        is_on_gpu = part.device.type == "cuda"
+        message = torch.empty(len(part) + 1, dtype=torch.float64, device="cpu", pin_memory=is_on_gpu)
+        message[:-1].copy_(part, non_blocking=is_on_gpu)
+        message[-1] = self._call()
+        if not is_on_gpu:
+            self._send(message)
             return
-        there = torch.empty_like(part, device="cpu", pin_memory=True)
-        there.copy_(part, non_blocking=True)
         is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_there.record(torch.cuda.current_stream(part.device))
-        self._coming = there, is_there
+        self._coming = message, is_there
 
-    def _send(self, part: Tensor) -> None:
+    def _send(self, message: Tensor) -> None:
         tag = self._tag_of_update()
         with translated(None):
-            works = [dist.isend(part, other, group=self._group, tag=tag) for other in self._others]
-        self._sent = part, works
+            works = [dist.isend(message, other, group=self._group, tag=tag) for other in self._others]
+        self._sent = message, works
+
+    def _call(self) -> int:
+        """2 u of update u, 2 u + 1 of an evaluation before it."""
+        return 2 * self._update + (not self._training)
 
     def _tag_of_update(self) -> int:
         number, count = self._tag
         return self._update % (_TAGS // count) * count + number
+
+
+def _told(call: int) -> str:
+    return (
+        f"in update {call // 2}"
+        if call % 2 == 0
+        else f"in an evaluation after {counted(call // 2, 'update')}"
+    )

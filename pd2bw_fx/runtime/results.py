@@ -35,6 +35,7 @@ class Results:
                 job.num_ranks,
                 tag=(number, len(named)),
                 group=group,
+                named=job.name_of,
             )
             for number, (stage, names) in enumerate(named.items())
         }
@@ -42,14 +43,14 @@ class Results:
         self._wanted: Collection[str] = ()
         self._kept: dict[str, Tensor] = {}
 
-    def expect(self, update: int, numbers: range) -> None:
+    def expect(self, update: int, numbers: range, *, training: bool) -> None:
         """The update that is to come, or the evaluation before it, and its microbatches."""
         job = self._job
         for stage, post in self._posts.items():
             of_ranks: dict[int, list[int]] = {rank: [] for rank in job.ranks_of(stage)}
             for number in numbers:
                 of_ranks[job.rank_of(stage, number)].append(number)
-            post.expect(update, of_ranks)
+            post.expect(update, of_ranks, training=training)
 
     def collect(self, microbatch: int, name: str, value: Tensor) -> None:
         if name in self._post_of:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pd2bw_fx.errors import WorkerError
-from pd2bw_fx.runtime.failure import STARTED_BY, end_now, tell_launcher
+from pd2bw_fx.runtime.failure import STARTED_BY, calls_apart, end_now, tell_launcher
 
 _BEAT_S = 1.0
 _LOST_S = 3.5  # of silence, after which the one that is longest silent has caused the end of a connection
@@ -201,13 +201,11 @@ class Watch:
             here = self._calls.get(number, there)
             if engine == self._engine and here != there:
                 (here, own), (there, theirs) = here.split("\n"), there.split("\n")
-                rule = "in the same order, with as many batches"
+                ranks = self._described(self._rank), self._described(other)
                 if here == there:
-                    here, there, rule = f"{here} on {own}", f"on {theirs}", "on the same batches"
-                return (
-                    f"{self._described(self._rank)} is {here} where {self._described(other)} is {there}: all "
-                    f"ranks make the same calls {rule}"
-                )
+                    both = f"{here} on {own}", f"on {theirs}"
+                    return calls_apart(ranks[0], both[0], ranks[1], both[1], rule="on the same batches")
+                return calls_apart(ranks[0], here, ranks[1], there)
         return None
 
     def _holder(self) -> str:
