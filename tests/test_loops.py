@@ -122,6 +122,34 @@ def test_a_state_that_is_kept_and_carried_on() -> None:
     assert "torch.stack(hidden[::-1], dim=1)" in source
 
 
+class Scan(nn.Module):
+    """The greatest so far is read beside the one before it, as in RWKV."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.key(x)
+        state = torch.zeros_like(keys[:, 0])
+        greatest = torch.zeros_like(keys[:, 0]) - 1e38
+        for t in range(x.shape[1]):
+            key = keys[:, t]
+            greater = torch.maximum(greatest, key)
+            state = (greatest - greater).exp() * state + (key - greater).exp()
+            greatest = greater
+        return (state.log() + greatest).square().mean()
+
+
+def test_what_a_round_hands_on_under_another_name() -> None:
+    assert _inside(_source(Scan(), torch.randn(3, 5, 8)), "for t in range(5):") == [
+        "key = keys[:, t]",
+        "greater = torch.maximum(greatest, key)",
+        "state = (greatest - greater).exp() * state + (key - greater).exp()",
+        "greatest = greater",
+    ]
+
+
 @pytest.mark.parametrize("seed", [3, 12, 94, 97, 99])
 def test_a_drawn_model_with_loops(seed: int, tmp_path: Path) -> None:
     path = tmp_path / f"loops_{seed}.py"

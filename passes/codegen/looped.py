@@ -24,9 +24,12 @@ class Looped:
         self.names = {place: naming(place) for place in rounds.makers()}
         self.renamed: dict[int | str, str] = {}
         self.second: list[str] = []
+        self.befores: dict[Place, str] = {}  # the round before's, where a round has made its own meanwhile
         for place, value in rounds.before.items():
             name = self.names[place]
             stands = value if isinstance(value, str) else rounds.flow.name(*rounds.flow.makers[value])
+            if place in rounds.late:
+                name = self.befores[place] = stands if renames else free(f"{name}_before", rounds.taken)
             if name == stands:
                 continue
             if renames and self._is_for_rounds_alone(value, place):
@@ -35,6 +38,7 @@ class Looped:
                 self.second.append(f"{name} = {stands}")
         self.later = {rounds.values(place)[-1]: name for place, name in self.names.items()}
         self.rows = [list(self._row(line)) for line in range(rounds.length)]
+        self.rows[-1] += [line_of(f"{b} = {self.names[place]}").tokens for place, b in self.befores.items()]
 
     def _is_for_rounds_alone(self, value: int | str, place: Place) -> bool:
         """Whether a value from before is read where rounds read what this place makes, and nowhere else."""
@@ -57,8 +61,11 @@ class Looped:
         tokens = list(source.tokens)
         for at, token in enumerate(() if source.is_loop else source.tokens):
             maker = rounds.carried.get((line, at))
-            counted = self.counted.tokens.get((line, at), token)
-            tokens[at] = counted if maker is None else replace(token, text=self.names[maker])
+            if maker is None:
+                tokens[at] = self.counted.tokens.get((line, at), token)
+            else:
+                before = self.befores.get(maker) if (line, at) in rounds.from_before else None
+                tokens[at] = replace(token, text=before or self.names[maker])
         listed = [(place, entry) for place, entry in rounds.listed.items() if place[0] == line]
         targets = source.targets
         if (
@@ -147,10 +154,10 @@ class Looped:
             entries = [rounds.body[rounds.start + r * rounds.length + line] for r in range(rounds.number)]
             statements = [entry for entry in entries if isinstance(entry, Statement)]
             if statements:
-                one = common(statements)
-                inside += [replace(one, text=spelled(tokens, counter)) for tokens in row]
+                inside.append(replace(common(statements), text=spelled(row[0], counter)))
             else:
-                inside += [entries[0], *(Statement(text_of(tokens), region=region) for tokens in row[1:])]
+                inside.append(entries[0])
+            inside += [Statement(text_of(tokens), region=region) for tokens in row[1:]]
         first = [Statement(text, region=region) for text in self._first()]
         loop = Loop(self.counted.header(counter), tuple(inside))
         before = [self._entry(at) for at in range(rounds.start)]

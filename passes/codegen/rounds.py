@@ -34,6 +34,8 @@ class Rounds:
         # What makes each thing that a round reads, in this round or the one before.
         self.carried: dict[Place, Place] = {}
         self.before: dict[Place, int | str] = {}  # of what is read in the next round: its value in the first
+        self.from_before: set[Place] = set()  # where that is read
+        self.late: set[Place] = set()  # read in the next round when that has made its own
         self.listed: dict[Place, Listed] = {}
 
     def most(self) -> int:
@@ -75,8 +77,8 @@ class Rounds:
         return self.plainest, self._shortest, self._first, self._last
 
     def plainest(self, place: Place) -> str:
-        """`hidden` of hidden_2, hidden_3, .."""
-        name = self._shortest(place)
+        """`hidden` of hidden_2, hidden_3, ..; the last round's, for then no other needs it."""
+        name = self._last(place) if self._last(place) != "_" else self._shortest(place)
         plain = re.sub(r"_\d+$", "", name)
         assigned = {other for line in self.lines for other in line.assigned}
         return plain if plain in assigned or plain not in self.taken else name
@@ -105,7 +107,7 @@ class Rounds:
     def _is_carried_on(self) -> bool:
         """Whether each name of a round stands for what the same place of all rounds makes, in the round
         itself or in the one before, or for one value from before them all."""
-        self.carried, self.before = {}, {}
+        self.carried, self.before, self.from_before, self.late = {}, {}, set(), set()
         for line in range(self.length):
             for at in self.flow.values[self.start + line]:
                 values = self.values((line, at))
@@ -123,6 +125,9 @@ class Rounds:
                 if back and (makers[0] is not None or self.before.setdefault(maker, values[0]) != values[0]):
                     return False
                 self.carried[line, at] = maker
+                if back:
+                    self.from_before.add((line, at))
+                    self.late |= {maker} if line > maker[0] else set()
         return True
 
     def _maker(self, value: int | str) -> tuple[int, Place] | None:
