@@ -53,6 +53,31 @@ def test_the_trained_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(tensor, trained[name]) for name, tensor in pipe.state_dict().items())
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_one_that_comes_when_a_batch_is_handed_out(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = build("mlp")
+    pipe = pd2bw_fx.split(model, cluster=2, costs="analytic")
+    batch = tuple(torch.cat([t] * 2) for t in model.example_inputs())
+    start, send = pipe.state_dict(), local._Workers._send
+
+    def sent(workers: Any, rank: int, message: bytes) -> None:
+        send(workers, rank, message)
+        if rank == 0 and workers.num_given == 1:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(local._Workers, "_send", sent)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        pipe.train_local([batch] * 3, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+
+    (note,) = raised.value.__notes__
+    is_kept = "the pipeline has the weights after the 2 updates that were given" in note
+    assert is_kept == (times == 1)
+    assert is_kept or "from before this run; what it trained is lost" in note
+    assert is_kept == any(not torch.equal(start[name], tensor) for name, tensor in pipe.state_dict().items())
+
+
 def test_a_second_one_is_not_put_off() -> None:
     with pytest.raises(KeyboardInterrupt), interrupts_noted() as noted:
         os.kill(os.getpid(), signal.SIGINT)

@@ -146,6 +146,60 @@ def test_without_a_safe_fork_each_worker_is_started_by_itself(
     assert [parent for *_, parent in told(tmp_path)] == [str(os.getpid())] * 2
 
 
+SCRIPT = """
+import sys, time
+import torch
+import torch.distributed as dist
+import pd2bw_fx
+
+def sgd(parameters):
+    leave = dist.destroy_process_group
+    dist.destroy_process_group = lambda: (time.sleep(1.2), leave())  # longer than from one beat to the next
+    return torch.optim.SGD(parameters, lr=0.1)
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+split = {"cluster": 2, "num_stages": 2, "costs": "analytic", "check": False}
+batch = torch.ones(2, 4), torch.ones(2, 4)
+pipe = pd2bw_fx.split(model, batch[0], loss_fn=torch.nn.MSELoss(), example_targets=batch[1], **split)
+pipe.train_local([batch], optimizer=sgd, method="gpipe", microbatches_per_update=1)
+"""
+
+
+def test_the_folders_of_a_run_may_have_any_names_and_its_output_may_be_closed(tmp_path: Path) -> None:
+    temporary, folder = tmp_path / "50%20 für #1", tmp_path / "data"
+    temporary.mkdir()
+    folder.mkdir()
+    (folder / "selectors.py").write_text("raise ImportError('not the one of Python')")
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    finished = subprocess.run(
+        ["sh", "-c", f"{sys.executable} ../script.py >&-"],
+        env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": os.getcwd()},
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert not list(temporary.iterdir())
+
+
+def test_a_script_that_workers_import_does_not_train_in_them(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    finished = subprocess.run(
+        [sys.executable, "-c", "import script"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), str(tmp_path)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert "failed with InputError:\ntrain_local was called in a worker process" in finished.stderr
+    assert '`if __name__ == "__main__":`' in finished.stderr
+
+
 @pytest.mark.parametrize("ending", ["", "os.kill(os.getpid(), 9)"])
 def test_the_nursery_ends_with_the_process_that_started_it(ending: str) -> None:
     script = (

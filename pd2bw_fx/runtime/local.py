@@ -50,7 +50,7 @@ from pd2bw_fx.runtime.messages import (
     interrupts_noted,
     receive,
 )
-from pd2bw_fx.runtime.nursery import Nursery, Process, nursery
+from pd2bw_fx.runtime.nursery import Nursery, Process, nursery, require_no_worker
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.reading import updates_apart
@@ -67,6 +67,7 @@ _OF_TORCHRUN = (
 )  # fmt: skip
 _AHEAD = 2  # batches sent to a worker beyond the ones that it has done, or can without more
 _LEAVING_S, _ENDING_S = 5.0, 2.0  # until a worker is killed that has finished, that its run has failed
+_LOST = "the pipeline has the weights from before this run; what it trained is lost"
 _REASONS_S = 3.0  # after a first failure, how long to wait for a better reason
 
 
@@ -114,6 +115,7 @@ def train_local(
     leave no process behind. After a wrong batch, an error of `batches` or of `on_update`, and Ctrl-C the
     pipeline has the weights so far; a second Ctrl-C does not wait for them.
     """
+    require_no_worker("train_local")
     wanted = Wanted(method, microbatches_per_update, slack, replicas, vertical_sync)
     work = work_for(pipeline, wanted)
     prepared = jobs(pipeline, work)
@@ -172,13 +174,18 @@ def train_local(
 
 def _keep_weights(pipeline: Pipeline, workers: _Workers, error: BaseException) -> None:
     """What was trained before a wrong batch, an error of the caller's own or Ctrl-C is not lost."""
-    with contextlib.suppress(WorkerError):
+    if not workers.num_given:
+        return
+    try:
         result = workers.finish_after_error()
-        if result is not None:
-            pipeline.load_tensors(result.tensors)
-            error.add_note(
-                f"the pipeline has the weights after the {len(result.losses)} updates that were given"
-            )
+    except WorkerError as lost:
+        error.add_note(f"{_LOST}: {lost}")
+    except BaseException as another:  # a second Ctrl-C
+        another.add_note(_LOST)
+        raise
+    else:
+        pipeline.load_tensors(result.tensors)
+        error.add_note(f"the pipeline has the weights after the {len(result.losses)} updates that were given")
 
 
 def _is_false(told: Any) -> bool:
@@ -233,17 +240,25 @@ class _Workers:
         except InputError as error:
             raise InputError(f"batch {self.num_given}: {error}") from None
         own = [[{name: one[name].detach() for name in job.inputs()} for one in flat] for job in self.jobs]
-        for rank, message in enumerate([encoded(Batch(inputs, sizes)) for inputs in own]):
-            self._send(rank, message)
-            self._sent[rank] += 1
+        messages = [encoded(Batch(inputs, sizes)) for inputs in own]
+        with interrupts_noted() as interrupts:  # ranks that have not been given the same do not finish
+            for rank, message in enumerate(messages):
+                self._send(rank, message)
+                self._sent[rank] += 1
+        if interrupts:
+            raise KeyboardInterrupt
         while self._sent[0] - min(self._done) >= self._ahead:
             self._hear()
 
-    def finish_after_error(self) -> TrainResult | None:
-        """What was trained, if all workers have been given the same batches; nobody is told of it."""
+    def finish_after_error(self) -> TrainResult:
+        """What was trained; nobody is told of it.
+
+        Raises WorkerError also where workers have not been given the same batches, and would wait for more.
+        """
         self._on_update = None
-        given = set(self._sent)
-        return self.finish() if len(given) == 1 and given != {0} else None
+        if len(set(self._sent)) > 1:
+            raise WorkerError("a batch had not been given to all ranks")
+        return self.finish()
 
     def finish(self) -> TrainResult:
         for rank in range(len(self.jobs)):

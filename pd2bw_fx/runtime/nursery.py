@@ -7,7 +7,7 @@ The nursery imports and does nothing else, no thread and no tensor, which is wha
 ends with the training run that began it; runs in `kept_nursery` share one, and later ones start at once.
 Where there is no safe fork (anywhere but Linux) each worker is started by itself.
 
-`python -m pd2bw_fx.runtime.nursery FD` is the nursery; FD is its end of the socket pair.
+A process that is started here has its end of a socket pair as its standard input, and the parent's sys.path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from pd2bw_fx.errors import WorkerError
+from pd2bw_fx.errors import InputError, WorkerError
 
 _LENGTH = struct.Struct("!Q")
 _CODE = struct.Struct("!i")
@@ -46,14 +46,39 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
+_BEGIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
+
+
 def _started(module: str, end: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    path = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    return subprocess.Popen(
-        [sys.executable, "-m", module, str(end.fileno())],
-        pass_fds=[end.fileno()],
-        stdin=subprocess.DEVNULL,
-        env={**environment, **path},
-    )
+    """Without the working directory on its path, where a file may have the name of a module of Python's."""
+    path = [entry for entry in sys.path if entry and isinstance(entry, str)]
+    with _outputs() as (output, errors):
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _BEGIN.format(module=module), json.dumps(path)],
+            stdin=end.fileno(),
+            stdout=output,
+            stderr=errors,
+            env=environment,
+        )
+
+
+def given_end() -> int:
+    """The descriptor that `_started` gave this process, whose standard input is empty from now on."""
+    end = os.dup(0)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return end
+
+
+@contextlib.contextmanager
+def _outputs() -> Iterator[tuple[int, int]]:
+    """Standard output and error; in place of a closed one, whose number another file may have, nowhere."""
+    with open(os.devnull, "w") as nowhere:
+        output, errors = (
+            nowhere.fileno() if stream is None or stream.closed else number
+            for number, stream in ((1, sys.__stdout__), (2, sys.__stderr__))
+        )
+        yield output, errors
 
 
 class _Forked:
@@ -106,12 +131,12 @@ class Nursery:
         if sys.platform != "linux":
             return _started("pd2bw_fx.runtime.worker", connection, environment)
         request = json.dumps({"environment": dict(environment), "folder": os.getcwd()}).encode()
-        with self._asking:
+        with self._asking, _outputs() as outputs:
             control = self._ready()
             ended, tells = os.pipe()
             try:
                 # Output goes where this process's goes now, which need not be where the nursery's goes.
-                descriptors = [connection.fileno(), tells, 1, 2]
+                descriptors = [connection.fileno(), tells, *outputs]
                 socket.send_fds(control, [_LENGTH.pack(len(request))], descriptors)
                 control.sendall(request)
                 pid = _CODE.unpack(_exactly(control, _CODE.size))[0]
@@ -152,6 +177,22 @@ class Nursery:
 
 
 _kept: Nursery | None = None
+_is_a_worker = False  # this process
+
+
+def note_worker() -> None:
+    """From now on this process is one, and has none."""
+    global _is_a_worker
+    _is_a_worker = True
+
+
+def require_no_worker(what: str) -> None:
+    """Raises InputError in a worker: others that it starts would import the script too, and so on."""
+    if _is_a_worker:
+        raise InputError(
+            f"{what} was called in a worker process, which imports the modules of the functions that it was "
+            'sent: call it under `if __name__ == "__main__":`, or in a function that no import calls'
+        )
 
 
 @contextlib.contextmanager
@@ -199,7 +240,7 @@ def main() -> None:
     from pd2bw_fx.runtime.worker import serve
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control = socket.socket(fileno=given_end())
     woken, wakes = socket.socketpair()
     wakes.setblocking(False)
     signal.set_wakeup_fd(wakes.fileno())
@@ -271,10 +312,7 @@ def _become_worker(
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

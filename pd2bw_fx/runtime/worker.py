@@ -1,7 +1,6 @@
-"""A local worker process, started by train_local and by nothing else: forked by `nursery.py`, or by itself as
-`python -m pd2bw_fx.runtime.worker FD`.
+"""A local worker process, started by train_local and by nothing else: forked by `nursery.py`, or by itself.
 
-FD is its end of a socket pair. Commands come as the dataclasses of `messages.py`, answers go back the same
+It has an end of a socket pair. Commands come as the dataclasses of `messages.py`, answers go back the same
 way; when the other end is gone, so is the worker.
 """
 
@@ -16,17 +15,19 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
 
 from pd2bw_fx.errors import Pd2bwError, WorkerError
 from pd2bw_fx.passes.schedule import register_method
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.failure import end_now, note_full_memory
 from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finished, Start, receive
+from pd2bw_fx.runtime.nursery import given_end, note_worker
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.wire import decoded, encoded
 from pd2bw_fx.runtime.world import BACKEND
@@ -34,6 +35,7 @@ from pd2bw_fx.runtime.world import BACKEND
 
 def serve(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    note_worker()
     connection = Connection(descriptor)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     try:
@@ -73,7 +75,16 @@ class _Parent:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
-        self.doing: Callable[[], str] = lambda: "making its engine"
+        self._doing: Callable[[], str] = lambda: "making its engine"
+
+    def hear_of(self, doing: Callable[[], str]) -> None:
+        """What it is told from now on that this worker does; what was asked before is not asked any more."""
+        with self._lock:
+            self._doing = doing
+
+    def doing(self) -> str:
+        with self._lock:
+            return self._doing()
 
     def tell(self, message: Any) -> None:
         data = encoded(message)
@@ -112,14 +123,10 @@ def _work(received: list[bytes], parent: _Parent, messages: queue.SimpleQueue[An
     start.foreign.register()
     if start.method is not None:
         register_method(start.method)
-    dist.init_process_group(
-        BACKEND,
-        init_method=Path(start.rendezvous).as_uri(),
-        rank=job.rank,
-        world_size=job.num_ranks,
-    )
+    _meet(start.rendezvous, job.rank, job.num_ranks)
     engine, records_wanted = Engine(job, start.options), start.options.record
-    job, parent.doing = engine.job, engine.doing
+    job = engine.job
+    parent.hear_of(engine.doing)
     del start
     layout = job.layout.restricted(job.inputs())
     tells = job.rank == job.ranks_of(job.loss_stage)[0]
@@ -136,9 +143,18 @@ def _work(received: list[bytes], parent: _Parent, messages: queue.SimpleQueue[An
     tensors = {name: tensor.cpu() for name, tensor in engine.tensors().items()}
     records = engine.records() if records_wanted else ()
     parent.tell(Finished(tensors, records if job.rank == 0 else ()))
+    parent.hear_of(lambda: "leaving")  # a closed engine does nothing, and cannot say so
     engine.close()
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+def _meet(file: str, rank: int, num_ranks: int) -> None:
+    """By the file itself, not its file:// address: torch takes what stands there for a blank as it stands."""
+    store = FileStore(file, num_ranks)
+    store.set_timeout(default_pg_timeout)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=num_ranks)
+
+
+def main() -> None:
+    """A worker that was started by itself."""
+    serve(given_end())
