@@ -61,7 +61,7 @@ def run_demo(output: Path, *, num_updates: int, console: Console) -> None:
     loss_curves(
         curves, output / "loss.png", title=f"GPT on the text of the Python manual, {num_updates} updates"
     )
-    (output / "timeline.svg").write_text(timeline_svg(pipe.simulate()))
+    (output / "timeline.svg").write_text(timeline_svg(pipe.simulate()), encoding="utf-8")
     pipe.report(output / "report.html", metrics=metrics)
 
     console.rule("4. export")

@@ -334,7 +334,7 @@ class Pipeline:
             self.graph, self.costs, self.plan, self.programs, self._timeline_of(metrics), metrics=metrics
         )
         with writing(path) as file:
-            file.write_text(page)
+            file.write_text(page, encoding="utf-8")
 
     def draw(self, part: Part, path: str | Path | None = None, *, metrics: Metrics | None = None) -> Picture:
         """One of the report's pictures, for a notebook to show: "graph", "timeline", "time", "memory", and of

@@ -51,7 +51,7 @@ def read_workload(path: str | Path) -> Workload:
     """Read and check a workload file. Raises InputError naming the file and the entry that is wrong."""
     path = Path(path)
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"workload {path} cannot be read: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -126,7 +126,7 @@ def _measured_s(model: OnnxModel) -> dict[str, float]:
         session = open_session(path, "the model", optimise=False, profile=Path(folder) / "profile")
         for _ in range(1 + _RUNS):
             session.run(None, inputs)
-        events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text())
+        events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     spent_us: dict[str, list[float]] = defaultdict(list)
     for event in events:
         # "name_kernel_time" is the node's own work; a subgraph's nodes are within the node that holds it.

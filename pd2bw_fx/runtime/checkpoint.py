@@ -96,7 +96,7 @@ def save(
         with _writing(folder):
             save_tensors(tensors, file)
             details["sha256"] = sha256(file)
-            (partial / f"rank_{rank}.json").write_text(_plain(details))
+            (partial / f"rank_{rank}.json").write_text(_plain(details), encoding="utf-8")
     except InputError:
         file.unlink(missing_ok=True)  # the disk may be full of it
         raise
@@ -104,7 +104,7 @@ def save(
     if rank == 0:
         described = {"schema": _SCHEMA} | asdict(header)
         with _writing(folder):
-            (partial / "checkpoint.json").write_text(json.dumps(described, indent=1))
+            (partial / "checkpoint.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
             make_durable(partial)
             _publish(folder, partial, name)
     barrier()
@@ -133,7 +133,7 @@ def _publish(folder: Path, partial: Path, name: str) -> None:
     partial.rename(folder / name)
     shutil.rmtree(before, ignore_errors=True)
     pointer = folder / f".{_LATEST}"
-    with pointer.open("w") as file:
+    with pointer.open("w", encoding="utf-8") as file:
         file.write(name)
         file.flush()
         os.fsync(file.fileno())
@@ -181,7 +181,7 @@ class Checkpoint:
         if not pointer.exists():
             raise InputError(f"{folder} holds no checkpoint; expected the file {_LATEST!r} in it")
         try:
-            name = pointer.read_text().strip()
+            name = pointer.read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
             raise PlanMismatchError(
                 f"{pointer} cannot be read ({error}); write the name of a checkpoint of {folder} into it"
@@ -289,7 +289,7 @@ class Checkpoint:
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            read = json.loads((self.path / name).read_text())
+            read = json.loads((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise self._damaged(name, str(error)) from error
         if not isinstance(read, dict):

@@ -65,7 +65,7 @@ def how_ended(code: int) -> str:
 
 
 def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed from the beginning
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
 
@@ -181,7 +181,7 @@ def tell_launcher(error: BaseException, shown: str = "", *, is_first: bool = Fal
     told = {"message": f"{type(error).__name__}: {error}", "extraInfo": more}
     try:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(json.dumps({"message": told}))
+        Path(file).write_text(json.dumps({"message": told}), encoding="utf-8")
     except OSError:  # torchrun would fail at half a file
         with contextlib.suppress(OSError):
             Path(file).unlink()
