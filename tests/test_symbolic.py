@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,3 +151,46 @@ def test_symbolic_tracing_knows_the_authors_lines() -> None:
 
     lines = [operator.source_line or "" for operator in graph.operators.values()]
     assert {line.partition(":")[0] for line in lines} == {"test_symbolic.py"}
+
+
+class _Scaled(_Layers):
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(self.first(x)) * self.read(self.scale)).square().mean()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda scale: math.exp(float(scale[0])),
+        lambda scale: int(scale.sum()),
+        lambda scale: 2 if scale.max() > 1 and int(scale[1]) else 1,
+    ],
+)
+@pytest.mark.parametrize("tracer", ["auto", "fx"])
+def test_a_number_that_a_buffer_holds_is_in_no_stage(read: Callable[[Tensor], Any], tracer: str) -> None:
+    with pytest.raises(TraceError, match="makes a Python number of a tensor's values"):
+        pd2bw_fx.split(_Scaled(read), torch.randn(4, 4), cluster=2, costs="analytic", tracer=tracer)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda scale: scale.exp()[0],
+        lambda scale: sum(row for row in scale) * len(scale),
+        lambda scale: scale.shape[0] + scale.dim(),
+        lambda scale: 3 if scale.max() > 1 else 4,
+    ],
+)
+def test_what_follows_from_a_buffer_follows_other_weights(read: Callable[[Tensor], Any]) -> None:
+    x, other = torch.randn(4, 4), _Scaled(read)
+    other.scale = torch.tensor([1.5, 3.0])
+    pipe = pd2bw_fx.split(_Scaled(read), x, cluster=2, costs="analytic", tracer="fx")
+
+    pipe.load_tensors(other.state_dict())
+
+    torch.testing.assert_close(pipe.run(x)["loss"], other(x))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from traceback import StackSummary
 from typing import Any
 
@@ -25,17 +25,38 @@ from .named_values import values_named
 from .program import Program
 from .second_call import require_the_same_again
 
+# These are numbers of the program, as the sizes of layers are.
+_OF_A_BUFFERS_FORM = frozenset(("shape", "ndim", "size", "dim", "numel", "dtype", "device"))
+
+_NO_NUMBER = (
+    "the forward makes a Python number of a tensor's values, which the stages would have as it is now; "
+    "compute with the tensor (torch.exp(t), not math.exp(t)), or keep what never changes as a number"
+)
+
 
 class _Proxy(fx.Proxy):
     """Takes no assignment: torch.fx would forget `self.weight.data = ..` without a word."""
+
+    tracer: _Tracer
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("node", "tracer"):
             require_nothing_written([str(self.node.target)], how=f"through .{name}")
         super().__setattr__(name, value)
 
-    def __getattr__(self, k: str) -> fx.proxy.Attribute:
-        return _Attribute(self, k)
+    def __getattr__(self, k: str) -> Any:
+        buffer = self.tracer.buffer_of(self.node) if k in _OF_A_BUFFERS_FORM else None
+        return _Attribute(self, k) if buffer is None else getattr(buffer, k)
+
+    def __float__(self) -> float:
+        raise TypeError(_NO_NUMBER)
+
+    def __int__(self) -> int:
+        raise TypeError(_NO_NUMBER)
+
+    def __len__(self) -> int:
+        buffer = self.tracer.buffer_of(self.node)
+        return super().__len__() if buffer is None else len(buffer)
 
 
 class _Attribute(fx.proxy.Attribute):
@@ -63,6 +84,7 @@ class _Tracer(fx.Tracer):
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.record_stack_traces = True
+        self.proxy_buffer_attributes = True  # what is read of a buffer as a number would stay as it is now
         self.input_names = program.flat.names
         self.parameter_names = {id(parameter): name for name, parameter in program.named_parameters()}
 
@@ -92,6 +114,37 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """What buffers decide is asked of the buffers: `_asserted` has the answers asserted."""
+        try:
+            return bool(self._value_in_buffers(obj.node))
+        except _InNoBufferError:
+            return super().to_bool(obj)
+
+    def iter(self, obj: Any) -> Iterator[Any]:
+        buffer = self.buffer_of(obj.node)
+        return super().iter(obj) if buffer is None else (obj[row] for row in range(len(buffer)))
+
+    def buffer_of(self, node: fx.Node) -> torch.Tensor | None:
+        if node.op != "get_attr":
+            return None
+        return dict(self.root.named_buffers(remove_duplicate=False)).get(str(node.target))
+
+    def _value_in_buffers(self, node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        buffer = self.buffer_of(node)
+        if buffer is not None:
+            return buffer
+        if node.op not in ("call_function", "call_method") or any(map(_may_write, self.graph.nodes)):
+            raise _InNoBufferError
+        args = [self._value_in_buffers(arg) for arg in node.args]
+        kwargs = {name: self._value_in_buffers(arg) for name, arg in node.kwargs.items()}
+        if isinstance(node.target, str):
+            return getattr(args[0], node.target)(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
     def _filter_traceback_frames(self, user_stack_summary: StackSummary) -> StackSummary:
         frames = super()._filter_traceback_frames(user_stack_summary)
         return StackSummary.from_list(frame for frame in frames if is_the_authors(frame.filename))
@@ -108,6 +161,10 @@ class _Tracer(fx.Tracer):
         if isinstance(m, nn.Sequential) and all(m is not module for module in self.root.modules()):
             return forward(*args, **kwargs)  # a part of one, `layers[1:3]`, is no module of the model's
         return super().call_module(m, forward, args, kwargs)
+
+
+class _InNoBufferError(Exception):
+    """A value that follows from something else than buffers, as they are before the forward."""
 
 
 class _Uncompiled(fx.GraphModule):
@@ -147,11 +204,12 @@ def trace_symbolically(program: Program) -> fx.GraphModule:
 
 def writes_in_place(graph: fx.Graph) -> bool:
     """By the names of its operators: what was asked of a tensor while tracing may not be what it holds."""
-    names = {getattr(node.target, "__name__", str(node.target)) for node in graph.nodes}
-    return any(
-        name in ("setitem", "iadd", "imul", "isub", "itruediv") or re.search(r"[a-z]_$", name)
-        for name in names
-    )
+    return any(map(_may_write, graph.nodes))
+
+
+def _may_write(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    return name in ("setitem", "iadd", "imul", "isub", "itruediv") or re.search(r"[a-z]_$", name) is not None
 
 
 def _text(root: nn.Module, graph: fx.Graph) -> list[tuple[str, ...]]:
