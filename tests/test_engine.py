@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import pickle
 import re
 import statistics
 import time
@@ -74,7 +77,31 @@ def test_a_loss_behaves_as_the_number_that_it_is() -> None:
     assert divmod(loss, 0.5) == (1.0, 0.25)
     assert (statistics.fmean([loss, other]), np.array([loss, other]).tolist()) == (0.625, [0.75, 0.5])
     assert not np.isnan(loss)
-    assert loss.detach() == 0.75
+
+
+def test_a_loss_goes_where_scripts_have_a_tensor() -> None:
+    """And is read where its value is asked for, no sooner."""
+    waits: list[int] = []
+    means = Means(("loss",), [([0], torch.tensor([[0.75]]))], lambda: waits.append(1), is_known_here=False)
+    loss = Loss(0, [means])
+
+    kept = [
+        loss.detach().float().mean(),
+        loss.cpu().clone(),
+        loss.to("cpu", non_blocking=True),
+        copy.copy(loss),
+    ]
+    assert all(each is loss for each in [*kept, copy.deepcopy(loss)])
+    assert not waits
+    file = io.BytesIO()
+    torch.save({"best": loss}, file)
+    file.seek(0)
+    assert torch.load(file)["best"] == pickle.loads(pickle.dumps(loss)) == 0.75
+    assert waits == [1]
+    assert loss.detach().item() == loss.tolist() == 0.0 + loss.detach().float() == 0.75
+    assert torch.equal(torch.stack([loss.detach(), loss]), torch.tensor([0.75, 0.75]))
+    assert torch.isfinite(loss)
+    assert torch.zeros(1).add_(loss) == torch.zeros(()) + loss == loss + torch.zeros(()) == 0.75
 
 
 MISTAKES = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.failure import calls_apart, translated
@@ -76,9 +77,22 @@ def _nothing() -> None:
     """There is nothing to wait for."""
 
 
-class Loss:
-    """Behaves as the float that it is, to numpy too; reading it waits until the last stage has it. Where only
-    a float will do (json.dumps, torch.tensor, statistics.mean), give float(loss).
+class _LikeATensor:
+    """For scripts in which the loss was a tensor: what they do with it before they read it."""
+
+    __slots__ = ()
+
+    def detach(self, *_: Any, **__: Any) -> Self:
+        return self
+
+    cpu = cuda = to = float = double = clone = mean = __copy__ = __deepcopy__ = detach
+
+
+class Loss(_LikeATensor):
+    """Behaves as the float that it is, to numpy too, and to torch's functions as a tensor of that number;
+    reading it waits until the last stage has it. What scripts do with a loss that is a tensor without reading
+    it (`detach()`, `cpu()`, `float()`) gives the loss itself. pickle and torch.save write a tensor of that
+    number. Where only a float will do (json.dumps, torch.tensor, statistics.mean), give float(loss).
 
     On all but the rank of the loss, a read right after `step` stands still until the update's last
     microbatch has gone through the whole pipeline. Read the loss of the step before, or every tenth one,
@@ -108,9 +122,22 @@ class Loss:
         self._means[0].wait()
         return self._means[0].values()[0]
 
-    def detach(self) -> float:
-        """For scripts in which the loss was a tensor."""
+    def tolist(self) -> Any:
         return self.item()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = pytree.tree_map_only(Loss, Loss._as_tensor, (args, kwargs or {}))
+        return function(*given[0], **given[1])
+
+    def _as_tensor(self) -> Tensor:
+        return torch.tensor(self.item(), device="cpu")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What it waits at is this process's, and torch.load takes no class of ours."""
+        return torch.tensor(self.item(), dtype=torch.float64, device="cpu").__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @property
     def numbers(self) -> dict[str, float]:
