@@ -269,7 +269,7 @@ def test_what_is_filled_in_place_keeps_its_name() -> None:
     pipe = pd2bw_fx.split(_Filling(), torch.randn(4, 8), cluster=1, costs="analytic", check="full")
     source = pipe.stages[0].source
 
-    assert "out = out.select_scatter(x, dim=1, index=0)" in source
+    assert "out = out.select_scatter(x, dim=1, index=t)" in source
     assert "out = out.masked_fill(out > 0.5, 0.0)" in source
     assert "heads" not in source
 

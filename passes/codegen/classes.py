@@ -12,8 +12,9 @@ from typing import Any
 from torch import nn
 
 from .attributes import Attributes
-from .layout import laid_out, rolled, signature_lines, written
+from .layout import laid_out, signature_lines, written
 from .literals import free_name, identifier, is_plain_name, literal
+from .members import rolled
 from .method import Method, Statement
 from .rolling import in_rounds
 from .template import ClassOf, Leaf, Template, leaves, outline, spelled

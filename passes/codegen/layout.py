@@ -1,21 +1,18 @@
-"""Lines as ruff format lays them out, and runs of equal lines rolled up into loops."""
+"""Lines as ruff format lays them out, loops and regions among them."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from .attributes import Attributes
 from .body import NO_REGION, Region
-from .literals import is_plain_name
+from .breaking import brackets, needs_parentheses, operands, parted, spaced, top_level
 from .method import Statement
 
 WIDTH = 110
-_REFERENCE = re.compile("\ue000([^\ue001]*)\ue001")
-_LONGEST_BODY = 6
-_DEEPEST = 3  # containers in one another that a loop is looked for in
+REFERENCE = re.compile("\ue000([^\ue001]*)\ue001")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,64 +26,7 @@ class Loop:
 
 def resolve(text: str, attributes: Attributes) -> str:
     """Module references spelled by what __init__ builds."""
-    return _REFERENCE.sub(lambda match: attributes.refer(match[1]), text)
-
-
-def rolled(statements: Sequence[Statement], attributes: Attributes) -> list[Statement | Loop]:
-    """Statements that repeat for every member of a container, as a loop over it.
-
-    Lines that are equal but for the member's number do the same one after another as in a loop. Where their
-    lines differ, the last one's serves for all.
-    """
-    found: list[Statement | Loop] = []
-    plain = (_REFERENCE.sub("", statement.text) for statement in statements)
-    words = {word for text in plain for word in re.findall(r"\w+", text)}
-    position = 0
-    while position < len(statements):
-        for level, length in itertools.product(range(_DEEPEST), range(1, _LONGEST_BODY + 1)):
-            loop = _loop_at(statements[position:], length, attributes, words, level)
-            if loop is not None:
-                found.append(loop[0])
-                position += loop[1]
-                break
-        else:
-            found.append(statements[position])
-            position += 1
-    return found
-
-
-def _loop_at(
-    statements: Sequence[Statement], length: int, attributes: Attributes, words: set[str], level: int
-) -> tuple[Loop, int] | None:
-    """The loop that begins here with a body of this length, and how many statements it is for.
-
-    It goes over containers that stand in `level` others.
-    """
-    members = _members(statements[:length], attributes, level)
-    spans = {(tuple(member.keys), member.start) for member in members.values()}
-    if len(spans) != 1 or len({s.region for s in statements[:length]}) != 1:
-        return None
-    keys, start = spans.pop()
-    most = min(len(keys) - start, len(statements) // length)
-    chunks = [statements[i * length : (i + 1) * length] for i in range(most)]
-    bodies = [_body(chunk, keys[start + i], members, attributes) for i, chunk in enumerate(chunks)]
-    first = None
-    if most > 1 and bodies[0] and bodies[1] and bodies[0] != bodies[1]:
-        first = _first_input(bodies[0], bodies[1])
-        bodies[0] = bodies[0] if first is None else bodies[1]
-    count = next((i for i in range(most) if not _is_another(bodies, chunks, i)), most)
-    span = range(start, start + count)
-    whole = count == len(keys)
-    if count < 2 or not (whole or all(m.is_list or _are_numbers(keys, span) for m in members.values())):
-        return None
-    counter = None if whole or all(m.is_list for m in members.values()) else free("i", words)
-    names = _loop_names(members, counter, words, attributes)
-    assert bodies[0] is not None
-    body = tuple(
-        replace(common([chunk[place] for chunk in chunks[:count]]), text=_named(text, names))
-        for place, text in enumerate(bodies[0])
-    )
-    return Loop(_header(members, names, span, counter, attributes), body, first), count * length
+    return REFERENCE.sub(lambda match: attributes.refer(match[1]), text)
 
 
 def common(statements: Sequence[Statement]) -> Statement:
@@ -95,168 +35,11 @@ def common(statements: Sequence[Statement]) -> Statement:
     return statements[-1] if alike else replace(statements[-1], shape=())
 
 
-def _is_another(
-    bodies: Sequence[list[str] | None], chunks: Sequence[Sequence[Statement]], index: int
-) -> bool:
-    """Whether this chunk is the first one's body once more."""
-    same_regions = [s.region for s in chunks[index]] == [s.region for s in chunks[0]]
-    return bodies[index] is not None and bodies[index] == bodies[0] and same_regions
-
-
-def _are_numbers(keys: Sequence[str], span: range) -> bool:
-    """Whether these keys count up."""
-    found = [keys[i] for i in span]
-    return found[0].isdigit() and found == [str(int(found[0]) + i) for i in range(len(found))]
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A container that a body refers to, and where in it the body's member stands."""
-
-    keys: Sequence[str]
-    is_list: bool
-    start: int
-
-
-def _members(chunk: Sequence[Statement], attributes: Attributes, level: int) -> dict[str, _Member]:
-    """The containers that a chunk refers to, by path."""
-    members: dict[str, _Member] = {}
-    for statement in chunk:
-        for path in _REFERENCE.findall(statement.text):
-            found = _container_of(path, attributes, level)
-            if found is not None:
-                holder, is_list, keys = found
-                key = path.removeprefix(_within(holder)).partition(".")[0]
-                members.setdefault(holder, _Member(keys, is_list, list(keys).index(key)))
-    return members
-
-
-def _container_of(path: str, attributes: Attributes, level: int) -> tuple[str, bool, Sequence[str]] | None:
-    parts = path.split(".")
-    holders = (attributes.container(".".join(parts[:end])) for end in range(1, len(parts) + 1))
-    found = [holder for holder in holders if holder is not None]
-    return found[level] if level < len(found) else None
-
-
-def _within(holder: str) -> str:
-    """What the paths of a container's members begin with; that of the module itself is ""."""
-    return f"{holder}." if holder else ""
-
-
-def _body(
-    chunk: Sequence[Statement],
-    key: str,
-    members: dict[str, _Member],
-    attributes: Attributes,
-) -> list[str] | None:
-    """The chunk's texts with the members of this key marked; None if it refers to another key's."""
-    texts = []
-    for statement in chunk:
-        text = statement.text
-        for path in dict.fromkeys(_REFERENCE.findall(text)):
-            holder = next((h for h in members if path.startswith(_within(h))), None)
-            if holder is None:
-                continue
-            own = f"{_within(holder)}{key}"
-            member, whole = attributes.refer(own), attributes.refer(path)
-            if path != own and not path.startswith(_within(own)):
-                return None
-            if not whole.startswith(member):
-                return None
-            text = text.replace(f"\ue000{path}\ue001", f"\ue002{holder}\ue003{whole[len(member) :]}")
-        texts.append(text)
-    return texts
-
-
-_WORD = re.compile('\ue000[^\ue001]*\ue001|\ue002[^\ue003]*\ue003|"(?:[^"\\\\]|\\\\.)*"|\\.?\\w+=?|\\W')
-
-
-def _first_input(first: Sequence[str], other: Sequence[str]) -> str | None:
-    """`hidden = image`, where the first round reads another value than what the rounds hand on, and nothing
-    else is otherwise in it."""
-    found: tuple[str, str] | None = None  # what the rounds hand on, and what the first one reads
-    assigned: set[str] = set()
-    kept: set[str] = set()  # read from before the round in all of them
-    for text, wanted in zip(first, other, strict=True):
-        target, _, value = text.rpartition(" = ")
-        target_of_other, _, value_of_other = wanted.rpartition(" = ")
-        words, others = _WORD.findall(value), _WORD.findall(value_of_other)
-        if target != target_of_other or len(words) != len(others):
-            return None
-        for word, name in zip(words, others, strict=True):
-            if word == name:
-                kept |= {word} - assigned
-                continue
-            if not (is_plain_name(word) and is_plain_name(name)) or found not in (None, (name, word)):
-                return None
-            if name in assigned or word in assigned:
-                return None
-            found = name, word
-        assigned |= set(re.findall(r"\w+", target))
-    if found is None or found[0] in kept or found[0] not in assigned:
-        return None
-    return f"{found[0]} = {found[1]}"
-
-
 def free(name: str, words: Set[str]) -> str:
     """A name that the body does not use; `words` are all that it does."""
     while name in words:
         name += "_"
     return name
-
-
-def _loop_names(
-    members: dict[str, _Member], counter: str | None, words: set[str], attributes: Attributes
-) -> dict[str, str]:
-    """What the body calls the member of each container; of a part of a dict, by its number."""
-    names: dict[str, str] = {}
-    for holder, member in members.items():
-        if counter is not None:
-            key = counter if member.is_list else f"str({counter})"
-            names[holder] = f"{attributes.refer(holder)}[{key}]"
-            continue
-        taken = words | set(names.values())
-        wishes = _member_names(holder, is_alone=len(members) == 1)
-        names[holder] = next((name for name in wishes if name not in taken), free(wishes[-1], taken))
-    return names
-
-
-def _member_names(holder: str, *, is_alone: bool) -> list[str]:
-    """What a member of a container may be called, best first: a block of `blocks`, a conv beside a norm."""
-    last = holder.rpartition(".")[2]
-    if len(last) < 3 or not is_plain_name(last):
-        return ["block", "block_module"]
-    if last.endswith("s") and is_plain_name(last[:-1]):
-        return [last[:-1], f"{last[:-1]}_module"]
-    return ["block", last, f"{last}_module"] if is_alone else [last, "block", f"{last}_module"]
-
-
-def _named(text: str, names: dict[str, str]) -> str:
-    for holder, name in names.items():
-        text = text.replace(f"\ue002{holder}\ue003", name)
-    return text
-
-
-def _header(
-    members: dict[str, _Member],
-    names: dict[str, str],
-    span: range,
-    counter: str | None,
-    attributes: Attributes,
-) -> str:
-    keys = next(iter(members.values())).keys
-    if counter is not None:
-        return f"for {counter} in range({keys[span.start]}, {int(keys[span.start]) + len(span)}):"
-    cut = f"[{span.start or ''}:{'' if span.stop == len(keys) else span.stop}]"
-    cut = "" if len(span) == len(keys) else cut
-    sources = [
-        (attributes.refer(holder) if holder or not cut else "list(self)")  # a slice is of the class itself
-        + (cut if member.is_list else ".values()")
-        for holder, member in members.items()
-    ]
-    if len(sources) == 1:
-        return f"for {names[next(iter(members))]} in {sources[0]}:"
-    return f"for {', '.join(names.values())} in zip({', '.join(sources)}, strict=True):"
 
 
 def written(entries: Sequence[Statement | Loop], attributes: Attributes, indent: int) -> Iterator[str]:
@@ -299,51 +82,69 @@ def _region_headers(region: Region) -> list[str]:
     return headers
 
 
-# self.blocks[0].weight, taken apart at its item; a path through more of them stands in brackets.
-_PATH_OF_AN_ITEM = re.compile(r"([\w.]+(?:\[\w+\])*\[)([\w\"-]+)(\]\.[\w.]+)")
-
-
 def laid_out(text: str, indent: int, comment: str = "") -> Iterator[str]:
-    """One statement or item, on one line if it fits, else with its last brackets opened."""
-    pad = " " * indent
+    """One statement or item, on one line if it fits, else broken as ruff format does it."""
+    pad, text = " " * indent, spaced(text)
     if len(pad + text) <= WIDTH:
         remark = f"  # {comment}" if comment else ""
         yield pad + text + (remark if len(pad + text + remark) <= WIDTH else "")
         return
-    clause = _clause_of_comprehension(text)
+    head, value = parted(text)
+    items = top_level(value)
+    is_tuple = head == "return " and len(items) > 1
+    if not head or not (is_tuple or needs_parentheses(value)):
+        yield from _opened(text, len(head), indent, comment)
+        return
+    yield f"{pad}{head}(" + _remark(f"{pad}{head}(", comment)
+    for item in [f"{item}," for item in items] if is_tuple else [value]:
+        yield from _inside(item, indent + 4)
+    yield f"{pad})"
+
+
+def _remark(line: str, comment: str) -> str:
+    return f"  # {comment}" if comment and len(line + comment) + 4 <= WIDTH else ""
+
+
+def _inside(value: str, indent: int) -> Iterator[str]:
+    """What is alone in its brackets."""
+    if indent + len(value) <= WIDTH:
+        yield " " * indent + value
+        return
+    clause = _clause_of_comprehension(value)
     if clause is not None:
-        yield from laid_out(text[:clause], indent)
-        yield pad + text[clause + 1 :]
+        yield from _inside(value[:clause], indent)
+        yield " " * indent + value[clause + 1 :]
         return
-    end = "," if text.endswith(",") else ""
-    opening = _last_opening(text.removesuffix(","))
-    if opening is None:
-        target, equals, value = text.partition(" = ")
-        found = _PATH_OF_AN_ITEM.fullmatch(value)
-        if found is not None and len(f"{pad}{target} = {found[1]}") <= WIDTH:
-            yield f"{pad}{target} = {found[1]}"
-            yield f"{pad}    {found[2]}"
-            yield f"{pad}{found[3]}"
-        elif equals and not end:
-            yield f"{pad}{target} = ("
-            yield f"{pad}    {value}"
-            yield f"{pad})"
-        else:
-            yield pad + text
+    end = "," if value.endswith(",") else ""
+    *lines, last = operands(value.removesuffix(","))
+    for line in [*lines, last + end]:
+        yield from _opened(line, 0, indent)
+
+
+def _opened(text: str, start: int, indent: int, comment: str = "") -> Iterator[str]:
+    """A line too long with those of its brackets from `start` on opened that the next does not fit behind."""
+    pad = " " * indent
+    if len(pad + text) <= WIDTH:
+        yield pad + text
         return
-    bare = text.removesuffix(",")
-    head, inside, tail = bare[: opening + 1], bare[opening + 1 : -1], bare[-1] + end
-    remark = f"  # {comment}" if comment and len(pad + head + comment) + 4 <= WIDTH else ""
-    yield pad + head + remark
-    items = _top_level(inside)
+    found = brackets(text, start)
+    stops = [a + 1 for a, _ in found[1:]]
+    fits = [len(pad + text[:stop]) <= WIDTH for stop in stops]
+    if not found:
+        yield pad + text
+        return
+    opening, closing = found[fits.index(False) if False in fits else -1]
+    head, inside, tail = text[: opening + 1], text[opening + 1 : closing], text[closing:]
+    yield pad + head + _remark(pad + head, comment)
+    items = top_level(inside)
     if len(pad + inside) + 4 <= WIDTH:
         yield f"{pad}    {inside}"
     elif len(items) == 1:
-        yield from laid_out(inside, indent + 4)
+        yield from _inside(inside, indent + 4)
     else:
         for item in items:
-            yield from laid_out(f"{item},", indent + 4)
-    yield pad + tail
+            yield from _inside(f"{item},", indent + 4)
+    yield from _opened(tail, 1, indent)
 
 
 def signature_lines(name: str, parameters: Sequence[str], returned: str, indent: int) -> Iterator[str]:
@@ -360,39 +161,7 @@ def signature_lines(name: str, parameters: Sequence[str], returned: str, indent:
     yield pad + end
 
 
-def _last_opening(text: str) -> int | None:
-    """Where the bracket opens that closes at the end of the text."""
-    if text[-1] not in ")]}":
-        return None
-    depth, quote = 0, False
-    for position in range(len(text) - 1, -1, -1):
-        character = text[position]
-        if character == '"' and (position == 0 or text[position - 1] != "\\"):
-            quote = not quote
-        if quote:
-            continue
-        depth += (character in ")]}") - (character in "([{")
-        if depth == 0:
-            return position
-    return None
-
-
 def _clause_of_comprehension(text: str) -> int | None:
     """Where ` for i in range(4)` begins, at the end of what is in no bracket itself."""
     found = re.search(r" for \w+ in range\([\d, ]+\)$", text)
-    return None if found is None or len(_top_level(text)) > 1 else found.start()
-
-
-def _top_level(inside: str) -> list[str]:
-    """The parts between commas that are in no bracket and no string."""
-    parts, depth, quote, start = [], 0, False, 0
-    for position, character in enumerate(inside):
-        if character == '"' and (position == 0 or inside[position - 1] != "\\"):
-            quote = not quote
-        if quote:
-            continue
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append(inside[start:position].strip())
-            start = position + 1
-    return [*parts, inside[start:].strip()]
+    return None if found is None or len(top_level(text)) > 1 else found.start()
