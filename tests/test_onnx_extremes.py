@@ -272,3 +272,23 @@ def test_a_length_that_is_open_is_tried_at_another(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"differs from .* by inf"):
         exported(Pooling().eval(), tmp_path / "onnx", example, tracer="export-sequence")
     assert not (tmp_path / "onnx").exists()
+
+
+class Binning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        steps = torch.tensor([0.1, -0.1, 0.3, -0.7, 0.2, 0.6, -0.2, 0.0])
+        rounded = (x // 0.1, x // steps, torch.div(x, -0.1, rounding_mode="floor"), 1.0 // (x + 0.05))
+        left = (torch.remainder(x, 0.1), x % steps[:7].repeat(2)[:8], torch.fmod(x, 0.1), 1.0 % (x + 0.05))
+        return (self.last(self.first(x)), *rounded, *left, (x.double() // 0.1).float())
+
+
+def test_floats_are_rounded_down_where_they_are_multiples_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Binning().eval()
+    folder = exported(model, tmp_path / "onnx", torch.rand(4, 8))
+
+    require_alike(folder, model, x=torch.arange(-40, 40).reshape(10, 8) / 10)

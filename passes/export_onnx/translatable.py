@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .floored import BY_NAME as FLOORED
 from .ordering import BY_NAME as ORDERING
 from .stable import BY_FUNCTION as STABLE_FUNCTIONS
 from .stable import BY_NAME as STABLE
@@ -279,6 +280,7 @@ _BY_NAME: Mapping[str, Callable[..., Any]] = {
     **STABLE,
     **ORDERING,
     **WHOLE_NUMBERS,
+    **FLOORED,
     "cdist": _cdist,
     "cummax": _cummax,
     "cummin": _cummin,

@@ -21,7 +21,7 @@ def _is_whole(operand: Any) -> bool:
     return isinstance(operand, int) and not isinstance(operand, bool)
 
 
-def _div(self: Tensor, other: Any, *, rounding_mode: str | None = None, out: Tensor | None = None) -> Any:
+def divided(self: Any, other: Any, *, rounding_mode: str | None = None, out: Tensor | None = None) -> Any:
     """Rounded up where `trunc` is above `floor`: a negative quotient with a remainder."""
     if rounding_mode is None or out is not None or not (_is_whole(self) and _is_whole(other)):
         return NotImplemented
@@ -60,7 +60,5 @@ BY_NAME: Mapping[str, Callable[..., Any]] = {
     "__rshift__": _right,
     "bitwise_left_shift": _left,
     "bitwise_right_shift": _right,
-    "div": _div,
-    "divide": _div,
 }
 """Functions of torch and tensors."""

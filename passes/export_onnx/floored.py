@@ -1,0 +1,82 @@
+"""Quotients of floats rounded down, and what they leave over, by way of fmod, as torch computes them.
+
+The exporter rounds the quotient down: 0.3 / 0.1 is 3 in float32, and 0.3 // 0.1 is 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .whole_numbers import divided
+
+_FLOATS = (torch.float32, torch.float64)
+
+
+def _div(self: Any, other: Any, *, rounding_mode: str | None = None, out: Tensor | None = None) -> Any:
+    if rounding_mode != "floor" or (result := _floor_divided(self, other, out=out)) is NotImplemented:
+        return divided(self, other, rounding_mode=rounding_mode, out=out)
+    return result
+
+
+def _floor_divided(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
+    if out is not None or not _are_of_floats(self, other):
+        return NotImplemented
+    self, other = _operands(self, other)
+    left, is_across = _left(self, other)
+    quotient = (self - left) / other - is_across.to(left.dtype)
+    whole = quotient.floor()
+    whole = whole + (quotient - whole > 0.5).to(whole.dtype)
+    return torch.where(other == 0, self / other, whole)
+
+
+def _remainder(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
+    if out is not None or not _are_of_floats(self, other):
+        return NotImplemented
+    self, other = _operands(self, other)
+    left, is_across = _left(self, other)
+    return torch.where(is_across, left + other, left)
+
+
+def _left(self: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """What rounding to zero leaves over, and whether it is on the other side of zero than the divisor."""
+    left = torch.fmod(self, other)
+    return left, (left != 0) & ((other < 0) != (left < 0))
+
+
+def _are_of_floats(*operands: Any) -> bool:
+    known = all(isinstance(each, Tensor | float | int) for each in operands)
+    return known and torch.result_type(*operands) in _FLOATS
+
+
+def _operands(self: Any, other: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.result_type(self, other)
+    one, two = (
+        each.to(dtype) if isinstance(each, Tensor) else torch.tensor(each, dtype=dtype)
+        for each in (self, other)
+    )
+    return one, two
+
+
+def _floor_divided_by(self: Tensor, other: Any) -> Any:
+    return _floor_divided(other, self)
+
+
+def _remainder_by(self: Tensor, other: Any) -> Any:
+    return _remainder(other, self)
+
+
+BY_NAME: Mapping[str, Callable[..., Any]] = {
+    "__floordiv__": _floor_divided,
+    "__mod__": _remainder,
+    "__rfloordiv__": _floor_divided_by,
+    "__rmod__": _remainder_by,
+    "div": _div,
+    "divide": _div,
+    "floor_divide": _floor_divided,
+    "remainder": _remainder,
+}
+"""Functions of torch and tensors."""
