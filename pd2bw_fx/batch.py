@@ -21,8 +21,10 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import dtype_from_name, dtype_name
 from pd2bw_fx.plain_values import PlainValue, plain_values, require_plain
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange
+from pd2bw_fx.units import counted
 
 TARGETS = "targets"
+_TOO_FEW = "leave such a batch out, as DataLoader(drop_last=True) does, or add samples of another"
 
 
 class Microbatches(tuple[Any, ...]):
@@ -155,6 +157,12 @@ class BatchLayout:
         """The microbatches of what `flat_batches` gives. Raises InputError as `cut` does."""
         if len(flat) == 1:
             return self.cut(flat[0], num_microbatches)
+        for number, one in enumerate(flat):
+            empty = [known.name for known in self.inputs if known.batched and not len(one[known.name])]
+            if empty:
+                raise InputError(
+                    f"{empty[0]!r} has 0 samples in microbatch {number}; each has one at least: {_TOO_FEW}"
+                )
         return [piece for one in flat for piece in self.cut(one, 1)]
 
     def cut(self, flat: Mapping[str, Tensor], num_microbatches: int) -> list[dict[str, Tensor]]:
@@ -162,10 +170,19 @@ class BatchLayout:
         sizes = {known.name: flat[known.name].shape[0] for known in self.inputs if known.batched}
         if len(set(sizes.values())) > 1:
             found = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-            raise InputError(f"the batch's tensors differ in dimension 0 ({found}); all must have one size")
+            raise InputError(
+                f"the batch's tensors differ in dimension 0 ({found}); all must have one size. Is one of "
+                "them for every microbatch whole (class weights, a mask)? Its dimension 0 is as long as the "
+                "example batch, and was taken for it: split with another number of samples"
+            )
         for name, size in sizes.items():
             if size == 0:
                 raise InputError(f"{name!r} has 0 samples: the batch is empty; at least one was expected")
+            if size < num_microbatches:
+                raise InputError(
+                    f"{name!r} has {counted(size, 'sample')}, which cannot be cut into {num_microbatches} "
+                    f"microbatches; {_TOO_FEW}"
+                )
             if size % num_microbatches:
                 raise InputError(
                     f"{name!r} has {size} samples, which cannot be cut into {num_microbatches} equal "

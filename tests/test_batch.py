@@ -110,7 +110,13 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
 
     with pytest.raises(InputError, match="'x' has 6 samples, which cannot be cut into 4 equal"):
         layout.cut(layout.flatten((X, (A, B))), 4)
-    with pytest.raises(InputError, match=r"differ in dimension 0 \(x: 6, pair_0: 5, pair_1: 6\)"):
+    with pytest.raises(InputError, match=r"'x' has 3 samples, .* cut into 4 microbatches; .*drop_last=True"):
+        layout.cut(layout.flatten((X[:3], (A[:3], B[:3]))), 4)
+    parts = [fixed.flatten(X[:2]), fixed.flatten(X[:0])]
+    with pytest.raises(InputError, match=r"'x' has 0 samples in microbatch 1; .*drop_last=True"):
+        fixed.pieces(parts, 2)
+    told = r"differ in dimension 0 \(x: 6, pair_0: 5, pair_1: 6\).* split with another number of samples"
+    with pytest.raises(InputError, match=told):
         layout.cut(layout.flatten((X, (A[:5], B))), 2)
     with pytest.raises(InputError, match="traced for 2 only: pass 4 samples"):
         fixed.cut(fixed.flatten(X), 2)
