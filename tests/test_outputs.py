@@ -68,6 +68,22 @@ def test_a_model_that_returns_a_loss_alone_has_no_numbers(batches: list[Tensor])
     assert result.numbers == {}
 
 
+class CallsItOtherwise(nn.Linear):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        rows = super().forward(x)
+        return {"rows": rows, "total": rows.square().mean()}
+
+
+def test_a_model_without_a_loss_is_refused_with_what_may_be_meant(batches: list[Tensor]) -> None:
+    for model, told in (
+        (nn.Linear(8, 1), "but 'output'; training needs one: .* as {'loss': ..}, or split"),
+        (CallsItOtherwise(8, 1), r"but 'rows', 'total'; .*is it 'total'\? call that 'loss'"),
+    ):
+        pipe = pd2bw_fx.split(model, (batches[0],), cluster=1, costs="analytic", check=False)
+        with pytest.raises(pd2bw_fx.InputError, match=f"returns no loss, {told}"):
+            pipe.train_local(batches, optimizer=sgd)
+
+
 class OfOneSize(nn.Module):
     """Traced for one size of batch alone, which it asks for."""
 

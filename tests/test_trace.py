@@ -280,6 +280,11 @@ def test_a_loss_function_must_give_a_scalar_and_own_nothing_trainable() -> None:
 
     with pytest.raises(InputError, match=r"float32 tensor of 1 dimensions, expected a floating-point scalar"):
         trace(_mlp(), (x,), loss_fn=nn.CrossEntropyLoss(reduction="none"), targets=y)
+    told = r"returned a dict of 'loss', 'size', expected .*; return the entry that is the loss alone"
+    with pytest.raises(InputError, match=told):
+        trace(_mlp(), (x,), loss_fn=lambda out, y: {"loss": out.mean(), "size": out.std()}, targets=y)
+    with pytest.raises(InputError, match=r"returned a tuple of 2, expected .*; return the entry that is the"):
+        trace(_mlp(), (x,), loss_fn=lambda out, y: (out.mean(), {"size": out.std()}), targets=y)
 
     class Learned(nn.Module):
         def __init__(self) -> None:

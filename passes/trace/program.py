@@ -180,12 +180,17 @@ def _may_be_loss(value: Any) -> bool:
 def _check_loss(loss: Any) -> None:
     if _may_be_loss(loss):
         return
-    found = (
-        f"a {loss.dtype} tensor of {loss.dim()} dimensions"
-        if isinstance(loss, torch.Tensor)
-        else f"a {type(loss).__name__}"
-    )
-    raise InputError(f"loss_fn returned {found}, expected a floating-point scalar; try a mean over the batch")
+    found, advice = f"a {type(loss).__name__}", "return the loss"
+    if isinstance(loss, torch.Tensor):
+        found, advice = f"a {loss.dtype} tensor of {loss.dim()} dimensions", "try a mean over the batch"
+    elif _has_keys(loss) or isinstance(loss, (tuple, list)):
+        names = ["".join(path[:1]) for path, _ in _leaves(loss, ())]
+        found += f" of {', '.join(map(repr, names)) if _has_keys(loss) else len(loss)}"
+        advice = (
+            "return the entry that is the loss alone; numbers to report beside it are what the model's own "
+            "forward returns, {'loss': .., 'error': ..}, without a loss_fn"
+        )
+    raise InputError(f"loss_fn returned {found}, expected a floating-point scalar; {advice}")
 
 
 def _has_keys(output: Any) -> bool:

@@ -228,10 +228,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
         )
     require_scalar_loss(graph)
     if graph.loss is None:
-        raise InputError(
-            f"{graph.model_name} returns no loss; training needs one: split the model with loss_fn, or let "
-            "its forward return the loss"
-        )
+        raise _without_loss(graph, programs)
     _require_gradients(graph)
     _require_steady_parameters(pipeline, work)
     loss_stages = [p.stage for p in programs if any(port.model_output == graph.loss for port in p.outputs)]
@@ -271,6 +268,25 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
             )
         )
     return tuple(sorted(made, key=lambda job: job.rank))
+
+
+def _without_loss(graph: OperatorGraph, programs: tuple[StageProgram, ...]) -> InputError:
+    """Names what may have been meant: numbers that a gradient flows to."""
+    returned = ", ".join(repr(output.name) for output in graph.outputs)
+    scalars = [
+        output.name
+        for output in graph.outputs
+        if output.value in graph.operators
+        and graph.operators[output.value].requires_grad
+        and any(port.value == output.value and port.spec.shape == () for p in programs for port in p.outputs)
+    ]
+    advice = "let its forward return the loss, alone or as {'loss': ..}"
+    if scalars:
+        advice += f" (is it {scalars[0]!r}? call that 'loss')"
+    return InputError(
+        f"{graph.model_name} returns no loss, but {returned}; training needs one: {advice}, or split the "
+        "model with loss_fn"
+    )
 
 
 def _numbers(programs: tuple[StageProgram, ...], loss: str) -> dict[int, tuple[str, ...]]:
