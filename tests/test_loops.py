@@ -113,13 +113,15 @@ class Kept(nn.Module):
         for t in range(4, -1, -1):
             h, c = self.cell(x[:, t], (h, c))
             hidden.append(h)
-        return torch.stack(hidden[::-1], dim=1).square().mean() + h.mean()
+        backwards = torch.stack(hidden[::-1], dim=1)
+        return backwards.square().mean() + sum(hidden).mean() + h.mean()
 
 
 def test_a_state_that_is_kept_and_carried_on() -> None:
     source = _source(Kept(), torch.randn(3, 5, 4))
     assert _inside(source, "for t in range(4, -1, -1):")[-1].startswith("hidden.append(")
     assert "torch.stack(hidden[::-1], dim=1)" in source
+    assert "+ sum(hidden).mean() +" in source
 
 
 class Scan(nn.Module):
@@ -212,6 +214,8 @@ _FILLED = ["a = []", "y = f(x)", "a.append(y)", "y = f(y)", "a.append(y)"]
         (["y = f(x)", "z = g([y, x])"], ["a = []", "a.append(f(x))", "z = g([*a, x])"], True),
         (["y = f(x)", "z = f(y)", "w = g([z, y])"], [*_FILLED, "w = g(a[::-1])"], True),
         (["y = f(x)", "z = f(y)", "w = g([z, y])"], [*_FILLED, "w = g(a)"], False),
+        (["y = f(x)", "z = f(y)", "w = y + 0 + z"], [*_FILLED, "w = sum(a)"], True),
+        (["y = f(x)", "z = f(y)", "w = z + 0 + y"], [*_FILLED, "w = sum(a)"], False),
     ],
 )
 def test_bodies_compute_the_same_whatever_their_names(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -10,7 +11,9 @@ from .entries import Entry
 from .layout import WIDTH, Loop, common, free, region_of
 from .method import Statement
 from .rounds import Rounds
-from .tokens import REVERSED, Line, Token, line_of, text_of
+from .tokens import SUM, Line, Token, line_of, text_of
+
+_BRACKETS_OF_A_CALL = re.compile(r"(?<![\w)\]])\((sum\(\w+\))\)")
 
 
 class Looped:
@@ -86,7 +89,7 @@ class Looped:
         if any(maker == place and key != place for key, maker in rounds.carried.items()):
             return True
         last, listed = rounds.values(place)[-1], rounds.listed[place].reads
-        inside = {(line, at) for line, first, end, _ in listed for at in range(first, end + 1)}
+        inside = {(read.line, at) for read in listed for at in range(read.first, read.last + 1)}
         return any(
             value == last and (line, at) not in inside
             for line in range(rounds.end, len(rounds.lines))
@@ -99,18 +102,20 @@ class Looped:
         line, tokens = rounds.lines[number], list[Token]()
         if line.is_loop:
             return line.tokens
-        reads = {
-            read[1]: (read, e.name) for e in rounds.listed.values() for read in e.reads if read[0] == number
-        }
+        listed = [(read, e.name) for e in rounds.listed.values() for read in e.reads if read.line == number]
+        reads = {read.first: (read, name) for read, name in listed}
         at = 0
         while at < len(line.tokens):
             if at in reads:
-                (_, _, end, is_reversed), name = reads[at]
-                is_whole = text_of(line.tokens[at - 1 : at] + line.tokens[end + 1 : end + 2]) == "[]"
+                read, name = reads[at]
+                around = text_of(line.tokens[at - 1 : at] + line.tokens[read.last + 1 : read.last + 2])
+                is_whole = around == "[]" and read.form != SUM
                 if is_whole:
                     tokens.pop()
-                tokens += line_of(f"{'' if is_whole else '*'}{name}{REVERSED if is_reversed else ''}").tokens
-                at = end + 1 + is_whole
+                star = "" if is_whole else "*"
+                text = f"{SUM}({name})" if read.form == SUM else f"{star}{name}{read.form}"
+                tokens += line_of(text).tokens
+                at = read.last + 1 + is_whole
                 continue
             value = rounds.flow.values[number].get(at, "")
             later = self.later.get(value) if number >= rounds.end else None
@@ -165,4 +170,6 @@ class Looped:
 
     def _entry(self, number: int) -> Entry:
         entry = self.rounds.body[number]
-        return entry if isinstance(entry, Loop) else replace(entry, text=text_of(self._outside(number)))
+        if isinstance(entry, Loop):
+            return entry
+        return replace(entry, text=_BRACKETS_OF_A_CALL.sub(r"\1", text_of(self._outside(number))))

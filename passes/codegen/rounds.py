@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .counted import Counting, Place, counting
 from .entries import Entry, entry_text, outline
 from .layout import Loop, free
 from .method import Statement
-from .tokens import Flow, Token, line_of, text_of
+from .tokens import REVERSED, SUM, Flow, Token, line_of, text_of
+
+
+class Read(NamedTuple):
+    """From the first to the last of these tokens: one by one in a list, from its end on, or added up."""
+
+    line: int
+    first: int
+    last: int
+    form: str  # "", REVERSED or SUM
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What the lines of one place make, put into a list round by round: where the list is read, as line of
-    the body, first and last token, and whether from its end to its beginning."""
+    """What the lines of one place make, put into a list round by round, and where all of it is read."""
 
     name: str
-    reads: tuple[tuple[int, int, int, bool], ...]
+    reads: tuple[Read, ...]
 
 
 class Rounds:
@@ -149,12 +158,12 @@ class Rounds:
             runs = [
                 run for first in (values[0], values[-1]) for run in self._runs(values, reads.get(first, ()))
             ]
-            covered = {(line, at) for line, first, last, _ in runs for at in range(first, last + 1)}
+            covered = {(run.line, at) for run in runs for at in range(run.first, run.last + 1)}
             if any(not reads.get(value, set()) <= covered for value in values[:-1]):
                 return False
             if runs:
                 taken = self.taken | {listed.name for listed in self.listed.values()}
-                entries = [self.body[at] for at in (self.line(place, 0), *(line for line, *_ in runs))]
+                entries = [self.body[at] for at in (self.line(place, 0), *(run.line for run in runs))]
                 wishes = [e.listed for e in entries if isinstance(e, Statement) and e.listed not in taken]
                 own = f"{self.plainest(place)}_list"
                 name = next(filter(None, wishes), free(own, taken))
@@ -168,18 +177,44 @@ class Rounds:
                 if at < 0 or at in self.lines[self.start + line].targets:
                     yield line, at
 
-    def _runs(
-        self, values: Sequence[int | str], reads: Sequence[Place] | set[Place]
-    ) -> Iterator[tuple[int, int, int, bool]]:
-        """Where a list has what all rounds make, one after another."""
+    def _runs(self, values: Sequence[int | str], reads: Sequence[Place] | set[Place]) -> Iterator[Read]:
+        """Where what all rounds make is read, one after another."""
         for line, at in sorted(reads):
             tokens, stands = self.lines[line].tokens, self.flow.values[line]
-            places = range(at, at + 3 * len(values), 3)  # name, comma, space
-            found = [stands.get(place) for place in places]
-            between = {text_of(tokens[place + 1 : place + 3]) for place in places[:-1]}
-            is_reversed = found == list(reversed(values))
-            if (found == list(values) or is_reversed) and between == {", "} and _is_in_list(tokens, at):
-                yield line, at, places[-1], is_reversed
+            for form, found in (("", values), (REVERSED, values[::-1])):
+                end = _end_of_run(tokens, stands, at, found, ", ", ", ")
+                if end is not None and _is_in_list(tokens, at):
+                    yield Read(line, at, end, form)
+            end = _end_of_run(tokens, stands, at, values, " + 0 + ", " + ")
+            if end is not None and _is_a_sum(tokens, at, end):
+                yield Read(line, at, end, SUM)
+
+
+def _end_of_run(
+    tokens: Sequence[Token],
+    stands: Mapping[int, int | str],
+    at: int,
+    values: Sequence[int | str],
+    first: str,
+    between: str,
+) -> int | None:
+    """The last token of these values with this between them; None where they do not begin at `at`."""
+    for place, value in enumerate(values):
+        if place:
+            apart = line_of(first if place == 1 else between).tokens
+            if text_of(tokens[at + 1 : at + 1 + len(apart)]) != text_of(apart):
+                return None
+            at += 1 + len(apart)
+        if stands.get(at) != value:
+            return None
+    return at
+
+
+def _is_a_sum(tokens: Sequence[Token], at: int, end: int) -> bool:
+    """Whether nothing beside a sum takes a part of it: `2 * a + 0 + b`, `a + 0 + b.mean()`."""
+    before, after = text_of(tokens[:at]), text_of(tokens[end + 1 :])
+    is_first = before == "return " or before.endswith(("= ", "(", "[", ", "))
+    return is_first and (not after or after.startswith((")", "]", ",", " + ", " - ")))
 
 
 def _is_in_list(tokens: Sequence[Token], at: int) -> bool:

@@ -18,6 +18,7 @@ _ALIAS = re.compile(r"(\w+) = (\w+)")
 _LIST = re.compile(r"(\w+) = \[\]")
 _APPENDED = re.compile(r"(\w+)\.append\((.*)\)")
 REVERSED = "[::-1]"
+SUM = "sum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +148,27 @@ def _spelled(line: Line, stands: Mapping[str, object], lists: Mapping[str, list[
     at = line.targets.stop
     while at < len(tokens):
         is_starred = tokens[at].text == "*" and at + 1 < len(tokens) and tokens[at + 1].text in lists
-        at += is_starred
+        is_summed = text_of(tokens[at : at + 2]) == f"{SUM}(" and tokens[at + 2].text in lists
+        at += 1 if is_starred else 2 if is_summed else 0
         token = tokens[at]
         at += 1
         if token.kind != "name":
             yield token.text
         elif token.text not in lists:
             yield "value", stands.get(token.text, token.text)
+        elif is_summed:
+            at += 1  # the bracket
+            yield from _apart(lists[token.text], " + ", " + 0 + ")
         else:
             held = lists[token.text]
             if text_of(tokens[at : at + len(REVERSED)]) == REVERSED:  # each character a token
                 held, at = held[::-1], at + len(REVERSED)
             yield from () if is_starred else "["
-            for place, value in enumerate(held):
-                yield from ", " if place else ()
-                yield "value", value
+            yield from _apart(held, ", ", ", ")
             yield from () if is_starred else "]"
+
+
+def _apart(values: Sequence[object], between: str, first: str) -> Iterator[object]:
+    for place, value in enumerate(values):
+        yield from "" if place == 0 else first if place == 1 else between
+        yield "value", value
