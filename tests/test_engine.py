@@ -107,8 +107,8 @@ def test_a_loss_goes_where_scripts_have_a_tensor() -> None:
 MISTAKES = {
     "size": "InputError: the pipeline has 3 stages and there are 2 processes",
     "microbatches": "InputError: 2bw with 1 microbatch an update on 2 stages",
-    "count": "InputError: microbatches_per_update is '2'; a whole number",
     "batches": "InputError: rank 1 was given another batch than rank 0",
+    "count": "InputError: microbatches_per_update is '2'; a whole number",
 }
 
 
@@ -119,6 +119,8 @@ def test_a_mistake_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
     for mistake, expected in MISTAKES.items():
         for rank in range(2):
             assert (tmp_path / f"{mistake}.{rank}").read_text().startswith(expected)
+    _, cause = finished.stderr.split("Root Cause (first observed failure):")
+    assert MISTAKES["count"] in cause  # the last one
 
 
 def test_a_rank_that_raises_ends_the_others_with_its_reason(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
 from pd2bw_fx.runtime.course import Course
-from pd2bw_fx.runtime.failure import shared_fate, translated
+from pd2bw_fx.runtime.failure import shared_fate, told_to_launcher, translated
 from pd2bw_fx.runtime.fate import Fate
 from pd2bw_fx.runtime.groups import Groups
 from pd2bw_fx.runtime.job import Job, merged_tensors
@@ -179,12 +179,14 @@ class Engine:
         Raises InputError on every rank where there are not as many processes as the method needs, where it
         cannot use the numbers (fewer microbatches than stages for 2bw), or where the pipeline has no loss.
         """
-        chosen = EngineOptions.of({"optimizer": optimizer, **options}, "silence_s")
-        wanted = Wanted(method, microbatches_per_update, slack, replicas, vertical_sync)
-        world = World(timeout_s=chosen.timeout_s, silence_s=silence_s)
+        with told_to_launcher():
+            chosen = EngineOptions.of({"optimizer": optimizer, **options}, "silence_s")
+            wanted = Wanted(method, microbatches_per_update, slack, replicas, vertical_sync)
+            world = World(timeout_s=chosen.timeout_s, silence_s=silence_s)
         try:
             with world.watch:
-                job = job_of_this_rank(pipeline, wanted)
+                with told_to_launcher():
+                    job = job_of_this_rank(pipeline, wanted)
                 with shared_fate(job.rank, job.described(), "making its engine", world.watch.lost):
                     engine = cls(job, chosen)
         except BaseException:

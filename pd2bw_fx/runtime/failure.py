@@ -187,6 +187,16 @@ def tell_launcher(error: BaseException, shown: str = "", *, is_first: bool = Fal
             Path(file).unlink()
 
 
+@contextlib.contextmanager
+def told_to_launcher() -> Iterator[None]:
+    """For what fails before the ranks share a fate: every rank has its own word of it."""
+    try:
+        yield
+    except Exception as error:
+        tell_launcher(error, "".join(traceback.format_exception_only(error)))
+        raise
+
+
 def forget(engine: str = _MAKING) -> None:
     """Of engines before: what their ranks have told is not the reason of this one's end."""
     with contextlib.suppress(RuntimeError):
