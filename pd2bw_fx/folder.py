@@ -3,7 +3,7 @@
 folder/
   manifest.json              what this is, versions, a hash of every other file
   stage_0.py                 the generated code, runs by itself
-  stage_0.safetensors        its weights, under the original names
+  stage_0.safetensors        its weights, under the names that its class has them under: its state dict
   stages.json                what goes in and out of each stage
   graph.json plan.json costs.json cluster.json schedule.json batch.json
   example.safetensors        the example inputs, if there were any
@@ -12,7 +12,7 @@ folder/
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ def save_pipeline(pipeline: Pipeline, folder: str | Path) -> None:
     with whole_folder(folder) as fresh:
         for program in pipeline.programs:
             (fresh / f"stage_{program.stage}.py").write_text(program.source)
-            held = {name: tensors[name] for name in (*program.parameters, *program.buffers)}
+            held = {own: tensors[name] for own, name in program.names.items()}
             _write_tensors(fresh / f"stage_{program.stage}.safetensors", held)
         (fresh / "ruff.toml").write_text(f"line-length = {WIDTH}\n")  # as the stages are formatted
         if pipeline.example is not None:
@@ -97,9 +97,7 @@ def read_pipeline(folder: str | Path, *, edited: bool = False) -> dict[str, Any]
     programs: tuple[StageProgram, ...] = _read(
         folder / "stages.json", lambda entries: tuple(_programs(folder, entries))
     )
-    tensors: dict[str, Tensor] = {}
-    for program in programs:
-        tensors |= _read_tensors(folder / f"stage_{program.stage}.safetensors")
+    tensors = _weights(folder, programs)
     example, trace = folder / "example.safetensors", folder / _TRACE
     return {
         "graph": graph,
@@ -180,6 +178,30 @@ def _programs(folder: Path, entries: Any) -> Iterator[StageProgram]:
         except SyntaxError as error:
             raise PlanMismatchError(f"{path}, line {error.lineno}: {error.msg}: {error.text or ''}") from None
         yield StageProgram.from_json(entry, source)
+
+
+def _weights(folder: Path, programs: Sequence[StageProgram]) -> dict[str, Tensor]:
+    """By name in the graph. Raises PlanMismatchError where a tied one has unlike values."""
+    places: dict[str, str] = {}
+    found: dict[str, Tensor] = {}
+    for program in programs:
+        path = folder / f"stage_{program.stage}.safetensors"
+        for own, tensor in _read_tensors(path).items():
+            name, place = program.ties.get(own, own), f"{own!r} in {path.name}"
+            known, first = found.setdefault(name, tensor), places.setdefault(name, place)
+            if first != place and not _same_bits(known, tensor):
+                raise PlanMismatchError(
+                    f"{folder} has other values for {place} than for {first}, which are of one parameter of "
+                    "the model; write the same tensor in both places"
+                )
+    return found
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Which NaN is, too."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _read_json(path: Path) -> Any:

@@ -58,8 +58,8 @@ class StageProgram:
     `source` defines `class_name`, an `nn.Module` without constructor arguments. Its forward takes `inputs`
     positionally in this order, and returns the one tensor of `outputs` or a tuple of them in this order.
     `parameters` and `buffers` (constants and non-persistent buffers among them) are names of the graph, which
-    are the original model's; the module has its tensors under the same names, but for `ties[name] = the
-    graph's name of that tensor`: further names of a tied parameter, of which a stage may have only one.
+    are the original model's; the module has its tensors under the same names, but for tied ones: `ties` has
+    all names that a stage has one under, with the graph's, which need not be one of them.
     `draws` are the positions in the graph of the operators that draw random numbers, in their order.
     """
 
@@ -72,6 +72,13 @@ class StageProgram:
     buffers: tuple[str, ...]
     ties: Mapping[str, str]
     draws: tuple[int, ...] = ()
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names in the module's state dict, with those in the graph."""
+        tied = set(self.ties.values())
+        own = (name for name in (*self.parameters, *self.buffers) if name not in tied)
+        return {name: name for name in own} | dict(self.ties)
 
     def __repr__(self) -> str:
         lines = counted(self.source.count("\n"), "line")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import pd2bw_fx
 from pd2bw_fx.models import build
@@ -121,3 +127,94 @@ def test_plans_that_cannot_be_priced_are_refused(changes: dict[str, object], mes
     pipe = pd2bw_fx.split(build("mlp"), cluster=2, num_stages=2, costs="analytic", check=False)
     with pytest.raises(pd2bw_fx.PlanMismatchError, match=message):
         pipe.check_plan(pd2bw_fx.Plan.from_json(pipe.plan.to_json() | changes))
+
+
+class Shared(nn.Module):
+    """Words are tied to the head, the first layer is the model's own, and the others are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 8)
+        shared = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), shared, shared, shared])
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.words(tokens)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return F.cross_entropy(self.head(hidden), tokens)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Shared, Path]:
+    """The first use of the shared layer is on stage 0, the others are on stage 1."""
+    torch.manual_seed(0)
+    model, tokens = Shared(), torch.randint(8, (4,))
+    constraints = pd2bw_fx.Constraints(stage_of={"words": 0, "layers.1": 0, "layers.2": 1, "head": 1})
+    given: dict[str, Any] = {"costs": "analytic", "constraints": constraints}
+    folder = tmp_path_factory.mktemp("shared") / "saved"
+    pd2bw_fx.split(model, tokens, cluster=2, num_stages=2, **given).save(folder)
+    return model, folder
+
+
+def stage_at(folder: Path, stage: int) -> nn.Module:
+    """As a reader would build it."""
+    path = folder / f"stage_{stage}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    built: nn.Module = getattr(module, f"SharedStage{stage}")()
+    return built
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_file_beside_a_stage_is_the_state_dict_of_its_class(
+    shared: tuple[Shared, Path], stage: int
+) -> None:
+    model, folder = shared
+    built = stage_at(folder, stage)
+
+    built.load_state_dict(load_file(folder / f"stage_{stage}.safetensors"))
+
+    for name, tensor in built.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+    loaded = pd2bw_fx.load(folder).state_dict()
+    assert loaded.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_module_that_a_stage_has_twice_is_one_though_its_first_name_is_another_stages(
+    shared: tuple[Shared, Path],
+) -> None:
+    built = stage_at(shared[1], 1)
+    layers = [built.get_submodule(name) for name in ("layers.2", "layers.3")]
+
+    assert layers[0].weight is layers[1].weight
+    assert layers[0].bias is layers[1].bias
+    source = (shared[1] / "stage_1.py").read_text()
+    assert f"Holds {sum(parameter.numel() for parameter in built.parameters())} parameters" in source
+    assert "    layers.2.bias is tied to layers.1.bias, held by stage 0 too." in source
+    assert "    layers.3.bias is tied to layers.2.bias." in source
+
+
+@pytest.mark.parametrize("names", [("layers.3.bias",), ("layers.2.bias", "layers.3.bias")])
+def test_weights_written_by_hand_are_loaded_and_unlike_ones_of_one_parameter_are_not(
+    shared: tuple[Shared, Path], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = tmp_path / "saved"
+    pd2bw_fx.load(shared[1]).save(folder)
+    changes = {name: torch.ones(8) for name in names}
+    weights = [load_file(folder / f"stage_{stage}.safetensors") for stage in (0, 1)]
+
+    save_file(weights[1] | changes, folder / "stage_1.safetensors")
+    with pytest.raises(pd2bw_fx.PlanMismatchError, match=r"values for 'layers\..* of one parameter"):
+        pd2bw_fx.load(folder, edited=True)
+
+    both = {name: torch.ones(8) for name in ("layers.2.bias", "layers.3.bias")}
+    save_file(weights[0] | {"layers.1.bias": torch.ones(8)}, folder / "stage_0.safetensors")
+    save_file(weights[1] | both, folder / "stage_1.safetensors")
+    assert (pd2bw_fx.load(folder, edited=True).state_dict()["layers.3.bias"] == 1).all()

@@ -64,7 +64,8 @@ def _program(graph: OperatorGraph, plan: Plan, tree: StageTree) -> StageProgram:
     name = identifier(f"{graph.model_name}Stage{stage.stage}", fallback="Model")
     writer = StageWriter(tree, name)
     method = writer.write()
-    held = set(writer.held_names().values())
+    names = writer.held_names()
+    held = set(names.values())
     parameters = tuple(n for n in graph.parameters if n in held)
     inputs, outputs = _ports(graph, tree, stage, method)
     source = document(graph, plan, stage.stage, writer, inputs, outputs, parameters)
@@ -77,7 +78,7 @@ def _program(graph: OperatorGraph, plan: Plan, tree: StageTree) -> StageProgram:
         outputs=outputs,
         parameters=parameters,
         buffers=tuple(n for n in graph.buffers if n in held),
-        ties=dict(sorted(writer.ties.items())),
+        ties=dict(sorted((writer.ties | {n: n for n in writer.ties.values() if n in names}).items())),
         draws=_draws(graph, stage),
     )
 

@@ -103,6 +103,10 @@ def _holds(
     elements = sum(spec.num_bytes // spec.dtype.itemsize for spec in specs)
     yield f"Holds {elements:,} parameters ({format_bytes(sum(spec.num_bytes for spec in specs))})."
     for name, canonical in writer.ties.items():
+        first = writer.tied_to.get(name, canonical)
+        if first != canonical:  # of which the same is said
+            yield from _entry(f"{plain(name)} is tied to {plain(first)}.")
+            continue
         others = [
             str(other.stage)
             for other in plan.stages

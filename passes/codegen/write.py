@@ -29,7 +29,8 @@ class StageWriter:
         self.classes: list[ClassText] = []
         self.functions: list[tuple[str, tuple[str, ...]]] = []
         self.root_name = root_name
-        self.ties: dict[str, str] = {}
+        self.ties: dict[str, str] = {}  # further names of tensors, with the graph's
+        self.tied_to: dict[str, str] = {}  # with the name in this stage that they are tied to, if it has one
         self._by_path: dict[str, list[Scope]] = defaultdict(list)
         self._drafts: dict[str, Draft] = {}  # by path, what is inside first
         self._attributes: dict[str, Attributes] = {}  # of classes, by path
@@ -204,9 +205,11 @@ class StageWriter:
         for name, canonical in held.items():
             if name == canonical:
                 continue
+            first = canonical if canonical in held else next(n for n, c in held.items() if c == canonical)
             self.ties[name] = canonical
-            if canonical in held:
-                endings.append(self._tie(name, attributes.refer(canonical), attributes))
+            if name != first:
+                self.tied_to[name] = first
+                endings.append(self._tie(name, attributes.refer(first), attributes))
         for name, canonical in held.items():
             spec = self._spec(name)
             in_layer = any(name.startswith(path + ".") for path in layers)
