@@ -64,6 +64,35 @@ def test_each_length_has_its_own_name_and_the_models_own_bound() -> None:
     assert torch.equal(run_stages(case, programs, other)["loss"], case.model(*other.values()))
 
 
+class Masked(nn.Module):
+    """A causal mean, by a mask that is as long as the longest sequence: at that length all of it is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 4)
+        self.register_buffer("mask", torch.ones(16, 16).tril().view(1, 16, 16))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        assert length <= 16
+        words = self.words(tokens)
+        scores = words @ words.transpose(1, 2)
+        scores = scores.masked_fill(self.mask[:, :length, :length] == 0, float("-inf"))  # type: ignore[index]
+        return (scores.softmax(-1) @ words).square().mean()
+
+
+@pytest.mark.parametrize("length", [7, 16])
+def test_a_part_of_a_buffer_of_the_longest_length_leaves_lengths_open(length: int) -> None:
+    case = case_of(Masked(), (torch.randint(9, (3, length)),), tracer="export-sequence")
+    programs = generate(case.graph, planned(case, 2))
+
+    assert case.traced.report.tracer == "export-sequence"
+    for other in (2, 7, 16):
+        tokens = torch.randint(9, (4, other))
+        assert torch.equal(run_stages(case, programs, {"tokens": tokens})["loss"], case.model(tokens))
+    assert compared(case, planned(case, 2), programs).exact
+
+
 def test_a_model_that_fixes_its_length_is_traced_at_that_length_and_the_report_says_so() -> None:
     class Fixed(nn.Module):
         def __init__(self) -> None:

@@ -35,6 +35,7 @@ from .held import ParametersReadInstead, in_their_modules, parameter_in_memory_o
 from .helper_frames import helpers_noted
 from .inferred_sizes import sizes_inferred
 from .inputs import FlatArguments
+from .layouts import layouts_unasked
 from .mapped import write_out_vmap
 from .moved import moves_to_where_it_is_left_out
 from .named_values import values_named
@@ -65,6 +66,23 @@ def export(program: Program, batch_size: int | None, *, with_lengths: bool = Fal
     lengths = program.flat.lengths(batch_size) if with_lengths and batch_size is not None else {}
     if with_lengths and not lengths:
         raise ValueError("no input is a batch of sequences: whole numbers of shape (batch, length)")
+    try:
+        return _exported_and_checked(program, batch_size, lengths)
+    except Pd2bwError:
+        raise
+    except (ValueError, torch._dynamo.exc.UserError) as error:  # a length that is fixed
+        if not lengths:
+            raise
+        with layouts_unasked():
+            try:
+                return _exported_and_checked(program, batch_size, lengths)
+            except Exception:
+                raise error from None
+
+
+def _exported_and_checked(
+    program: Program, batch_size: int | None, lengths: Mapping[str, str]
+) -> ExportedProgram:
     exported = _exported_one_way(program, batch_size, lengths)
     _require_open(exported, program, lengths)
     _require_single_operators(exported)
@@ -230,8 +248,17 @@ def _bounded(message: str, shapes: Any) -> Any:
         )
     except Exception:  # torch's own reading of what it suggests: it does not know every suggestion
         return None
-    batches = [sizes[0] for sizes in bounded["tensors"] if sizes is not None]
-    return bounded if all(type(batch) is Dim for batch in batches) else None
+    sizes = [found for found in bounded["tensors"] if found is not None]
+    if not all(type(found[0]) is Dim for found in sizes):
+        return None
+    for found in sizes:
+        found.update({place: _of_two_or_more(size) for place, size in found.items()})
+    return bounded
+
+
+def _of_two_or_more(size: Any) -> Any:
+    """Torch names the bound that it has found, and leaves out the one that there was."""
+    return Dim(size.__name__, min=max(size.min, _SMALLEST), max=size.max) if type(size) is Dim else size
 
 
 def batch_sizes(exported: ExportedProgram, batched: Iterable[str]) -> SizeRange:
