@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +15,14 @@ from torch import Tensor, nn
 
 from pd2bw_fx.errors import InputError
 
+_DEEPEST = 4  # objects in one another
+
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """What a traced forward assigns to its modules (tensors without data, counters), puts into their caches
-    or registers as a hook is undone: where a first call leaves a mark that it has, a second would not."""
+    """What a traced forward assigns to its modules and to objects in them (tensors without data, counters),
+    puts into their caches or registers as a hook is undone: where a first call leaves a mark that it has, a
+    second would not."""
     before = {module: dict(vars(module)) for module in model.modules()}
     contents = [
         (held, copy.copy(held)) for attributes in before.values() for held in _containers(attributes, set())
@@ -60,15 +65,27 @@ def model_kept(model: nn.Module) -> Iterator[None]:
         )
 
 
-def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
-    """The dicts, lists, sets and queues within a value, in one another."""
+def is_of_attributes(value: Any) -> bool:
+    """Whether it is an object of the author's own, or of a library other than torch, that is no module."""
+    if isinstance(value, type | Tensor | nn.Module) or not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    library = type(value).__module__.partition(".")[0]
+    return isinstance(value, types.SimpleNamespace) or not (
+        library in ("torch", "pd2bw_fx") or library in sys.stdlib_module_names
+    )
+
+
+def _containers(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
+    """The dicts, lists, sets and queues within a value, in one another, and the attributes of objects."""
+    if is_of_attributes(value) and depth < _DEEPEST:
+        depth, value = depth + 1, vars(value)
     if not isinstance(value, dict | list | set | tuple | deque) or id(value) in seen:
         return
     seen.add(id(value))
     if not isinstance(value, tuple):
         yield value
     for inner in value.values() if isinstance(value, dict) else value:
-        yield from _containers(inner, seen)
+        yield from _containers(inner, seen, depth)
 
 
 def _put_back(held: Any, kept: Any) -> None:

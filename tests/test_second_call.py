@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -369,6 +370,7 @@ class _Kept(nn.Module):
         self.calls: list[Tensor] = []
         self.recent: deque[Tensor] = deque(maxlen=4)
         self.tables: dict[int, Tensor] = {}
+        self.memory = SimpleNamespace(mean=torch.zeros(()), tables={})
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).tanh()
@@ -378,6 +380,12 @@ class _Kept(nn.Module):
         elif self.kind == "tensor in a dict":
             hidden = hidden - self.means["mean"]
             self.means["mean"] = 0.9 * self.means["mean"] + 0.1 * hidden.detach().mean()
+        elif self.kind == "tensor in an object":
+            hidden = hidden - self.memory.mean
+            self.memory.mean = 0.9 * self.memory.mean + 0.1 * hidden.detach().mean()
+        elif self.kind == "table in an object":
+            self.memory.tables[8] = torch.arange(8.0)
+            hidden = hidden + self.memory.tables[8]
         elif self.kind == "tensors in a list":
             self.calls.append(hidden.detach().mean())
             hidden = hidden - torch.stack(self.calls[-3:]).mean()
@@ -392,7 +400,12 @@ class _Kept(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("number in a dict", "stats"), ("tensor in a dict", "means"), ("tensors in a list", "calls")],
+    [
+        ("number in a dict", "stats"),
+        ("tensor in a dict", "means"),
+        ("tensor in an object", "memory"),
+        ("tensors in a list", "calls"),
+    ],
 )
 def test_what_goes_from_call_to_call_in_a_container_is_refused(kind: str, name: str) -> None:
     model = _Kept(kind)
@@ -403,9 +416,10 @@ def test_what_goes_from_call_to_call_in_a_container_is_refused(kind: str, name: 
 
     assert model.stats == {"step": 0}
     assert not model.calls
+    assert type(model.memory.mean) is Tensor
 
 
-@pytest.mark.parametrize("kind", ["queue that is only filled", "table by size"])
+@pytest.mark.parametrize("kind", ["queue that is only filled", "table by size", "table in an object"])
 def test_a_container_that_changes_no_result_is_left_as_it_was(kind: str) -> None:
     model, x = _Kept(kind), torch.randn(4, 8)
 
@@ -413,6 +427,7 @@ def test_a_container_that_changes_no_result_is_left_as_it_was(kind: str) -> None
 
     assert not model.recent
     assert not model.tables
+    assert not model.memory.tables
     assert torch.equal(pipe.run(x)["loss"], model(x))
     assert all(type(value) is Tensor for value in model.recent)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pd2bw_fx.attributes import is_of_attributes
 from pd2bw_fx.modes import LAYERS_WITH_MODES
 
 # What torch.library makes of a registered operator, and we of a custom function: the trace keeps them whole.
@@ -66,7 +67,7 @@ class Watch:
     changes: tuple[Change, ...] = ()
     assigned_tensors: tuple[str, ...] = ()  # attributes that are no buffers: nothing keeps them
     drew_python_random: bool = False
-    filled: tuple[str, ...] = ()  # attributes that are lists, dicts and the like, with something else in them
+    filled: tuple[str, ...] = ()  # attributes that are lists, dicts, objects, with something else in them
     made: tuple[str, ...] = ()  # parameters that were not there before
     foreign: tuple[nn.Parameter, ...] = ()  # that results depend on, and that are none of the model's
     _parameters: frozenset[str] = frozenset()
@@ -128,7 +129,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    """Of the author's own lists, dicts, sets and queues: what is in them, and in those within them."""
+    """Of the author's own lists, dicts, sets, queues and objects: what is in them, and in those in them."""
     return {
         name: _held(value)
         for name, value in vars(module).items()
@@ -140,13 +141,15 @@ _OF_ANY_MODULE = vars(nn.Module()).keys()
 
 
 def _holds(value: Any) -> bool:
-    return isinstance(value, dict | list | set | tuple | deque)
+    return isinstance(value, dict | list | set | tuple | deque) or is_of_attributes(value)
 
 
 def _held(value: Any, depth: int = 0) -> Any:
     """To be compared: plain values by value, all others by identity."""
     if not _holds(value) or depth == _DEEPEST:
         return value if isinstance(value, _PLAIN) else _Same(value)
+    if is_of_attributes(value):
+        return _Same(value), _held(vars(value), depth + 1)
     if isinstance(value, dict):
         return [(_held(key, depth + 1), _held(inner, depth + 1)) for key, inner in value.items()]
     if isinstance(value, set):
