@@ -51,16 +51,20 @@ def save_pipeline(pipeline: Pipeline, folder: str | Path) -> None:
     require_values(pipeline.graph, tensors)
     with whole_folder(folder) as fresh:
         for program in pipeline.programs:
-            (fresh / f"stage_{program.stage}.py").write_text(program.source)
+            (fresh / f"stage_{program.stage}.py").write_text(program.source, encoding="utf-8")
             held = {own: tensors[name] for own, name in program.names.items()}
             _write_tensors(fresh / f"stage_{program.stage}.safetensors", held)
-        (fresh / "ruff.toml").write_text(f"line-length = {WIDTH}\n")  # as the stages are formatted
+        (fresh / "ruff.toml").write_text(
+            f"line-length = {WIDTH}\n", encoding="utf-8"
+        )  # as the stages are formatted
         if pipeline.example is not None:
             _write_tensors(fresh / "example.safetensors", pipeline.example)
         if pipeline.trace_report is not None:
-            (fresh / _TRACE).write_text(json.dumps(pipeline.trace_report.to_json(), indent=1) + "\n")
+            (fresh / _TRACE).write_text(
+                json.dumps(pipeline.trace_report.to_json(), indent=1) + "\n", encoding="utf-8"
+            )
         for name, data in _parts(pipeline).items():
-            (fresh / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+            (fresh / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         facts = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -213,7 +217,7 @@ def _read_json(path: Path) -> Any:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanMismatchError(f"{path} cannot be read: {error}") from None
 
