@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from torch import nn
-
 from .bert import Bert, BertConfig
 from .encdec import EncDec, EncDecConfig
 from .gpt import GPT, GPTConfig
@@ -16,8 +14,9 @@ from .resnet import ResNet, ResNetConfig
 from .vgg import VGG, VGGConfig
 
 Size = Literal["small", "paper"]
+Model = Bert | EncDec | GPT | MLP | MoE | ResNet | VGG
 
-MODELS: Mapping[str, Mapping[Size, Callable[[], nn.Module]]] = {
+MODELS: Mapping[str, Mapping[Size, Callable[[], Model]]] = {
     "mlp": {"small": lambda: MLP(MLPConfig.small()), "paper": lambda: MLP(MLPConfig.paper())},
     "gpt": {"small": lambda: GPT(GPTConfig.small()), "paper": lambda: GPT(GPTConfig.paper())},
     "bert": {"small": lambda: Bert(BertConfig.small()), "paper": lambda: Bert(BertConfig.paper())},
@@ -28,6 +27,6 @@ MODELS: Mapping[str, Mapping[Size, Callable[[], nn.Module]]] = {
 }
 
 
-def build(name: str, size: Size = "small") -> nn.Module:
+def build(name: str, size: Size = "small") -> Model:
     """A model by name with fresh weights: small (milliseconds a step on a CPU), or as in its paper."""
     return MODELS[name][size]()

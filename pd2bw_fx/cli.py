@@ -19,7 +19,7 @@ from pd2bw_fx.commands import comparing, onnx, planning, probing, training
 from pd2bw_fx.commands.options import in_options
 from pd2bw_fx.errors import ClusterError, InputError, Pd2bwError
 from pd2bw_fx.runtime.failure import STARTED_BY, end_with_parent, tell_launcher
-from pd2bw_fx.train import STARTED_HERE, is_under_torchrun
+from pd2bw_fx.train import STARTED_HERE, is_under_torchrun, leave_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,9 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         torch.manual_seed(getattr(options, "seed", 0))  # fresh weights and dropout: the same every time
         code: int = options.run(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where it was closed from the beginning
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` for instance, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave_output()
         return 0
     except KeyboardInterrupt:
         if not options.started_here:

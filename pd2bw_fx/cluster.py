@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -62,6 +62,15 @@ class Cluster:
     devices: tuple[Device, ...]
     bytes_per_s: tuple[tuple[float, ...], ...]
     latency_s: tuple[tuple[float, ...], ...]
+
+    if TYPE_CHECKING:  # lists do as well, and become tuples
+
+        def __init__(
+            self,
+            devices: Sequence[Device],
+            bytes_per_s: Sequence[Sequence[float]],
+            latency_s: Sequence[Sequence[float]],
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", _checked_devices(self.devices))
@@ -196,7 +205,7 @@ class Cluster:
         """
         path = Path(path)
         try:
-            data = tomllib.loads(path.read_text())
+            data = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ClusterError(f"cluster file {path} cannot be read: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

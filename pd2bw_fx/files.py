@@ -100,7 +100,7 @@ def _own_manifest(folder: Path) -> dict[str, Any]:
     if folder.is_dir() and not any(folder.iterdir()):
         return {"kind": None, "files": {}}
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         manifest = None
     if (
@@ -141,7 +141,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """`facts` and the hash of every file beside it; returns what is written."""
     files = {path.name: sha256(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
     manifest = {**facts, "files": files}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return manifest
 
 
@@ -167,7 +167,7 @@ def read_manifest(
             f"{folder} has no {MANIFEST}: it is no folder written by pd2bw_fx; look for a mistyped path"
         )
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except ValueError as error:
         raise PlanMismatchError(f"{folder / MANIFEST} is no valid JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 from pd2bw_fx.actions import Kind
 from pd2bw_fx.arguments import require_path
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.files import writing
 from pd2bw_fx.timeline import Event, Timeline
 from pd2bw_fx.units import counted
 
@@ -80,18 +81,21 @@ class Metrics:
         )
 
     def save(self, path: str | Path) -> None:
-        """Into a file, or as metrics.json into a folder that is there (one that `Pipeline.save` wrote)."""
-        file = _file(path)
-        partial = file.with_name(f".{file.name}.partial")
-        partial.write_text(json.dumps(self.to_json()) + "\n")
-        partial.replace(file)
+        """Into a file, or as metrics.json into a folder that is there (one that `Pipeline.save` wrote).
+
+        Raises InputError where it cannot be written.
+        """
+        with writing(_file(path)) as file:
+            partial = file.with_name(f".{file.name}.partial")
+            partial.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+            partial.replace(file)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """What `save` wrote. Raises InputError for anything else."""
         file = _file(path)
         try:
-            return cls.from_json(json.loads(file.read_text()))
+            return cls.from_json(json.loads(file.read_text(encoding="utf-8")))
         except OSError as error:
             raise InputError(f"{file} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:

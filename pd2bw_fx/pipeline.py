@@ -298,13 +298,17 @@ class Pipeline:
             **options,
         )
 
-    def calibration(self, *timelines: Timeline) -> Calibration:
+    def calibration(self, *timelines: Timeline | None) -> Calibration:
         """What measured runs of this pipeline took besides its profile, for `simulate` of any method.
 
         `timelines` are those of `TrainResult.metrics` or `Engine.records`, recorded (`record=4`) of methods
-        with one stage on a rank: 1f1b, say, and zb-h1 if zero-bubble methods are to be simulated.
+        with one stage on a rank: 1f1b, say, and zb-h1 if zero-bubble methods are to be simulated. Raises
+        InputError for None, which `Metrics.timeline` is where nothing was recorded.
         """
-        return calibrate(self.plan, timelines)
+        recorded = [timeline for timeline in timelines if timeline is not None]
+        if len(recorded) < len(timelines):
+            raise InputError("a timeline is None: nothing was recorded of that run; train with record=8, say")
+        return calibrate(self.plan, recorded)
 
     def peak_memory_bytes(self, timeline: Timeline) -> tuple[int, ...]:
         """What each rank of a timeline from `simulate` (of three updates or more) holds at its worst moment:
@@ -434,7 +438,8 @@ def load(folder: str | Path, *, edited: bool = False) -> Pipeline:
 
     Files are checked against the manifest's hashes first; `edited=True` accepts stages changed by hand. A
     plan that was changed needs other stages: give it to `split`.
-    Raises PlanMismatchError naming the file that is missing, altered, or made for another model.
+    Raises InputError where there is no folder, PlanMismatchError naming the file that is missing, altered, or
+    made for another model.
     """
     read = read_pipeline(folder, edited=edited)
     require_plan_of_stages(folder)

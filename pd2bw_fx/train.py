@@ -51,6 +51,12 @@ _OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
 OPTIMIZER_NAMES = ", ".join(_OPTIMIZERS)
 _REPORTS_A_RUN = 20
 STARTED_HERE = "--started-here"  # tells a rank that its errors are printed by the process that started it
+# A rank looks for modules where this package is, and not first in the working directory, as `-m` would: a
+# file there may have the name of a module of Python's.
+_RANK = (
+    "import sys; sys.path[:0] = {sys.argv.pop(1)}.difference(sys.path); "
+    "from pd2bw_fx.cli import main; sys.exit(main())"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,8 @@ def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
                 max_restarts=0,
                 logs_specs=DefaultLogsSpecs(log_dir=logs),
             )
-            elastic_launch(setting, sys.executable)("-m", "pd2bw_fx", STARTED_HERE, *arguments)
+            ours = str(Path(errors.__file__).parents[1])
+            elastic_launch(setting, sys.executable)("-P", "-c", _RANK, ours, STARTED_HERE, *arguments)
     except ChildFailedError as error:
         raise _reason(error.failures) from None
     except SignalException as error:  # its processes have ended
@@ -241,14 +248,29 @@ def _tell_where(options: TrainOptions) -> None:
     }
     told = [f"{name} in {path}" for name, path in places.items() if path is not None]
     if told:
-        print(f"written: {', '.join(told)}", flush=True)
+        _print(f"written: {', '.join(told)}")
     if options.output is None and options.checkpoint is None:
-        print("the trained weights are kept nowhere; --output FILE or --checkpoint FOLDER does", flush=True)
+        _print("the trained weights are kept nowhere; --output FILE or --checkpoint FOLDER does")
 
 
 def _say(text: str, engine: Engine, options: TrainOptions) -> None:
     if engine.rank == 0 and not options.as_json:
+        _print(text)
+
+
+def _print(text: str) -> None:
+    """For a reader that may have seen enough, as `head` has: the training goes on, for what it writes."""
+    try:
         print(text, flush=True)
+    except BrokenPipeError:
+        leave_output()
+
+
+def leave_output() -> None:
+    """What is printed from now on, and what is left of it so far, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _measured_before(path: Path | None) -> Metrics | None:
@@ -328,10 +350,10 @@ class _Reports:
         if self._engine.rank != 0:
             return
         if self._options.as_json:
-            print(json.dumps({"update": updates, "loss": loss, "microbatches_per_s": rate}), flush=True)
+            _print(json.dumps({"update": updates, "loss": loss, "microbatches_per_s": rate}))
         elif self._has_bar:
             self._bar.update(
                 self._task, completed=updates, told=f"loss {loss:.4f}, {rate:.1f} microbatches/s"
             )
         else:
-            print(f"update {updates}: loss {loss:.4f}, {rate:.1f} microbatches/s", flush=True)
+            _print(f"update {updates}: loss {loss:.4f}, {rate:.1f} microbatches/s")

@@ -102,6 +102,8 @@ def test_a_rank_is_busy_with_its_messages_at_both_ends() -> None:
 def test_timelines_without_what_is_needed_are_refused(pipe: pd2bw_fx.Pipeline) -> None:
     with pytest.raises(InputError, match="record an update of 1f1b"):
         pipe.calibration(run(pipe, "zb-h1"))
+    with pytest.raises(InputError, match="nothing was recorded of that run; train with record=8"):
+        pipe.calibration(None)
     whole = run(pipe, "1f1b")
     first = replace(whole, events=tuple(e for e in whole.events if e.stage == 0 or e.kind is not Kind.UPDATE))
     with pytest.raises(InputError, match="no U of stage 1"):

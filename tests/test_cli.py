@@ -75,13 +75,14 @@ def test_plan_places_a_published_workload(tmp_path: Path, capsys: pytest.Capture
 def test_check_prices_a_plan_again_and_names_what_is_wrong_with_it(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", str(folder / "plan.json")]) == 0
+    copy = tmp_path / "a copy"
+    shutil.copytree(folder, copy)
+    assert main(["check", str(copy / "plan.json")]) == 0
     said = capsys.readouterr().out
     assert "(proven): no plan of 2 stages is faster" in said or "proven optimal" in said
-    assert "the plan is valid; to have its stages: pd2bw-fx split MODEL --plan " in said
+    advice = f"to have its stages: pd2bw-fx split MODEL --plan '{copy}/plan.json' -o FOLDER"
+    assert f"the plan is valid; {advice}" in said
 
-    copy = tmp_path / "mlp"
-    shutil.copytree(folder, copy)
     data = json.loads((copy / "plan.json").read_text())
     data["stages"][0]["operators"].append(data["stages"][1]["operators"].pop())
     (copy / "plan.json").write_text(json.dumps(data))
@@ -241,6 +242,30 @@ def test_a_mistake_in_training_is_one_line(
     error = capfd.readouterr().err
     assert error.startswith("InputError: batch 0: the batch's features has shape (8, 33)")
     assert len(error.splitlines()) == 1
+
+
+def test_training_goes_on_where_its_reader_has_seen_enough_and_in_any_folder(
+    folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "selectors.py").write_text("raise ImportError('not the one of Python')")
+    (tmp_path / "many.py").write_text(
+        "import torch\nbatches = lambda: [(torch.zeros(16, 32), torch.zeros(16, dtype=torch.long))] * 40\n"
+    )
+    shutil.copytree(folder, tmp_path / "saved")
+    words = "train saved --data many.py:batches --updates 40 -o w.safetensors"
+
+    ended = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{Path(sys.executable).parent}/pd2bw-fx {words} | head -n 1"],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("update 2: loss ")
+    assert (tmp_path / "w.safetensors").is_file()
 
 
 def test_the_demo_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

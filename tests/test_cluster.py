@@ -136,6 +136,17 @@ def test_what_is_no_cluster_is_refused(wrong: object) -> None:
         Cluster.of(wrong)  # type: ignore[arg-type]
 
 
+def test_lists_become_tuples() -> None:
+    devices = [Device("a", 2**30), Device("b", 2**30)]
+    rates, waits = [[0, 1e9], [1e9, 0]], [[0, 1e-5], [1e-5, 0]]
+
+    cluster = Cluster(devices, rates, waits)
+
+    assert cluster == Cluster(tuple(devices), tuple(map(tuple, rates)), tuple(map(tuple, waits)))
+    assert isinstance(cluster.devices, tuple)
+    assert isinstance(cluster.bytes_per_s[0], tuple)
+
+
 def test_a_cluster_survives_json() -> None:
     cluster = Cluster.uniform(3, memory_bytes="2 GiB")
 

@@ -1,5 +1,6 @@
 """Folders are whole or not there."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,17 @@ def test_a_folder_of_another_kind_is_refused(tmp_path: Path, text: str, said: st
 def test_a_folder_without_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanMismatchError, match="has no manifest"):
         read_manifest(tmp_path, kind="test")
+
+
+@pytest.mark.parametrize(
+    "path", [p for top in ("pd2bw_fx", "passes", "models") for p in Path(top).rglob("*.py")]
+)
+def test_every_text_file_is_utf_8_whatever_the_locale(path: Path) -> None:
+    for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(call, ast.Call):
+            continue
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        modes = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        opens_text = name in ("open", "fdopen") and ast.unparse(call.func) != "os.open"
+        if name in ("read_text", "write_text") or (opens_text and not any("b" in mode for mode in modes)):
+            assert "encoding" in {keyword.arg for keyword in call.keywords}, ast.unparse(call)

@@ -47,6 +47,11 @@ def test_metrics_come_back_from_their_file_and_a_loss_that_is_no_number_too(tmp_
     json.loads((tmp_path / "metrics.json").read_text(), parse_constant=pytest.fail)
 
 
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no/metrics\.json cannot be written: No such file .* name a file"):
+        Metrics("2bw", 1, (1.0,), (1.0,)).save(tmp_path / "no" / "metrics.json")
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": 7}', '{"schema": 1, "method": "2bw"}'])
 def test_what_is_no_metrics_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "metrics.json").write_text(text)

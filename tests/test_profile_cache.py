@@ -17,7 +17,7 @@ import pd2bw_fx
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Costs
 from pd2bw_fx.passes.normalise import normalise
-from pd2bw_fx.passes.profile import profile
+from pd2bw_fx.passes.profile import default_cache_folder, profile
 from pd2bw_fx.passes.profile.cache import ProfileCache
 from pd2bw_fx.passes.profile.walk import ONLY_HERE
 from pd2bw_fx.passes.trace import trace
@@ -90,6 +90,19 @@ def test_times_hold_for_one_torch_and_one_number_of_threads(
     assert ProfileCache(tmp_path, torch.device("cpu")).get(((ONLY_HERE, "mine"), (2, 3))) is None
     monkeypatch.setattr(torch, "__version__", "another")
     assert ProfileCache(tmp_path, torch.device("cpu")).get(("add", (2, 3))) is None
+
+
+def test_a_user_without_a_home_has_no_times_from_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)  # of which the system has no entry
+
+    assert default_cache_folder() is None
+    pipe = pd2bw_fx.split(nn.Linear(4, 4), torch.randn(2, 4), cluster=1, check=False)
+    assert pipe.costs.origin == "measured"
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert default_cache_folder() == Path("/caches/pd2bw_fx/profiles")
 
 
 def test_what_others_take_of_a_core_is_no_operators_time() -> None:

@@ -51,7 +51,7 @@ class _Done:
 
 
 def run_onnx_processes(
-    folder: str | Path, inputs: Mapping[str, Tensor | Array], *, num_microbatches: int = 1
+    folder: str | Path, inputs: Mapping[str, Tensor | Array] | None, *, num_microbatches: int = 1
 ) -> dict[str, Array]:
     """The model's outputs by name, from one process a stage.
 

@@ -21,7 +21,7 @@ KIND = "pd2bw_fx onnx"
 SCHEMA = 1
 
 
-def run_onnx(folder: str | Path, inputs: Mapping[str, Tensor | Array]) -> dict[str, Array]:
+def run_onnx(folder: str | Path, inputs: Mapping[str, Tensor | Array] | None) -> dict[str, Array]:
     """The model's outputs by name, from the files of an exported folder in onnxruntime.
 
     `inputs` are the model's, flat, by name. Raises InputError for a name that is missing or unknown, or a
@@ -58,10 +58,12 @@ def onnx_manifest(folder: Path) -> dict[str, Any]:
 
 
 def named_inputs(
-    folder: Path, manifest: Mapping[str, Any], inputs: Mapping[str, Tensor | Array]
+    folder: Path, manifest: Mapping[str, Any], inputs: Mapping[str, Tensor | Array] | None
 ) -> dict[str, Array]:
     """The model's inputs by their tensors' names in the files; InputError for one missing or unknown. Those
     that no stage reads may be there or not."""
+    if inputs is None:
+        raise InputError(f"inputs is None; the model's inputs by name were expected, as {folder} takes them")
     expected = {entry["name"]: entry["tensor"] for entry in manifest["inputs"]}
     inputs = {name: value for name, value in inputs.items() if name not in manifest.get("unread", ())}
     unlike = sorted(expected.keys() ^ inputs.keys())

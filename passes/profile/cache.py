@@ -27,12 +27,17 @@ _FORMAT = 1
 Seconds = tuple[float, float]  # forward and backward
 
 
-def default_cache_folder() -> Path:
-    """`pd2bw_fx/profiles` in the user's cache directory."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "pd2bw_fx" / "profiles"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pd2bw_fx" / "profiles"
+def default_cache_folder() -> Path | None:
+    """`pd2bw_fx/profiles` in the user's cache directory; None for a user without a home."""
+    if sys.platform != "darwin" and (base := os.environ.get("XDG_CACHE_HOME")):
+        return Path(base) / "pd2bw_fx" / "profiles"
+    try:
+        home = Path.home()
+    except RuntimeError as error:  # a container's user id, of which the system knows nothing
+        _LOG.info("measured times cannot be kept for the next run: %s", error)
+        return None
+    caches = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
+    return caches / "pd2bw_fx" / "profiles"
 
 
 class ProfileCache:
@@ -75,7 +80,7 @@ class ProfileCache:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle, fresh = tempfile.mkstemp(prefix=".", dir=self.path.parent)
-            with os.fdopen(handle, "w") as file:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
             Path(fresh).replace(self.path)
         except OSError as error:
@@ -83,7 +88,7 @@ class ProfileCache:
 
     def _read(self) -> dict[str, Seconds]:
         try:
-            data = json.loads(self.path.read_text())
+            data = json.loads(self.path.read_text(encoding="utf-8"))
             if data["environment"] != self.environment:
                 return {}
             return {key: (float(f), float(b)) for key, (f, b) in data["seconds"].items()}

@@ -146,7 +146,7 @@ def _numbers_or_auto(text: str) -> int | list[int] | Literal["auto"]:
 def plan_in(path: Path) -> Plan:
     """Raises InputError for a file that cannot be read, PlanMismatchError for what is no plan."""
     try:
-        return Plan.loads(path.read_text())
+        return Plan.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
 
@@ -154,7 +154,7 @@ def plan_in(path: Path) -> Plan:
 def _constraints(path: Path) -> Constraints:
     """Raises InputError for a file that cannot be read or says something else."""
     try:
-        said = tomllib.loads(path.read_text())
+        said = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"constraints {path} cannot be read: {error}") from error
     known = Constraints.__dataclass_fields__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -228,7 +229,8 @@ def _check(options: argparse.Namespace) -> int:
         print(json.dumps(priced.to_json()))
         return 0
     print(plan_table(pipe.graph, pipe.costs, priced))
-    print(f"the plan is valid; to have its stages: pd2bw-fx split MODEL --plan {path} -o FOLDER")
+    given = shlex.quote(str(path))
+    print(f"the plan is valid; to have its stages: pd2bw-fx split MODEL --plan {given} -o FOLDER")
     return 0
 
 
@@ -298,7 +300,8 @@ def _report(options: argparse.Namespace) -> int:
             raise UsageError("--metrics are of a training run; an ONNX file is split for inference")
         parts = named_onnx(options)
         if options.part is None:
-            options.output.write_text(page_html(parts.graph, parts.costs, parts.plan, ()))
+            page = page_html(parts.graph, parts.costs, parts.plan, ())
+            options.output.write_text(page, encoding="utf-8")
         else:
             drawn = picture_of(options.part, graph=parts.graph, plan=parts.plan, timeline=None, metrics=None)
             drawn.save(options.output)

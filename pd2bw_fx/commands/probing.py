@@ -90,7 +90,7 @@ def _probe_here(options: argparse.Namespace) -> int:
 
 def _write(cluster: Cluster, path: Path) -> None:
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(cluster.to_toml())
+    fresh.write_text(cluster.to_toml(), encoding="utf-8")
     fresh.replace(path)
 
 

@@ -30,7 +30,7 @@ class Picture:
         require_path("path", path)
         if self.timeline is not None and Path(path).suffix == ".json":
             with writing(path) as file:
-                file.write_text(json.dumps(self.timeline.to_chrome_trace()))
+                file.write_text(json.dumps(self.timeline.to_chrome_trace()), encoding="utf-8")
         else:
             write_picture(self.svg, path, or_else=" or .json" if self.timeline is not None else "")
 
@@ -50,7 +50,7 @@ def write_picture(svg: str, path: str | Path, *, scale: float = 2.0, or_else: st
         raise InputError(f"{path.name} ends with {path.suffix!r}; give a name that ends with {known}")
     with writing(path):
         if path.suffix == ".svg":
-            path.write_text(svg)
+            path.write_text(svg, encoding="utf-8")
         else:
             from pd2bw_fx.report import raster  # matplotlib, which takes half a second to import
 

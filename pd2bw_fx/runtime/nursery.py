@@ -65,7 +65,7 @@ def _started(module: str, end: socket.socket, environment: Mapping[str, str]) ->
 def given_end() -> int:
     """The descriptor that `_started` gave this process, whose standard input is empty from now on."""
     end = os.dup(0)
-    with open(os.devnull) as nothing:
+    with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     return end
 
@@ -73,7 +73,7 @@ def given_end() -> int:
 @contextlib.contextmanager
 def _outputs() -> Iterator[tuple[int, int]]:
     """Standard output and error; in place of a closed one, whose number another file may have, nowhere."""
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "wb") as nowhere:
         output, errors = (
             nowhere.fileno() if stream is None or stream.closed else number
             for number, stream in ((1, sys.__stdout__), (2, sys.__stderr__))
@@ -305,7 +305,7 @@ def _become_worker(
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
-        Path("/proc/self/comm").write_text("pd2bw_fx worker")
+        Path("/proc/self/comm").write_text("pd2bw_fx worker", encoding="utf-8")
         random.seed()
         serve(connection)
         code = 0

@@ -228,7 +228,7 @@ def _wake(process: int) -> None:
     """One that is stopped takes the signal by which torchrun ends it only when it goes on; it would wait for
     half a minute. Only of this rank's own launcher: elsewhere the number is another process's."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
+        parent = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]
         if int(parent) == os.getppid():
             os.kill(process, signal.SIGCONT)
 
