@@ -151,6 +151,10 @@ def test_ranks_that_add_to_each_others_updates_may_meet_between_steps(tmp_path: 
     assert finished.returncode == 0, finished.stderr
     for losses, expected in json.loads((tmp_path / "losses.json").read_text()).values():
         assert losses == pytest.approx(expected, rel=1e-12)
+    for rank in range(2):
+        norms, expected = json.loads((tmp_path / f"norms.{rank}.json").read_text())
+        assert norms == pytest.approx(expected, rel=1e-12)
+        assert len(norms) == 6
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ class Engine:
             source=lambda microbatch: job.name_of(job.rank_of(job.loss_stage, microbatch)),
             microbatches_per_update=job.microbatches_per_update,
             learning_rates=weights.learning_rates,
+            gradient_norm=weights.gradient_norm,
         )
         self._recorder = make_recorder(job, options.record, self._control, self.device)
         self._runner = make_runner(

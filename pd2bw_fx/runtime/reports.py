@@ -32,6 +32,7 @@ class UpdateReport:
     microbatches_per_s: float
     learning_rates: tuple[float, ...]  # of the optimizer's groups, on a rank without parameters too
     numbers: Mapping[str, float]
+    gradient_norm: float | None = None  # of the whole model's, before it is clipped to max_gradient_norm
 
 
 class LossLog:
@@ -50,6 +51,7 @@ class LossLog:
         source: Callable[[int], str],
         microbatches_per_update: int,
         learning_rates: Callable[[int], tuple[float, ...]],
+        gradient_norm: Callable[[int], float | None],
     ) -> None:
         self._on_report = on_report
         self._lateness = max(_UNDER_WAY, num_ranks)
@@ -57,6 +59,7 @@ class LossLog:
         self._source = source
         self._microbatches_per_update = microbatches_per_update
         self._learning_rates = learning_rates
+        self._gradient_norm = gradient_norm
         self._under_way: deque[tuple[Loss, float]] = deque()  # and the seconds of its call
         self._added_s = time.perf_counter()
 
@@ -84,5 +87,7 @@ class LossLog:
         if self._on_report is None or not loss.is_of_training:
             return
         rate = self._microbatches_per_update / seconds
-        rates = self._learning_rates(loss.update)
-        self._on_report(UpdateReport(loss.update, loss.item(), seconds, rate, rates, loss.numbers))
+        rates, norm = self._learning_rates(loss.update), self._gradient_norm(loss.update)
+        self._on_report(
+            UpdateReport(loss.update, loss.item(), seconds, rate, rates, loss.numbers, gradient_norm=norm)
+        )

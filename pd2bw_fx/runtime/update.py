@@ -7,6 +7,7 @@ finish     before the first forward that needs the new version: wait for both, s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,26 @@ class LossScale:
         self._finite = state["finite"]
 
 
+class GradientNorm:
+    """Of a whole update's gradient, before it is clipped. A GPU computes it later than it is asked for, and
+    brings it here meanwhile: whoever reads it some updates later waits for nothing."""
+
+    __slots__ = ("_here", "_is_there")
+
+    def __init__(self, norm: Tensor) -> None:
+        self._here, self._is_there = norm, None
+        if norm.device.type == "cuda":
+            self._here = torch.empty_like(norm, device="cpu", pin_memory=True)
+            self._here.copy_(norm, non_blocking=True)
+            self._is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._is_there.record(torch.cuda.current_stream(norm.device))
+
+    def item(self) -> float:
+        if self._is_there is not None:
+            self._is_there.synchronize()
+        return self._here.item()
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """When W(version) was made, by `time.perf_counter`: what other ranks add is there at `added_s`."""
@@ -100,6 +121,7 @@ class PendingUpdate:
     scale: float = 1.0
     may_overflow: bool = False
     used: frozenset[str] = frozenset()  # the answer, when finished
+    norm: GradientNorm | None = None  # where it is clipped, when finished
     _have_arrived: bool = False
     _squares: Tensor | None = None
     _squaring: dist.Work | None = None
@@ -165,6 +187,8 @@ class PendingUpdate:
         assert self._squaring is not None
         wait_for(self._squaring)
         norm = self._squares.sqrt() / self.scale
+        if math.isfinite(clipping.max_norm):
+            self.norm = GradientNorm(norm)
         factor = ((clipping.max_norm / (norm + 1e-6)).clamp(max=1.0) / self.scale).squeeze(0)
         if self.may_overflow and not bool(norm.isfinite()):
             return False

@@ -39,7 +39,7 @@ from pd2bw_fx.runtime.optimizing import (
 )
 from pd2bw_fx.runtime.slots import Slots
 from pd2bw_fx.runtime.ties import GradientSums, TiedParameter, UseQuestion, in_buckets
-from pd2bw_fx.runtime.update import Clipping, LossScale, PendingUpdate, Step
+from pd2bw_fx.runtime.update import Clipping, GradientNorm, LossScale, PendingUpdate, Step
 from pd2bw_fx.stage import StageProgram
 
 _MOST_PENDING = 2  # each keeps its gradients
@@ -87,6 +87,7 @@ class WeightStore:
         self._pending: deque[PendingUpdate] = deque()
         self._steps: deque[Step] = deque(maxlen=_MOST_PENDING + 1)
         self._rates: dict[int, tuple[float, ...]] = {}  # by version, of the last
+        self._norms: dict[int, GradientNorm] = {}  # where gradients are clipped
         stepped = [slot.flat if corrector is None else corrector.newest for slot in self._slots]
         self._stepped = [{name: p.view(flat) for name, p in self._places.items()} for flat in stepped]
         # The optimizer's parameters: stepped in the slot that is being made.
@@ -120,6 +121,11 @@ class WeightStore:
     def learning_rates(self, update: int) -> tuple[float, ...]:
         """Of the optimizer's groups, in one of the last updates, or else in the coming one."""
         return self._rates.get(update + 1, self._optimizer.learning_rates)
+
+    def gradient_norm(self, update: int) -> float | None:
+        """Of the whole model's gradient in one of the last updates that were made, where it is clipped."""
+        norm = self._norms.get(update + 1)
+        return None if norm is None else norm.item()
 
     def module(self, stage: int, version: int) -> nn.Module:
         """A stage's module with the weights of a living version."""
@@ -236,7 +242,10 @@ class WeightStore:
         if self._loss_scale is not None:
             self._loss_scale.follow(pending.version, overflow=gradients is None)
         self._rates[pending.version] = self._optimizer.learning_rates
-        self._rates.pop(pending.version - _RATES_KEPT, None)
+        if pending.norm is not None:
+            self._norms[pending.version] = pending.norm
+        for told in (self._rates, self._norms):
+            told.pop(pending.version - _RATES_KEPT, None)
         if gradients is not None:
             self._step(target, gradients)
         self.newest = pending.version
@@ -313,6 +322,7 @@ class WeightStore:
         elif self._loss_scale is not None:
             self._loss_scale.begin_at(updates)
         self._rates.clear()
+        self._norms.clear()
         if self._corrector is not None:
             changes = {k.partition("/")[2]: v for k, v in found.items() if k.startswith("correction/")}
             self._corrector.load(changes, updates)

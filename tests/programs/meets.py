@@ -1,7 +1,7 @@
 """Run by torchrun: the user's program has all ranks meet after every step, as for a metric of its own.
 
 With 2BW and much slack the last stage ends a step before the first has given its part to the update before.
-Losses and what the reference has for them go to FOLDER/losses.json.
+Losses and what the reference has for them go to FOLDER/losses.json, and norms of gradients that are clipped.
 
 meets.py FOLDER
 """
@@ -10,12 +10,14 @@ import functools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.runtime.reference import train_reference
+from pd2bw_fx.runtime.reports import UpdateReport
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -39,9 +41,11 @@ def main() -> None:
     model = Tied().double()
     batches = [(torch.randn(4, 8, dtype=torch.float64),) for _ in range(6)]
     pipe = pd2bw_fx.split(model, batches[0], cluster=2, costs="analytic", check=False)
-    found = {}
+    found, norms = {}, known_norms()
     for limit in (None, 0.1):
-        with pipe.engine(optimizer=SGD, max_gradient_norm=limit, slack=1.0) as engine:
+        reports: list[UpdateReport] = []
+        options: dict[str, Any] = {"max_gradient_norm": limit, "on_report": reports.append}
+        with pipe.engine(optimizer=SGD, slack=1.0, **options) as engine:
             losses = []
             for batch in batches:
                 losses.append(engine.step(batch))
@@ -52,8 +56,23 @@ def main() -> None:
             )
             found[str(limit)] = [[loss.item() for loss in losses], list(known.losses)]
             rank = engine.rank
+    told = [report.gradient_norm for report in reports]
+    Path(sys.argv[1], f"norms.{rank}.json").write_text(json.dumps([told, norms]))
     if rank == 0:
         Path(sys.argv[1], "losses.json").write_text(json.dumps(found))
+
+
+def known_norms() -> list[float]:
+    """Those that the reference's clip_grad_norm_ finds from now on."""
+    norms, clip = [], nn.utils.clip_grad_norm_
+
+    def noting(*arguments: Any) -> Tensor:
+        norm = clip(*arguments)
+        norms.append(norm.item())
+        return norm
+
+    nn.utils.clip_grad_norm_ = noting
+    return norms
 
 
 if __name__ == "__main__":
