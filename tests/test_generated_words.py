@@ -6,6 +6,7 @@ torch's own samples of every operator.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pd2bw_fx import split
 from pd2bw_fx.passes.codegen import generate
 from tests.stages import case_of, compared, planned
 
@@ -161,3 +163,52 @@ def test_writes_to_parts_of_complex_numbers_have_their_gradients() -> None:
         plan = planned(case, num_stages)
         found = compared(case, plan, generate(case.graph, plan))
         assert found.worst.relative <= 1e-14
+
+
+class _Plain(nn.Module):
+    """Arguments that are what they are without being given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, eps=1e-3, momentum=0.2)
+        self.kernel = nn.Parameter(torch.randn(4, 4, 3))
+        self.inner, self.head = nn.Linear(8, 8), nn.Linear(4, 7)
+
+    def forward(self, mask: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+        residual = x
+        inner = self.inner(x)
+        angles = x.cos()
+        x = F.conv1d(F.elu(self.norm(inner + angles)), self.kernel, padding=1)
+        x = x + residual * mask.to(mask.device, torch.bool)
+        x = F.softplus(F.max_pool1d(x, 2).float())
+        labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return F.cross_entropy(self.head(x).transpose(1, 2), labels)
+
+
+def test_arguments_that_say_nothing_are_left_out_and_second_names_stand_where_the_author_has_them() -> None:
+    example = (torch.ones(3, 4, 1), torch.randn(3, 4, 8), torch.zeros(3, 4, dtype=torch.int64))
+    source = split(_Plain(), example, cluster=1, costs="analytic").stages[0].source
+
+    assert "self.norm = nn.BatchNorm1d(4, eps=0.001, momentum=0.2)" in source
+    assert "F.conv1d(F.elu(self.norm(inner + angles)), self.kernel, padding=1)" in source
+    assert "F.softplus(F.max_pool1d(x, 2))" in source
+    assert ".to(torch.bool)" in source
+    assert "labels = F.pad(labels, (0, 1), value=-100)[:, 1:]" in source
+    names = re.findall(r"^        (\w+) = ", source[source.index("def forward") :], re.MULTILINE)
+    assert names[:4] == ["residual", "inner", "angles", "x"]
+
+
+class _Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 7)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x).flatten(0, 1), F.pad(words, (0, 1), value=-100)[:, 1:].flatten())
+
+
+def test_what_a_loss_is_held_to_is_called_its_targets() -> None:
+    example = (torch.randn(3, 4, 8), torch.zeros(3, 4, dtype=torch.int64))
+    source = split(_Shifted(), example, cluster=1, costs="analytic").stages[0].source
+
+    assert "targets = F.pad(words, (0, 1), value=-100)[:, 1:].flatten()" in source

@@ -4,9 +4,12 @@ F.cross_entropy, F.interpolate, torch.stft.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import fx
 
 from .expression import Scene, Source, Special, call, given
@@ -81,6 +84,27 @@ def _named(function: str) -> Special:
     return lambda values, scene: _by_name(function, values, scene)
 
 
+def _activation(name: str) -> Special:
+    """One of torch.nn.functional; arguments with that function's defaults are left out."""
+    defaults = _OF_BUILTINS.get(name)
+    if defaults is None:
+        arguments = inspect.signature(getattr(F, name)).parameters
+        defaults = {argument: parameter.default for argument, parameter in arguments.items()}
+
+    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
+        given_otherwise = {
+            argument: value
+            for argument, value in values.items()
+            if isinstance(value, fx.Node) or argument not in defaults or value != defaults[argument]
+        }
+        return _by_name(f"F.{name}", given_otherwise, scene)
+
+    return spelled
+
+
+_OF_BUILTINS: dict[str, dict[str, Any]] = {"softplus": {"beta": 1.0, "threshold": 20.0}}
+
+
 def _by_name(function: str, values: Mapping[str, Any], scene: Scene) -> Source:
     tensors = [value for value in values.values() if isinstance(value, fx.Node)]
     rest = {
@@ -122,12 +146,31 @@ def _gelu(values: Mapping[str, Any], scene: Scene) -> Source:
 
 def _pad(values: Mapping[str, Any], scene: Scene) -> Source:
     kwargs = given(values, "mode", "value")
+    value, padded = kwargs.get("value"), values["self"].meta.get("val")
+    if type(value) is float and value.is_integer() and _is_of_integers(padded):
+        kwargs["value"] = int(value)
     return call("F.pad", scene, values["self"], tuple(values["pad"]), **kwargs)
+
+
+def _is_of_integers(tensor: Any) -> bool:
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _one(sizes: Any) -> Any:
+    """(3, 3) as 3, as it is usually written."""
+    is_one = isinstance(sizes, list | tuple) and all(type(size) is int and size == sizes[0] for size in sizes)
+    return sizes[0] if is_one and sizes else sizes
+
+
+_PLAIN_SIZES = {"stride": 1, "padding": 0, "dilation": 1}
 
 
 def _convolution(name: str) -> Special:
     def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
-        kwargs = {n: v for n, v in values.items() if n not in ("input", "weight")}
+        kwargs = {n: _one(v) for n, v in values.items() if n not in ("input", "weight")}
+        kwargs = {n: v for n, v in kwargs.items() if type(v) is not int or v != _PLAIN_SIZES.get(n)}
         return call(f"F.{name}", scene, values["input"], values["weight"], **kwargs)
 
     return spelled
@@ -135,9 +178,13 @@ def _convolution(name: str) -> Special:
 
 def _pool(name: str) -> Special:
     def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
-        kwargs = {n: v for n, v in values.items() if n not in ("self", "kernel_size", "output_size")}
-        size = values.get("kernel_size", values.get("output_size"))
-        return call(f"F.{name}", scene, values["self"], tuple(size or ()), **kwargs)
+        if "output_size" in values:
+            return call(f"F.{name}", scene, values["self"], tuple(values["output_size"]))
+        kwargs = {n: _one(v) for n, v in values.items() if n not in ("self", "kernel_size")}
+        size = _one(values["kernel_size"])
+        plain = {"stride": size, "padding": 0, "dilation": 1}
+        kwargs = {n: v for n, v in kwargs.items() if type(v) is not int or v != plain.get(n)}
+        return call(f"F.{name}", scene, values["self"], size, **kwargs)
 
     return spelled
 
@@ -219,7 +266,7 @@ FUNCTIONS: dict[str, Special] = {
     "gelu": _gelu,
     "pad": _pad,
     **{
-        name: _named(f"F.{name}")
+        name: _activation(name)
         for name in ("relu", "silu", "elu", "leaky_relu", "softplus", "hardtanh", "mish")
     },
     **{name: _convolution(name) for name in ("conv1d", "conv2d", "conv3d")},

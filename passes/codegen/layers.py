@@ -50,6 +50,7 @@ LAYERS_GIVING_TUPLES = (*RECURRENT_LAYERS, nn.LSTMCell)
 _WITH_WEIGHT = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 _SIZES_TO_KEEP = {"normalized_shape", "unflattened_size"}  # (8, 8) is not 8 there
 
+_BY_NAME = {"eps", "momentum"}  # of norms
 _RECURRENT = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
 
 
@@ -88,7 +89,7 @@ def _has_its_own_weights(module: nn.Module) -> bool:
 def constructor(module: nn.Module) -> Call:
     """`nn.Linear(768, 3072, bias=False)`: arguments that have their default are left out."""
     pairs = _recurrent(module) if isinstance(module, nn.RNNBase) else _by_signature(module)
-    parts = [Part(Leaf(argument, value), argument, default) for argument, value, default in pairs]
+    parts = [Part(Leaf(a, value), a, default, by_name=a in _BY_NAME) for a, value, default in pairs]
     held = (*module.parameters(), *module.buffers())  # statistics alone, of a norm without weights
     kinds = (tensor.dtype for tensor in held if tensor.is_floating_point() or tensor.is_complex())
     dtype = next(kinds, torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,8 @@ from .expression import Scene, Source
 from .literals import identifier, plain
 from .local_names import LocalNames
 from .naming import element_name, is_final, list_returned, operator_name
-from .scopes import Scope
+from .scopes import Line, Scope
+from .second_names import SecondName
 from .spell import spell
 from .stage_tree import DEVICE, StageTree, walk
 from .statements import takes_apart
@@ -101,10 +103,11 @@ class _Draft:
         self.too_long: set[fx.Node] = set()
         self.lost_sizes: set[tuple[fx.Node, int]] = set()
         self.position = 0  # of the item being written
+        self.written: list[Statement] = []
 
     def write(self) -> Method:
         arguments = self._arguments()
-        body: list[Statement] = []
+        body = self.written
         for index, item in enumerate(self.body.items):
             self.position = index
             body += self._statements(index, item)
@@ -123,7 +126,7 @@ class _Draft:
         return [*names, *(identifier(symbol) for symbol in self.body.symbols)]
 
     def _statements(self, index: int, item: fx.Node | Scope) -> list[Statement]:
-        """None for what is written elsewhere, and two where a value gets its second name before."""
+        """None for what is written elsewhere."""
         if self.body.is_element(item):
             return []  # bound where the tuple is made
         results = self.body.results(item)
@@ -131,13 +134,13 @@ class _Draft:
         if len(results) == 1 and results[0] in self.folding.folded:
             self.sources[results[0]] = source
             return []
-        renamed = self._renamed(index, item, results)
+        self._rename(index, item, results)
         target = self._target(index, item, results)
         text = f"{target} = {source.text}" if target else source.text
         if len(text) > _LONGEST_FOLDED:
             self._unfold(item, len(text))
         statement = Statement(text, *self._comment(item, results), self._region(item))
-        return [*renamed, self._with_its_loop(statement, item)]
+        return [self._with_its_loop(statement, item)]
 
     def _with_its_loop(self, statement: Statement, item: fx.Node | Scope) -> Statement:
         line = self.body.line(item)
@@ -147,16 +150,31 @@ class _Draft:
         listed = list_of(own) or list_returned(line) or ""
         return replace(statement, counter=counter_of(own), listed=listed)
 
-    def _renamed(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> list[Statement]:
+    def _rename(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> None:
         """`residual = x` of the author's, before `x = self.norm(x)`: what was x is read again."""
-        found = self.names.second_name(index, item, results)
-        if found is None:
-            return []
+        found, line = self.names.second_name(index, item, results), self.body.line(item)
+        if found is None or line is None:
+            return
         node, second = found
         before = self.names.bound[node]
         self._bind(node, second.name)
         place = "" if second.line.module_of_torch else plain(str(second.line))
-        return [Statement(f"{second.name} = {before}", place, region=self._region(item))]
+        region, at = self._region(item), len(self.written)
+        while at and self._stands_behind(self.written[at - 1], second, line, before):
+            at -= 1
+            region = self.written[at].region
+        self.written.insert(at, Statement(f"{second.name} = {before}", place, region=region))
+
+    def _stands_behind(self, statement: Statement, second: SecondName, line: Line, before: str) -> bool:
+        """Whether the author has a statement between a second name and the line for which it is needed, and
+        it does the same behind that name."""
+        file, _, number = statement.place.rpartition(":")
+        if f"{file}:{second.line.number}" != plain(str(second.line)) or not number.isdigit():
+            return False
+        target, _, _ = statement.text.partition(" = ")
+        words, targets = (set(re.findall(r"\w+", text)) for text in (statement.text, target))
+        is_between = second.line.number < int(number) < line.number
+        return is_between and second.name not in words and before not in targets
 
     def _target(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> str:
         elements = self.body.elements(item)

@@ -42,7 +42,12 @@ _RESULT_NAMES = {
 _FILLING = {"select_scatter", "slice_scatter", "index_put", "masked_fill", "index_fill"}
 # What they give is still called what they were given.
 _SAME_VALUE = {"to", "contiguous", "clone", "detach", "type_as", "unsqueeze", "squeeze"}
-_ATTENTION = ("query", "key", "value", "mask")
+# What operators are given, by their places: a value without a name is called after what it is for.
+_PARTS = {
+    "scaled_dot_product_attention": ("query", "key", "value", "mask"),
+    "cross_entropy_loss": ("", "targets"),
+    "nll_loss_nd": ("", "targets"),
+}
 
 
 def hands_on(item: fx.Node | Scope) -> fx.Node | None:
@@ -53,11 +58,13 @@ def hands_on(item: fx.Node | Scope) -> fx.Node | None:
     return operand if isinstance(operand, fx.Node) and operand.op != "get_attr" else None
 
 
-def _part_in_attention(node: fx.Node) -> str | None:
+def _part_in_an_operator(node: fx.Node) -> str | None:
     for user in node.users:
-        if user.op == "call_function" and operator_name(user) == "scaled_dot_product_attention":
-            places = zip(user.args, _ATTENTION, strict=False)
-            return next((name for operand, name in places if operand is node), None)
+        parts = _PARTS.get(operator_name(user)) if user.op == "call_function" else None
+        if parts is not None:
+            return next(
+                (name for operand, name in zip(user.args, parts, strict=False) if operand is node), None
+            )
     return None
 
 
@@ -251,7 +258,7 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
     if getattr(result.target, "namespace", None) == UNTRACED:
         part = re.sub(r"_\d+$", "", operator_name(result))  # numbered among those of the process
         return identifier(part.lower()) if "training" in result.kwargs else "loss"
-    special = _part_in_attention(result) or place_in_mask(result)
+    special = _part_in_an_operator(result) or place_in_mask(result)
     if special is not None:
         return special
     if _compares_places(result):

@@ -75,10 +75,22 @@ def _to(values: Mapping[str, Any], scene: Scene) -> Source | None:
     kwargs = given(values, "copy", "memory_format")
     if "other" in values:
         return call(f"{scene.receiver(values['self'])}.to", scene, values["other"], **kwargs)
+    receiver = scene.receiver(values["self"])
     texts = [scene.device()] if values.get("device") is not None else []
     texts += [literal(values["dtype"])] if values.get("dtype") is not None else []
+    if len(texts) > 1 and texts[0] == f"{receiver}.device":
+        del texts[0]  # where it is already
     texts += [f"{name}={scene.text(value)}" for name, value in kwargs.items()]
-    return Source(f"{scene.receiver(values['self'])}.to({', '.join(texts)})")
+    return Source(f"{receiver}.to({', '.join(texts)})")
+
+
+def _moved(values: Mapping[str, Any], scene: Scene) -> Source | None:
+    """`x.to(device)` of the author's, which torch notes with the type that x has."""
+    before = values["self"].meta.get("val") if isinstance(values["self"], fx.Node) else None
+    is_kept = isinstance(before, torch.Tensor) and before.dtype == values.get("dtype")
+    if not is_kept or values.get("device") is None:
+        return _to(values, scene)
+    return _to({name: value for name, value in values.items() if name != "dtype"}, scene)
 
 
 def _sized(name: str, shape: str) -> Special:
@@ -192,6 +204,7 @@ SPECIAL: dict[str, Special] = FUNCTIONS | {
     "select": _select,
     "index": _index_tensor,
     "to": _to,
+    "to.dtype_layout": _moved,
     "view": _sized("view", "size"),
     "reshape": _sized("reshape", "shape"),
     "permute": _sized("permute", "dims"),
