@@ -28,6 +28,7 @@ class Record:
     loss: str | None = None
     loss_place: int | None = None  # among the leaves of a tuple
     left_out: tuple[str, ...] = ()
+    rebound: frozenset[str] = frozenset()  # buffers that the forward made anew, as they were in shape
     resized: tuple[str, ...] = ()  # buffers that the forward made anew in another shape
     reached_loss: bool = False  # that of loss_fn: the model itself has run
     has_checkpoints: bool = False  # activations that the model would compute again in its backward
@@ -67,18 +68,26 @@ class Program(nn.Module):
         _take_for_one_batch(tensors)
         self.watch.before(self.model)
         with self.conditions.assumed():
-            results = self._run(tensors)
+            results = self._run(tensors, dict(self.model.named_buffers()))
         self.watch.after(self.model, results)
         return results
 
     def call(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The model run as it is, on copies of the tensors, which it may write: results by output name."""
-        results = self._run([tensors[name].clone() for name in self.flat.names])
+        given = [tensors[name].clone() for name in self.flat.names]
+        before = dict(self.model.named_buffers())
+        for name in self.record.rebound & before.keys():
+            self._set_buffer(name, before[name].clone())  # a backward may read what it was
+        try:
+            results = self._run(given, before)
+        except BaseException:
+            for name in self.record.rebound & before.keys():
+                self._set_buffer(name, before[name])
+            raise
         return dict(zip(self.record.output_names, results, strict=True))
 
-    def _run(self, tensors: Any) -> tuple[Any, ...]:
+    def _run(self, tensors: Any, before: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         args, kwargs, targets = self.flat.rebuild(tensors)
-        before = dict(self.model.named_buffers())
         self.record.reached_loss = False
         with checkpointing_left_out(self._found_a_checkpoint):
             output = self.model(*args, **kwargs)
@@ -114,12 +123,16 @@ class Program(nn.Module):
         for name, buffer in before.items():
             if name in after and after[name] is not buffer:
                 if after[name].shape == buffer.shape:
+                    self.record.rebound |= {name}
                     with torch.no_grad():
                         buffer.copy_(after[name])
                 elif name not in self.record.resized:
                     self.record.resized += (name,)
-                path, _, attribute = name.rpartition(".")
-                setattr(self.model.get_submodule(path), attribute, buffer)
+                self._set_buffer(name, buffer)
+
+    def _set_buffer(self, name: str, buffer: torch.Tensor) -> None:
+        path, _, attribute = name.rpartition(".")
+        setattr(self.model.get_submodule(path), attribute, buffer)
 
 
 def _take_for_one_batch(tensors: Sequence[torch.Tensor]) -> None:
