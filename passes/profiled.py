@@ -161,10 +161,13 @@ def _layout(
     graph: OperatorGraph,
 ) -> BatchLayout:
     # What torch.fx traces asks for sizes when it runs; what is exported has them as numbers.
-    sizes = _fixed_sizes(graph) if traced.report.tracer.startswith("export") else {}
+    report = traced.report
+    sizes = _fixed_sizes(graph) if report.tracer.startswith("export") else {}
     layout = BatchLayout.of(
         traced.model, args, kwargs, targets, microbatch_sizes=graph.batch_sizes, sizes=sizes
     )
+    tried = {report.tracer, *(attempt.tracer for attempt in report.attempts)}
+    layout = replace(layout, lengths_asked="export-sequence" in tried)
     shapes = [spec.shape for spec in graph.inputs.values()]
     if any(shape is None or any(isinstance(size, str) for size in shape) for shape in shapes):
         return layout

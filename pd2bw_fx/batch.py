@@ -64,6 +64,7 @@ class BatchLayout:
     A batch is a tuple or list of the forward's positional arguments (targets last, if a loss_fn takes them),
     a dict of its keyword arguments (targets under "targets"), or, where there is one argument, that tensor.
     `arguments` are the forward's positional parameters in order, `rest` is the name of its `*args`, if any.
+    `lengths_asked`: it was tried to leave lengths open, which the model may have fixed all the same.
     """
 
     inputs: tuple[BatchInput, ...]
@@ -72,6 +73,7 @@ class BatchLayout:
     has_targets: bool = False
     microbatch_sizes: SizeRange = ANY_SIZE
     plain: tuple[PlainValue, ...] = ()
+    lengths_asked: bool = False
 
     @classmethod
     def of(
@@ -92,17 +94,17 @@ class BatchLayout:
         those of single tensors. Raises InputError where a batch could not tell targets from an argument.
         """
         signature = inspect.signature(model.forward)
-        if targets is not None and TARGETS in signature.parameters:
-            raise InputError(
-                f"the forward of {type(model).__name__} has an argument {TARGETS!r}, as what loss_fn "
-                "compares with is called in a batch; rename the argument, or compute the loss in the model"
-            )
         kinds = signature.parameters.values()
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         arguments = tuple(p.name for p in kinds if p.kind in positional)
         rest = next((p.name for p in kinds if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
         layout = cls((), arguments, rest, targets is not None)
         given = dict(zip(layout._argument_names(len(args)), args, strict=True)) | dict(kwargs or {})
+        if targets is not None and TARGETS in given:
+            raise InputError(
+                f"the forward of {type(model).__name__} is given an argument {TARGETS!r}, as what loss_fn "
+                "compares with is called in a batch; rename the argument, or compute the loss in the model"
+            )
         order = [*arguments, *(name for name in given if name not in signature.parameters)]
         order += [name for name in signature.parameters if name not in order]
         named = {name: given[name] for name in order if name in given}
@@ -219,6 +221,7 @@ class BatchLayout:
             "has_targets": self.has_targets,
             "microbatch_sizes": self.microbatch_sizes.to_json(),
             "plain": [asdict(plain) for plain in self.plain],
+            "lengths_asked": self.lengths_asked,
         }
 
     @classmethod
@@ -239,7 +242,8 @@ class BatchLayout:
         plain = tuple(PlainValue(**(entry | {"path": tuple(entry["path"])})) for entry in data["plain"])
         arguments = tuple(data["arguments"])
         sizes = SizeRange(*data["microbatch_sizes"])
-        return cls(inputs, arguments, data["rest"], data["has_targets"], sizes, plain)
+        asked = data.get("lengths_asked", False)
+        return cls(inputs, arguments, data["rest"], data["has_targets"], sizes, plain, asked)
 
     def _call(self, batch: Any) -> dict[str, Any]:
         """The batch's arguments by name."""
@@ -267,7 +271,13 @@ class BatchLayout:
             advice = f", of which {', '.join(by_name)} by name alone: give a dict" if by_name else ""
             count = len(batch) + len(targets)
             raise InputError(f"the batch has {count} entries; the model takes {self._listing()}{advice}")
-        return dict(zip(self._argument_names(len(batch)), batch, strict=True)) | targets
+        call = dict(zip(self._argument_names(len(batch)), batch, strict=True))
+        if targets and TARGETS in call:
+            raise InputError(
+                f"the batch has {len(batch) + 1} entries, one of them for the forward's own argument "
+                f"{TARGETS!r}, which the example inputs did not have; expected {self._listing()}"
+            )
+        return call | targets
 
     def _require_no_more(self, call: Mapping[str, Any]) -> None:
         """Raises InputError for what the example inputs did not have: no stage would read it.
@@ -337,6 +347,8 @@ class BatchLayout:
                     "its first dimension was not taken for the batch, since other inputs' have another size: "
                     "where it is, split with as many samples of each"
                 )
+            elif self.lengths_asked:
+                advice += "; why tracer='export-sequence' has not left this one open, trace_report says"
             elif not known.dtype.is_floating_point and value.dim() == 2:
                 advice += ", or let lengths of token sequences vary with split(tracer='export-sequence')"
             raise InputError(

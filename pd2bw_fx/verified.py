@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from pd2bw_fx.arguments import require_kind, require_not_negative
+from pd2bw_fx.batch import TARGETS
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
@@ -94,8 +95,10 @@ def _named_inputs(pipeline: Pipeline, example: Mapping[str, Tensor]) -> Mapping[
 def _plain_arguments(pipeline: Pipeline, model: nn.Module) -> Mapping[str, Tensor]:
     """The example inputs as keyword arguments of the model's forward."""
     assert pipeline.example is not None
-    accepted = inspect.signature(model.forward).parameters
-    strange = sorted(pipeline.example.keys() - accepted.keys())
+    accepted = set(inspect.signature(model.forward).parameters)
+    if pipeline.batch_layout is not None and pipeline.batch_layout.has_targets:
+        accepted -= {TARGETS}  # another one than what loss_fn compares with
+    strange = sorted(pipeline.example.keys() - accepted)
     if strange:
         raise InputError(
             f"input {strange[0]!r} is no argument of {type(model).__name__}.forward; either it is not "

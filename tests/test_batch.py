@@ -236,8 +236,20 @@ def test_an_argument_that_is_called_targets_is_refused_beside_a_loss_function() 
             raise AssertionError("no batch is run here")
 
     assert BatchLayout.of(Both(), (X, Y)).has_targets is False
-    with pytest.raises(InputError, match="has an argument 'targets', as what loss_fn compares with"):
+    with pytest.raises(InputError, match="is given an argument 'targets', as what loss_fn compares with"):
         BatchLayout.of(Both(), (X, Y), {}, Y)
+
+
+def test_an_argument_that_is_called_targets_and_left_out_leaves_the_name_to_the_loss_function() -> None:
+    class Either(nn.Module):
+        def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+            raise AssertionError("no batch is run here")
+
+    layout = BatchLayout.of(Either(), (X,), {}, Y)
+    for batch in ((X, Y), {"x": X, "targets": Y}):
+        assert layout.flatten(batch)["targets"] is Y
+    with pytest.raises(InputError, match="3 entries, one of them for the forward's own argument 'targets'"):
+        layout.flatten((X, Y, Y))
 
 
 class Scaled(nn.Module):

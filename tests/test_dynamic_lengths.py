@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pd2bw_fx
 from benchmarks.coverage import CASES, built
+from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.passes.trace import trace
 from tests.stages import Case, case_of, compared, planned, run_stages
@@ -109,3 +111,8 @@ def test_a_model_that_fixes_its_length_is_traced_at_that_length_and_the_report_s
     assert traced.dynamic_batch
     assert [attempt.tracer for attempt in traced.report.attempts] == ["export-sequence"]
     assert "7" in traced.report.attempts[0].reason
+    pipe = pd2bw_fx.split(
+        Fixed(), torch.randint(9, (3, 7)), cluster=1, costs="analytic", tracer="export-sequence"
+    )
+    with pytest.raises(InputError, match="why tracer='export-sequence' has not left this one open"):
+        pipe.run(torch.randint(9, (3, 6)))

@@ -161,3 +161,30 @@ class Reseeding(nn.Module):
 def test_a_forward_that_sets_the_generator_is_named(how: str) -> None:
     with pytest.raises(VerificationError, match=rf"in its forward \(test_verify.py:\d+: .*{how}\("):
         pd2bw_fx.split(Reseeding(how), torch.randn(4, 4), cluster=2, costs="analytic")
+
+
+class Labelled(nn.Module):
+    """nanoGPT's forward: a loss of its own where it is given targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        found: Tensor = self.last(self.first(x).relu())
+        return found if targets is None else nn.functional.mse_loss(found, targets)
+
+
+def test_what_a_loss_function_compares_with_is_not_given_to_an_argument_of_the_same_name(
+    tmp_path: Path,
+) -> None:
+    model, x, y = Labelled(), torch.randn(3, 4), torch.randn(3, 4)
+    loss = {"loss_fn": nn.functional.l1_loss, "example_targets": y}
+    pipe = pd2bw_fx.split(model, x, cluster=2, num_stages=2, costs="analytic", **loss)
+    pipe.save(tmp_path / "saved")
+    loaded = pd2bw_fx.load(tmp_path / "saved")
+
+    assert loaded.run((x, y))["loss"].item() == nn.functional.l1_loss(model(x), y).item()
+    assert loaded.verify(model, example_args=x, **loss).exact
+    with pytest.raises(InputError, match=r"or pass example_args, example_kwargs and loss_fn"):
+        loaded.verify(model)
