@@ -1,4 +1,5 @@
-"""A buffer that the forward makes anew after it has computed with it: a gradient reads what it was."""
+"""Buffers that the forward, or a loss, makes anew after it has computed with them: a gradient reads what they
+were."""
 
 from __future__ import annotations
 
@@ -58,3 +59,45 @@ def test_stages_have_the_models_gradients_and_its_buffer(kind: type[nn.Module]) 
         losses.append(loss.item())
     assert trained.losses == pytest.approx(losses, rel=1e-4)
     torch.testing.assert_close(pipe.state_dict()["queue"], own.get_buffer("queue"))
+
+
+class Centred(nn.Module):
+    """A loss with a running centre."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(8))
+        self.in_place = in_place
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        centre = self.centre.clone() if self.in_place else self.centre
+        loss = (output * (1 + centre) - targets).square().mean()
+        mean = 0.5 * output.detach().mean(0)
+        if self.in_place:
+            self.centre.mul_(0.5).add_(mean)
+        else:
+            self.centre = 0.5 * self.centre + mean
+        return loss
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_loss_goes_on_with_its_buffer_while_stages_train(in_place: bool) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), Centred(in_place=in_place)
+    x, y, batches = torch.randn(4, 8), torch.randn(4, 8), 3
+    own, own_loss = copy.deepcopy((model, loss_fn))
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+
+    pipe = pd2bw_fx.split(model, x, loss_fn=loss_fn, example_targets=y, cluster=2, costs="analytic")
+
+    assert not loss_fn.centre.any()
+    trained = pipe.train_local([(x, y)] * batches, optimizer=sgd, method="1f1b", microbatches_per_update=1)
+    optimizer, losses = sgd(own.parameters()), []
+    for _ in range(batches):
+        optimizer.zero_grad()
+        loss = own_loss(own(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert trained.losses == pytest.approx(losses, rel=1e-4)
+    torch.testing.assert_close(pipe.tensors()["loss_fn.centre"], own_loss.centre)

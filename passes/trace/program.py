@@ -68,32 +68,37 @@ class Program(nn.Module):
         _take_for_one_batch(tensors)
         self.watch.before(self.model)
         with self.conditions.assumed():
-            results = self._run(tensors, dict(self.model.named_buffers()))
+            results = self._run(tensors, dict(self.named_buffers()))
         self.watch.after(self.model, results)
         return results
 
     def call(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The model run as it is, on copies of the tensors, which it may write: results by output name."""
         given = [tensors[name].clone() for name in self.flat.names]
-        before = dict(self.model.named_buffers())
-        for name in self.record.rebound & before.keys():
-            self._set_buffer(name, before[name].clone())  # a backward may read what it was
+        before = dict(self.named_buffers())
+        # A backward may read what they were, and the next call begins with the loss's as this one does.
+        apart = [name for name in before if name in self.record.rebound or not name.startswith(MODEL_PREFIX)]
+        for name in apart:
+            self._set_buffer(name, before[name].clone())
         try:
-            results = self._run(given, before)
-        except BaseException:
-            for name in self.record.rebound & before.keys():
+            results = self._run(given, before, keeps_loss=True)
+        finally:
+            for name in apart:
                 self._set_buffer(name, before[name])
-            raise
         return dict(zip(self.record.output_names, results, strict=True))
 
-    def _run(self, tensors: Any, before: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    def _run(
+        self, tensors: Any, before: Mapping[str, torch.Tensor], *, keeps_loss: bool = False
+    ) -> tuple[Any, ...]:
         args, kwargs, targets = self.flat.rebuild(tensors)
         self.record.reached_loss = False
         with checkpointing_left_out(self._found_a_checkpoint):
             output = self.model(*args, **kwargs)
-            self._write_back(before)
+            self._write_back({name: t for name, t in before.items() if name.startswith(MODEL_PREFIX)})
             self.record.reached_loss = self.loss_fn is not None
             loss = None if self.loss_fn is None else self.loss_fn(output, targets)
+            if not keeps_loss:
+                self._write_back(before)
         if self.loss_fn is not None:
             _check_loss(loss)
             named = [("loss", loss), *named_outputs(output, has_loss=False)]
@@ -119,20 +124,20 @@ class Program(nn.Module):
         self.record.has_checkpoints = True
 
     def _write_back(self, before: Mapping[str, torch.Tensor]) -> None:
-        after = dict(self.model.named_buffers())
+        after = dict(self.named_buffers())
         for name, buffer in before.items():
             if name in after and after[name] is not buffer:
                 if after[name].shape == buffer.shape:
                     self.record.rebound |= {name}
                     with torch.no_grad():
                         buffer.copy_(after[name])
-                elif name not in self.record.resized:
-                    self.record.resized += (name,)
+                elif (own := name.removeprefix(MODEL_PREFIX)) not in self.record.resized:
+                    self.record.resized += (own,)
                 self._set_buffer(name, buffer)
 
     def _set_buffer(self, name: str, buffer: torch.Tensor) -> None:
         path, _, attribute = name.rpartition(".")
-        setattr(self.model.get_submodule(path), attribute, buffer)
+        setattr(self.get_submodule(path), attribute, buffer)
 
 
 def _take_for_one_batch(tensors: Sequence[torch.Tensor]) -> None:
