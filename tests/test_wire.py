@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,3 +76,46 @@ def test_code_may_name_modules_of_torch_that_pickle_refuses() -> None:
         return torch.backends.cudnn.allow_tf32, torch.backends.fp32_precision, torch.ops.aten.add(1, 2), cudnn
 
     assert decoded(encoded_with_code(set_up))() == (True, "none", 3, torch.backends.cudnn)
+
+
+PLUGIN = """
+import torch
+STEP = 0.5
+class Halving(torch.optim.SGD):
+    def rate(self):
+        return STEP * self.param_groups[0]["lr"]
+def made(parameters):
+    return Halving(parameters, lr=1.0)
+"""
+
+
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["no module", "another module"])
+def test_code_of_a_module_that_was_loaded_by_its_path_travels_too(
+    is_hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    if is_hidden:  # on the path is another file of this name
+        (tmp_path / "path").mkdir()
+        (tmp_path / "path" / "a_plugin.py").write_text("")
+        monkeypatch.syspath_prepend(tmp_path / "path")
+    spec = importlib.util.spec_from_file_location("a_plugin", tmp_path / "plugin.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "a_plugin", module)
+    spec.loader.exec_module(module)
+
+    data = encoded_with_code((module.made, module, lambda parameters: module.made(parameters)))
+    monkeypatch.delitem(sys.modules, "a_plugin")
+
+    made, itself, indirectly = decoded(data)
+    for factory in (made, itself.made, indirectly):
+        assert factory([torch.zeros(1, requires_grad=True)]).rate() == 0.5
+    assert not cloudpickle.list_registry_pickle_by_value()
+
+
+def test_what_can_be_imported_travels_by_name() -> None:
+    data = encoded_with_code((torch.optim.SGD, pytest.MonkeyPatch, cloudpickle.dumps, TABLE.sum, json))
+
+    assert len(data) < 1000 + len(encoded(TABLE))
+    assert decoded(data)[:3] == (torch.optim.SGD, pytest.MonkeyPatch, cloudpickle.dumps)

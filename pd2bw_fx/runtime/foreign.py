@@ -1,7 +1,8 @@
 """Operators that are not torch's own, for local workers, which do not run the user's script.
 
-What another module registered is there once that module is imported. An operator that the script itself
-defines by `torch.library.custom_op` is sent as it is, like the script's optimizer; so is an untraced loss.
+What another module registered is there once that module is imported. An operator that the script itself, or
+a module that workers cannot import, defines by `torch.library.custom_op` is sent as it is, like the script's
+optimizer; so is an untraced loss.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload
 
+from pd2bw_fx.runtime.wire import is_importable
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH, operators_called
 from pd2bw_fx.untraced_call import UntracedFunction
 from pd2bw_fx.untraced_operands import NAMESPACE
@@ -83,7 +85,7 @@ def foreign_operators(sources: Iterable[str], model: nn.Module | None) -> Foreig
         loss = UntracedFunction.called(name) if namespace == NAMESPACE else None
         if loss is not None:
             definitions.append(loss)
-        elif operator is not None and module == "__main__":
+        elif operator is not None and (module == "__main__" or not is_importable(module)):
             definitions.append(_definition(operator))
         elif namespace not in NAMESPACES_OF_TORCH:
             known = list(_to_import([module])) or list(_to_import(_holders(namespace, name)))
@@ -122,7 +124,8 @@ def _to_import(names: Iterable[str]) -> Iterator[str]:
     """Those that a worker does not have by itself, and finds."""
     for name in names:
         is_own = name.partition(".")[0] in ("torch", "pd2bw_fx", "__main__", "builtins")
-        if not is_own and getattr(sys.modules.get(name), "__spec__", None) is not None:
+        is_module = getattr(sys.modules.get(name), "__spec__", None) is not None
+        if not is_own and is_module and is_importable(name):
             yield name
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import pickle
 import sys
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -24,12 +25,36 @@ def encoded(message: Any) -> bytes:
 
 
 def encoded_with_code(message: Any) -> bytes:
-    """With functions and classes of the script or the notebook by value."""
-    return _written(_PicklerWithCode, message)
+    """With functions and classes by value that the receiver cannot import: of the script or the notebook, and
+    of modules that were loaded by their path."""
+    before = cloudpickle.list_registry_pickle_by_value()
+    try:
+        return _written(_PicklerWithCode, message)
+    finally:
+        for name in cloudpickle.list_registry_pickle_by_value() - before:
+            cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
 
 def decoded(data: bytes) -> Any:
     return pickle.loads(data)
+
+
+def is_importable(name: str) -> bool:
+    """Whether another process that looks where this one does finds this module, and not another of its name.
+    Of a package's parts the package counts: it may make them when it is imported."""
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names or top in ("torch", "pd2bw_fx"):
+        return True
+    finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    found = next((spec for finder in finders if (spec := finder.find_spec(top, None)) is not None), None)
+    if found is None:
+        return False
+    file = getattr(sys.modules.get(top), "__file__", None)
+    return (
+        file is None
+        or not found.has_location
+        or os.path.realpath(file) == os.path.realpath(found.origin or file)
+    )
 
 
 def _written(kind: type[pickle.Pickler], message: Any) -> bytes:
@@ -47,7 +72,16 @@ class _PicklerWithCode(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if _is_special_module(value):
             return importlib.import_module, (value.__name__,)
+        if isinstance(value, (FunctionType, type, ModuleType)):
+            _send_by_value_if_needed(value)
         return _reduced(value) if _is_plain(value) else super().reducer_override(value)
+
+
+def _send_by_value_if_needed(value: Any) -> None:
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    module = sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
+    if type(module) is ModuleType and module.__name__ == name and not is_importable(name):
+        cloudpickle.register_pickle_by_value(module)
 
 
 def _is_special_module(value: Any) -> bool:
