@@ -102,8 +102,9 @@ def split(
     operator's arithmetic and bytes, or those of another pipeline of this model. Measured times are kept in
     the user's cache directory, by operator, shapes, device and torch version, unless `profile_cache=False`.
     `check="fast"` (or True) compares loss, gradients and buffers of the stages with the model's on the
-    example inputs, "full" also on other values, in a batch of another size and of another length where they
-    are open.
+    example inputs, and what they give in evaluation, "full" also on other values, in a batch of another size
+    and of another length where they are open. With False no stage is run, but where some draw random numbers
+    by something else than dropout: whether the model does so in evaluation, too, is asked.
 
     Raises InputError for arguments that cannot be, TraceError naming the line that cannot be traced,
     ClusterError, InfeasibleError if no assignment fits in memory, VerificationError if the stages were wrong.
