@@ -91,6 +91,12 @@ def test_check_prices_a_plan_again_and_names_what_is_wrong_with_it(
     assert "nothing runs to an earlier stage" in capsys.readouterr().err
 
 
+def test_an_output_that_is_closed_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+
+    assert main(["plan", str(folder)]) == 0
+
+
 def test_plan_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mlp", "--cluster", "2", "--explain"]) == 0
 

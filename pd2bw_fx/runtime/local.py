@@ -432,6 +432,6 @@ def _pickled(start: Start) -> bytes:
     except Exception as error:
         raise InputError(
             f"optimizer and options are sent to the workers, and one of them cannot be ({error}); use "
-            "functions or lambdas that hold no open file, lock or process, and put the folder of a module that "
-            "was loaded by its path on sys.path"
+            "functions or lambdas that hold no open file, lock or process; a module that was loaded by its "
+            "path is sent whole, unless its folder is on sys.path"
         ) from error

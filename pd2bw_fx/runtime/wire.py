@@ -6,6 +6,7 @@ dataset along, and a stage's weights, which share one block, that block as often
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
@@ -32,7 +33,8 @@ def encoded_with_code(message: Any) -> bytes:
         return _written(_PicklerWithCode, message)
     finally:
         for name in cloudpickle.list_registry_pickle_by_value() - before:
-            cloudpickle.unregister_pickle_by_value(sys.modules[name])
+            with contextlib.suppress(KeyError, ValueError):  # another thread was quicker
+                cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
 
 def decoded(data: bytes) -> Any:
