@@ -108,10 +108,19 @@ def several_results(model: Mapping, h: Tensor) -> Tensor:
     return scaled * sums["sum"][:, None]
 
 
+def matrix_by_vectors(model: Mapping, h: Tensor) -> Tensor:
+    """Of one matrix, of one for each sample, and of one vector."""
+    weight, vector = model.last.weight, model.last.bias
+    shared = torch.vmap(lambda row: weight @ row)(h)
+    own = torch.vmap(lambda row: torch.mv(row.outer(row), row))(h)
+    return shared + own + torch.vmap(lambda row: row.outer(vector).mv(vector))(h)
+
+
 @pytest.mark.parametrize(
     "middle",
     [
         rows,
+        matrix_by_vectors,
         columns,
         softmax_of_a_row,
         groups,

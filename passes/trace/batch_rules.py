@@ -170,10 +170,22 @@ def _summed(value: Tensor, dims: tuple[int, ...]) -> Tensor:
     return value.sum(dims) if dims else value
 
 
+def _mv(level: int, matrix: Tensor, vector: Tensor) -> Tensor:
+    samples = _Samples(level, (matrix, vector))
+    if samples.number is None:
+        return torch.mv(matrix, vector)
+    if 0 not in samples.mapped:
+        return samples.result(samples.of_each(1) @ matrix.t())
+    if 1 not in samples.mapped:
+        return samples.result(samples.of_each(0) @ vector)
+    return samples.result((samples.of_each(0) @ samples.of_each(1).unsqueeze(-1)).squeeze(-1))
+
+
 _RULES: dict[str, Callable[..., Any]] = {
     "cat": _cat,
     "gelu_backward": _gelu_backward,
     "glu_backward": _glu_backward,
+    "mv": _mv,
     "slice_backward": _slice_backward,
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
