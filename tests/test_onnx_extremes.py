@@ -73,6 +73,7 @@ def test_scans_over_the_batch_are_right_at_any_size(function: Any, tmp_path: Pat
             h, (h > 0).to(h.dtype), pos_weight=torch.tensor([1.0, 2.0, 3.0, 4.0]), reduction="none"
         ),
         lambda h: F.multilabel_soft_margin_loss(h, (h < 0).to(h.dtype)),
+        lambda h: F.multilabel_margin_loss(h, torch.tensor([[2, 0, -1, 1]]).repeat(h.shape[0], 1)),
         lambda h: torch.log1p(h.abs() * 1e-9) * 1e9,
         lambda h: torch.expm1(h * 1e-9) * 1e9,
         torch.expm1,
@@ -292,3 +293,35 @@ def test_floats_are_rounded_down_where_they_are_multiples_too(tmp_path: Path) ->
     folder = exported(model, tmp_path / "onnx", torch.rand(4, 8))
 
     require_alike(folder, model, x=torch.arange(-40, 40).reshape(10, 8) / 10)
+
+
+class Projecting(nn.Module):
+    """In words of torch, a projected LSTM is no layer any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.LSTM(4, 4, proj_size=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).unsqueeze(1))[0]
+
+
+def test_a_projected_lstm_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"an LSTM with a projection \('last.weight_hr_l0'\)"):
+        exported(Projecting().eval(), tmp_path / "onnx", torch.randn(5, 4))
+
+
+class Precise(nn.Module):
+    """Its last layer is no more exact than what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).double())
+
+
+def test_what_is_precise_behind_float32_is_held_to_float32(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    exported(Precise().eval(), tmp_path / "onnx", torch.randn(5, 64))

@@ -126,6 +126,11 @@ class _Job:
     def inputs(self) -> dict[str, Port]:
         return model_inputs(self.programs)
 
+    @property
+    def is_float32(self) -> bool:
+        ports = (port for program in self.programs for port in (*program.inputs, *program.outputs))
+        return any(port.spec.dtype is torch.float32 for port in ports)
+
 
 @dataclass(frozen=True, slots=True)
 class _Truth:
@@ -311,7 +316,9 @@ def _write_stages(
             for program in job.programs
             for port in program.outputs
         }
-        between.append(compare(tensors, expected, what=what, tolerance=job.tolerance))
+        between.append(
+            compare(tensors, expected, what=what, tolerance=job.tolerance, is_float32=job.is_float32)
+        )
         if truth.outputs is not None:
             leaving.append(_compare_outputs(tensors, truth.outputs, job))
     differences: dict[str, Any] = {"largest_differences": largest(between)}
@@ -373,7 +380,8 @@ def _compare_outputs(
             )
         found[name] = tensors[job.names[port.value]]
         what[name] = f"{name}, which stage {program.stage} returns, differs from the original model's"
-    return compare(found, {name: outputs[name] for name in found}, what=what, tolerance=job.tolerance)
+    expected = {name: outputs[name] for name in found}
+    return compare(found, expected, what=what, tolerance=job.tolerance, is_float32=job.is_float32)
 
 
 def _fed(job: _Job, truth: _Truth) -> dict[str, Any]:

@@ -114,6 +114,12 @@ def _require_known_layers(program: StageProgram, module: nn.Module) -> None:
                 f"layer {path!r} of stage {program.stage} is an LSTM with proj_size={inner.proj_size}, and "
                 "ONNX's LSTM has no projection"
             )
+    projections = [name for name in program.parameters if "weight_hr_l" in name]
+    if projections and "torch.lstm(" in program.source:
+        raise ExportError(
+            f"stage {program.stage} has an LSTM with a projection ({projections[0]!r}), and ONNX's LSTM has "
+            "none; write its steps out with nn.LSTMCell, or use one without proj_size"
+        )
 
 
 def produced(program: StageProgram) -> list[Port]:

@@ -219,6 +219,26 @@ def _bags_of_layer(
     )[0]
 
 
+def _multilabel_margin(
+    input: Tensor,  # noqa: A002 - as torch calls it
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """input: (batch, classes); target: its classes, up to the first -1."""
+    if size_average is not None or reduce is not None or input.dim() != 2:
+        return NotImplemented
+    is_given = (target < 0).to(torch.int64).cumsum(1) == 0
+    given = torch.where(is_given, target, 0)
+    classes = torch.arange(input.shape[1], device=input.device)
+    is_of_row = ((given.unsqueeze(2) == classes) & is_given.unsqueeze(2)).any(1)
+    beside = is_given.unsqueeze(2) & ~is_of_row.unsqueeze(1)  # (batch, targets, classes)
+    margins = (1 - (input.gather(1, given).unsqueeze(2) - input.unsqueeze(1))).clamp(min=0)
+    losses = torch.where(beside, margins, 0.0).sum((1, 2)) / input.shape[1]
+    return losses.mean() if reduction == "mean" else losses.sum() if reduction == "sum" else losses
+
+
 def _rrelu(
     input: Tensor,  # noqa: A002 - as torch calls it
     lower: float = 1 / 8,
@@ -292,6 +312,7 @@ _BY_NAME: Mapping[str, Callable[..., Any]] = {
     "lgamma": _lgamma,
     "masked_select": _masked_select,
     "median": _median,
+    "multilabel_margin_loss": _multilabel_margin,
     "rrelu": _rrelu,
     "searchsorted": _searchsorted,
     "squeeze": _squeeze,
