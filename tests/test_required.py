@@ -160,3 +160,20 @@ def test_a_submodule_that_hides_a_method_is_named() -> None:
 
     with pytest.raises(InputError, match="the model has a submodule called 'parameters', which is a method"):
         pd2bw_fx.split(Collecting(), rows(), cluster=2, costs="analytic")
+
+
+def test_a_part_under_inference_mode_is_refused_with_its_line() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.inference_mode():
+                hidden = self.first(x)
+            return self.last(hidden.clone()).square().mean()
+
+    model, x = Partly(), torch.randn(3, 4)
+    with pytest.raises(InputError, match=r"torch.inference_mode \(test_required.py:\d+: with .*no_grad"):
+        pd2bw_fx.split(model, x, cluster=2, costs="analytic")
+    assert pd2bw_fx.split(model.requires_grad_(False), x, cluster=2, costs="analytic").run(x)

@@ -58,7 +58,12 @@ from .inputs import (
 )
 from .notes import note_on_operator, notes_of
 from .program import MODEL_PREFIX, Program
-from .required import require_data, require_traceable_modules, tensor_hooks_refused
+from .required import (
+    inference_mode_refused,
+    require_data,
+    require_traceable_modules,
+    tensor_hooks_refused,
+)
 from .second_call import OtherNextTimeError, called_before, require_nothing_kept
 from .symbolic import trace_symbolically, writes_in_place
 
@@ -260,7 +265,13 @@ def _first_that_works(
                     if tracer == name:
                         attempts.append((name, ValueError(_NO_CONDITIONS)))
                     continue
-            with attributes_kept(model), torch_errors_unlogged(), training_context(), tensor_hooks_refused():
+            with (
+                attributes_kept(model),
+                torch_errors_unlogged(),
+                training_context(),
+                tensor_hooks_refused(),
+                inference_mode_refused(model),
+            ):
                 traced = _traced(name, program, batch_size)
             require_nothing_kept(program)  # when what the trace has left in attributes is gone
             if tracer == "auto":

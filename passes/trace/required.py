@@ -110,6 +110,34 @@ def tensor_hooks_refused() -> Iterator[None]:
         Tensor.register_hook = own  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def inference_mode_refused(model: nn.Module) -> Iterator[None]:
+    """Where the forward of a model that can be trained enters it, InputError is raised: no trace sees it."""
+    own = torch.inference_mode.__enter__
+
+    def refuse(mode: Any) -> Any:
+        if mode.mode:
+            raise _InferenceMode
+        return own(mode)
+
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        torch.inference_mode.__enter__ = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    except _InferenceMode as error:
+        place = source_line(error)  # none of a decorated forward
+        raise InputError(
+            f"the forward computes under torch.inference_mode{f' ({place})' if place else ''}, which a trace "
+            "does not have: stages would have gradients there; use torch.no_grad()"
+        ) from None
+    finally:
+        torch.inference_mode.__enter__ = own  # type: ignore[method-assign]
+
+
+class _InferenceMode(Exception):
+    pass
+
+
 class _TensorHook(Exception):
     pass
 
