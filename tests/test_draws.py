@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.drawing import function_draws, operator_draws
+from pd2bw_fx.errors import TraceError
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.draws import Draws
 from pd2bw_fx.runtime.local import TrainResult
@@ -171,3 +172,28 @@ def test_a_generator_of_the_models_own_is_refused_by_line() -> None:
 
     with pytest.raises(pd2bw_fx.TraceError, match=r"Generator of its own \(test_draws.py:\d+: return"):
         pd2bw_fx.split(Model(), torch.randn(2, 4), cluster=1, costs="analytic")
+
+
+class Mixing(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.draw = nn.Linear(4, 4), nn.Linear(4, 4), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.draw(self.first(x).exp())).square().mean()
+
+
+def dirichlet_of_gammas(concentration: Tensor) -> Tensor:
+    drawn = torch.distributions.Gamma(concentration, torch.ones(())).rsample()
+    return drawn / drawn.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_shares_are_drawn_by_gammas(validates: bool) -> None:
+    def dirichlet(concentration: Tensor) -> Tensor:
+        return torch.distributions.Dirichlet(concentration, validate_args=validates).rsample()
+
+    x = torch.randn(3, 4)
+    with pytest.raises(TraceError, match="it made of Gammas, since torch traces no gradient"):
+        pd2bw_fx.split(Mixing(dirichlet), x, cluster=2, costs="analytic")
+    assert pd2bw_fx.split(Mixing(dirichlet_of_gammas), x, cluster=2, costs="analytic").run(x)

@@ -45,7 +45,7 @@ from .diagnose import (
     state_kept,
 )
 from .draft import draft_findings
-from .exported import batch_sizes, export, foreign_operators
+from .exported import OF_GAMMAS, batch_sizes, export, foreign_operators
 from .given import accept_exported, accept_graph_module
 from .held import require_memory_apart
 from .inputs import (
@@ -375,6 +375,8 @@ def _cannot_be_traced(
         advice = advice.replace(_AS_EXAMPLE, _ASKING)
     if any(met_packed_sequences(error) for _, error in attempts):
         advice = _ADVICE_FOR_PACKED
+    elif any("_sample_dirichlet" in str(error) for _, error in attempts):
+        advice = OF_GAMMAS
     elif any(chooses_at_random(error) for _, error in attempts):
         advice = _ADVICE_AT_RANDOM
     error = TraceError("\n".join([*lines, f"  Try: {advice}."]))

@@ -46,6 +46,11 @@ from .saved_values import saved_values_found
 from .second_call import require_the_same_again
 from .selected import selected_by_index
 
+OF_GAMMAS = (
+    "it made of Gammas, since torch traces no gradient of Beta and Dirichlet: of "
+    "g = Gamma(concentration, torch.ones(())).rsample() it is g / g.sum(-1, keepdim=True)"
+)
+
 _SMALLEST = 2  # torch takes sizes of 0 and 1 for constants
 _RUNNING_PARTS = {
     "cond": "torch.cond",
@@ -311,6 +316,8 @@ def _custom_function_message(name: str) -> str:
             "the model uses torch.utils.checkpoint with use_reentrant=True, whose backward cannot be traced; "
             "pass use_reentrant=False, or leave recomputation to split(recompute=...)"
         )
+    if name.endswith("dirichlet._Dirichlet"):
+        return f"the model draws from a Beta or Dirichlet distribution; expected {OF_GAMMAS}"
     return (
         f"the model calls torch's autograd function {name}; a traced program would keep its forward and lose "
         "its backward"
