@@ -36,10 +36,13 @@ and a test checks that it is current. What to look at:
   (`residual = hidden_states`); what the author gave no name is called after what it is for. The comment at
   the end of a line is the author's line, with the shape where it changes.
 - A class is written once, however many blocks there are of it, and equal blocks run in a loop: this stage has
-  {blocks} of them, and would be as long with twice as many. Sizes that differ are arguments.
+  {blocks} of them, and would be as long with twice as many. Sizes that differ are arguments. The
+  rounds of a loop over numbers (steps of time, a layer that is used again and again), which a trace has one
+  after another, are a loop again, with the lists that they fill.
 - Masks and positions are computed here rather than sent, and labels are an input of the stage itself.
 - No size of the batch and no device is written down: both are read off the inputs.
-- It imports torch and nothing else: `python stage_1.py` runs it forward and backward. What a model leaves
+- It imports torch and nothing else: `python stage_1.py` runs it forward and backward, and
+  `load_state_dict(load_file("stage_1.safetensors"))` gives it its weights. What a model leaves
   untraced (`pd2bw_fx.untraced`), or calls of a library's own operators, is called there by the name that it
   is registered under: the script or library that does so is imported first.
 - It computes in the model's own order, so that loss and gradients are the model's bit for bit.

@@ -55,7 +55,11 @@ def _names_of_what_crosses(cuts: Sequence[Cut], trees: Sequence[StageTree]) -> d
             taken = {names[other.name] for other in beside if other.name in names}
             taken |= {identifier(other.name) for other in beside if other.op == "placeholder"}
             base = identifier(stage.model_outputs.get(node.name) or argument_name(tree, tree.root, node))
-            names[node.name] = free_name(base, taken)
+            name = free_name(base, taken)
+            if name != base:  # a number that the stage takes a value of is no other's
+                taken |= {names[other.name] for other in stage.inputs if other.name in names}
+                name = free_name(base, taken)
+            names[node.name] = name
     return names
 
 

@@ -3,6 +3,7 @@ its own. So has what torch's attention calls, whose queries, keys and values hav
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,12 +26,17 @@ def helpers_noted() -> Iterator[None]:
     def filtered(tracer: TracerBase, summary: StackSummary) -> StackSummary:
         kept = plain(tracer, summary)
         wanted = {(frame.filename, frame.lineno, frame.name) for frame in kept}
-        found, folder = [], None
-        for frame in summary:
+        found, own, package = [], None, None
+        forwards = [at for at, f in enumerate(summary) if f.name == "forward" and is_the_authors(f.filename)]
+        for at, frame in enumerate(summary):
             is_kept = (frame.filename, frame.lineno, frame.name) in wanted
             if is_kept and frame.name == "forward":
-                folder = os.path.dirname(frame.filename) if is_the_authors(frame.filename) else None
-            is_beside = folder is not None and os.path.dirname(frame.filename) == folder
+                own = os.path.dirname(frame.filename) if is_the_authors(frame.filename) else None
+                package = None if own is None else _package(own)
+            folder = os.path.dirname(frame.filename)
+            # Before another forward, functions elsewhere in the package are wrappers of it.
+            is_last = own is not None and at > forwards[-1] and _package(folder) == package
+            is_beside = own is not None and (folder == own or is_last)
             is_of_attention = frame.name in _OF_ATTENTION and frame.filename == F.__file__
             if is_kept or is_of_attention or (is_beside and not frame.name.startswith("<")):
                 found.append(frame)
@@ -42,3 +48,11 @@ def helpers_noted() -> Iterator[None]:
         yield
     finally:
         tracer._filter_traceback_frames = plain
+
+
+@functools.cache
+def _package(folder: str) -> str:
+    """The outermost folder around one that is a package; the folder itself, if it is in none."""
+    while os.path.exists(os.path.join(os.path.dirname(folder), "__init__.py")):
+        folder = os.path.dirname(folder)
+    return folder
