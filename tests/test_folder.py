@@ -73,7 +73,7 @@ def test_an_edited_stage_that_is_no_python_is_named_with_its_line(tmp_path: Path
     pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False).save(tmp_path / "saved")
     stage = tmp_path / "saved" / "stage_1.py"
     lines = stage.read_text().splitlines()
-    line = next(at for at, text in enumerate(lines) if "return" in text)
+    line = next(at for at, text in enumerate(lines) if text.strip().startswith("return "))
     lines[line] = lines[line].replace("return", "retrun")
     stage.write_text("\n".join(lines))
 

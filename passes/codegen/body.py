@@ -264,7 +264,8 @@ class Folding:
         users: dict[fx.Node, list[int]] = {}
         for index, item in enumerate(self.items):
             for operand in self.body.operands_of(item):
-                times = 1 if isinstance(item, Scope) else occurrences((item.args, dict(item.kwargs)), operand)
+                given = self.body.tree.call_arguments(item) if isinstance(item, Scope) else item.args
+                times = occurrences((given, {} if isinstance(item, Scope) else dict(item.kwargs)), operand)
                 users.setdefault(operand, []).extend([index] * max(times, 1))
         for node in self.body.gives:
             users.setdefault(node, []).append(self.end)

@@ -284,20 +284,21 @@ class StageTree:
             (given,) = self.gives(scope)
             return len(reads) == 2 and list(given.args[:2]) == reads
         if isinstance(module, RECURRENT_CELLS):
-            return self._takes_states(scope, reads)
+            return list(dict.fromkeys(self._given_to_a_cell(scope))) == reads
         if isinstance(module, nn.EmbeddingBag) and len(reads) == 1:
             return bool(reads[0].meta["val"].ndim == 2)  # bags of one length; a row of words has offsets
-        return len(reads) == 1 or self._given_to_an_operator_of_several(scope) == reads
+        given_once = list(dict.fromkeys(self._given_to_an_operator_of_several(scope)))
+        return len(reads) == 1 or given_once == reads
 
-    def _takes_states(self, scope: Scope, reads: Sequence[fx.Node]) -> bool:
-        """Whether a cell is given its input and all of its states, or makes the states itself."""
+    def _given_to_a_cell(self, scope: Scope) -> list[Any]:
+        """Its input and its states; those that it makes itself are left out."""
         inside = set(scope.nodes)
         cell = next((node for node in inside if str(node.target).endswith("_cell.default")), None)
         if cell is None:
-            return False
+            return []
         given, states = cell.args[:2]
         operands = [given, *(states if isinstance(states, list | tuple) else [states])]
-        return [operand for operand in operands if operand not in inside] == list(reads)
+        return [operand for operand in operands if operand not in inside]
 
     def _given_to_an_operator_of_several(self, scope: Scope) -> list[Any]:
         """A recurrent layer's sequence and first states, a bag of embeddings' words and offsets."""
@@ -314,9 +315,17 @@ class StageTree:
     def call_arguments(self, call: Scope) -> list[fx.Node | tuple[fx.Node, ...]]:
         """The tensors that it is given, in order; both states of an LSTM as one argument."""
         reads = self.reads(call)
-        if self.is_layer(call) and isinstance(self.modules[call.path], LAYERS_OF_PAIRS) and len(reads) == 3:
-            return [reads[0], (reads[1], reads[2])]
-        return list(reads)
+        if not self.is_layer(call):
+            return list(reads)
+        module, given = self.modules[call.path], list[Any]()
+        if isinstance(module, RECURRENT_CELLS):
+            given = self._given_to_a_cell(call)
+        elif isinstance(module, LAYERS_OF_PAIRS):
+            given = self._given_to_an_operator_of_several(call)
+        given = given if set(given) == set(reads) else list(reads)  # one tensor twice stands in it twice
+        if isinstance(module, LAYERS_OF_PAIRS) and len(given) == 3:
+            return [given[0], (given[1], given[2])]
+        return given
 
     def _gives_what_the_layer_gives(self, scope: Scope, module: nn.Module) -> bool:
         given = self.gives(scope)
