@@ -116,7 +116,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: split(pipe(), cluster=2, costs=dict.fromkeys(range(99), 1.0)),
         InputError,
     ),
-    "one of the timelines is None": (lambda: pipe().calibration(None), InputError),  # type: ignore[arg-type]
+    "a timeline is None: nothing was recorded of that run": (lambda: pipe().calibration(None), InputError),
     "timeline is None; a Timeline": (lambda: pipe().peak_memory_bytes(None), InputError),  # type: ignore[arg-type]
     r"plan is a str \(.* \.\.\); a Plan": (lambda: pipe().check_plan(pipe().plan.dumps()), InputError),  # type: ignore[arg-type]
     r"tensors is a Sequential \(Sequential\(.*\); a dict": (

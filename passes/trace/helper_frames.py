@@ -36,6 +36,7 @@ def helpers_noted() -> Iterator[None]:
             folder = os.path.dirname(frame.filename)
             # Before another forward, functions elsewhere in the package are wrappers of it.
             is_last = own is not None and at > forwards[-1] and _package(folder) == package
+            is_last = is_last and is_the_authors(frame.filename)
             is_beside = own is not None and (folder == own or is_last)
             is_of_attention = frame.name in _OF_ATTENTION and frame.filename == F.__file__
             if is_kept or is_of_attention or (is_beside and not frame.name.startswith("<")):
