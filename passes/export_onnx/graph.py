@@ -27,6 +27,7 @@ from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 from .assertions import add_checks, take_conditions
 from .origin import WRAPPED_PREFIX, Wrapped, describe_nodes
 from .spelling import TranslatableSpelling
+from .translations import translations_read_once
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -64,6 +65,7 @@ def stage_model(
         with (
             _quiet(),
             spelling,
+            translations_read_once(),
             contractions_stay_open(),
             other_flags_unasked(),
             patch.object(fx.graph, "_format_target", _read_attribute),
