@@ -3,9 +3,14 @@ the weights of any of them reached from anywhere above. All values are (batch, 8
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 
 _HEAD = """\
 import torch
@@ -105,6 +110,22 @@ class _Holder:
 
 
 _Thing = _Layer | _Tensor | _Class | _Holder
+
+
+@contextmanager
+def imported(source: str, file: Path) -> Iterator[ModuleType]:
+    """As a module of a file of its own, while it lasts: a model's lines are in what is written of it."""
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[file.stem]
 
 
 def drawn_model(seed: int) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from pd2bw_fx import load, split
 from pd2bw_fx.passes.codegen.counted import counting, spelled
 from pd2bw_fx.passes.codegen.tokens import computed, line_of
 from tests.drawn_loops import LENGTH, drawn_loops
+from tests.drawn_modules import imported
 from tests.stages import ruff_faults
 
 
@@ -154,19 +153,9 @@ def test_what_a_round_hands_on_under_another_name() -> None:
 
 @pytest.mark.parametrize("seed", [3, 12, 94, 97, 99])
 def test_a_drawn_model_with_loops(seed: int, tmp_path: Path) -> None:
-    path = tmp_path / f"loops_{seed}.py"
-    path.write_text(drawn_loops(seed))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
+    with imported(drawn_loops(seed), tmp_path / f"loops_{seed}.py") as module:
         torch.manual_seed(seed)
         model = module.Model()
-    finally:
-        del sys.modules[path.stem]
     x = torch.linspace(-1, 1, 4 * LENGTH * 8).view(4, LENGTH, 8)
     pipe = split(model, (x,), cluster=1 + seed % 3, costs="analytic", check="full")
     assert any(" in range(" in stage.source for stage in pipe.stages)

@@ -15,6 +15,15 @@ _COUNTING = {"range", "enumerate"}
 _COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 
 
+@functools.lru_cache(maxsize=256)
+def parsed(file: str) -> ast.Module:
+    """The author's file; nothing where it cannot be read."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
 def counter_of(line: Line) -> str:
     """The number that the innermost loop around the line, or around a call that led to it, counts with: "t"
     of `for t in range(n)`. "" where there is none."""
@@ -35,12 +44,8 @@ def list_of(line: Line) -> str:
 @functools.lru_cache(maxsize=256)
 def _counters(file: str) -> list[tuple[range, str]]:
     """By the lines of each counting loop, outer ones first, its counter."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return []
     found = []
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(file)):
         loops: Sequence[ast.For | ast.comprehension] = ()
         if isinstance(node, ast.For):
             loops = [node]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ast
 import functools
-import linecache
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .author_loops import parsed
 from .literals import identifier
 from .scopes import Line
 
@@ -48,11 +48,7 @@ def _function_of(file: str, number: int) -> tuple[range, _Renamings] | None:
 
 @functools.lru_cache(maxsize=256)
 def _functions(file: str) -> list[tuple[range, _Renamings]]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return []
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in ast.walk(parsed(file)) if isinstance(node, ast.FunctionDef)]
     return [(range(f.lineno, (f.end_lineno or f.lineno) + 1), _renamings(f)) for f in functions]
 
 
