@@ -54,9 +54,8 @@ def save_pipeline(pipeline: Pipeline, folder: str | Path) -> None:
             (fresh / f"stage_{program.stage}.py").write_text(program.source, encoding="utf-8")
             held = {own: tensors[name] for own, name in program.names.items()}
             _write_tensors(fresh / f"stage_{program.stage}.safetensors", held)
-        (fresh / "ruff.toml").write_text(
-            f"line-length = {WIDTH}\n", encoding="utf-8"
-        )  # as the stages are formatted
+        as_formatted = f"line-length = {WIDTH}\n"
+        (fresh / "ruff.toml").write_text(as_formatted, encoding="utf-8")
         if pipeline.example is not None:
             _write_tensors(fresh / "example.safetensors", pipeline.example)
         if pipeline.trace_report is not None:

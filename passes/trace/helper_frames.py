@@ -20,7 +20,8 @@ _OF_ATTENTION = {"multi_head_attention_forward", "_in_projection_packed", "_in_p
 
 @contextmanager
 def helpers_noted() -> Iterator[None]:
-    """While it lasts, stack traces have functions beside a forward's file too, behind the forward."""
+    """While it lasts, stack traces have functions beside a forward's file too, behind the forward; behind the
+    last forward, those of its whole package."""
     plain = TracerBase._filter_traceback_frames
 
     def filtered(tracer: TracerBase, summary: StackSummary) -> StackSummary:
@@ -35,8 +36,8 @@ def helpers_noted() -> Iterator[None]:
                 package = None if own is None else _package(own)
             folder = os.path.dirname(frame.filename)
             # Before another forward, functions elsewhere in the package are wrappers of it.
-            is_last = own is not None and at > forwards[-1] and _package(folder) == package
-            is_last = is_last and is_the_authors(frame.filename)
+            is_theirs = is_the_authors(frame.filename) and _package(folder) == package
+            is_last = own is not None and at > forwards[-1] and is_theirs
             is_beside = own is not None and (folder == own or is_last)
             is_of_attention = frame.name in _OF_ATTENTION and frame.filename == F.__file__
             if is_kept or is_of_attention or (is_beside and not frame.name.startswith("<")):
