@@ -13,6 +13,7 @@ from torch import fx
 from pd2bw_fx.program import autocast_of
 
 from .cut import is_size, tensors_read
+from .layer_calls import call_arguments
 from .layers import LAYERS_GIVING_TUPLES
 from .limits import is_asked_for_a_limit
 from .naming import (
@@ -264,7 +265,7 @@ class Folding:
         users: dict[fx.Node, list[int]] = {}
         for index, item in enumerate(self.items):
             for operand in self.body.operands_of(item):
-                given = self.body.tree.call_arguments(item) if isinstance(item, Scope) else item.args
+                given = call_arguments(self.body.tree, item) if isinstance(item, Scope) else item.args
                 times = occurrences((given, {} if isinstance(item, Scope) else dict(item.kwargs)), operand)
                 users.setdefault(operand, []).extend([index] * max(times, 1))
         for node in self.body.gives:

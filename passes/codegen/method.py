@@ -14,6 +14,7 @@ from .author_loops import counter_of, list_of
 from .body import NO_REGION, Body, Folding, Region
 from .cut import is_size, size_symbol
 from .expression import Scene, Source
+from .layer_calls import call_arguments
 from .literals import identifier, plain
 from .local_names import LocalNames
 from .naming import element_name, is_final, list_returned, operator_name
@@ -233,7 +234,7 @@ class _Draft:
 
     def _source(self, item: fx.Node | Scope) -> Source:
         if isinstance(item, Scope):
-            given = self.body.tree.call_arguments(item)
+            given = call_arguments(self.body.tree, item)
             texts = [self._scene().text(argument) for argument in given]
             texts += [self._size(symbol).text for symbol in self.body.tree.symbols(item)]
             return Source(self.call_text(self.body.scope, item, texts))

@@ -17,14 +17,8 @@ from pd2bw_fx.modes import passes_through_in_evaluation
 from pd2bw_fx.program import autocast_of
 
 from .cut import Cut, is_size, size_symbol, spec_of, tensors_read
-from .layers import (
-    LAYERS_GIVING_TUPLES,
-    LAYERS_OF_PAIRS,
-    LAYERS_OF_TWO,
-    RECURRENT_CELLS,
-    is_layer,
-    is_sequential,
-)
+from .layer_calls import takes_and_gives_what_the_layer_does
+from .layers import is_layer, is_sequential
 from .scopes import Scope, lift, module_calls
 
 # Stands among the sizes that a call is given: the device on which it makes tensors out of nothing.
@@ -274,64 +268,7 @@ class StageTree:
             return False
         whole = self._whole_calls[scope.key]
         own = {n.name for n in scope.nodes if not self.graph.operators[n.name].is_replicable}
-        return whole == own and self._takes_what_the_layer_takes(scope, module)
-
-    def _takes_what_the_layer_takes(self, scope: Scope, module: nn.Module) -> bool:
-        if not self._gives_what_the_layer_gives(scope, module):
-            return False
-        reads = self.reads(scope)
-        if isinstance(module, LAYERS_OF_TWO):
-            (given,) = self.gives(scope)
-            return len(reads) == 2 and list(given.args[:2]) == reads
-        if isinstance(module, RECURRENT_CELLS):
-            return list(dict.fromkeys(self._given_to_a_cell(scope))) == reads
-        if isinstance(module, nn.EmbeddingBag) and len(reads) == 1:
-            return bool(reads[0].meta["val"].ndim == 2)  # bags of one length; a row of words has offsets
-        given_once = list(dict.fromkeys(self._given_to_an_operator_of_several(scope)))
-        return len(reads) == 1 or given_once == reads
-
-    def _given_to_a_cell(self, scope: Scope) -> list[Any]:
-        """Its input and its states; those that it makes itself are left out."""
-        inside = set(scope.nodes)
-        cell = next((node for node in inside if str(node.target).endswith("_cell.default")), None)
-        if cell is None:
-            return []
-        given, states = cell.args[:2]
-        operands = [given, *(states if isinstance(states, list | tuple) else [states])]
-        return [operand for operand in operands if operand not in inside]
-
-    def _given_to_an_operator_of_several(self, scope: Scope) -> list[Any]:
-        """A recurrent layer's sequence and first states, a bag of embeddings' words and offsets."""
-        made = next((node.args[0] for node in self.gives(scope) if node.args), None)
-        if not isinstance(made, fx.Node):
-            return []
-        if made.target is torch.ops.aten.embedding_bag.padding_idx:
-            return list(made.args[1:3])
-        if getattr(made.target, "_overloadname", "") != "input":
-            return []
-        sequence, states = made.args[:2]
-        return [sequence, *(states if isinstance(states, list | tuple) else [states])]
-
-    def call_arguments(self, call: Scope) -> list[fx.Node | tuple[fx.Node, ...]]:
-        """The tensors that it is given, in order; both states of an LSTM as one argument."""
-        reads = self.reads(call)
-        if not self.is_layer(call):
-            return list(reads)
-        module, given = self.modules[call.path], list[Any]()
-        if isinstance(module, RECURRENT_CELLS):
-            given = self._given_to_a_cell(call)
-        elif isinstance(module, LAYERS_OF_PAIRS):
-            given = self._given_to_an_operator_of_several(call)
-        given = given if set(given) == set(reads) else list(reads)  # one tensor twice stands in it twice
-        if isinstance(module, LAYERS_OF_PAIRS) and len(given) == 3:
-            return [given[0], (given[1], given[2])]
-        return given
-
-    def _gives_what_the_layer_gives(self, scope: Scope, module: nn.Module) -> bool:
-        given = self.gives(scope)
-        if isinstance(module, LAYERS_GIVING_TUPLES):
-            return all(len(node.args) == 2 and isinstance(node.args[1], int) for node in given)
-        return len(given) == 1
+        return whole == own and takes_and_gives_what_the_layer_does(self, scope, module)
 
     def _place_parameters(self) -> None:
         scopes = [s for s in walk(self.root) if s.function is None and not self.is_chain(s)]

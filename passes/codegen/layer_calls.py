@@ -1,0 +1,80 @@
+"""What a layer of torch.nn is given in a call of a stage, and what it gives back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from .layers import LAYERS_GIVING_TUPLES, LAYERS_OF_PAIRS, LAYERS_OF_TWO, RECURRENT_CELLS
+from .scopes import Scope
+
+if TYPE_CHECKING:
+    from .stage_tree import StageTree
+
+
+def takes_and_gives_what_the_layer_does(tree: StageTree, call: Scope, layer: nn.Module) -> bool:
+    """Whether a call can be printed as one of the layer: a hook may take something else out of it, and a
+    stage may need a value of it that the layer does not return."""
+    return _gives_what_it_gives(tree, call, layer) and _takes_what_it_takes(tree, call, layer)
+
+
+def call_arguments(tree: StageTree, call: Scope) -> list[fx.Node | tuple[fx.Node, ...]]:
+    """The tensors that a call is given, in order; both states of an LSTM as one argument."""
+    reads = tree.reads(call)
+    if not tree.is_layer(call):
+        return list(reads)
+    layer, given = tree.modules[call.path], list[Any]()
+    if isinstance(layer, RECURRENT_CELLS):
+        given = _given_to_a_cell(call)
+    elif isinstance(layer, LAYERS_OF_PAIRS):
+        given = _given_to_an_operator_of_several(tree, call)
+    given = given if set(given) == set(reads) else list(reads)  # one tensor twice stands in it twice
+    if isinstance(layer, LAYERS_OF_PAIRS) and len(given) == 3:
+        return [given[0], (given[1], given[2])]
+    return given
+
+
+def _gives_what_it_gives(tree: StageTree, call: Scope, layer: nn.Module) -> bool:
+    given = tree.gives(call)
+    if isinstance(layer, LAYERS_GIVING_TUPLES):
+        return all(len(node.args) == 2 and isinstance(node.args[1], int) for node in given)
+    return len(given) == 1
+
+
+def _takes_what_it_takes(tree: StageTree, call: Scope, layer: nn.Module) -> bool:
+    reads = tree.reads(call)
+    if isinstance(layer, LAYERS_OF_TWO):
+        (given,) = tree.gives(call)
+        return len(reads) == 2 and list(given.args[:2]) == reads
+    if isinstance(layer, RECURRENT_CELLS):
+        return list(dict.fromkeys(_given_to_a_cell(call))) == reads
+    if isinstance(layer, nn.EmbeddingBag) and len(reads) == 1:
+        return bool(reads[0].meta["val"].ndim == 2)  # bags of one length; a row of words has offsets
+    given_once = list(dict.fromkeys(_given_to_an_operator_of_several(tree, call)))
+    return len(reads) == 1 or given_once == reads
+
+
+def _given_to_a_cell(call: Scope) -> list[Any]:
+    """Its input and its states; those that it makes itself are left out."""
+    inside = set(call.nodes)
+    cell = next((node for node in inside if str(node.target).endswith("_cell.default")), None)
+    if cell is None:
+        return []
+    given, states = cell.args[:2]
+    operands = [given, *(states if isinstance(states, list | tuple) else [states])]
+    return [operand for operand in operands if operand not in inside]
+
+
+def _given_to_an_operator_of_several(tree: StageTree, call: Scope) -> list[Any]:
+    """A recurrent layer's sequence and first states, a bag of embeddings' words and offsets."""
+    made = next((node.args[0] for node in tree.gives(call) if node.args), None)
+    if not isinstance(made, fx.Node):
+        return []
+    if made.target is torch.ops.aten.embedding_bag.padding_idx:
+        return list(made.args[1:3])
+    if getattr(made.target, "_overloadname", "") != "input":
+        return []
+    sequence, states = made.args[:2]
+    return [sequence, *(states if isinstance(states, list | tuple) else [states])]
