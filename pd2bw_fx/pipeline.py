@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from torch import Tensor, nn
 
@@ -34,6 +34,7 @@ from pd2bw_fx.report.picture import Picture
 from pd2bw_fx.report.table import plan_table
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.local import TrainResult, train_local
+from pd2bw_fx.runtime.options import LocalOptions, RankOptions
 from pd2bw_fx.simulated import shape_for, simulated, simulated_peak_bytes
 from pd2bw_fx.stage import Stage, StageProgram, build_module, run_in_turn
 from pd2bw_fx.state import accepted, as_state_dict, made_up, require_values, state_of
@@ -370,7 +371,7 @@ class Pipeline:
         optimizer: Callable[[Any], Optimizer],
         microbatches_per_update: int | None = None,
         method: str | None = None,
-        **options: Any,
+        **options: Unpack[RankOptions],
     ) -> Engine:
         """This rank's part of the training, under torchrun with one process a rank: a stage each, unless
         the method has it otherwise (chunks, copies).
@@ -395,7 +396,7 @@ class Pipeline:
         optimizer: Callable[[Any], Optimizer],
         microbatches_per_update: int | None = None,
         method: str | None = None,
-        **options: Any,
+        **options: Unpack[LocalOptions],
     ) -> TrainResult:
         """Train on this machine, one local process a rank, one update for each batch; ends with a flush.
 

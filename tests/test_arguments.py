@@ -7,7 +7,9 @@ import json
 import math
 import tomllib
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields
+from inspect import signature
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -24,6 +26,9 @@ from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline, load
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Block, Problem
+from pd2bw_fx.runtime.engine import Engine
+from pd2bw_fx.runtime.local import train_local
+from pd2bw_fx.runtime.options import EngineOptions, LocalOptions, RankOptions, TrainingOptions
 from pd2bw_fx.workload import Workload
 
 PROBLEM = Problem(tuple(Block(f"b{at}", (f"o{at}",), (1.0,) * 3, (2.0,) * 3) for at in range(4)), (), {})
@@ -203,3 +208,13 @@ def test_no_more_microbatches_are_in_flight_than_an_update_has() -> None:
     plan = partition(PROBLEM, CLUSTER, method="1f1b", microbatches_per_update=2)
 
     assert [stage.microbatches_in_flight for stage in plan.stages] == [2, 2, 1]
+
+
+def test_type_checkers_know_the_options_that_training_takes() -> None:
+    of_a_rank, of_a_local_run = signature(Engine.from_pipeline).parameters, signature(train_local).parameters
+    said = {"self", "pipeline", "batches", "optimizer", "method", "microbatches_per_update", "options"}
+    both = {field.name for field in fields(EngineOptions)} | (set(of_a_rank) & set(of_a_local_run)) - said
+    known = set(get_type_hints(TrainingOptions))
+    assert known == both - {"optimizer"}
+    assert set(get_type_hints(RankOptions)) == known | set(of_a_rank) - said
+    assert set(get_type_hints(LocalOptions)) == known | set(of_a_local_run) - said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict
 
 import torch
 
@@ -29,6 +29,39 @@ from pd2bw_fx.runtime.optimizing import (
 from pd2bw_fx.runtime.reports import UpdateReport
 
 Precision = Literal["bf16", "fp16"]
+
+
+class TrainingOptions(TypedDict, total=False):
+    """What every way to train takes by name, for editors and type checkers (`Engine.from_pipeline`)."""
+
+    slack: float | Literal["auto"]
+    replicas: int | tuple[int, ...] | None
+    vertical_sync: bool
+    lr_scheduler: SchedulerFactory | None
+    parameter_options: ParameterOptions | None
+    max_gradient_norm: float | None
+    precision: Precision | None
+    corrections: Sequence[Correction] | None
+    on_report: Callable[[UpdateReport], None] | None
+    stop_at_nan: bool
+    device: torch.device | str | None
+    backend: Backend
+    seed: int | None
+    record: int
+    timeout_s: float
+
+
+class RankOptions(TrainingOptions, total=False):
+    """Those of a rank's own engine."""
+
+    silence_s: float
+
+
+class LocalOptions(TrainingOptions, total=False):
+    """Those of a run with local processes (`train_local`)."""
+
+    on_update: Callable[[int, float], bool | None] | None
+    threads_per_worker: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
