@@ -125,3 +125,8 @@ class Traced:
                 if not path:
                     return str(kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
         return type(self.model).__name__
+
+
+def name_beside(model: nn.Module, target: str) -> str:
+    """The name in the operator graph of what belongs to the loss_fn, told apart from a model's "loss_fn"."""
+    return f"_{target}" if hasattr(model, target.partition(".")[0]) else target

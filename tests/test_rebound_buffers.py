@@ -101,3 +101,5 @@ def test_a_loss_goes_on_with_its_buffer_while_stages_train(in_place: bool) -> No
         losses.append(loss.item())
     assert trained.losses == pytest.approx(losses, rel=1e-4)
     torch.testing.assert_close(pipe.tensors()["loss_fn.centre"], own_loss.centre)
+    pipe.verify()  # the model with the buffer that its loss has by now
+    assert not loss_fn.centre.any()

@@ -47,7 +47,8 @@ class Original:
                     live[name].copy_(weights[name])
             turn(self.model, training=training)  # now: LoRA's layers add up their weights when they turn
             try:
-                outputs = without_gradients(self.forward, inputs)
+                beside = {name: weights[name] for name in weights.keys() - live.keys()}  # a loss_fn's
+                outputs = without_gradients(self.forward, {**beside, **inputs})
             except Exception as error:  # whatever the model's own code raises
                 mode = "training" if training else "evaluation"
                 raise ExportError(

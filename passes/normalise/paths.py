@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from pd2bw_fx.traced import Traced
+from pd2bw_fx.traced import Traced, name_beside
 
 _SLICE = re.compile(r"slice\((None|-?\d+), (None|-?\d+), (None|-?\d+)\)")
 
 
 def own_name(target: str, traced: Traced) -> str:
-    """The name in the user's model; what belongs to the loss_fn is told apart from a model's "loss_fn"."""
+    """The name in the user's model, and of what belongs to the loss_fn beside it."""
     if target.startswith(traced.prefix):
         return target.removeprefix(traced.prefix)
-    return f"_{target}" if hasattr(traced.model, target.partition(".")[0]) else target
+    return name_beside(traced.model, target)
 
 
 def own_calls(stack: Mapping[str, tuple[str, Any]], traced: Traced) -> dict[str, tuple[str, str]]:

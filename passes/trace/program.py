@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.traced import name_beside
 
 from .checkpointing import checkpointing_left_out
 from .conditions import Conditions
@@ -73,13 +74,17 @@ class Program(nn.Module):
         return results
 
     def call(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model run as it is, on copies of the tensors, which it may write: results by output name."""
+        """The model run as it is, on copies of the tensors, which it may write: results by output name.
+
+        The loss_fn's buffers, by their names in the operator graph, may be among the tensors.
+        """
         given = [tensors[name].clone() for name in self.flat.names]
         before = dict(self.named_buffers())
         # A backward may read what they were, and the next call begins with the loss's as this one does.
         apart = [name for name in before if name in self.record.rebound or not name.startswith(MODEL_PREFIX)]
         for name in apart:
-            self._set_buffer(name, before[name].clone())
+            own = name_beside(self.model, name)
+            self._set_buffer(name, tensors.get(own, before[name]).to(before[name], copy=True))
         try:
             results = self._run(given, before, keeps_loss=True)
         finally:

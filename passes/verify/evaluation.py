@@ -22,7 +22,16 @@ from pd2bw_fx.program import without_gradients
 from pd2bw_fx.stage import StageProgram, build_module, held_tensors
 
 from .compare import coarsest_tolerance, difference, tolerance_of
-from .sides import Drawn, Forward, draws_in_program_order, model_outputs, randomness, run_forwards, weights_of
+from .sides import (
+    Drawn,
+    Forward,
+    draws_in_program_order,
+    model_outputs,
+    of_the_loss,
+    randomness,
+    run_forwards,
+    weights_of,
+)
 
 _MOVED_BY = 0.1  # each weight at other ones, of its size and of one
 
@@ -98,7 +107,7 @@ def _of_model(
     """What it returns, which buffers it has changed, and what it has drawn."""
     with weights_of(model, graph, tensors) as live, randomness(on=random) as draws:
         model.eval()
-        outputs = without_gradients(forward, example)
+        outputs = without_gradients(forward, {**example, **of_the_loss(graph, tensors, live)})
         changed = {name for name, after in live.items() if _is_changed(after, tensors[name])}
         return outputs, changed, draws.drawn()
 

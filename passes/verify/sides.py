@@ -46,7 +46,7 @@ def run_model(
     random: bool,
 ) -> Run:
     with weights_of(model, graph, tensors) as live, randomness(on=random):
-        outputs = forward(example)
+        outputs = forward({**example, **of_the_loss(graph, tensors, live)})
         parameters = {name: live[name] for name, spec in graph.parameters.items() if spec.trainable}
         total = _trained_on(graph, outputs)
         gradients: Sequence[Tensor | None] = [None] * len(parameters)
@@ -58,6 +58,13 @@ def run_model(
             gradients=dict(zip(parameters, gradients, strict=True)),
             buffers={name: live[name].detach().clone() for name in graph.buffers if name in live},
         )
+
+
+def of_the_loss(
+    graph: OperatorGraph, tensors: Mapping[str, Tensor], live: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The buffers that are not the model's; its forward is given them beside the inputs."""
+    return {name: tensors[name] for name in graph.buffers if name not in live}
 
 
 @contextmanager
