@@ -100,6 +100,11 @@ def test_a_loss_goes_where_scripts_have_a_tensor() -> None:
     assert waits == [1]
     assert loss.detach().item() == loss.tolist() == 0.0 + loss.detach().float() == 0.75
     assert torch.equal(torch.stack([loss.detach(), loss]), torch.tensor([0.75, 0.75]))
+    assert loss.data.item() == 0.75
+    with pytest.raises(
+        pd2bw_fx.InputError, match=r"^engine\.step\(batch\) has done the forward, .* leave loss\.backward"
+    ):
+        loss.backward()
     assert torch.isfinite(loss)
     assert torch.zeros(1).add_(loss) == torch.zeros(()) + loss == loss + torch.zeros(()) == 0.75
 

@@ -86,6 +86,14 @@ class _LikeATensor:
         return self
 
     cpu = cuda = to = float = double = clone = mean = __copy__ = __deepcopy__ = detach
+    data = property(detach)
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        """Raises InputError."""
+        raise InputError(
+            "engine.step(batch) has done the forward, and does the backward and the optimizer's step; leave "
+            "loss.backward(), optimizer.step() and optimizer.zero_grad() out"
+        )
 
 
 class Loss(_LikeATensor):
