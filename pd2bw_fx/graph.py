@@ -39,6 +39,9 @@ OF_A_MAP = " of a map"
 # In an operator's meta, by the key of a call in nn_module_stack: (place, name, of how many) of the argument
 # that its value is to the call, and of the result that it is of the call; "" where the author gave no name.
 GIVEN_AS, RETURNED_AT = "given_as", "returned_at"
+# And of a result in a tuple that is itself a result: the place of both in one number.
+RETURNED_INSIDE = "returned_inside"
+NOTED_OF_CALLS = (GIVEN_AS, RETURNED_AT, RETURNED_INSIDE)
 
 
 @dataclass(frozen=True, slots=True)

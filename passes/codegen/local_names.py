@@ -45,6 +45,8 @@ class LocalNames:
             if len(self._body.results(item)) > 1:
                 own = name_within(self._body.tree, result, item.depth) or result_name(result, result)
             return self.free(own, index)
+        if isinstance(item, Scope) and result not in self._folding.users:
+            return self._unread_name(index, item, result)
         if self._body.tree.is_link(self._body.scope, result):
             return self.free(self._link_name(index, item), index)
         state = state_name(self._body.tree, result) if self._body.is_recurrent(item) else None
@@ -66,6 +68,13 @@ class LocalNames:
         given = self._names_given(item)
         others = {given.get(other) for other in results if other is not result}
         return self.free(given.get(result) or result_name(result, result), index, others)
+
+    def _unread_name(self, index: int, item: Scope, result: fx.Node) -> str:
+        """The author's, who may not read it either."""
+        line = self._body.line(item)
+        is_named = line is not None and len(line.assigned) > 1
+        name = self._inner_name(item, result) if is_named else None
+        return "_" if name is None or self.is_live(name, index) else name
 
     def _link_name(self, index: int, item: fx.Node | Scope) -> str:
         """`x = block(x)` of a chain, where nobody needs the x before any more."""

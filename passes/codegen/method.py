@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +19,10 @@ from .layer_calls import call_arguments
 from .literals import identifier, plain
 from .local_names import LocalNames
 from .naming import element_name, is_final, list_returned, operator_name
-from .scopes import Line, Scope
+from .scopes import Line, Scope, walk
 from .second_names import SecondName
 from .spell import spell
-from .stage_tree import DEVICE, StageTree, walk
+from .stage_tree import DEVICE, StageTree
 from .statements import takes_apart
 
 _LONGEST_FOLDED = 88  # characters of a line that still reads well with its parts folded in
@@ -68,9 +69,13 @@ def reference(path: str) -> str:
 
 
 def write_method(
-    tree: StageTree, scope: Scope, call_text: Callable[[Scope, Scope, list[str]], str]
+    tree: StageTree,
+    scope: Scope,
+    call_text: Callable[[Scope, Scope, list[str]], str],
+    arguments: Sequence[str] = (),
 ) -> Method:
-    """One call's forward; `call_text` spells an inner call given its argument texts.
+    """One call's forward; `call_text` spells an inner call given its argument texts. `arguments` are its own,
+    where they are not to have the names of what is given here.
 
     As much is folded as reads well: written, and unfolded what made a line too long, until none is.
     """
@@ -78,7 +83,7 @@ def write_method(
     kept: set[fx.Node] = set()
     size_readers: dict[fx.Node, set[int]] = {}
     while True:
-        draft = _Draft(body, Folding(body, kept, size_readers), call_text)
+        draft = _Draft(body, Folding(body, kept, size_readers), call_text, arguments)
         method = draft.write()
         if not draft.too_long and not draft.lost_sizes:
             tree.names_given[id(scope)] = {
@@ -94,11 +99,16 @@ class _Draft:
     """One attempt at a body, with a fixed set of results that stay on lines of their own."""
 
     def __init__(
-        self, body: Body, folding: Folding, call_text: Callable[[Scope, Scope, list[str]], str]
+        self,
+        body: Body,
+        folding: Folding,
+        call_text: Callable[[Scope, Scope, list[str]], str],
+        arguments: Sequence[str],
     ) -> None:
         self.body = body
         self.folding = folding
         self.call_text = call_text
+        self.arguments = arguments
         self.names = LocalNames(body, folding)
         self.sources: dict[fx.Node, Source] = {}
         self.too_long: set[fx.Node] = set()
@@ -121,8 +131,9 @@ class _Draft:
         return Method(tuple(arguments), tuple(annotations), tuple(body), arguments[0] if passes else None)
 
     def _arguments(self) -> list[str]:
-        for node in self.body.reads:
-            self._bind(node, self.names.of_argument(node))
+        wanted = [*self.arguments[: len(self.body.reads)]]
+        for node, name in itertools.zip_longest(self.body.reads, wanted):
+            self._bind(node, name or self.names.of_argument(node))
         names = [self.names.bound[node] for node in self.body.reads]
         return [*names, *(identifier(symbol) for symbol in self.body.symbols)]
 

@@ -124,6 +124,13 @@ class Scope:
         return Passed(*known[self.key]) if self.key in known else Passed()
 
 
+def walk(scope: Scope) -> Iterator[Scope]:
+    yield scope
+    for item in scope.items:
+        if isinstance(item, Scope):
+            yield from walk(item)
+
+
 def lift(graph: OperatorGraph, nodes: Sequence[fx.Node]) -> Scope:
     """The tree of calls of these nodes, the model itself at its root."""
     root = Scope("", graph.model_name, "", 0)

@@ -19,7 +19,8 @@ from pd2bw_fx.program import autocast_of
 from .cut import Cut, is_size, size_symbol, spec_of, tensors_read
 from .layer_calls import takes_and_gives_what_the_layer_does
 from .layers import is_layer, is_sequential
-from .scopes import Scope, lift, module_calls
+from .scopes import Scope, lift, module_calls, walk
+from .unread_results import operators_of, returned_unread
 
 # Stands among the sizes that a call is given: the device on which it makes tensors out of nothing.
 DEVICE = "device"
@@ -47,6 +48,8 @@ class StageTree:
         self._returning = _returning(graph)
         self._readers = _readers(graph, stage)
         self._rehome(self.root)
+        self.returned_unread: dict[fx.Node, int] = {}
+        self.returned_unread = returned_unread(self)
         self._unlike_calls = _unlike_calls(self.root)
         self.chains: set[int] = set()  # calls of an nn.Sequential that is printed as one
         self.sequences: set[int] = set()  # and of a class of its kind
@@ -122,13 +125,16 @@ class StageTree:
         return sorted(found, key=lambda node: scope.argument(node).place)
 
     def gives(self, scope: Scope) -> list[fx.Node]:
-        """The values of a call that are read outside it, as the author returns them."""
+        """The values of a call that are read outside it (or would be, see unread_results.py), as the author
+        returns them."""
         inside = set(scope.nodes)
         returned = set(self.stage.outputs)
         made = [
             node
             for node in scope.nodes
-            if node in returned or any(reader not in inside for reader in self._readers[node])
+            if node in returned
+            or any(reader not in inside for reader in self._readers[node])
+            or self.returned_unread.get(node, scope.depth + 1) <= scope.depth
         ]
         if scope is self.root:
             return [n for n in self.stage.outputs if n not in inside] + made
@@ -297,13 +303,6 @@ def _given_by(tree: StageTree, item: fx.Node | Scope) -> list[fx.Node]:
     return tree.gives(item) if isinstance(item, Scope) else [item]
 
 
-def walk(scope: Scope) -> Iterator[Scope]:
-    yield scope
-    for item in scope.items:
-        if isinstance(item, Scope):
-            yield from walk(item)
-
-
 def _whole_calls(graph: OperatorGraph) -> dict[str, set[str]]:
     """For each call of the whole program its operators, the recomputable ones left out."""
     assert graph.fx is not None
@@ -328,14 +327,10 @@ def _unlike_calls(root: Scope) -> set[str]:
         if scope.function is None:
             calls[scope.path].append(scope)
     return {
-        path for path, scopes in calls.items() if len(scopes) > 1 and len({_operators(s) for s in scopes}) > 1
+        path
+        for path, scopes in calls.items()
+        if len(scopes) > 1 and len({operators_of(s) for s in scopes}) > 1
     }
-
-
-def _operators(scope: Scope) -> tuple[str, ...]:
-    """What a call computes, but for the values that it computes on."""
-    nodes = [node for node in scope.nodes if node.op != "get_attr"]
-    return tuple(f"{n.target}{fx.map_arg((n.args, dict(n.kwargs)), lambda _: None)}" for n in nodes)
 
 
 def _names_device(node: fx.Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -16,8 +17,8 @@ from .layout import WIDTH, signature_lines, written
 from .literals import identifier, plain, quoted
 from .method import Method, reference, write_method
 from .rolling import in_rounds
-from .scopes import Scope, line_at
-from .stage_tree import StageTree, walk
+from .scopes import Scope, line_at, walk
+from .stage_tree import StageTree
 from .template import Call, ClassOf, Fixed, Leaf, Part, Template
 
 
@@ -86,13 +87,10 @@ class StageWriter:
             if not attributes.holds(relative):
                 attributes.add(relative, *self._tensor(name))
         methods: list[tuple[str, Method, str]] = []
-        for scope in () if is_sequence else scopes:
-            method, returned = write_method(self.tree, scope, self._call_text), _returned(scope, self.tree)
-            same = next((name for name, *other in methods if other == [method, returned]), None)
-            name = same or ("forward" if not methods else f"forward_{len(methods) + 1}")
-            if same is None:
-                methods.append((name, method, returned))
-            self._methods[id(scope)] = name
+        for method, calls in [] if is_sequence else self._distinct_methods(scopes):
+            name = "forward" if not methods else f"forward_{len(methods) + 1}"
+            methods.append((name, method, _returned(calls[0], self.tree)))
+            self._methods |= {id(scope): name for scope in calls}
         scope = scopes[0]
         whole = self.tree.is_whole(scope)
         base = self.root_name if not path else identifier(scope.type_name, fallback="Module")
@@ -107,6 +105,39 @@ class StageWriter:
             endings=() if path else tuple(self._root_endings(attributes)),
         )
         return [method for _, method, _ in methods]
+
+    def _distinct_methods(self, scopes: Sequence[Scope]) -> list[tuple[Method, list[Scope]]]:
+        """What the calls of a module do, in the order of the first calls that do it.
+
+        Values that come from elsewhere in a first round than in the others have other names there: as
+        arguments they have those of the most calls.
+        """
+        found: list[tuple[Method, list[Scope]]] = []
+        for scope in scopes:
+            method = write_method(self.tree, scope, self._call_text)
+            same = next((calls for other, calls in found if other == method), None)
+            if same is None:
+                found.append((method, [scope]))
+            else:
+                same.append(scope)
+        distinct: list[tuple[Method, list[Scope]]] = []
+        for method, calls in sorted(found, key=lambda entry: -len(entry[1])):
+            same = next((others for other, others in distinct if self._do_the_same(calls, other)), None)
+            if same is None:
+                distinct.append((method, calls))
+            else:
+                same += calls
+        return sorted(distinct, key=lambda entry: min(map(scopes.index, entry[1])))
+
+    def _do_the_same(self, calls: Sequence[Scope], method: Method) -> bool:
+        """Whether calls are written as this method if their arguments have its names; they are then."""
+        if len(self.tree.reads(calls[0])) + len(self.tree.symbols(calls[0])) != len(method.arguments):
+            return False
+        for scope in calls:
+            if write_method(self.tree, scope, self._call_text, method.arguments) != method:
+                write_method(self.tree, scope, self._call_text)
+                return False
+        return True
 
     def _write_inner(self, scope: Scope, attributes: Attributes) -> None:
         """What a body calls, before the body: classes, layers and helper functions."""

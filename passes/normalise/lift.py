@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
-from pd2bw_fx.graph import GIVEN_AS, RETURNED_AT
+from pd2bw_fx.graph import GIVEN_AS, NOTED_OF_CALLS
 from pd2bw_fx.traced import Traced
 
 from .paths import own_calls, own_name
@@ -217,7 +217,7 @@ class _Copier:
 
     def _meta(self, node: fx.Node) -> dict[str, Any]:
         marks = ("no_grad", "autocast", "autocast_region", "of_map")
-        kept = ("val", "stack_trace", *marks, GIVEN_AS, RETURNED_AT)
+        kept = ("val", "stack_trace", *marks, *NOTED_OF_CALLS)
         meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
         if "stack_trace" in meta:
             meta["stack_trace"] = _WRAPPER_FRAME.sub("", meta["stack_trace"] or "", count=1)

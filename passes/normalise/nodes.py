@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from pd2bw_fx.drawing import function_draws, layer_draws, operator_draws
-from pd2bw_fx.graph import GIVEN_AS, RETURNED_AT
+from pd2bw_fx.graph import NOTED_OF_CALLS
 from pd2bw_fx.program import written_by_schema
 from pd2bw_fx.traced import is_assumption
 
@@ -25,7 +25,7 @@ def operator_name(node: fx.Node) -> str:
 
 def put_in_place(node: fx.Node, other: fx.Node) -> None:
     """`other` for all that reads `node`, which goes; calls know it under the names that they had for that."""
-    for kind in (GIVEN_AS, RETURNED_AT):
+    for kind in NOTED_OF_CALLS:
         if kind in node.meta:
             other.meta[kind] = {**node.meta[kind], **other.meta.get(kind, {})}
     node.replace_all_uses_with(other)

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
-from pd2bw_fx.graph import GIVEN_AS, RETURNED_AT
+from pd2bw_fx.graph import GIVEN_AS, RETURNED_AT, RETURNED_INSIDE
 
 _ROOT = "_export_root"  # what torch.export calls the traced module until it is done
 
@@ -26,7 +26,7 @@ def values_named() -> Iterator[None]:
     """While it lasts, each value that is passed to a module's forward has `GIVEN_AS` in its node's meta: by
     the call's key in nn_module_stack, its place in the signature, the parameter's name ("" for a part of one)
     and how many there are. What a forward returns has `RETURNED_AT`: its place, its name where it is an entry
-    of a dict, and how many values are returned."""
+    of a dict, and how many values are returned; what is in a tuple there `RETURNED_INSIDE`."""
     plain = fx.Tracer.call_module
 
     @functools.wraps(plain)
@@ -37,7 +37,9 @@ def values_named() -> Iterator[None]:
             key = _key(tracer)
             _note(tracer, key, GIVEN_AS, _arguments(m, given, named))
             returned = forward(*given, **named)
-            _note(tracer, key, RETURNED_AT, _results(returned))
+            results = _results(returned)
+            _note(tracer, key, RETURNED_AT, results)
+            _note_inside(tracer, key, results)
             return returned
 
         return plain(tracer, m, noted, args, kwargs)
@@ -85,6 +87,17 @@ def _note(tracer: fx.Tracer, key: str, kind: str, values: list[tuple[str, Any]])
         node = _node(tracer, value)
         if node is not None:
             node.meta.setdefault(kind, {}).setdefault(key, (place, name, len(values)))
+
+
+def _note_inside(tracer: fx.Tracer, key: str, results: list[tuple[str, Any]]) -> None:
+    """`state` of `return out, state`, where it is a tuple: its elements between this place and the next."""
+    for place, (_, value) in enumerate(results):
+        inner = value if isinstance(value, list | tuple) else ()
+        for number, each in enumerate(inner):
+            node = _node(tracer, each)
+            if node is not None:
+                inside = node.meta.setdefault(RETURNED_INSIDE, {})
+                inside.setdefault(key, place + (number + 1) / (len(inner) + 1))
 
 
 def _node(tracer: Any, value: Any) -> fx.Node | None:

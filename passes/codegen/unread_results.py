@@ -1,0 +1,125 @@
+"""What a call returns and nobody reads, where others of its kind return it to somebody."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from operator import getitem
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from pd2bw_fx.graph import RETURNED_AT, RETURNED_INSIDE
+
+from .cut import is_size
+from .scopes import Scope, module_calls, walk
+
+if TYPE_CHECKING:
+    from .stage_tree import StageTree
+
+_TORCHS = "torch.nn.modules."
+
+
+def returned_unread(tree: StageTree) -> dict[fx.Node, int]:
+    """For each such value the depth of the outermost call that is to return it, as its author has it.
+
+    `out, state = self.step(x, state)` of a last round, whose state nobody needs, is the line of all rounds
+    then, and `y, _ = self.attention(x)` is a call of the class that another one's weights are taken of.
+    Elements of tuples that the program has left out are in their calls again.
+    """
+    calls: dict[str, list[Scope]] = defaultdict(list)
+    for scope in walk(tree.root):
+        if scope.path and scope.function is None and not scope.kind.startswith(_TORCHS):
+            calls[scope.kind].append(scope)
+    found: dict[fx.Node, int] = {}
+    for alike in (group for scopes in calls.values() for group in _alike(tree, scopes)):
+        read = {place: (scope, node) for scope in alike for place, node in _read_at(tree, scope).items()}
+        for scope in alike:
+            left = sorted(read.keys() - _read_at(tree, scope).keys())
+            unread = [_returned_at(tree, scope, place) or _element(scope, *read[place]) for place in left]
+            if None in unread:
+                continue
+            for node in filter(None, unread):
+                found[node] = min(scope.depth, found.get(node, scope.depth))
+                _put_in(scope, node)
+    return found
+
+
+def operators_of(scope: Scope) -> tuple[str, ...]:
+    """What a call computes, but for the values that it computes on, and which elements are taken."""
+    return tuple(
+        f"{node.target}{fx.map_arg((node.args, dict(node.kwargs)), lambda _: None)}"
+        for node in _operators(scope)
+    )
+
+
+def _operators(scope: Scope) -> list[fx.Node]:
+    return [node for node in scope.nodes if node.op != "get_attr" and node.target is not getitem]
+
+
+def _alike(tree: StageTree, scopes: list[Scope]) -> list[list[Scope]]:
+    """Calls that compute the same, where not all are read at the same places."""
+    if len({frozenset(_read_at(tree, scope)) for scope in scopes}) == 1:
+        return []
+    found: dict[tuple[object, ...], list[Scope]] = defaultdict(list)
+    for scope in scopes:
+        found[len(tree.reads(scope)), *operators_of(scope)].append(scope)
+    return list(found.values())
+
+
+def _read_at(tree: StageTree, scope: Scope) -> dict[float, fx.Node]:
+    places = {_place(scope, node): node for node in tree.gives(scope)}
+    places.pop(math.inf, None)  # it leaves the call in another way
+    return places
+
+
+def _place(scope: Scope, node: fx.Node) -> float:
+    inside: float = node.meta.get(RETURNED_INSIDE, {}).get(scope.key, math.inf)
+    return min(scope.result(node).place, inside)
+
+
+def _returned_at(tree: StageTree, scope: Scope, place: float) -> fx.Node | None:
+    values = (node for node in scope.nodes if _place(scope, node) == place)
+    return next((node for node in values if not is_size(tree.graph, node)), None)
+
+
+def _element(scope: Scope, other: Scope, node: fx.Node) -> fx.Node | None:
+    """Of this call, what an element of a tuple is of the other one, which computes the same."""
+    theirs = node.args[0] if node.target is getitem else None
+    if not isinstance(theirs, fx.Node) or theirs not in (operators := _operators(other)):
+        return None
+    own, place = _operators(scope)[operators.index(theirs)], node.args[1]
+    calls, their_calls = module_calls(own)[scope.depth - 1 :], module_calls(theirs)[other.depth - 1 :]
+    is_taken = any(user.target is getitem and user.args[1] == place for user in own.users)
+    if is_taken or len(calls) != len(their_calls) or _shapes(own) != _shapes(theirs):
+        return None
+    # By the name it is the operator's own, and to the program it is nobody's.
+    made = fx.Node(own.graph, own.name, "call_function", getitem, (own, place), {})
+    del own.users[made]
+    made.meta = own.meta | {"val": own.meta["val"][place]}
+    keys = {there: here for (here, *_), (there, *_) in zip(calls, their_calls, strict=True)}
+    for kind in (RETURNED_AT, RETURNED_INSIDE):
+        made.meta[kind] = {keys[key]: at for key, at in node.meta.get(kind, {}).items() if key in keys}
+    return made
+
+
+def _shapes(operator: fx.Node) -> list[str]:
+    return [str(getattr(value, "shape", None)) for value in operator.meta["val"]]
+
+
+def _put_in(scope: Scope, node: fx.Node) -> None:
+    """Behind the operator that it is an element of, if it is not there."""
+    if any(node in inner.items for inner in walk(scope)):
+        return
+    source, place = node.args
+    holder = next(inner for inner in walk(scope) if source in inner.items)
+    before = [
+        at for at, item in enumerate(holder.items) if item is source or _is_earlier(item, source, place)
+    ]
+    holder.items.insert(before[-1] + 1, node)
+
+
+def _is_earlier(item: fx.Node | Scope, source: object, place: object) -> bool:
+    if isinstance(item, Scope) or item.target is not getitem or item.args[0] is not source:
+        return False
+    return int(str(item.args[1])) < int(str(place))
