@@ -140,3 +140,54 @@ def test_a_list_that_a_function_returns_gives_no_name_to_the_first_in_it() -> No
 
     assert "found = self.tables[0]" not in source
     assert "torch.cat(found, dim=1)" in source
+
+
+class _Step(nn.Module):
+    """Both states are given back, as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        output, (hidden, cell) = self.rnn(x[None], state)
+        return self.out(output[0]), (hidden, cell)
+
+
+class _Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights = (self.query(x) @ x.transpose(1, 2)).softmax(-1)
+        return weights @ self.value(x), weights
+
+
+class _Translating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Mixing(), _Mixing()
+        self.step = _Step()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weights = self.first(x)
+        x, _ = self.second(x)
+        state = (torch.zeros(1, x.shape[0], 4), weights.mean((1, 2))[None, :, None].expand(1, x.shape[0], 4))
+        outs = []
+        for t in range(5):
+            out, state = self.step(x[:, t], state)
+            outs.append(out)
+        return torch.stack(outs).square().mean()
+
+
+def test_what_nobody_reads_of_one_call_makes_no_other_class_and_no_other_forward() -> None:
+    pipe = split(_Translating(), torch.randn(2, 5, 4), cluster=1, costs="analytic", check="full")
+    source = pipe.stages[0].source
+
+    assert source.count("class ") == 3  # _Mixing is one, and the stage's own
+    assert "forward_2" not in source
+    assert "x, weights = self.first(x)" in source
+    assert "x, _ = self.second(x)" in source
+    assert "for t in range(5):\n            out, hidden, cell = self.step(x[:, t], hidden, cell)" in source
+    pipe.verify()
