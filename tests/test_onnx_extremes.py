@@ -168,6 +168,11 @@ def _quotients(whole: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def _quotients_of_a_number(whole: Tensor) -> tuple[Tensor, ...]:
+    divided = torch.div(2**40 + 1, whole.long(), rounding_mode="floor")
+    return -7 // whole, 7 % whole, divided, torch.div(-7, whole, rounding_mode="trunc")
+
+
 def _shifts(whole: Tensor) -> tuple[Tensor, ...]:
     places = torch.tensor([0, 4], dtype=whole.dtype)
     return (
@@ -187,6 +192,8 @@ _NUMBERS = torch.tensor([[1764233279999, -16777217, 16777219, -(2**40) - 1], [7,
     [
         (_quotients, _NUMBERS),
         (_quotients, _NUMBERS.int()),
+        (_quotients_of_a_number, torch.tensor([3, -7, 1, -1])),
+        (_quotients_of_a_number, torch.tensor([3, -7, 1, -1], dtype=torch.int32)),
         (_shifts, torch.tensor([[255, 17, 128, 3], [0, 1, 2, 99]], dtype=torch.uint8)),
         (_shifts, torch.tensor([[-1, 2**31 - 1, -(2**31), 3], [-17, 1, 2, 99]], dtype=torch.int32)),
     ],

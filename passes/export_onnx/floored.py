@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .whole_numbers import divided
+from .whole_numbers import as_tensors, divided
 
 _FLOATS = (torch.float32, torch.float64)
 
@@ -23,9 +23,11 @@ def _div(self: Any, other: Any, *, rounding_mode: str | None = None, out: Tensor
 
 
 def _floor_divided(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
-    if out is not None or not _are_of_floats(self, other):
+    if out is not None or not all(isinstance(each, Tensor | float | int) for each in (self, other)):
         return NotImplemented
-    self, other = _operands(self, other)
+    if not _are_of_floats(self, other):  # the exporter takes the number of `7 // x` for a tensor
+        return NotImplemented if isinstance(self, Tensor) else torch.floor_divide(*as_tensors(self, other))
+    self, other = as_tensors(self, other)
     left, is_across = _left(self, other)
     quotient = (self - left) / other - is_across.to(left.dtype)
     whole = quotient.floor()
@@ -36,7 +38,7 @@ def _floor_divided(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
 def _remainder(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
     if out is not None or not _are_of_floats(self, other):
         return NotImplemented
-    self, other = _operands(self, other)
+    self, other = as_tensors(self, other)
     left, is_across = _left(self, other)
     return torch.where(is_across, left + other, left)
 
@@ -50,15 +52,6 @@ def _left(self: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 def _are_of_floats(*operands: Any) -> bool:
     known = all(isinstance(each, Tensor | float | int) for each in operands)
     return known and torch.result_type(*operands) in _FLOATS
-
-
-def _operands(self: Any, other: Any) -> tuple[Tensor, Tensor]:
-    dtype = torch.result_type(self, other)
-    one, two = (
-        each.to(dtype) if isinstance(each, Tensor) else torch.tensor(each, dtype=dtype)
-        for each in (self, other)
-    )
-    return one, two
 
 
 def _floor_divided_by(self: Tensor, other: Any) -> Any:

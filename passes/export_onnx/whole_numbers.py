@@ -5,7 +5,7 @@ The exporter writes quotients by way of float32, exact up to 2**24, and shifts o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +25,19 @@ def divided(self: Any, other: Any, *, rounding_mode: str | None = None, out: Ten
     """Rounded up where `trunc` is above `floor`: a negative quotient with a remainder."""
     if rounding_mode is None or out is not None or not (_is_whole(self) and _is_whole(other)):
         return NotImplemented
+    self, other = as_tensors(self, other)
     quotient = torch.floor_divide(self, other)
     if rounding_mode == "floor":
         return quotient
     is_up = (torch.remainder(self, other) != 0) & ((self < 0) != (other < 0))
     return quotient + is_up.to(quotient.dtype)
+
+
+def as_tensors(*operands: Any) -> Iterator[Tensor]:
+    """Of the type that torch computes their quotient in; one of them is a tensor already."""
+    dtype = torch.result_type(*operands)
+    for each in operands:
+        yield each.to(dtype) if isinstance(each, Tensor) else torch.tensor(each, dtype=dtype)
 
 
 def _shifted(self: Any, other: Any, function: Callable[[Tensor, Any], Tensor], out: Tensor | None) -> Any:
