@@ -341,3 +341,26 @@ def test_a_layer_whose_weight_is_computed_in_every_call_is_written_out() -> None
     source = _source(Net(), (torch.randn(4, 5, 4),), check="fast")
     assert "torch.lstm(" in source
     assert "F.linear(" in source
+
+
+def test_a_layer_whose_weight_has_another_size_than_it_says_is_written_out() -> None:
+    class Extended(nn.Module):
+        """More words, and an image of one channel, for layers that were there before."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.image = nn.Embedding(10, 8), nn.Conv2d(3, 8, 3)
+            self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 10, bias=False)
+            self.words.weight = nn.Parameter(torch.cat([self.words.weight.data, torch.randn(2, 8)]))
+            self.image.weight = nn.Parameter(self.image.weight.data.sum(1, keepdim=True))
+            self.norm.running_mean = self.norm.running_var = None
+            self.head.weight = self.words.weight
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            seen = self.image(x).mean((2, 3))
+            return F.cross_entropy(self.head(self.norm(self.words(y) + seen)), y)
+
+    torch.manual_seed(0)
+    source = _source(Extended(), (torch.randn(4, 1, 8, 8), torch.tensor([1, 11, 3, 10])))
+    for line in ("F.embedding(", "F.conv2d(", "F.batch_norm(", "F.linear(", "torch.empty(12, 8)"):
+        assert line in source

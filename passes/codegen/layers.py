@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +71,7 @@ def is_layer(module: nn.Module, *, training: bool) -> bool:
         and not any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks))
         and not hasattr(module, "parametrizations")
         and _has_its_own_weights(module)
+        and _has_the_sizes_it_says(module)
         and not (type(module) in LAYERS_OF_TWO and next(module.buffers(), None) is not None)
     )
 
@@ -86,9 +88,27 @@ def _has_its_own_weights(module: nn.Module) -> bool:
     return held <= {"weight", "bias"} and (not isinstance(module, _WITH_WEIGHT) or "weight" in held)
 
 
+def _has_the_sizes_it_says(module: nn.Module) -> bool:
+    """Weights may be replaced by others of more rows or fewer channels, and the layer's arguments stay."""
+    sizes = _sizes_held(module)
+    if not sizes:
+        return True
+    given = {name: value for name, value, _ in _arguments(module)}
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch has said it when the model was built
+            return _sizes_held(type(module)(**given, device="meta")) == sizes
+    except Exception:  # of arguments that were changed afterwards
+        return False
+
+
+def _sizes_held(module: nn.Module) -> dict[str, torch.Size]:
+    held = {**module._parameters, **module._buffers}
+    return {name: tensor.shape for name, tensor in held.items() if tensor is not None}
+
+
 def constructor(module: nn.Module) -> Call:
     """`nn.Linear(768, 3072, bias=False)`: arguments that have their default are left out."""
-    pairs = _recurrent(module) if isinstance(module, nn.RNNBase) else _by_signature(module)
+    pairs = _arguments(module)
     parts = [Part(Leaf(a, value), a, default, by_name=a in _BY_NAME) for a, value, default in pairs]
     held = (*module.parameters(), *module.buffers())  # statistics alone, of a norm without weights
     kinds = (tensor.dtype for tensor in held if tensor.is_floating_point() or tensor.is_complex())
@@ -111,6 +131,11 @@ def is_sequential(module: nn.Module) -> bool:
     names = [name for name, _ in module.named_children()]
     runs = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     return runs and "forward" not in vars(module) and (are_numbered(names) or all(map(is_plain_name, names)))
+
+
+def _arguments(module: nn.Module) -> list[tuple[str, Any, Any]]:
+    """Each by its name, with its value and its default."""
+    return _recurrent(module) if isinstance(module, nn.RNNBase) else _by_signature(module)
 
 
 def _by_signature(module: nn.Module) -> list[tuple[str, Any, Any]]:
