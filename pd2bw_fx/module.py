@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from pd2bw_fx.stage import StageProgram
 
 
-def build_module(program: StageProgram, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The stage as a module in training mode, its weights copies of `tensors` (by name in the graph).
+def build_module(program: StageProgram, tensors: Mapping[str, Tensor], *, copied: bool = True) -> nn.Module:
+    """The stage as a module in training mode, its weights copies of `tensors` (by name in the graph), or in
+    the memory of those where they are not to be `copied`.
 
     The source is checked first and runs in a namespace of its own; a traceback shows its lines.
     Raises PlanMismatchError for a source that is no stage's, weights that do not fit it, or an operator that
@@ -40,10 +41,16 @@ def build_module(program: StageProgram, tensors: Mapping[str, Tensor]) -> nn.Mod
     made = namespace.get(program.class_name)
     if not isinstance(made, type) or not issubclass(made, nn.Module):
         raise PlanMismatchError(f"{where} defines no module class {program.class_name!r}")
+    names = (*program.parameters, *program.buffers)
+    missing = next((name for name in names if name not in tensors), None)
+    if missing is not None:
+        raise PlanMismatchError(f"{where} needs the tensor {missing!r}, and the weights do not have it")
     # The weights come from `tensors`: drawing random ones would be lost time.
     with torch.device("meta"), _told_by_line(where, filename):
         module: nn.Module = made()
-    _fill(module, program, tensors, where)
+    own = {name: tensors[name].detach() for name in names}
+    own = {name: tensor.clone() for name, tensor in own.items()} if copied else own
+    _fill(module, program, own, where)
     return module.train()
 
 
@@ -92,31 +99,26 @@ def held_tensors(program: StageProgram, module: nn.Module) -> dict[str, Tensor]:
     return {**held_parameters(program, module), **held_buffers(program, module)}
 
 
-def _fill(module: nn.Module, program: StageProgram, tensors: Mapping[str, Tensor], where: str) -> None:
-    copies: dict[str, Tensor] = {}
-    for name in (*program.parameters, *program.buffers):
-        if name not in tensors:
-            raise PlanMismatchError(f"{where} needs the tensor {name!r}, and the weights do not have it")
-        copies[name] = tensors[name].detach().clone()
+def _fill(module: nn.Module, program: StageProgram, own: Mapping[str, Tensor], where: str) -> None:
     filled: dict[str, nn.Parameter] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         canonical = program.ties.get(name, name)
-        _check_fits(name, parameter, copies.get(canonical), where)
+        _check_fits(name, parameter, own.get(canonical), where)
         if canonical not in filled:
-            filled[canonical] = nn.Parameter(copies[canonical], requires_grad=parameter.requires_grad)
+            filled[canonical] = nn.Parameter(own[canonical], requires_grad=parameter.requires_grad)
         owner, _, attribute = name.rpartition(".")
         module.get_submodule(owner)._parameters[attribute] = filled[canonical]
     for name, buffer in list(module.named_buffers(remove_duplicate=False)):
         canonical = program.ties.get(name, name)
-        _check_fits(name, buffer, copies.get(canonical), where)
+        _check_fits(name, buffer, own.get(canonical), where)
         owner, _, attribute = name.rpartition(".")
-        module.get_submodule(owner)._buffers[attribute] = copies[canonical]
+        module.get_submodule(owner)._buffers[attribute] = own[canonical]
     for inner in module.modules():
         if isinstance(inner, nn.RNNBase):
             inner._init_flat_weights()
     there = {program.ties.get(n, n) for n, _ in module.named_parameters(remove_duplicate=False)}
     there |= {program.ties.get(n, n) for n, _ in module.named_buffers(remove_duplicate=False)}
-    missing = sorted(copies.keys() - there)
+    missing = sorted(own.keys() - there)
     if missing:
         raise PlanMismatchError(f"{where} builds no tensor {missing[0]!r}, though it should hold it")
 

@@ -19,7 +19,7 @@ from pd2bw_fx.graph import Operator, OperatorGraph
 from pd2bw_fx.modes import asking_for_mode
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.program import without_gradients
-from pd2bw_fx.stage import StageProgram, build_module, held_tensors
+from pd2bw_fx.stage import StageProgram, held_tensors
 
 from .compare import coarsest_tolerance, difference, tolerance_of
 from .sides import (
@@ -30,6 +30,7 @@ from .sides import (
     of_the_loss,
     randomness,
     run_forwards,
+    stage_modules,
     weights_of,
 )
 
@@ -64,7 +65,7 @@ def evaluation_of(
         except Exception as error:  # whatever the model's other branch does with the example
             return Evaluation(f"the model cannot be run on the example inputs: {error}")
         try:
-            found, own, drawn_here = _of_stages(programs, weights, example, random=in_order)
+            found, own, drawn_here = _of_stages(graph, programs, weights, example, random=in_order)
         except Exception as error:  # whatever follows from sizes that the one mode alone has
             return Evaluation(f"the stages cannot be run on the example inputs: {error}")
         said = _outputs_differ(graph, programs, outputs, found)
@@ -113,13 +114,14 @@ def _of_model(
 
 
 def _of_stages(
+    graph: OperatorGraph,
     programs: Sequence[StageProgram],
     tensors: Mapping[str, Tensor],
     example: Mapping[str, Tensor],
     *,
     random: bool,
 ) -> tuple[Mapping[str, Tensor], set[str], Drawn]:
-    modules = [build_module(program, tensors).eval() for program in programs]
+    modules = [module.eval() for module in stage_modules(graph, programs, tensors)]
     with randomness(on=random) as draws, torch.no_grad():
         _, produced = run_forwards(programs, modules, example)
         drawn = draws.drawn()

@@ -17,6 +17,7 @@ from pd2bw_fx.graph import OperatorGraph, dtype_name
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.program import surrounding_autocast
 from pd2bw_fx.stage import Port, StageProgram, build_module, held_buffers, held_parameters, outputs_of
+from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 
 Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
@@ -90,6 +91,23 @@ def weights_of(
         yield held
 
 
+def stage_modules(
+    graph: OperatorGraph, programs: Sequence[StageProgram], tensors: Mapping[str, Tensor]
+) -> list[nn.Module]:
+    """For a run that writes what the model writes: of a large model there may be no room for all weights
+    once more, so that what is not written is the same memory."""
+    operators = graph.operators.values()
+    written = {name for operator in operators for name in operator.writes_buffers} | graph.buffers.keys()
+    if graph.fx is None or any(operator.target.startswith(UNTRACED) for operator in operators):
+        written |= tensors.keys()  # stages that were read may have been edited
+    modules: list[nn.Module] = []
+    for program in programs:
+        held = (*program.parameters, *program.buffers)
+        own = {name: tensors[name].clone() if name in written else tensors[name] for name in held}
+        modules.append(build_module(program, own, copied=False))
+    return modules
+
+
 def run_stages(
     graph: OperatorGraph,
     programs: Sequence[StageProgram],
@@ -98,7 +116,7 @@ def run_stages(
     *,
     random: bool,
 ) -> Run:
-    modules = [build_module(program, tensors) for program in programs]
+    modules = stage_modules(graph, programs, tensors)
     with randomness(on=random):
         received, produced = run_forwards(programs, modules, example)
     if not surrounding_autocast():  # of the caller's, which the model and its stages are both under

@@ -82,7 +82,9 @@ class Slots:
         self._programs = programs
         names = {name for program in programs for name in (*program.parameters, *program.buffers)}
         local = {name: tensors[name].to(device) for name in names}
-        trees = [{p.stage: build_module(p, local) for p in programs} for _ in range(count)]
+        # What is trained is copied once, into the flat memory: making an engine takes no more than training.
+        local = {name: tensor if name in trainable else tensor.clone() for name, tensor in local.items()}
+        trees = [{p.stage: build_module(p, local, copied=False) for p in programs} for _ in range(count)]
         held: dict[str, nn.Parameter] = {}
         for program in programs:
             held |= held_parameters(program, trees[0][program.stage])
