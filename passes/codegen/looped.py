@@ -149,7 +149,10 @@ class Looped:
             return free("value", self.rounds.taken)
         entries = [self.rounds.body[self.rounds.start + line] for line, _ in self.counted.tokens]
         wishes = [entry.counter for entry in entries if isinstance(entry, Statement) and entry.counter]
-        return free(wishes[0] if wishes and wishes[0] not in self.rounds.taken else "i", self.rounds.taken)
+        listed = {entry.name for entry in self.rounds.listed.values()}
+        if wishes and wishes[0] not in self.rounds.from_here_on | listed:
+            return wishes[0]
+        return free("i", self.rounds.taken)
 
     def body(self) -> list[Entry]:
         rounds, counter = self.rounds, self._counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,11 +165,17 @@ class Rounds:
             if runs:
                 taken = self.taken | {listed.name for listed in self.listed.values()}
                 entries = [self.body[at] for at in (self.line(place, 0), *(run.line for run in runs))]
-                wishes = [e.listed for e in entries if isinstance(e, Statement) and e.listed not in taken]
+                needed = self.from_here_on | {listed.name for listed in self.listed.values()}
+                wishes = [e.listed for e in entries if isinstance(e, Statement) and e.listed not in needed]
                 own = f"{self.plainest(place)}_list"
                 name = next(filter(None, wishes), free(own, taken))
                 self.listed[place] = Listed(name, tuple(dict.fromkeys(runs)))
         return True
+
+    @functools.cached_property
+    def from_here_on(self) -> set[str]:
+        """Names in the rounds and behind them; others may be given to something else now."""
+        return set[str]().union(*(line.names for line in self.lines[self.start :]))
 
     def makers(self) -> Iterator[Place]:
         """Where a round makes something."""
