@@ -10,7 +10,7 @@ import pytest
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import PlanMismatchError
-from pd2bw_fx.passes.partition import check_plan, explain, partition
+from pd2bw_fx.passes.partition import check_plan, explain, partition, partition_replicated
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
 
@@ -68,6 +68,44 @@ def test_next_best_cut_is_the_second_of_all_assignments(seed: int) -> None:
         for v in problem.values
         if planned[names.index(v.producer)] != planned[names.index(v.consumers[0])]
     }
+
+
+def with_copies_by_hand(problem: Problem, stages: tuple[int, ...], copies: tuple[int, ...]) -> float:
+    """Values of ten seconds each go straight from their maker to every stage that reads them."""
+    load = [0.0] * len(copies)
+    for block, stage in zip(problem.blocks, stages, strict=True):
+        load[stage] += block.forward_s[0] + block.backward_s[0]
+    place = {block.name: stage for block, stage in zip(problem.blocks, stages, strict=True)}
+    for value in problem.values:
+        for reader in {place[name] for name in value.consumers} - {place[value.producer]}:
+            load[place[value.producer]] += 10.0
+            load[reader] += 10.0
+    return max(seconds / count for seconds, count in zip(load, copies, strict=True))
+
+
+@pytest.mark.parametrize("copies", [(1, 1, 2), (1, 2, 1)])
+def test_next_best_cut_of_stages_with_copies_sends_values_straight(copies: tuple[int, ...]) -> None:
+    work_s = (4.0, 3.0, 6.0, 9.0, 7.0)
+    blocks = tuple(Block(f"b{at}", (f"op{at}",), (s,) * 4, (s,) * 4) for at, s in enumerate(work_s))
+    reads = {"b0": ("b1", "b2", "b3", "b4"), "b1": ("b2",), "b2": ("b3",), "b3": ("b4",)}
+    values = tuple(Value(f"v{name}", name, readers, 10, 0) for name, readers in reads.items())
+    problem = Problem(blocks, values, {})
+    cluster = Cluster.uniform(4, memory_bytes=10**9, bytes_per_s=1.0, latency_s=0.0)
+
+    plan = partition_replicated(problem, cluster, replicas=copies, max_gap=1e-6)
+    explained = explain(plan, problem, cluster, max_gap=1e-6)
+
+    planned = tuple(plan.stage_of[f"op{at}"] for at in range(5))
+    rising = itertools.combinations_with_replacement(range(3), 5)
+    possible = [stages for stages in rising if len(set(stages)) == 3]
+    for cut in explained.cuts:
+        others = [
+            stages
+            for stages in possible
+            if any((a <= cut.stage) != (b <= cut.stage) for a, b in zip(stages, planned, strict=True))
+        ]
+        best_s = min(with_copies_by_hand(problem, stages, copies) for stages in others)
+        assert cut.next_best_s == pytest.approx(best_s, rel=2e-6)
 
 
 def tight() -> tuple[Problem, Cluster]:

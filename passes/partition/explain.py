@@ -29,6 +29,7 @@ from .kept import METHODS
 from .reader import Reader, check_problem, topological_order
 from .replicas import GradientSums, KeepingCopies, partition_replicated, shared_out, stashing
 from .route import routed
+from .search import search
 
 GIB = 2**30
 _LINKS_TRIED = 3
@@ -167,10 +168,10 @@ class _Cuts:
         crossing = tuple(t for t in self.plan.transfers if t.source <= stage < t.target)
         moves = list(self._moves(stage))
         choices = Choices(len(moves), lambda choice: self._with(*moves[choice]))
+        # Stages with copies send all values straight, in the plan and in what it is compared with.
+        look = search if self.plan.replicas else search_with_routes
         try:
-            found = search_with_routes(
-                choices, solver=self.solver, max_gap=self.max_gap, deadline=Deadline(time_limit_s)
-            )
+            found = look(choices, solver=self.solver, max_gap=self.max_gap, deadline=Deadline(time_limit_s))
         except SolverError:
             found = None  # No other cut in the time there was, which is what None says.
         if found is None:
