@@ -146,7 +146,7 @@ class Plan:
     @property
     def proof(self) -> str:
         """How near the optimum it is proven to be, in words."""
-        if self.bound_s <= 0:
+        if self.bound_s <= 0 or not self.stages:
             return "how far it is from the optimum is not proven"
         near = "proven optimal" if self.gap <= 1e-9 else f"within {self.gap:.2%} of the optimum (proven)"
         count = f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
@@ -186,7 +186,7 @@ class Plan:
     def replicas(self) -> tuple[int, ...] | None:
         """Copies of each stage; None where all have one."""
         counts = tuple(stage.replicas for stage in self.stages)
-        return counts if max(counts) > 1 else None
+        return counts if any(count > 1 for count in counts) else None
 
     @property
     def stage_of(self) -> dict[str, int]:

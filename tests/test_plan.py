@@ -185,6 +185,13 @@ def test_assignment_that_cannot_be_is_named(plan: Plan, stages: Any, message: st
         check_plan(edited(plan, *stages), PROBLEM, CLUSTER)
 
 
+def test_a_plan_without_stages_is_refused_and_is_no_optimum(plan: Plan) -> None:
+    empty = Plan.from_json(plan.to_json() | {"stages": []})
+    assert "not proven" in str(empty)
+    with pytest.raises(PlanMismatchError, match="the plan has no stages; one has a part of the operators"):
+        check_plan(empty, PROBLEM, CLUSTER)
+
+
 def test_operators_that_belong_together_may_not_be_torn_apart(plan: Plan) -> None:
     data = plan.to_json()
     stages = [dict(entry) for entry in data["stages"]]

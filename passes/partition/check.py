@@ -99,6 +99,8 @@ def _may_have_asked(plan: Plan) -> Iterator[bool | Literal["auto"]]:
 
 
 def _check_stages(plan: Plan, problem: Problem, cluster: Cluster) -> None:
+    if not plan.stages:
+        raise PlanMismatchError("the plan has no stages; one has a part of the operators at least")
     known = {name for block in problem.blocks for name in block.operators}
     seen: dict[str, int] = {}
     for at, stage in enumerate(plan.stages):
