@@ -46,6 +46,12 @@ class Constraints:
                 raise InputError(
                     f"{wrong[0]!r} among together or whole; the name of an operator or a module was expected"
                 )
+        for name, devices in self.device_of.items():
+            if isinstance(devices, tuple | list) and not devices:
+                raise InputError(
+                    f"device_of[{name!r}] names no device; one or more of the cluster's were expected: leave "
+                    "it out where any will do"
+                )
         for device, limit in self.memory_bytes.items():
             if isinstance(limit, bool) or not isinstance(limit, int | float | str):
                 raise InputError(

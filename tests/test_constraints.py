@@ -118,6 +118,7 @@ def _bottleneck(blocks: Any, reads: Any, stages: Any) -> float:
         ({"together": (("op0", "op5"),)}, "1 blocks are left for 3 stages"),
         ({"together": ("op0", "op5")}, "give tuples of names"),
         ({"memory_bytes": {"cpu:0": "lots"}}, "'lots' is no number of bytes"),
+        ({"device_of": {"op1": ()}}, r"device_of\['op1'\] names no device; one or more"),
     ],
 )
 def test_wish_that_cannot_be_granted_is_named(wishes: dict[str, Any], message: str) -> None:
