@@ -4,6 +4,7 @@ Operators" (arXiv 2006.16423): operators with their times on an accelerator and 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from pd2bw_fx.errors import InputError
+
+_ROUNDING = 1e-6  # of a cost: files have some digits, and times in a unit of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ def _check_one_cost(edges: Sequence[WorkloadEdge]) -> None:
     cost_of: dict[int, float] = {}
     for edge in edges:
         cost = cost_of.setdefault(edge.source, edge.cost)
-        if abs(cost - edge.cost) > 1e-6:
+        if not math.isclose(cost, edge.cost, rel_tol=_ROUNDING):
             raise InputError(
                 f"moving the output of node {edge.source} costs {cost:g} on one edge and {edge.cost:g} on "
                 "another; give all edges of one source the same cost"

@@ -224,10 +224,13 @@ def test_bad_entry_is_named(path: tuple[Any, ...], value: Any, message: str) -> 
         workload_from_json(data, name="small")
 
 
-def test_edges_of_one_source_must_cost_the_same() -> None:
+@pytest.mark.parametrize("unit", [1.0, 1e-7])  # of the file's times: seconds have small ones
+def test_edges_of_one_source_must_cost_the_same(unit: float) -> None:
     data = copy.deepcopy(small())
     data["edges"].append({"sourceId": 1, "destId": 3, "cost": 0.75})
-    with pytest.raises(InputError, match=r"output of node 1 costs 0\.5 .* and 0\.75"):
+    for edge in data["edges"]:
+        edge["cost"] *= unit
+    with pytest.raises(InputError, match=rf"output of node 1 costs {unit / 2:g} .* and {0.75 * unit:g}"):
         workload_from_json(data, name="small")
 
 
