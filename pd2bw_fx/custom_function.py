@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from pd2bw_fx.errors import TraceError
+
 _NAMESPACE = "pd2bw_fx"
 
 
@@ -70,7 +72,11 @@ def custom_function(target: Any) -> CustomFunction | None:
 
 
 def as_operator(function: CustomFunction) -> torch._ops.OpOverload:
-    """An operator of torch that computes the function, with its backward. Equal functions share one."""
+    """An operator of torch that computes the function, with its backward. Equal functions share one.
+
+    Raises TraceError for one that enters torch.autocast.
+    """
+    _require_no_autocast(function)
     name = f"{function.name}_{_fingerprint(function)}"
     known = next((target for target in _KNOWN if target._schema.name == f"{_NAMESPACE}::{name}"), None)
     if known is not None:
@@ -83,6 +89,18 @@ def as_operator(function: CustomFunction) -> torch._ops.OpOverload:
     target = registered(schema, run=run, differentiable=differentiable, fake=run, tags=tags)
     _KNOWN[target] = function
     return target
+
+
+def _require_no_autocast(function: CustomFunction) -> None:
+    for half, graph in (("forward", function.forward), ("backward", function.backward)):
+        if graph.find_nodes(op="call_function", target=torch.amp.autocast_mode._enter_autocast):
+            raise TraceError(
+                f"the custom autograd function {function.name} ({function.origin}) enters torch.autocast in "
+                f"its {half}, as torch.amp.custom_bwd does, and a stage's own class of it does not. Where "
+                "autocast is off, custom_fwd and custom_bwd do nothing: leave them out. Or have the module "
+                "that calls the function, with all weights that it reads, run as it is written: "
+                "pd2bw_fx.untraced(module, returns=..)"
+            )
 
 
 def registered(

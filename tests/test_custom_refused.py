@@ -115,3 +115,43 @@ def test_what_cannot_be_kept_is_refused_with_the_reason(function: Any, reason: s
         pd2bw_fx.split(model_of(Refused), batch(4)[:1], cluster=1, costs="analytic")
     assert reason in str(raised.value)
     assert "custom_op" in str(raised.value)
+
+
+class Decorated(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+class Exact(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+@pytest.mark.parametrize(("function", "half"), [(Decorated, "backward"), (Exact, "forward")])
+def test_one_that_enters_autocast_is_refused_and_what_is_advised_works(function: Any, half: str) -> None:
+    class Tripled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = function.apply(x)
+            return result
+
+    def split(inner: nn.Module) -> None:
+        model = nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 6)).double()
+        pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
+
+    place = rf"{function.__name__} \(test_custom_refused.py:\d+\)"
+    with pytest.raises(TraceError, match=f"{place} enters torch.autocast in its {half}, .*untraced"):
+        split(Tripled())
+    split(pd2bw_fx.untraced(Tripled(), returns=torch.empty_like))
