@@ -13,6 +13,7 @@ from pd2bw_fx.program import FxProgram, tensors, torch_errors_unlogged, training
 from pd2bw_fx.traced import Traced
 
 from .assume import assume
+from .augmented import name_augmented_assignments
 from .author_lines import keep_whole_statements
 from .casts import working_casts
 from .clean import (
@@ -22,7 +23,6 @@ from .clean import (
     remove_dead_code,
     remove_default_formats,
     remove_detached_constants,
-    remove_empty_parts,
     remove_guards,
     remove_identities,
     remove_true_terms,
@@ -49,9 +49,9 @@ def normalise(traced: Traced) -> OperatorGraph:
 def _normal_form(traced: Traced) -> OperatorGraph:
     draft = lift(traced)
     remove_guards(draft)
+    name_augmented_assignments(draft)
     remove_detached_constants(draft)
     remove_broadcasts(draft)
-    remove_empty_parts(draft)
     fill_empty(draft)
     remove_default_formats(draft)
     even_bounds(draft)

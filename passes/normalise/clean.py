@@ -37,9 +37,10 @@ def remove_guards(draft: Draft) -> None:
 
 def remove_identities(draft: Draft, facts: Facts) -> None:
     """Aliases, casts to the type that the tensor has, reshapes to its shape, also by way of others, two
-    transpositions: the same values and gradient.
+    transpositions, parts put together where there is one: the same values and gradient.
 
-    Casts that have something to do under autocast stay.
+    Casts that have something to do under autocast stay, as do copies of memory that is written, and what
+    cuts a gradient off, as all that makes a new tensor or a view does under `no_grad`.
     """
     written, differentiated = _written_storages(facts), _written_storages(facts, with_gradients=True)
     for node in list(draft.graph.nodes):
@@ -47,16 +48,39 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
             continue
         if operator_name(node) == "detach" and facts.storages[node.name] & differentiated:
             continue  # without it the memory itself would get a gradient's history
-        if _is_identity(node, facts, written):
-            put_in_place(node, node.args[0])
-        elif operator_name(node) == "t" and operator_name(node.args[0]) == "t":
-            put_in_place(node, node.args[0].args[0])
-        elif same := _of_the_same_shape_before(node):
-            if (facts.storages[node.name] | facts.storages[same.name]) & written:
-                continue  # a reshape on the way may have copied
-            if any(operator_name(reader) == "embedding_bag" for reader in node.users):
-                continue  # F.embedding_bag's own, of bags of one word each
+        same = _same_before(node, facts)
+        if same is None or facts.requires_grad(same.name) != facts.requires_grad(node.name):
+            continue
+        if _may_copy(node, same, facts) and (facts.storages[node.name] | facts.storages[same.name]) & written:
+            continue
+        if node.target is torch.ops.aten.cat.default and not _lies_in_order(same, facts):
+            _put_in_order(node, same)
+        else:
             put_in_place(node, same)
+
+
+def _same_before(node: fx.Node, facts: Facts) -> fx.Node | None:
+    """The value that `node` has once more."""
+    if _is_identity(node, facts):
+        return node.all_input_nodes[0]
+    if operator_name(node) == "t" and operator_name(node.all_input_nodes[0]) == "t":
+        return node.all_input_nodes[0].all_input_nodes[0]
+    if node.target is torch.ops.aten.cat.default:
+        return _only_part(node)
+    same = _of_the_same_shape_before(node)
+    if any(operator_name(reader) == "embedding_bag" for reader in node.users):
+        return None  # F.embedding_bag's own, of bags of one word each
+    return same
+
+
+def _may_copy(node: fx.Node, same: fx.Node, facts: Facts) -> bool:
+    """Whether it may have memory of its own: where it does on the example, or a reshape is on the way."""
+    return facts.storages[node.name] != facts.storages[same.name] or same not in node.all_input_nodes
+
+
+def _put_in_order(cat: fx.Node, part: fx.Node) -> None:
+    """What is put together lies in order, as a part that was transposed does not."""
+    cat.target, cat.args, cat.kwargs = torch.ops.aten.contiguous.default, (part,), {}
 
 
 def remove_default_formats(draft: Draft) -> None:
@@ -102,20 +126,14 @@ def separate_repeated_outputs(draft: Draft, facts: Facts) -> None:
     output.args = (tuple(results),)
 
 
-def _is_identity(node: fx.Node, facts: Facts, written: set[int]) -> bool:
+def _is_identity(node: fx.Node, facts: Facts) -> bool:
     name, operand = operator_name(node), node.args[0] if node.args else None
     if not isinstance(operand, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if name == "alias":
+    if name in {"alias", "detach", "lift_fresh_copy"}:
         return True
     if name == "contiguous":
-        known = (facts.values[operand.name], operand.meta.get("val"))
-        in_order = all(_is_in_order(value) for value in known if isinstance(value, torch.Tensor))
-        return len(node.args) == 1 and not node.kwargs and in_order
-    if name == "detach":
-        return not facts.requires_grad(operand.name)
-    if name == "lift_fresh_copy":
-        return not facts.storages[node.name] & written
+        return len(node.args) == 1 and not node.kwargs and _lies_in_order(operand, facts)
     before, after = operand.meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
@@ -134,6 +152,11 @@ def _is_identity(node: fx.Node, facts: Facts, written: set[int]) -> bool:
 def _has_signed_zeros(value: torch.Tensor) -> bool:
     """-0.0 + 0 is 0.0."""
     return value.is_floating_point() or value.is_complex()
+
+
+def _lies_in_order(node: fx.Node, facts: Facts) -> bool:
+    known = (facts.values.get(node.name), node.meta.get("val"))
+    return all(_is_in_order(value) for value in known if isinstance(value, torch.Tensor))
 
 
 def _is_in_order(value: torch.Tensor) -> bool:
@@ -169,7 +192,9 @@ def remove_true_terms(draft: Draft, facts: Facts) -> None:
         if node.op != "call_function" or operator_name(node) not in {"__and__", "bitwise_and"}:
             continue
         term, mask = node.args[:2]
-        if not _is_true(term) or not isinstance(mask, fx.Node) or facts.storages[node.name] & written:
+        if not _is_true(term) or not isinstance(mask, fx.Node):
+            continue
+        if (facts.storages[node.name] | facts.storages[mask.name]) & written:
             continue
         if _sizes_and_type(mask) == _sizes_and_type(node):
             put_in_place(node, mask)
@@ -201,6 +226,8 @@ def remove_broadcasts(draft: Draft) -> None:
         source = node.args[0] if node.target is getitem else None
         if not isinstance(source, fx.Node) or operator_name(source) != "broadcast_tensors":
             continue
+        if source.meta.get("no_grad"):
+            continue  # a view without the gradient that its operand may have
         operand = source.args[0][node.args[1]]  # type: ignore[index]
         if isinstance(operand, fx.Node) and _sizes_and_type(operand) == _sizes_and_type(node):
             put_in_place(node, operand)
@@ -214,17 +241,6 @@ def remove_detached_constants(draft: Draft) -> None:
             value = draft.values[str(operand.target)]
             if isinstance(value, torch.Tensor) and not value.requires_grad:
                 put_in_place(node, operand)
-
-
-def remove_empty_parts(draft: Draft) -> None:
-    """`torch.cat` of one tensor and the empty one that a cache begins with is a copy of that tensor."""
-    for node in draft.graph.nodes:
-        if node.op != "call_function" or operator_name(node) != "cat":
-            continue
-        full = _full(node)
-        if len(full) == 1 and _sizes_and_type(full[0]) == _sizes_and_type(node):
-            node.target = torch.ops.aten.contiguous.default
-            node.args, node.kwargs = (full[0],), {}
 
 
 def fill_empty(draft: Draft) -> None:
@@ -253,11 +269,14 @@ _ZEROS = {
 _OF_PARTS = {"select", "slice", "diagonal", "index_put_", "index_copy_", "scatter_", "masked_scatter_"}
 
 
-def _full(node: fx.Node) -> list[fx.Node]:
-    parts = node.args[0]
+def _only_part(cat: fx.Node) -> fx.Node | None:
+    """The one tensor that `torch.cat` has, maybe beside the empty one that a cache begins with."""
+    parts = cat.args[0]
     assert isinstance(parts, list | tuple)
     nodes = [part for part in parts if isinstance(part, fx.Node)]
-    return [part for part in nodes if not _is_empty(part.meta.get("val"))]
+    full = [part for part in nodes if not _is_empty(part.meta.get("val"))]
+    is_all = len(full) == 1 and _sizes_and_type(full[0]) == _sizes_and_type(cat)
+    return full[0] if is_all and _sizes_and_type(cat) is not None else None
 
 
 def _is_empty(value: object) -> bool:

@@ -96,6 +96,8 @@ class _Observer(FakeRun):
         value = super().run_node(n)
         if n.op == "output":
             return value
+        if n.meta.get("no_grad"):
+            value = self._without_gradient(n, value)
         self.facts.values[n.name] = value
         storages = frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(value))
         self.facts.storages[n.name] = storages
@@ -104,6 +106,17 @@ class _Observer(FakeRun):
         )
         self.facts.written[n.name] = self._written(n, versions)
         return value
+
+    def _without_gradient(self, node: fx.Node, value: Any) -> Any:
+        """Of a view that is made without gradients torch says that it requires one, and none flows through
+        it; what hands its operand on has the operand's."""
+        given = {id(tensor) for operand in node.all_input_nodes for tensor in _tensors(self.env[operand])}
+
+        def of_its_own(leaf: Any) -> Any:
+            is_new = isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in given
+            return leaf.detach() if is_new else leaf
+
+        return pytree.tree_map(of_its_own, value)
 
     def _written(self, node: fx.Node, versions: Mapping[fx.Node, list[int]]) -> tuple[fx.Node, ...]:
         """By its schema for an ATen operator, for views of one memory count their versions together."""

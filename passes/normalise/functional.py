@@ -92,7 +92,7 @@ def _has_functional_form(node: fx.Node, facts: Facts) -> bool:
     target, value = facts.written[node.name][0], facts.values[node.name]
     if len(facts.written[node.name]) != 1 or not node.args or node.args[0] is not target:
         return False
-    if node.meta.get("no_grad") and facts.requires_grad(target.name):
+    if node.meta.get("no_grad") and _has_gradient(target, facts):
         return False  # autograd does not see this write, and would see its functional form
     before = facts.values[target.name]
     if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
@@ -105,6 +105,11 @@ def _has_functional_form(node: fx.Node, facts: Facts) -> bool:
     if value.shape != before.shape or not _same_device(node, before, facts):
         return False
     return all(_is_invertible(view, base, facts) for view, base in _views(target, facts))
+
+
+def _has_gradient(target: fx.Node, facts: Facts) -> bool:
+    bases = (base for _, base in _views(target, facts))
+    return any(facts.requires_grad(node.name) for node in (target, *bases))
 
 
 def _same_device(node: fx.Node, target: torch.Tensor, facts: Facts) -> bool:
