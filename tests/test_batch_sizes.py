@@ -97,6 +97,33 @@ def test_sizes_with_the_examples_answer_are_open_and_others_refused(
         pipe.batch_layout.cut({"x": rows(2 * wrong)}, 2)
 
 
+class Standardising(nn.Module):
+    """By the deviation within the batch, which is nan for one sample; `largest` is a number."""
+
+    def __init__(self, *, goes_another_way: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.goes_another_way = goes_another_way
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        largest = hidden.amax()
+        if len(x) > 1:
+            hidden = hidden.relu()
+            largest = largest + self.goes_another_way
+        hidden = (hidden - hidden.mean(0)) / (hidden.std(0) + 1e-3)
+        return {"loss": self.second(hidden).square().mean(), "largest": largest}
+
+
+@pytest.mark.parametrize("goes_another_way", [False, True])
+@pytest.mark.filterwarnings("ignore:std")
+def test_a_model_that_is_nan_for_one_sample_is_open_for_more(goes_another_way: bool) -> None:
+    pipe = split(Standardising(goes_another_way=goes_another_way), 4)
+
+    assert pipe.trace_report.tracer == "export"
+    assert pipe.graph.batch_sizes == SizeRange(2 if goes_another_way else 1)
+
+
 def test_a_size_that_cannot_be_left_open_is_the_only_one() -> None:
     pipe = split(Fixing(), 4)
 
