@@ -212,3 +212,28 @@ def test_bodies_compute_the_same_whatever_their_names(
 ) -> None:
     bodies = [list(computed(map(line_of, lines))) for lines in (one, other)]
     assert (bodies[0] == bodies[1]) == is_same
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.GRUCell(4, 4), nn.GRUCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, 0]
+        outs = []
+        for t in range(4):
+            h = self.up(x[:, t], h)
+            outs.append(h)
+        x = torch.stack(outs, 1).tanh()
+        outs = []
+        for t in range(4):
+            h = self.down(x[:, t], h)
+            outs.append(h)
+        return torch.stack(outs, 1).square().mean()
+
+
+def test_a_second_loop_has_its_authors_names_where_the_first_is_done_with_them() -> None:
+    source = _source(Twice(), torch.randn(3, 4, 4))
+
+    assert source.count("outs = []\n        for t in range(4):\n") == 2
