@@ -119,9 +119,9 @@ def _traced_on(node: fx.Node) -> str:
 
 
 @contextmanager
-def _every_layer_as_written() -> Iterator[None]:
+def _fast_path(*, on: bool) -> Iterator[None]:
     before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.mha.set_fastpath_enabled(on)
     try:
         yield
     finally:
@@ -131,12 +131,14 @@ def _every_layer_as_written() -> Iterator[None]:
 def without_gradients(
     forward: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
     inputs: Mapping[str, torch.Tensor],
+    *,
+    fast_path: bool = False,
 ) -> dict[str, torch.Tensor]:
     """What a model returns in evaluation. One that differentiates in its forward (forces of an energy) cannot
-    do without gradients, and is run with them. Without torch's fast path for encoder layers, which gives
-    padded positions zeros."""
+    do without gradients, and is run with them. `fast_path`: torch's for encoder layers, which gives padded
+    positions zeros; else every layer is as written."""
     try:
-        with torch.no_grad(), _every_layer_as_written():
+        with torch.no_grad(), _fast_path(on=fast_path):
             return dict(forward(inputs))
     except RuntimeError as error:
         if "does not require grad" not in str(error):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError, VerificationError
+from pd2bw_fx.passes.verify import note_on_fast_path
 
 BY_TYPE = 2e-5
 
@@ -188,3 +189,39 @@ def test_what_a_loss_function_compares_with_is_not_given_to_an_argument_of_the_s
     assert loaded.verify(model, example_args=x, **loss).exact
     with pytest.raises(InputError, match=r"or pass example_args, example_kwargs and loss_fn"):
         loaded.verify(model)
+
+
+class Encoding(nn.Module):
+    """Its loss is a mean of all positions, or of those that the mask leaves."""
+
+    def __init__(self, *, leaves_out: bool, **options: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 1, **options), nn.Linear(8, 8)
+        self.leaves_out = leaves_out
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        losses = self.head(self.encoder(x, src_key_padding_mask=padded)).square().mean(-1)
+        return losses.masked_fill(padded, 0.0).mean() if self.leaves_out else losses.mean()
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize(
+    ("leaves_out", "options", "is_told"),
+    [(False, {}, True), (True, {}, False), (False, {"enable_nested_tensor": False}, False)],
+)
+def test_padded_positions_that_torchs_fast_path_sets_to_zero_are_told_of(
+    leaves_out: bool, options: dict[str, bool], is_told: bool
+) -> None:
+    torch.manual_seed(0)
+    model, padded = Encoding(leaves_out=leaves_out, **options), torch.zeros(3, 5, dtype=torch.bool)
+    padded[1, 3:] = True
+    pipe = pd2bw_fx.split(model, (torch.randn(3, 5, 8), padded), cluster=2, costs="analytic", check=False)
+    assert pipe.reference is not None
+    assert pipe.example is not None
+    told = note_on_fast_path(
+        pipe.graph, pipe.programs, pipe.tensors(), pipe.example, model=model, forward=pipe.reference
+    )
+    assert told.startswith("in evaluation without gradients") == is_told
+    assert ("'loss' is another one, by " in told) == is_told
+    assert model.training

@@ -24,6 +24,7 @@ from pd2bw_fx.stage import StageProgram
 
 from .compare import Difference, coarsest_tolerance, difference, largest_of, rounded, tolerance_of
 from .evaluation import Evaluation, draws_in_evaluation, evaluation_of
+from .fast_path import note_on_fast_path
 from .reseeding import settings_noted
 from .sides import (
     Forward,
@@ -41,6 +42,7 @@ __all__ = [
     "another_example",
     "draws_in_evaluation",
     "evaluation_of",
+    "note_on_fast_path",
     "verify",
 ]
 

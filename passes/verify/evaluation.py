@@ -68,7 +68,7 @@ def evaluation_of(
             found, own, drawn_here = _of_stages(graph, programs, weights, example, random=in_order)
         except Exception as error:  # whatever follows from sizes that the one mode alone has
             return Evaluation(f"the stages cannot be run on the example inputs: {error}")
-        said = _outputs_differ(graph, programs, outputs, found)
+        said = outputs_differ(graph, programs, outputs, found)
         said = said or _draws_differ(graph, drawn, drawn_here)
         missed = sorted(written - own)
         if not said and missed:
@@ -160,12 +160,13 @@ def _is_changed(after: Tensor, before: Tensor) -> bool:
     return not bool(((after == before) | (after.isnan() & before.isnan())).all())
 
 
-def _outputs_differ(
+def outputs_differ(
     graph: OperatorGraph,
     programs: Sequence[StageProgram],
     expected: Mapping[str, Tensor],
     found: Mapping[str, Tensor],
 ) -> str:
+    """The first of them that is another one than the model's, or ""."""
     for name, value in found.items():
         if name not in expected:
             return f"the model does not return {name!r}"

@@ -1,0 +1,53 @@
+"""Torch's fast path for encoder layers: a model in evaluation takes it without gradients, no stage does.
+
+Where a mask says that positions are padding, it packs the others, and the padded ones come out as zeros;
+layer by layer they have values as all positions do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.program import without_gradients
+from pd2bw_fx.stage import StageProgram
+
+from .evaluation import outputs_differ
+from .sides import Forward, of_the_loss, randomness, weights_of
+
+_WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def note_on_fast_path(
+    graph: OperatorGraph,
+    programs: Sequence[StageProgram],
+    tensors: Mapping[str, Tensor],
+    example: Mapping[str, Tensor],
+    *,
+    model: nn.Module,
+    forward: Forward,
+) -> str:
+    """What a user should know where the model in evaluation returns something else with the fast path than
+    without it on the example inputs, or ""."""
+    if not any(isinstance(module, _WITH_FAST_PATH) for module in model.modules()):
+        return ""
+    try:
+        with weights_of(model, graph, tensors) as live:
+            model.eval()
+            given = {**example, **of_the_loss(graph, tensors, live)}
+            found = []
+            for fast in (True, False):
+                with randomness(on=True):
+                    found.append(without_gradients(forward, given, fast_path=fast))
+    except Exception:  # of whatever the model's other branch does, which evaluation tells of
+        return ""
+    differs = outputs_differ(graph, programs, *found)
+    if not differs:
+        return ""
+    return (
+        f"in evaluation without gradients the model's encoder takes torch's fast path, and {differs}: padded "
+        "positions come out as zeros. The stages compute them as all others: leave them out of what the "
+        "model returns, by the mask, or build the encoder with enable_nested_tensor=False"
+    )
