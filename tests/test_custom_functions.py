@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -278,6 +279,71 @@ def test_a_function_that_depends_on_the_batch_size_is_traced_at_one() -> None:
     assert pipe.trace_report.tracer == "export-static"
     assert "BySize computes depends on sizes" in pipe.trace_report.attempts[0].reason
     assert pipe.verify(model).exact
+
+
+class ByNumpy(torch.autograd.Function):
+    """Finds by numpy, which takes no open size, which entries of dimension 1 are mirrored."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        width = x.shape[1] - 0.5
+        order = np.fmod(np.arange(x.shape[1]) + 2.0, width).astype("int64")
+        return x[:, order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+class ByNumpyInTheBatch(ByNumpy):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return ByNumpy.forward(ctx, x.t()).t()
+
+
+@pytest.mark.parametrize(("kind", "tracer"), [(ByNumpy, "export"), (ByNumpyInTheBatch, "export-static")])
+def test_what_takes_no_open_size_is_traced_at_those_that_are_fixed(kind: Any, tracer: str) -> None:
+    model = Sized(kind).double()
+    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
+
+    assert pipe.trace_report.tracer == tracer
+    assert pipe.verify(model).exact
+    if tracer == "export-static":
+        assert "ByNumpyInTheBatch can be traced at the example's sizes" in str(pipe.trace_report)
+
+
+class Assigned(torch.autograd.Function):
+    """Puts a value into scratch memory behind autograd's back, as the solvers of torchdiffeq do."""
+
+    @staticmethod
+    def forward(ctx: Any, scratch: Tensor, value: Tensor, index: Any) -> Tensor:
+        ctx.index = index
+        scratch.data[index] = value
+        return scratch
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, gradient.data[ctx.index], None
+
+
+def test_data_in_a_function_is_detached_read_or_written() -> None:
+    class Assigning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layer(x)
+            scratch = torch.empty(*hidden.shape, 2, dtype=x.dtype)
+            for number, value in enumerate((hidden.tanh(), hidden.sigmoid())):
+                scratch = Assigned.apply(scratch, value, (..., number))
+            return scratch.square().mean()
+
+    model = model_of(Assigning)
+    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic", check="full")
+
+    assert pipe.trace_report.tracer == "export"
+    assert pipe.verify(model, example={"x": batch(7)[0]}).exact
 
 
 class double(torch.autograd.Function):

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pd2bw_fx.custom_function import CustomFunction, as_operator, draws
 from pd2bw_fx.errors import TraceError
 
+from .detached import DataIsDetached
 from .diagnose import one_line
 from .halves import Halves
 
@@ -94,13 +96,7 @@ def _call(cls: Any, args: Sequence[Any], names: _Names) -> Any:
     answer: list[CustomFunction | Exception] = []
 
     def work() -> None:
-        try:
-            try:
-                answer.append(_Traced(cls, args, all_open=True).function(names))
-            except _FixedSizeError:  # by those that are fixed or equal in the model too, perhaps
-                answer.append(_Traced(cls, args, all_open=False).function(names))
-        except Exception as error:  # the function is the model's: it may raise anything
-            answer.append(error)
+        answer.append(_traced(cls, args, names))
 
     # The tracer that is at work on the model has modes that belong to its thread, and some that do not.
     thread = threading.Thread(target=work)
@@ -121,6 +117,33 @@ def _call(cls: Any, args: Sequence[Any], names: _Names) -> Any:
     ) from found
 
 
+def _traced(cls: Any, args: Sequence[Any], names: _Names) -> CustomFunction | Exception:
+    """The function with as many open sizes as it allows, or why it has none. Numpy, for one, takes no open
+    size for a number, so that a function may raise anything for a size that the model fixes."""
+    failed: Exception | None = None
+    for open_sizes in _OpenSizes:
+        try:
+            found = _Traced(cls, args, open_sizes).function(names)
+        except Exception as error:  # the function is the model's
+            if open_sizes is _OpenSizes.OF_THE_MODEL and isinstance(error, _FixedSizeError):
+                return error
+            failed = error
+            continue
+        if open_sizes is _OpenSizes.NONE and failed is not None and _has_open_sizes(args):
+            return _FixedSizeError(
+                f"the custom autograd function {cls.__module__}.{cls.__qualname__} can be traced at the "
+                f"example's sizes alone: {_reason(failed)}"
+            )
+        return found
+    assert failed is not None
+    return failed
+
+
+def _has_open_sizes(args: Sequence[Any]) -> bool:
+    tensors = (value for value in args if isinstance(value, Tensor))
+    return any(isinstance(extent, torch.SymInt) for tensor in tensors for extent in tensor.shape)
+
+
 def _reason(error: Exception) -> str:
     if str(error).startswith("Mixing fake modes"):  # those of the model's trace, and of the function's own
         return "it reads weights that it is not given, as those of a module among its arguments"
@@ -129,6 +152,14 @@ def _reason(error: Exception) -> str:
 
 class _FixedSizeError(ValueError):
     """What a function computes depends on sizes: a front end that fixes them may still trace it."""
+
+
+class _OpenSizes(Enum):
+    """Which sizes a function is traced for any number in, the most first."""
+
+    ALL = auto()
+    OF_THE_MODEL = auto()  # that are open in the model's trace, and equal where they are equal there
+    NONE = auto()
 
 
 class _Context:
@@ -155,10 +186,10 @@ class _Context:
 class _Traced:
     """One call: its forward and backward as a graph, and which part of the graph is which."""
 
-    def __init__(self, cls: Any, args: Sequence[Any], *, all_open: bool) -> None:
+    def __init__(self, cls: Any, args: Sequence[Any], open_sizes: _OpenSizes) -> None:
         self.cls = cls
         self.args = args
-        self.all_open = all_open  # also sizes that the model's trace has as numbers
+        self.open_sizes = open_sizes
         self.symbols: dict[Any, Any] = {}  # by the model's own
         self.has_setup = cls.setup_context is not _SingleLevelFunction.setup_context
         self.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
@@ -175,7 +206,7 @@ class _Traced:
 
     def function(self, names: _Names) -> CustomFunction:
         shapes = ShapeEnv(duck_shape=False)  # two sizes that are equal here need not be so elsewhere
-        with torch.no_grad(), FakeTensorMode(shape_env=shapes):
+        with torch.no_grad(), FakeTensorMode(shape_env=shapes), DataIsDetached():
             tensors = [self._without_data(place, shapes) for place in self.places]
             versions = [tensor._version for tensor in tensors]
             gradients = [torch.empty_like(result) for result in self._forward(tensors)]
@@ -223,16 +254,21 @@ class _Traced:
             hint = _hint(extent)
             if hint is None:
                 raise ValueError("the size of its operand is known only when it runs")
-            is_open = hint > 1 and (self.all_open or isinstance(extent, torch.SymInt))
+            is_open = hint > 1 and self._is_open(extent)
             sizes.append(self._symbol(extent, shapes, f"operand_{place}_{dimension}") if is_open else hint)
         strides = [_hint(stride) for stride in like.stride()]
         order = sorted(range(like.dim()), key=lambda dimension: -strides[dimension])
         laid_out = torch.empty([sizes[d] for d in order], dtype=like.dtype, device=like.device)
         return laid_out.permute([order.index(dimension) for dimension in range(like.dim())])
 
+    def _is_open(self, extent: Any) -> bool:
+        if self.open_sizes is _OpenSizes.OF_THE_MODEL:
+            return isinstance(extent, torch.SymInt)
+        return self.open_sizes is _OpenSizes.ALL
+
     def _symbol(self, extent: Any, shapes: ShapeEnv, name: str) -> Any:
         """One that two sizes have in common if they are the same in the model, and not all are to be open."""
-        if self.all_open or not isinstance(extent, torch.SymInt):
+        if self.open_sizes is _OpenSizes.ALL:
             return _symbol(_hint(extent), shapes, name)
         if extent.node.expr not in self.symbols:
             self.symbols[extent.node.expr] = _symbol(_hint(extent), shapes, name)
