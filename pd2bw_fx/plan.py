@@ -114,6 +114,14 @@ class Transfer:
     seconds: float
 
 
+def update_s(num_microbatches: int, bottleneck_s: float, stages_s: float, *, drains: bool) -> float:
+    """m b, or s + (m - 1) b where the pipeline drains after each update of m microbatches: the first of them
+    goes through all stages alone, which takes s, and the others follow a bottleneck b apart."""
+    if not drains:
+        return num_microbatches * bottleneck_s
+    return stages_s + (num_microbatches - 1) * bottleneck_s
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Stages in pipeline order. No better plan than `bound_s` exists: gap = 1 - bound_s / bottleneck_s.
@@ -187,6 +195,23 @@ class Plan:
         """Copies of each stage; None where all have one."""
         counts = tuple(stage.replicas for stage in self.stages)
         return counts if any(count > 1 for count in counts) else None
+
+    @property
+    def drains(self) -> bool:
+        """Whether its method has no microbatch in flight between two updates."""
+        return all(stage.flushes for stage in self.stages)
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of an update by the times of the stages alone; `simulate` has who waits for whom.
+
+        A transfer keeps both its stages busy, and the microbatch that is waited for once. Where devices have
+        several stages, others go through those by the time that the first microbatch has come to them.
+        """
+        through_s = sum(stage.load_s - stage.receive_s / stage.replicas for stage in self.stages)
+        each = self.num_stages / max(1, len({stage.device for stage in self.stages}))
+        stages_s = self.bottleneck_s + max(0.0, through_s - self.bottleneck_s) / each
+        return update_s(self.microbatches_per_update, self.bottleneck_s, stages_s, drains=self.drains)
 
     @property
     def stage_of(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError
 from pd2bw_fx.passes.partition import sweep
@@ -45,7 +46,7 @@ def by_hand(
             continue
         for cuts in itertools.combinations(range(1, len(WORK_S)), d - 1):
             edges = [0, *cuts, len(WORK_S)]
-            loads = []
+            loads, moved_s = [], 2 * (10 * size / 100.0)
             for stage, (start, end) in enumerate(itertools.pairwise(edges)):
                 links = (start > 0) + (end < len(WORK_S))
                 work_s = sum(0.5 + 2 * work_s * size for work_s in WORK_S[start:end])
@@ -53,8 +54,9 @@ def by_hand(
                 held = (end - start) * 100 * size + links * 10 * size
                 worked_on, stepped = (d - stage) * held, (d - stage - 1) * held + 2 * 60
                 fits = 5 * 60 * (end - start) + max(worked_on, stepped) <= memory_bytes
-                loads.append(work_s + gradients_s + links * 2 * (10 * size / 100.0) if fits else float("inf"))
-            best = min(best, sum(loads) + (m - 1) * max(loads) if drains else m * max(loads))
+                loads.append(work_s + gradients_s + links * moved_s if fits else float("inf"))
+            first_s = sum(loads) - (d - 1) * moved_s  # each transfer keeps two stages busy, at the same time
+            best = min(best, first_s + (m - 1) * max(loads) if drains else m * max(loads))
     return best
 
 
@@ -115,6 +117,20 @@ def test_copies_on_unlike_devices_are_refused() -> None:
     problem = row(1, num_devices=2)
     with pytest.raises(InputError, match="need devices and links that are alike"):
         sweep({1: problem}, cluster, batch_size=8, num_replicas=(1, 2), memory_model=MemoryModel())
+
+
+@pytest.mark.parametrize("wishes", [{"memory_bytes": {3: 100}}, {"device_of": {"b0": 3}}])
+def test_copies_are_refused_where_wishes_make_devices_unlike(wishes: dict[str, Any]) -> None:
+    cluster = Cluster.uniform(4, memory_bytes=10**6, bytes_per_s=100.0, latency_s=0.0)
+    with pytest.raises(InputError, match="device_of and memory_bytes make devices unlike"):
+        sweep({1: row(1)}, cluster, batch_size=8, num_replicas=(1, 2), constraints=Constraints(**wishes))
+
+
+def test_copies_may_be_capped_all_alike() -> None:
+    cluster = Cluster.uniform(4, memory_bytes=10**6, bytes_per_s=100.0, latency_s=0.0)
+    capped = Constraints(memory_bytes=dict.fromkeys(range(4), 2500))
+    found = sweep({1: row(1)}, cluster, batch_size=8, num_replicas=(1, 2), constraints=capped)
+    assert found.best.update_s == pytest.approx(by_hand(8, (1,), (1, 2, 3, 4), (1, 2), 2500), rel=1e-3)
 
 
 def test_batch_that_no_microbatch_divides_is_refused() -> None:

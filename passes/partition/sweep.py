@@ -14,11 +14,14 @@ from typing import Any
 
 from pd2bw_fx.arguments import plain, require_kind, require_search, require_whole_number
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import ring_s_per_byte
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
+from pd2bw_fx.plan import update_s
 from pd2bw_fx.problem import Block, Problem
 from pd2bw_fx.sweep import Setting, Sweep
 
+from .constrain import capped
 from .face import partition
 
 
@@ -33,13 +36,8 @@ class _Candidate:
     work_s: float  # of all blocks in one microbatch, each on the device that is fastest at it
 
     def update_s(self, bottleneck_s: float, stages_s: float) -> float:
-        """Of an update whose stages take `stages_s` together for a microbatch.
-
-        2BW never drains its pipeline; in the others the first microbatch goes through all stages alone.
-        """
-        if not self.drains:
-            return self.microbatches * bottleneck_s
-        return stages_s + (self.microbatches - 1) * bottleneck_s
+        """Of an update whose stages take `stages_s` together for a microbatch."""
+        return update_s(self.microbatches, bottleneck_s, stages_s, drains=self.drains)
 
     def bound_s(self, bottleneck_s: float) -> float:
         """No update is faster whose slowest stage takes so long at least."""
@@ -73,7 +71,7 @@ def sweep(
 
     `problems` has the problem profiled at each microbatch size that may be chosen. `num_stages`: any number
     from 1 on that the devices allow, unless said. `options` are those of `partition`. More than one copy
-    needs a cluster whose devices and links are alike.
+    needs a cluster whose devices and links are alike, also by the constraints.
 
     Settings that cannot beat the best by a bound on their work are skipped, and so are those that do not fit.
     Raises InputError for arguments that leave nothing to try, InfeasibleError where nothing fits, SolverError
@@ -90,8 +88,8 @@ def sweep(
         require_whole_number("each microbatch size", size)
     if not problems:
         raise InputError("problems has no microbatch size; at least one was expected")
-    if any(count > 1 for count in num_replicas) and not cluster.is_uniform:
-        raise InputError("copies of a pipeline need devices and links that are alike; use num_replicas=(1,)")
+    if any(count > 1 for count in num_replicas):
+        _require_alike(cluster, options.get("constraints") or Constraints())
     stages = range(1, len(cluster) + 1) if num_stages is None else [plain(count) for count in num_stages]
     num_replicas = [plain(count) for count in num_replicas]
     problems = {plain(size): problem for size, problem in problems.items()}
@@ -135,6 +133,17 @@ def sweep(
     )
 
 
+def _require_alike(cluster: Cluster, wishes: Constraints) -> None:
+    """Only the first copy is planned: what is wished of its devices would not hold for the others'."""
+    if not cluster.is_uniform:
+        raise InputError("copies of a pipeline need devices and links that are alike; use num_replicas=(1,)")
+    if wishes.device_of or not capped(cluster, wishes.memory_bytes).is_uniform:
+        raise InputError(
+            "device_of and memory_bytes make devices unlike, and copies of a pipeline need devices that are "
+            "alike; pin to stages (stage_of), cap all devices alike, or use num_replicas=(1,)"
+        )
+
+
 def _require_room(
     problems: Mapping[int, Problem], cluster: Cluster, num_stages: Sequence[int], num_replicas: Sequence[int]
 ) -> None:
@@ -171,7 +180,7 @@ def _planned(
         candidate.num_replicas,
         candidate.microbatch_size,
         candidate.microbatches,
-        update_s=candidate.update_s(plan.bottleneck_s, sum(stage.load_s for stage in plan.stages)),
+        update_s=plan.update_s,
         bound_s=candidate.bound_s(plan.bound_s),
         plan=plan,
     )
