@@ -147,7 +147,11 @@ class Wish:
         )
 
     def _of_any_number(self, problem: Problem) -> tuple[Plan, Shape]:
-        """The fastest over all numbers of stages, each of which gets its part of the time that is left."""
+        """The fastest over all numbers of stages, each of which gets its part of the time that is left.
+
+        That is the one that takes least for a microbatch, filling and draining shared out over those of an
+        update, of which each number has as many as it would have if it were asked for.
+        """
         ends_s = time.perf_counter() + self.time_limit_s
         best: tuple[Plan, Shape] | None = None
         bound_s, reason = math.inf, None
@@ -161,11 +165,13 @@ class Wish:
                 reason = reason or error
                 continue
             bound_s = min(bound_s, found[0].bound_s)
-            if best is None or found[0].bottleneck_s < best[0].bottleneck_s:
+            if best is None or _microbatch_s(found[0]) < _microbatch_s(best[0]):
                 best = found
         if best is None:
             assert reason is not None
             raise reason
+        if best[0].drains:
+            return best  # another number may have a faster slowest stage, and longer updates
         return replace(best[0], bound_s=min(bound_s, best[0].bottleneck_s)), best[1]
 
     def _arranged(self, problem: Problem, num_stages: int | None, time_limit_s: float) -> tuple[Plan, Shape]:
@@ -189,6 +195,10 @@ class Wish:
             microbatches_per_update=self.microbatches_per_update,
             chunks=self.chunks,
         )
+
+
+def _microbatch_s(plan: Plan) -> float:
+    return plan.update_s / plan.microbatches_per_update
 
 
 _NUMBERS = (

@@ -56,6 +56,24 @@ def test_edited_plan_gets_the_times_memory_and_transfers_that_it_has(plan: Plan)
     assert checked.stages[0].memory.total_bytes == 5 * 100 + 3 * (1000 + 10)
 
 
+def test_an_update_fills_a_pipeline_that_drains_once_and_goes_through_the_stages_of_a_device_by_turns() -> (
+    None
+):
+    free = Cluster.uniform(3, memory_bytes=10**6, bytes_per_s=1e30, latency_s=0.0)  # two blocks of 3 s each
+
+    def update_s(method: str, devices: tuple[int, ...] = (0, 1, 2)) -> float:
+        plan = partition(PROBLEM, free, microbatches_per_update=4, method=method)
+        stages = zip(plan.stages, devices, strict=True)
+        moved = tuple(dataclasses.replace(stage, device=device) for stage, device in stages)
+        slowest_s = 6.0 * max(devices.count(device) for device in devices)
+        return dataclasses.replace(plan, stages=moved, bottleneck_s=slowest_s).update_s
+
+    assert update_s("2bw") == pytest.approx(4 * 6.0)
+    assert update_s("1f1b") == pytest.approx(3 * 6.0 + 3 * 6.0)
+    # 000111222333      each microbatch passes three stages of one device: nothing to fill
+    assert update_s("1f1b", (0, 0, 0)) == pytest.approx(4 * 18.0)
+
+
 def test_a_bound_is_no_proof_for_other_costs_clusters_or_wishes(plan: Plan) -> None:
     assert check_plan(plan, PROBLEM, CLUSTER).proof == plan.proof
     assert "(proven): no plan of 3 stages is faster than" in plan.proof

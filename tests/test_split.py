@@ -407,3 +407,28 @@ def test_the_fastest_number_of_stages_leaves_out_what_only_slows_it_down() -> No
     with pytest.raises(pd2bw_fx.InfeasibleError):
         tiny = pd2bw_fx.Constraints(memory_bytes=dict.fromkeys(range(4), 8))
         pd2bw_fx.split(Perceptron(), num_stages="auto", constraints=tiny, **given)
+
+
+@pytest.mark.parametrize(("method", "microbatches", "bytes_per_s"), [("1f1b", 1, 1e8), ("gpipe", 2, 1.2e8)])
+def test_the_fastest_number_of_stages_counts_the_time_in_which_the_pipeline_fills(
+    method: str, microbatches: int, bytes_per_s: float
+) -> None:
+    layers = [layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.ReLU())]
+    given: dict[str, Any] = {
+        "example_args": (torch.randn(64, 512),),
+        "cluster": pd2bw_fx.Cluster.uniform(4, memory_bytes=2**32, bytes_per_s=bytes_per_s, latency_s=1e-5),
+        "costs": "analytic",
+        "check": False,
+        "method": method,
+        "microbatches_per_update": microbatches,
+    }
+    model = nn.Sequential(*layers)
+
+    found = pd2bw_fx.split(model, num_stages="auto", **given)
+
+    by_number = [pd2bw_fx.split(model, num_stages=count, **given) for count in range(1, 5)]
+    fastest = max(by_number, key=lambda pipe: pipe.simulate(num_updates=3).throughput)
+    assert found.plan.num_stages == fastest.plan.num_stages
+    slowest_stages_s = [pipe.plan.bottleneck_s for pipe in by_number]
+    assert found.plan.bottleneck_s > min(slowest_stages_s)
+    assert "proven" in found.plan.proof
