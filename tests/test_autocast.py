@@ -196,6 +196,20 @@ def test_a_model_that_is_split_under_autocast_is_compared_under_it(batch: tuple[
     assert pipe.verify().exact
 
 
+class Mixed(Model):
+    """Of two types under autocast, which its operator does not take."""
+
+    def inside(self, query: Tensor, key: Tensor) -> Tensor:
+        return torch.lerp(self.head.weight.new_zeros(16).expand_as(query), query, 0.3).float() + key
+
+
+def test_what_autocast_would_refuse_is_found_without_a_word(
+    batch: tuple[Tensor, Tensor], capfd: pytest.CaptureFixture[str]
+) -> None:
+    _split(Mixed(), batch)
+    assert capfd.readouterr().err == ""
+
+
 def test_another_type_than_the_models_is_told(batch: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     pipe = split(IN_A_ROW["torch's own"](), batch, cluster=2, num_stages=2, costs="analytic", check=False)
     pipe.save(tmp_path / "saved")

@@ -92,6 +92,13 @@ def test_numbers_are_read_as_such(
     pipe.export_onnx(tmp_path / "onnx")
 
 
+def test_a_float32_beside_float64_is_that_number() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(4, 6, 8).double(), torch.rand(4, 6) > 0.5
+    pipe = split(Calling(arithmetic).double(), batch, cluster=1, costs="analytic", check="full")
+    assert " * 0.30000001192092896 + 2" in pipe.stages[0].source
+
+
 class Counting(nn.Module):
     """Constants that are more than their number: written to, or the model's own."""
 

@@ -93,6 +93,32 @@ def test_an_assignment_that_torch_fx_forgets_is_refused() -> None:
     assert torch.equal(model.first.weight, before)
 
 
+class _Assigned(_Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.table = self.table * 0.9
+        return self.last(hidden * self.table[0]).mean()
+
+
+class _Asked(_Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = self.table * 0.9
+        return self.last(self.first(x)).mean() if self.table.sum() > 0 else self.first(x).mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [(_Assigned, "assigns the buffer 'table' anew"), (_Asked, "control flow")]
+)
+def test_a_buffer_that_is_assigned_needs_example_inputs(kind: type[nn.Module], told: str) -> None:
+    model = kind()
+    table = model.get_buffer("table")
+
+    with pytest.raises(TraceError, match=rf"{told}[\s\S]*Try: example inputs"):
+        trace(model)
+
+    assert model.get_buffer("table") is table
+
+
 class _Noise(_Layers):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x) + torch.randn(4)).mean()

@@ -59,7 +59,8 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     reshape_as_views(draft)
     draft, facts = _observed(draft, traced)
     if traced.examples:
-        facts.working_casts = working_casts(_program(draft), facts, traced.examples)
+        with torch_errors_unlogged():
+            facts.working_casts = working_casts(_program(draft), facts, traced.examples)
     remove_identities(draft, facts)
     remove_true_terms(draft, facts)
     call_mapped_layers(draft, traced.model)

@@ -3,7 +3,8 @@
     h[:, 0] = 1.0        fill_(select(h, 1, 0), constant_0)  ->  fill_(select(h, 1, 0), 1.0)
     h[mask] = -1e9       index_put_(h, [mask], constant_1)   ->  masked_fill_(h, mask, -1e9)
 
-What is read says its value then, needs no buffer, and takes the type of what it is written to.
+What is read says its value then, needs no buffer, and takes the type of what it is written to. Of a float32
+the digits are those that tell it from others, but beside float64, where 0.1 is another number.
 """
 
 from __future__ import annotations
@@ -44,7 +45,14 @@ def _number(draft: Draft, constant: fx.Node, model: nn.Module) -> float | bool |
     if value.dim() != 0 or value.is_complex() or value.is_meta:
         return None
     number = value.item()
-    return _shortest(number) if value.dtype == torch.float32 else number
+    is_float32 = value.dtype == torch.float32
+    return _shortest(number) if is_float32 and not _is_beside_wider(constant) else number
+
+
+def _is_beside_wider(constant: fx.Node) -> bool:
+    readers = {user for name in _names(constant) for user in name.users}
+    values = [node.meta.get("val") for reader in readers for node in (reader, *reader.all_input_nodes)]
+    return any(isinstance(v, torch.Tensor) and v.dtype in (torch.float64, torch.complex128) for v in values)
 
 
 def _shortest(number: float) -> float:

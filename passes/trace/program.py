@@ -132,6 +132,7 @@ class Program(nn.Module):
         after = dict(self.named_buffers())
         for name, buffer in before.items():
             if name in after and after[name] is not buffer:
+                _require_shape(name, after[name])
                 if after[name].shape == buffer.shape:
                     self.record.rebound |= {name}
                     with torch.no_grad():
@@ -143,6 +144,16 @@ class Program(nn.Module):
     def _set_buffer(self, name: str, buffer: torch.Tensor) -> None:
         path, _, attribute = name.rpartition(".")
         setattr(self.get_submodule(path), attribute, buffer)
+
+
+def _require_shape(name: str, value: Any) -> None:
+    """Raises ValueError for a value of torch.fx's, which may be of another shape than the buffer."""
+    if isinstance(value, fx.Proxy):
+        own = name.removeprefix(MODEL_PREFIX)
+        raise ValueError(
+            f"the forward assigns the buffer {own!r} anew, and torch.fx does not know of which shape; write "
+            f"it in place, self.{own}.copy_(..)"
+        )
 
 
 def _take_for_one_batch(tensors: Sequence[torch.Tensor]) -> None:

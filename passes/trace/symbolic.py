@@ -128,7 +128,8 @@ class _Tracer(fx.Tracer):
     def buffer_of(self, node: fx.Node) -> torch.Tensor | None:
         if node.op != "get_attr":
             return None
-        return dict(self.root.named_buffers(remove_duplicate=False)).get(str(node.target))
+        buffer = dict(self.root.named_buffers(remove_duplicate=False)).get(str(node.target))
+        return None if isinstance(buffer, fx.Proxy) else buffer  # one that the forward has assigned
 
     def _value_in_buffers(self, node: Any) -> Any:
         if not isinstance(node, fx.Node):
