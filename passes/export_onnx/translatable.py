@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .floored import BY_NAME as FLOORED
+from .joined import BY_FUNCTION as JOINED
 from .ordering import BY_NAME as ORDERING
 from .stable import BY_FUNCTION as STABLE_FUNCTIONS
 from .stable import BY_NAME as STABLE
@@ -334,6 +335,7 @@ TRANSLATABLE: Mapping[Any, Callable[..., Any]] = {
     if hasattr(holder, name)
 } | {
     **STABLE_FUNCTIONS,
+    **JOINED,
     torch.embedding_bag: _embedding_bag,
     functional.embedding_bag: _bags_of_layer,
     torch.special.erfinv: _erfinv,
