@@ -33,14 +33,16 @@ _SHORT_OPERAND = 40  # of an operand that has a line to itself where the whole i
 class Statement:
     """A line of a body: `text` holds module references still in their written-out form (see `reference`).
 
-    `place` is the author's line, `shape` the result's, where it is another than the operand's. `counter` is
-    what a loop of the author's around it counts with, `listed` the list that it fills or joins.
+    `place` is the author's line, `shape` the result's, where it is another than the operand's. `named` is
+    what the author calls the result, `counter` what a loop of theirs around it counts with, `listed` the list
+    that it fills or joins.
     """
 
     text: str
     place: str = ""
     shape: tuple[int | str, ...] = ()
     region: Region = NO_REGION
+    named: str = ""
     counter: str = ""
     listed: str = ""
 
@@ -160,7 +162,9 @@ class _Draft:
         if line is None or own is None:
             return statement
         listed = list_of(own) or list_returned(line) or ""
-        return replace(statement, counter=counter_of(own), listed=listed)
+        results = self.body.results(item)
+        named = self.body.author_name(item, results[0]) or "" if len(results) == 1 else ""
+        return replace(statement, named=named, counter=counter_of(own), listed=listed)
 
     def _rename(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> None:
         """`residual = x` of the author's, before `x = self.norm(x)`: what was x is read again."""

@@ -84,7 +84,12 @@ class Rounds:
     @property
     def namings(self) -> tuple[Callable[[Place], str], ...]:
         """Ways to choose a name for what all rounds make at a place, the best first."""
-        return self.plainest, self._shortest, self._first, self._last
+        return self._authors, self.plainest, self._shortest, self._first, self._last
+
+    def _authors(self, place: Place) -> str:
+        """In a loop each round's `h` can be `h`, which beside one another they could not."""
+        entry = self.body[self.line(place, 0)]
+        return (entry.named if isinstance(entry, Statement) else "") or self.plainest(place)
 
     def plainest(self, place: Place) -> str:
         """`hidden` of hidden_2, hidden_3, ..; the last round's, for then no other needs it."""
