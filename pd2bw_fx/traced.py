@@ -27,6 +27,10 @@ def is_assumption(message: Any) -> bool:
     return isinstance(message, str) and message.startswith(_ASSUMED)
 
 
+# Front ends that are tried after another one, and cannot be asked for.
+_SHOWN = {"export-static": "export at the example's sizes"}
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """A front end that was tried and did not carry the model, and its reason in one line."""
@@ -35,7 +39,7 @@ class Attempt:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.tracer}: {self.reason}"
+        return f"{_SHOWN.get(self.tracer, self.tracer)}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class TraceReport:
     training_writes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"traced by {self.tracer} in {self.duration_s:.1f} s"]
+        lines = [f"traced by {_SHOWN.get(self.tracer, self.tracer)} in {self.duration_s:.1f} s"]
         lines += [f"  not by {attempt}" for attempt in self.attempts]
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  not for evaluation: {self.evaluation}"] if self.evaluation else []

@@ -101,8 +101,9 @@ _ADVICE_FOR_PACKED = (
     "that packs and pads run as it is written (pd2bw_fx.untraced)"
 )
 _ADVICE_AT_RANDOM = (
-    "without leaving layers out at random (layerdrop=0 or the like; a graph has them all), or with a choice "
-    "inside the graph, torch.where(torch.rand(()) < rate, x, layer(x))"
+    "without leaving layers out at random (layerdrop=0 or the like; a graph has them all), with inputs that "
+    "are augmented at random before the model gets them, or with a choice inside the graph, "
+    "torch.where(torch.rand(()) < rate, x, layer(x))"
 )
 _ADVICE_WITHOUT_EXAMPLES = (
     "example inputs (example_args, example_kwargs), with which torch.export can trace it"
@@ -365,7 +366,7 @@ def _cannot_be_traced(
     program: Program, attempts: Sequence[tuple[str, Exception]], findings: Sequence[str]
 ) -> TraceError:
     lines = [f"{type(program.model).__name__} cannot be traced."]
-    lines += [f"  {name}: {one_line(error)}" for name, error in attempts]
+    lines += [f"  {Attempt(name, one_line(error))}" for name, error in attempts]
     places = [place for place in (source_line(error) for _, error in attempts) if place]
     if places:
         lines.append(f"  stopped at {places[0]}")
