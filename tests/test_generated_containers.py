@@ -221,3 +221,24 @@ def test_lists_and_dicts_of_parameters_are_ones_in_the_stages(tmp_path: Path) ->
     assert "x = x + pair[0]" in second
     assert 'self.more["out"]' in second
     assert "getattr" not in first + second
+
+
+class Gapped(nn.Module):
+    """Of whose layers one is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) if number != 4 else nn.Tanh() for number in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 1, 2, 3, 5):
+            x = self.layers[number](x)
+        return x.square().mean()
+
+
+def test_members_from_the_first_on_are_counted_as_python_counts(tmp_path: Path) -> None:
+    pipe = pd2bw_fx.split(Gapped(), torch.randn(4, 8), cluster=1, costs="analytic")
+    pipe.save(tmp_path / "saved")
+
+    assert "for i in range(4)}" in pipe.stages[0].source
+    assert ruff_faults(tmp_path / "saved") == ""

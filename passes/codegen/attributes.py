@@ -191,8 +191,9 @@ class Attributes:
             if len(members) == 1:
                 parts.append(f"{quoted(members[0])}: {text}")
                 continue
-            span = f"range({members[0]}, {int(members[-1]) + 1})"
-            parts.append(f"**{{str(i): {text} for i in {span}}}")
+            first, end = int(members[0]), int(members[-1]) + 1
+            span = f"{first}, {end}" if first else f"{end}"
+            parts.append(f"**{{str(i): {text} for i in range({span})}}")
         if len(parts) == 1 and len(keys) > 1:
             return f"{family}Dict", parts[0].removeprefix("**")
         return f"{family}Dict", f"{{{', '.join(parts)}}}"
