@@ -98,7 +98,7 @@ class _DrawnBefore(_LayerDrop):
 
 @pytest.mark.parametrize("kind", [_DrawnInTheCondition, _DrawnBefore])
 def test_layers_left_out_at_random_have_advice_of_their_own(kind: type[_LayerDrop]) -> None:
-    with pytest.raises(TraceError, match=r"layers out at random .*, with inputs that are augmented at random"):
+    with pytest.raises(TraceError, match=r"leaving layers out .*, with inputs that are augmented at random"):
         trace(kind(), (torch.randn(4, 3),))
 
 
