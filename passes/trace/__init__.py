@@ -64,7 +64,7 @@ from .required import (
     require_traceable_modules,
     tensor_hooks_refused,
 )
-from .second_call import OtherNextTimeError, called_before, require_nothing_kept
+from .second_call import OtherNextTimeError, called_before, fill_caches_outside, require_nothing_kept
 from .symbolic import trace_symbolically, writes_in_place
 
 __all__ = ["find_example_inputs", "trace"]
@@ -152,6 +152,7 @@ def trace(
         flat = flatten_arguments(model, () if args is None else args, kwargs or {}, targets)
         require_data(model, flat.names, flat.tensors)
         batch_size, front_ends = common_batch_size(flat), _FRONT_ENDS[tracer]
+        fill_caches_outside(Program(model, flat, loss_fn))
     ways = list(_ways(model, flat, (args, kwargs, targets), tracer, front_ends))
     before: list[str] = []
     try:
@@ -262,7 +263,7 @@ def _first_that_works(
         try:
             if name == "export-as-example":
                 program.conditions = conditions_of(program)
-                if not program.conditions.found:
+                if not program.conditions.are_any:
                     if tracer == name:
                         attempts.append((name, ValueError(_NO_CONDITIONS)))
                     continue
@@ -367,7 +368,9 @@ def _cannot_be_traced(
 ) -> TraceError:
     lines = [f"{type(program.model).__name__} cannot be traced."]
     lines += [f"  {Attempt(name, one_line(error))}" for name, error in attempts]
-    places = [place for place in (source_line(error) for _, error in attempts) if place]
+    # What asks for conditions as the example has them gets furthest.
+    furthest = sorted(attempts, key=lambda attempt: attempt[0] != "export-as-example")
+    places = [place for place in (source_line(error) for _, error in furthest) if place]
     if places:
         lines.append(f"  stopped at {places[0]}")
     lines += [f"  {finding}" for finding in findings]

@@ -50,6 +50,16 @@ def called_before(program: Program) -> Iterator[bool]:
         yield holds_data(program) and _leaves_only_attributes(program)
 
 
+def fill_caches_outside(program: Program) -> None:
+    """Calls the model once, so that what it keeps outside of itself (by functools.lru_cache, in a dict of its
+    file or class) are real tensors: a trace would leave some without data there, for good.
+    """
+    if not holds_data(program):
+        return
+    with state_kept(program), attributes_kept(program.model), torch.enable_grad(), suppress(Exception):
+        program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
+
+
 def _leaves_only_attributes(program: Program) -> bool:
     buffers = {name for name, _ in program.model.named_buffers()}
     with state_kept(program) as written, torch.no_grad():
