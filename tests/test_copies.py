@@ -122,6 +122,35 @@ def test_a_copy_stays_where_one_of_the_two_is_written(
     _same(compute)
 
 
+def _turned(layers: _Layers, x: Tensor, h: Tensor) -> Tensor:
+    turned = h.view(-1, 2, 4).transpose(0, 1).contiguous()
+    turned *= 2
+    return layers.second(h + turned.transpose(0, 1).reshape(-1, 8))
+
+
+def _turned_later(layers: _Layers, x: Tensor, h: Tensor) -> Tensor:
+    h = F.relu(h, inplace=True)
+    return layers.second(h + h.view(-1, 2, 4).transpose(0, 1).contiguous().transpose(0, 1).reshape(-1, 8))
+
+
+@pytest.mark.parametrize(
+    ("compute", "example", "sizes"),
+    [(_turned, 1, "1 only"), (_turned, 3, "2 or more"), (_turned_later, 1, "1 or more")],
+)
+def test_a_copy_of_several_samples_that_is_none_of_one_and_is_written_sets_the_batch(
+    compute: Callable[[_Layers, Tensor, Tensor], Tensor], example: int, sizes: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = _Layers(compute).double(), torch.randn(4, 8).double()
+
+    graph = graph_of(model, {"x": x[:example]})
+
+    assert str(graph.batch_sizes) == sizes
+    for size in range(1, 5):
+        if size in graph.batch_sizes:
+            assert_same(model, graph, {"x": x[:size]})
+
+
 def _masked(layers: _Layers, x: Tensor, h: Tensor) -> Tensor:
     mask = x > 1
     mask |= x < -1

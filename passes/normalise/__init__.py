@@ -10,6 +10,7 @@ from torch import fx
 from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.graph import ModelOutput, OperatorGraph
 from pd2bw_fx.program import FxProgram, tensors, torch_errors_unlogged, training_context
+from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.traced import Traced
 
 from .assume import assume
@@ -35,6 +36,7 @@ from .layers import call_mapped_layers
 from .lift import Draft, canonical_names, lift
 from .memory import find_memory_groups
 from .numbers import write_numbers
+from .one_sample import sizes_alike
 from .state import copy_written_state
 
 __all__ = ["normalise", "tensors"]
@@ -57,7 +59,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     even_bounds(draft)
     write_numbers(draft, traced.model)
     reshape_as_views(draft)
-    draft, facts = _observed(draft, traced)
+    draft, facts, batch_sizes = _observed(draft, traced)
     if traced.examples:
         with torch_errors_unlogged():
             facts.working_casts = working_casts(_program(draft), facts, traced.examples)
@@ -87,7 +89,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
         loss=traced.loss,
         model_name=traced.model_name,
         batch_symbol="batch" if traced.dynamic_batch else None,
-        batch_sizes=traced.batch_sizes,
+        batch_sizes=batch_sizes,
         unused_inputs=tuple(node.name for node in placeholders if not node.users),
         fx=_program(draft),
         root=traced.model,
@@ -95,14 +97,16 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     )
 
 
-def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts]:
-    """The program without the in-place writes that can be done without, and what is known of its values."""
+def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts, SizeRange]:
+    """The program without the in-place writes that can be done without, what is known of its values, and the
+    batch sizes that it is right for."""
     if not traced.examples:
         trainable = {name for name, p in traced.model.named_parameters() if p.requires_grad}
-        return draft, assume(draft, trainable)
+        return draft, assume(draft, trainable), traced.batch_sizes
     try:
         with torch_errors_unlogged():
             facts = observe(_program(draft), traced.examples)
+            sizes = sizes_alike(_program(draft), facts, traced)
     except Pd2bwError:
         raise
     except Exception as error:  # of an operator of the model's, whatever it is
@@ -116,11 +120,11 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts]:
         ) from error
     rewritten = make_functional(draft, facts)
     if rewritten is draft:
-        return draft, facts
+        return draft, facts, sizes
     facts = observe(_program(rewritten), traced.examples)
     if copy_written_state(rewritten, facts):
         facts = observe(_program(rewritten), traced.examples)
-    return rewritten, facts
+    return rewritten, facts, sizes
 
 
 def _program(draft: Draft) -> FxProgram:
