@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,48 @@ def test_conditions_on_constants_need_no_leave(tmp_path: Path) -> None:
     pipe.export_onnx(tmp_path / "onnx")
 
 
+class Stepping(Solving):
+    """By a number of steps that is computed from the times, as the solvers of torchdiffeq do."""
+
+    def __init__(self, number_of: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.number_of = number_of
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = torch.linspace(0, 1, 5)[[0, -1]]
+        times = torch.arange(0, self.number_of(torch.ceil((last - first) / 0.3 + 1)), dtype=x.dtype) * 0.3
+        times[-1] = last
+        assert times[-1] == last
+        for now, then in itertools.pairwise(times):
+            x = x + (then - now) * self.slope(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("number_of", [lambda tensor: tensor.item(), int, float])
+def test_numbers_of_constants_are_numbers(number_of: Callable[[Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    model = Stepping(number_of)
+
+    pipe = pd2bw_fx.split(model, inputs(), cluster=2, num_stages=2, costs="analytic", check="full")
+
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.tracer == "export-as-example"
+    assert pipe.trace_report.notes == ()
+    assert not any("assert" in program.source for program in pipe.programs)
+
+
+def test_a_refusal_names_the_line_that_no_answer_gets_past() -> None:
+    class Repeating(Asserting):
+        def forward(self, x: Tensor) -> Tensor:
+            assert torch.isfinite(x).all()
+            for _ in range(int((x > 0).sum())):
+                x = self.first(x)
+            return self.second(x).square().sum()
+
+    with pytest.raises(TraceError, match=r"stopped at test_conditions\.py:\d+: for _ in range"):
+        pd2bw_fx.split(model_of(Repeating), inputs(), cluster=2, costs="analytic")
+
+
 class Written(Solving):
     """Of an input, though nothing but zeros stands behind it in the graph."""
 
@@ -334,12 +377,31 @@ class Called(Solving):
         return self.slope(x).mean() if self.calls > 2 else self.slope(x).sum()
 
 
+class Numbered(Called):
+    """By a number of what counts, and not by a truth."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.slope(x)[:, : int(self.calls)].sum()
+
+
+class Counted(Solving):
+    """Counts in a plain number, of which it makes a tensor."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        times = torch.arange(int(torch.full((), 2.0 * self.calls)), dtype=x.dtype)
+        return sum((self.slope(x).mean() * now for now in times), torch.zeros(()))
+
+
 class Sized(Solving):
     def forward(self, x: Tensor) -> Tensor:
         return self.slope(x).mean() if torch.zeros(x.shape[0]).sum() > 1 else self.slope(x).sum()
 
 
-@pytest.mark.parametrize("kind", [Written, Drawing, Called, Sized])
+@pytest.mark.parametrize("kind", [Written, Drawing, Called, Numbered, Counted, Sized])
 def test_what_may_be_otherwise_in_the_next_call_is_no_constant(kind: type[nn.Module]) -> None:
     with pytest.raises(TraceError):
         pd2bw_fx.split(model_of(kind), inputs(), cluster=2, costs="analytic")

@@ -22,15 +22,14 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._C import TensorBase
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from pd2bw_fx.program import written_by_schema
 from pd2bw_fx.traced import assumption
 
 from .asked_numbers import asked_number
+from .constants import constant_number
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _LAYERS = str(Path(nn.__file__).resolve().parent)
@@ -72,6 +71,11 @@ class Conditions:
 
     found: list[tuple[Place, bool]] = field(default_factory=list)
     asked: list[Place] = field(default_factory=list)
+    asks_for_numbers: bool = False  # which a trace has where they are those of constants
+
+    @property
+    def are_any(self) -> bool:
+        return bool(self.found) or self.asks_for_numbers
 
     def require_checks(self) -> None:
         """Raises ValueError for a condition that chooses between two ways."""
@@ -93,9 +97,13 @@ class Conditions:
             return outcome
 
         def number(tensor: Tensor) -> Any:
+            self.asks_for_numbers = True
             return asked_number(TensorBase.item(tensor), self._note)
 
-        with _on_truth(record, number):
+        def converted(tensor: Tensor) -> None:
+            self.asks_for_numbers = True
+
+        with _on_truth(record, number), _on_conversion(converted):
             yield
 
     def _note(self, outcome: bool, asking: FrameType) -> None:
@@ -109,11 +117,12 @@ class Conditions:
 
         def answer(tensor: Tensor, place: Place) -> bool:
             entry = next((entry for entry in coming if entry[0] == place), None)
+            if entry is not None:
+                coming.remove(entry)
+            if (value := constant_number(tensor)) is not None:
+                return bool(value)
             if entry is None:
                 return TensorBase.__bool__(tensor)
-            coming.remove(entry)
-            if _is_constant(tensor):
-                return entry[1]
             self.asked.append(place)
             holds = tensor if entry[1] else tensor.logical_not()
             torch.ops.aten._assert_async.msg(holds, assumption(place.model, place.line))
@@ -122,7 +131,8 @@ class Conditions:
         numbers: dict[sympy.Symbol, Tensor] = {}
 
         def number(tensor: Tensor) -> Any:
-            value: Any = TensorBase.item(tensor)
+            constant = constant_number(tensor)
+            value: Any = TensorBase.item(tensor) if constant is None else constant
             if isinstance(value, torch.SymFloat | torch.SymInt):
                 numbers[value.node.expr] = tensor
             return value
@@ -137,46 +147,15 @@ class Conditions:
             tensor = sympy.lambdify(symbols, condition.node.expr, "math")(*(numbers[s] for s in symbols))
             return answer(tensor, place)
 
-        if self.found:
-            with _on_truth(answer, number), _on_truth_of_numbers(of_numbers):
+        if self.are_any:
+            with (
+                _on_truth(answer, number),
+                _on_conversion(constant_number),
+                _on_truth_of_numbers(of_numbers),
+            ):
                 yield
         else:
             yield
-
-
-def _is_constant(tensor: Tensor) -> bool:
-    """Whether nothing that it is computed from in the trace so far can be otherwise in another call."""
-    mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    if slot is None:
-        return False
-    node = slot.proxy.node
-    sources = _sources(node)
-    if any(source.op == "placeholder" or _draws(source) or _writes_what_stays(source) for source in sources):
-        return False
-    others = (other for other in node.graph.nodes if other not in sources)
-    return not any(sources & _sources(place) for other in others for place in written_by_schema(other))
-
-
-def _sources(node: fx.Node) -> set[fx.Node]:
-    found, left = set[fx.Node](), [node]
-    while left:
-        source = left.pop()
-        if source not in found:
-            found.add(source)
-            left += source.all_input_nodes
-    return found
-
-
-def _writes_what_stays(node: fx.Node) -> bool:
-    """`self.calls += 1`: what is there in the next call."""
-    if node.target is torch.ops.aten.detach_.default:  # of every constant, and changes no value
-        return False
-    return any(source.op == "get_attr" for place in written_by_schema(node) for source in _sources(place))
-
-
-def _draws(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 @contextmanager
@@ -204,6 +183,26 @@ def _on_truth(answer: Callable[[Tensor, Place], bool], number: Callable[[Tensor]
         yield
     finally:
         del Tensor.__bool__, Tensor.item
+
+
+@contextmanager
+def _on_conversion(number: Callable[[Tensor], Any]) -> Iterator[None]:
+    """`int(tensor)` and `float(tensor)` are made of what `number` gives; of the tensor where that is None."""
+    thread = threading.get_ident()
+
+    def converting(kind: type, plain: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def converted(tensor: Tensor) -> Any:
+            known = number(tensor) if threading.get_ident() == thread else None
+            return plain(tensor) if known is None else kind(known)
+
+        return converted
+
+    Tensor.__int__ = converting(int, TensorBase.__int__)  # type: ignore[method-assign, assignment]
+    Tensor.__float__ = converting(float, TensorBase.__float__)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del Tensor.__int__, Tensor.__float__
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def _exported_one_way(
 ) -> ExportedProgram:
     """Raises UnseenChoiceError where `x.any().item() is True` chooses between two ways: what a trace gives
     there is neither True nor False, and nobody sees that it is asked."""
-    if program.conditions.found:  # asked of the example
+    if program.conditions.are_any:  # asked of the example
         return _exported(program, batch_size, lengths)
     with truths_by_item() as asked:
         exported = _exported(program, batch_size, lengths)
