@@ -44,6 +44,18 @@ class AddedByIndex(Model):
         return total.index_add(0, picked, key.to(self.head.weight.dtype))
 
 
+class PutByIndex(Model):
+    """Into what has the type of an activation, which as traced is a number of the program's."""
+
+    def inside(self, query: Tensor, key: Tensor) -> Tensor:
+        picked = torch.arange(query.shape[0]).flip(0)
+        put, added, scattered = (torch.zeros(query.shape, dtype=query.dtype) for _ in range(3))
+        put[picked] = query
+        added.index_add_(0, picked, key)
+        scattered.scatter_(0, picked[:, None, None].expand(key.shape), key)
+        return torch.maximum(put, added).minimum(scattered.masked_scatter(key > 0, query))
+
+
 class Masked(Model):
     def inside(self, query: Tensor, key: Tensor) -> Tensor:
         scores = query @ key.mT
@@ -83,7 +95,8 @@ def _split(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Pipeline:
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "model", [NormInFloat32, AddedByIndex, Masked, MaskedByIndex, MaskedByWhere, MaskedOfAnExpression]
+    "model",
+    [NormInFloat32, AddedByIndex, PutByIndex, Masked, MaskedByIndex, MaskedByWhere, MaskedOfAnExpression],
 )
 def test_stages_are_the_model_under_autocast(model, precision, batch):
     live = model()
