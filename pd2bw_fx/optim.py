@@ -39,25 +39,42 @@ class MuonWithAdamW(Optimizer):
     def __init__(
         self, parameters: Iterable[Any], lr: float = 1e-3, *, weight_decay: float = 0.01, **adamw: Any
     ) -> None:
+        self._chosen = {"lr": lr, "weight_decay": weight_decay}
+        self._adamw = adamw
+        self._inner: dict[str, Optimizer] = {}
         given = list(parameters)
         groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
-        parts: list[dict[str, Any]] = []
-        for group in groups:
-            own = {"lr": lr, "weight_decay": weight_decay} | group
-            held = list(own.pop("params"))
-            kind = own.pop("kind", "muon")
-            matrices = [p for p in held if p.ndim == 2 and kind == "muon"]
-            others = [p for p in held if not (p.ndim == 2 and kind == "muon")]
-            parts += [own | {"params": matrices, "kind": "muon"}] * bool(matrices)
-            parts += [own | {"params": others, "kind": "adamw"}] * bool(others)
-        self._inner: dict[str, Optimizer] = {}
-        muon, rest = ([p for p in parts if p["kind"] == kind] for kind in ("muon", "adamw"))
-        if muon:
-            self._inner["muon"] = Muon(muon, lr=lr, adjust_lr_fn="match_rms_adamw")
-        if rest:
-            self._inner["adamw"] = AdamW(rest, lr=lr, **adamw)
-        super().__init__([g for inner in self._inner.values() for g in inner.param_groups], {})
-        self._join()
+        super().__init__([part for group in groups for part in self._parts(group)], {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Its matrices and its other parameters become a group each."""
+        for part in self._parts(param_group):
+            super().add_param_group(part)
+            self._take(part)
+
+    def _parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        own = self._chosen | group
+        given = own.pop("params")
+        held = [given] if isinstance(given, Tensor) else list(given)
+        kind = own.pop("kind", "muon")
+        matrices = [p for p in held if p.ndim == 2 and kind == "muon"]
+        others = [p for p in held if not (p.ndim == 2 and kind == "muon")]
+        split = (("muon", matrices), ("adamw", others))
+        return [own | {"params": parameters, "kind": name} for name, parameters in split if parameters]
+
+    def _take(self, group: dict[str, Any]) -> None:
+        """Groups and state are the inner optimizers' own."""
+        kind = group["kind"]
+        if kind in self._inner:
+            self._inner[kind].add_param_group(group)
+            return
+        lr = self._chosen["lr"]
+        self._inner[kind] = (
+            Muon([group], lr=lr, adjust_lr_fn="match_rms_adamw")
+            if kind == "muon"
+            else AdamW([group], lr=lr, **self._adamw)
+        )
+        self._inner[kind].state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:  # type: ignore[override]
@@ -67,15 +84,15 @@ class MuonWithAdamW(Optimizer):
         for inner in self._inner.values():
             inner.step()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._join()
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_chosen": self._chosen, "_adamw": self._adamw}
 
-    def _join(self) -> None:
-        """Groups and state are the inner optimizers' own."""
-        for kind, inner in self._inner.items():
-            inner.param_groups = [group for group in self.param_groups if group["kind"] == kind]
-            inner.state = self.state
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also called with what is loaded: other groups, and another state."""
+        super().__setstate__(state)
+        self._inner = {}
+        for group in self.param_groups:
+            self._take(group)
 
 
 def heads_to_adamw(graph: OperatorGraph) -> Callable[[str, nn.Parameter], dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -93,6 +95,28 @@ def test_muon_with_adamw_is_torchs_muon_on_matrices_and_its_adamw_on_the_rest() 
 
     for name in SHAPES:
         assert torch.equal(mine[name], theirs[name]), name
+
+
+def test_muon_with_adamw_takes_groups_later_and_is_copied_as_any_optimizer() -> None:
+    given, later, copied = parameters(), parameters(), parameters()
+    whole = MuonWithAdamW(given.values(), lr=0.02, betas=(0.8, 0.9))
+    grown = MuonWithAdamW([later["matrix"]], lr=0.02, betas=(0.8, 0.9))
+    grown.add_param_group({"params": [later[name] for name in SHAPES if name != "matrix"]})
+    kept = MuonWithAdamW(copied.values(), lr=0.02, betas=(0.8, 0.9))
+
+    for number, gradient in enumerate(gradients()):
+        step(given, gradient, whole)
+        step(later, gradient, grown)
+        step(copied, gradient, kept)
+        if number == GRADIENTS // 2:
+            copied, kept = copy.deepcopy((copied, kept))
+            copied, kept = pickle.loads(pickle.dumps((copied, kept)))
+
+    for name in SHAPES:
+        assert torch.equal(later[name], given[name]), name
+        assert torch.equal(copied[name], given[name]), name
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        grown.add_param_group({"params": later["bias"]})
 
 
 def test_muon_takes_no_closure() -> None:
