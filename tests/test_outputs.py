@@ -60,6 +60,32 @@ def test_a_local_run_has_the_numbers_of_every_update(batches: list[Tensor]) -> N
     )  # a sum: the mean of the microbatches' ones
 
 
+class RunningMean(nn.Linear):
+    """Returns part of a buffer, which the next forward writes again."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        loss = super().forward(x).square().mean()
+        self.mean.mul_(0.5).add_(loss.detach(), alpha=0.5)  # type: ignore[operator]
+        return {"loss": loss, "mean": self.mean[0]}  # type: ignore[index]
+
+
+def test_a_number_that_is_part_of_a_buffer_is_what_it_was_in_its_microbatch(batches: list[Tensor]) -> None:
+    model = RunningMean()
+    pipe = pd2bw_fx.split(model, (batches[0][:4],), cluster=1, costs="analytic")
+    model.mean.zero_()  # type: ignore[operator]
+    pipe.load_tensors(model.state_dict())
+    result = pipe.train_local(
+        batches[:1], optimizer=lambda p: torch.optim.SGD(p, lr=0.0), microbatches_per_update=4, method="1f1b"
+    )
+
+    means = [model(part)["mean"].item() for part in batches[0].chunk(4)]
+    assert result.numbers["mean"][0] == pytest.approx(sum(means) / 4)
+
+
 def test_a_model_that_returns_a_loss_alone_has_no_numbers(batches: list[Tensor]) -> None:
     pipe = pd2bw_fx.split(
         nn.Linear(8, 8), (batches[0],), loss_fn=nn.functional.mse_loss, example_targets=batches[0], cluster=1

@@ -244,7 +244,7 @@ class NumberPost:
         self._update = 0
         self._training = True
         self._expected: Mapping[int, Sequence[int]] = {}
-        self._collected: dict[int, dict[str, Tensor]] = {}
+        self._collected: dict[int, dict[str, Tensor | float]] = {}
         self._coming: tuple[Tensor, torch.cuda.Event] | None = None  # from the GPU
         self._sent: tuple[Tensor, list[dist.Work | None]] | None = None
 
@@ -260,7 +260,10 @@ class NumberPost:
     def collect(self, microbatch: int, name: str, number: Tensor) -> None:
         """A number of one of this rank's microbatches; with the update's last, they all go out."""
         own = self._expected[self._rank]
-        self._collected.setdefault(microbatch, {})[name] = number
+        # Its value now, for it may be part of a buffer that the next microbatch writes.
+        is_on_gpu = number.device.type == "cuda"
+        value = number.to(torch.float64, copy=True) if is_on_gpu else number.item()
+        self._collected.setdefault(microbatch, {})[name] = value
         if len(self._collected) == len(own) and all(
             len(numbers) == len(self.names) for numbers in self._collected.values()
         ):
@@ -310,13 +313,15 @@ class NumberPost:
         return Means(self.names, parts, wait, is_known_here=self.is_known_here)
 
     def _bring(self, numbers: Sequence[int]) -> None:
-        ordered = [self._collected[number][name].double() for number in numbers for name in self.names]
+        ordered = [self._collected[number][name] for number in numbers for name in self.names]
         self._collected = {}
-        devices = {number.device for number in ordered}
-        if len(devices) > 1:  # a forward may make some on the CPU
-            ordered = [number.cpu() for number in ordered]
-        part = torch.stack(ordered)
-        is_on_gpu = part.device.type == "cuda"
+        on_gpu = [number for number in ordered if isinstance(number, Tensor)]
+        is_on_gpu = len(on_gpu) == len(ordered)
+        part = (
+            torch.stack(on_gpu)
+            if is_on_gpu  # a forward may make some on the CPU
+            else torch.tensor([float(number) for number in ordered], dtype=torch.float64, device="cpu")
+        )
         message = torch.empty(len(part) + 1, dtype=torch.float64, device="cpu", pin_memory=is_on_gpu)
         message[:-1].copy_(part, non_blocking=is_on_gpu)
         message[-1] = self._call()
