@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from pd2bw_fx.errors import InputError, PlanMismatchError
+from pd2bw_fx.strides import order_of, packed, unpacked
 
 MANIFEST = "manifest.json"
+_ORDERS = "orders"  # in a safetensors file's metadata
 
 
 @contextmanager
@@ -69,7 +71,11 @@ def writing(path: str | Path) -> Iterator[Path]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """A safetensors file that whoever may read files of this process may read. Raises OSError."""
+    """A safetensors file that whoever may read files of this process may read. Raises OSError.
+
+    Such files have tensors in one order of memory; that of others is told beside them, for `read_tensors`.
+    """
+    orders = {name: order for name, tensor in tensors.items() if (order := order_of(tensor))}
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     uses = Counter(tensor.untyped_storage().data_ptr() for tensor in whole.values())
     for name, tensor in whole.items():
@@ -77,12 +83,26 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         if uses[storage.data_ptr()] > 1 or storage.nbytes() != tensor.nbytes:
             whole[name] = tensor.clone()  # a part of more, which the file would not take
     try:
-        save_file(whole, path)
+        save_file(whole, path, metadata={_ORDERS: json.dumps(orders)} if orders else None)
     except SafetensorError as error:  # it has no class for a disk that is full
         raise OSError(None, str(error)) from error
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """What `save_tensors` wrote, as it lay in memory. Raises OSError, SafetensorError, and ValueError for an
+    order that is none of its tensor's dimensions."""
+    with safe_open(path, framework="pt") as file:
+        orders = json.loads((file.metadata() or {}).get(_ORDERS, "{}"))
+        found: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name in orders.keys() & found.keys():
+        order, tensor = tuple(orders[name]), found[name]
+        if sorted(order) != list(range(tensor.dim())):
+            raise ValueError(f"{name!r} has {tensor.dim()} dimensions, and their order is {order}")
+        found[name] = unpacked(packed(tensor, order).contiguous(), order)
+    return found
 
 
 def make_durable(folder: Path) -> None:

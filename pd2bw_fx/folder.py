@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from pd2bw_fx.actions import Schedule
@@ -29,7 +28,14 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Costs, MemoryModel
 from pd2bw_fx.errors import Pd2bwError, PlanMismatchError
-from pd2bw_fx.files import read_manifest, save_tensors, sha256, whole_folder, write_manifest
+from pd2bw_fx.files import (
+    read_manifest,
+    read_tensors,
+    save_tensors,
+    sha256,
+    whole_folder,
+    write_manifest,
+)
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.passes.codegen import WIDTH
 from pd2bw_fx.plan import Plan
@@ -227,7 +233,6 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except (SafetensorError, OSError) as error:
+        return read_tensors(path)
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
         raise PlanMismatchError(f"{path} is no readable safetensors file: {error}") from None
-    return tensors

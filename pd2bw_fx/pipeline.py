@@ -38,6 +38,7 @@ from pd2bw_fx.runtime.options import LocalOptions, RankOptions
 from pd2bw_fx.simulated import shape_for, simulated, simulated_peak_bytes
 from pd2bw_fx.stage import Stage, StageProgram, build_module, run_in_turn
 from pd2bw_fx.state import accepted, as_state_dict, made_up, require_values, state_of
+from pd2bw_fx.strides import laid_as
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.traced import TraceReport
 from pd2bw_fx.verified import verified
@@ -125,7 +126,7 @@ class Pipeline:
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace weights, by name in the graph or any tied name; each becomes the type that the model has,
-        and comes where the one before it is.
+        and comes where the one before it is, in its order of memory (channels_last, say).
 
         A pipeline that was split on the meta device is as one that was loaded from a folder when all of its
         tensors have values: its example inputs are made up, and `verify` wants the model.
@@ -146,7 +147,8 @@ class Pipeline:
         were_empty = any(tensor.is_meta for tensor in self._tensors.values())
         own = self._tensors
         given = accepted(self.graph, tensors)
-        self._tensors = {**own, **{n: t if own[n].is_meta else t.to(own[n].device) for n, t in given.items()}}
+        placed = {n: t if own[n].is_meta else laid_as(t.to(own[n].device), own[n]) for n, t in given.items()}
+        self._tensors = {**own, **placed}
         if were_empty and not any(tensor.is_meta for tensor in self._tensors.values()):
             self.reference = None  # runs the empty model
             self.example = None if self.example is None else made_up(self.example, beside=self._tensors)

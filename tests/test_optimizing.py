@@ -327,6 +327,23 @@ class Precise(torch.optim.Optimizer):
                 parameter -= (group["lr"] * kept["sum"]).float()
 
 
+def test_moments_lie_in_memory_as_their_parameter_does_which_fused_kernels_rely_on(tmp_path: Path) -> None:
+    everywhere = specs({"filters": (2, 3, 4, 5)})
+    adamw = functools.partial(torch.optim.AdamW, fused=True)
+    drawn = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    weights = {"filters": nn.Parameter(drawn)}
+    made = RankOptimizer(weights, everywhere, adamw)
+    run(made, weights, 3)
+    checkpoint = saved(tmp_path, [(made, weights)])
+    copied = {"filters": nn.Parameter(weights["filters"].detach().clone())}
+    resumed = RankOptimizer(copied, everywhere, adamw)
+    resumed.load(checkpoint, checkpoint.tensors(["optimizer/filters"]))
+    run(made, weights, 3)
+    run(resumed, copied, 3)
+
+    assert torch.equal(copied["filters"], weights["filters"])
+
+
 def two_schedulers(optimizer: torch.optim.Optimizer) -> LRScheduler:
     parts = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, 10)]
     return SequentialLR(optimizer, parts, [2])

@@ -16,6 +16,7 @@ from torch.nn import functional
 import pd2bw_fx
 from pd2bw_fx import untraced_call
 from pd2bw_fx.errors import ExportError, InputError, TraceError
+from pd2bw_fx.runtime.reference import train_reference
 from tests.trained import assert_trained_by_the_rule
 
 
@@ -80,6 +81,57 @@ def test_a_loss_that_matches_in_python_is_trained() -> None:
 
     batches = [(rows(6), targets(6)) for _ in range(3)]
     assert_trained_by_the_rule(model, pipe, batches, loss_fn=criterion)
+
+
+def kinds_and_boxes(kinds: Tensor, boxes: Tensor, wanted: Tensor) -> Tensor:
+    """Boxes count for rows that have a target alone: in some microbatches none does."""
+    loss = functional.cross_entropy(kinds, wanted)
+    there = wanted > 0
+    return loss + boxes[there].square().mean() if bool(there.any()) else loss
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.kinds, self.boxes = nn.Linear(6, 12), nn.Linear(12, 3), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x).tanh()
+        return self.kinds(hidden), self.boxes(hidden)
+
+
+@pytest.mark.parametrize(("method", "first"), [("2bw", 0), ("2bw", 1), ("zb-h1", 0)])
+def test_a_value_that_some_microbatches_need_has_a_gradient_of_zeros_in_the_others(
+    method: str, first: int
+) -> None:
+    model, loss_fn = TwoHeads(), pd2bw_fx.untraced(kinds_and_boxes, name="partly")
+    wanted = torch.tensor([[0, 0, 1, 2], [1, 0, 0, 0], [2, 1, 0, 1]]).roll(2 * first, 1)
+    batches = [(rows(4), each) for each in wanted]
+    pipe = split(
+        model,
+        rows(2),
+        loss_fn=lambda found, wanted: loss_fn(*found, wanted),
+        example_targets=wanted[0, :2],
+        constraints=pd2bw_fx.Constraints(stage_of={"kinds": 0, "boxes": 0}),
+    )
+    assert len(pipe.programs[0].outputs) == 2
+
+    settings: dict[str, Any] = {
+        "optimizer": functools.partial(torch.optim.SGD, lr=0.1),
+        "microbatches_per_update": 2,
+    }
+    result = pipe.train_local(batches, method=method, **settings)
+
+    by_rule = train_reference(
+        model,
+        batches,
+        loss_fn=lambda found, wanted: kinds_and_boxes(*found, wanted),
+        method="2bw" if method == "2bw" else "synchronous",
+        **settings,
+    )
+    assert result.losses == pytest.approx(by_rule.losses, rel=1e-12)
+    for name, tensor in by_rule.state_dict.items():
+        torch.testing.assert_close(pipe.state_dict()[name], tensor, rtol=1e-12, atol=1e-15, msg=name)
 
 
 @pytest.mark.parametrize("tracer", ["auto", "fx"])

@@ -1,8 +1,9 @@
 """Links between ranks: tensors of one microbatch at a time, over torch.distributed's point-to-point calls.
 
-Both ends of a link know the same values in the same order. Their shapes and types are agreed when
-microbatches of a new size come by: a header goes before the first one, and from then on both ends know what
-follows.
+Both ends of a link know the same values in the same order. Their shapes and types, and the order in which
+they lie in memory (channels_last, transposed), are agreed when microbatches of a new size come by: a header
+goes before the first one, and from then on both ends know what follows. A later one that lies otherwise is
+laid as the first; what does not fill its memory (expanded, every second element) arrives contiguous.
 
     sender     header F0  F1  F2 ..         receiver   header F0  F1 posted  F2 posted ..
 
@@ -25,6 +26,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import dtype_name
 from pd2bw_fx.runtime.failure import translated
 from pd2bw_fx.runtime.shared_memory import NO_PLACE, Notes, SharedPlaces
+from pd2bw_fx.strides import Order, order_of, packed, packed_shape, unpacked
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
@@ -32,7 +34,7 @@ _DTYPES = (
 )  # fmt: skip
 _MAX_DIMS = 8
 _ABSENT = -1
-_HEADER_COLUMNS = 2 + _MAX_DIMS + 3
+_HEADER_COLUMNS = 2 + 2 * _MAX_DIMS + 3
 _TAGS_A_MICROBATCH = 1024  # the header's, the values', and last that of the answer to the header
 _ANSWER = _TAGS_A_MICROBATCH - 1  # not the header's: links between the same two ranks may cross
 _MICROBATCH_TAGS = 2**11  # far more than are ever under way at once
@@ -99,6 +101,7 @@ class Route:
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
 Layout = tuple[Entry | None, ...]  # None: a value that is not sent
+Orders = tuple[Order, ...]
 Ticket = tuple[int, int, int]  # a process, and its descriptors of memory and of notes
 _NO_TICKET: Ticket = (0, 0, 0)
 Shared = dict[tuple[Hashable, int], SharedPlaces]  # by size of the microbatch, and position of the value
@@ -112,6 +115,7 @@ class Outbox:
     values: tuple[str, ...]
     window: int
     _agreed: dict[Hashable, Layout] = field(default_factory=dict)
+    _orders: dict[Hashable, Orders] = field(default_factory=dict)
     _shared: Shared = field(default_factory=dict)
     _notes: tuple[Notes, Notes] | None = None  # to read, which the peer attaches to, and to write
     _under_way: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = field(default_factory=deque)
@@ -119,7 +123,8 @@ class Outbox:
     def send(
         self, microbatch: int, size: Hashable, tensors: Sequence[Tensor | None], *, by_host: bool = False
     ) -> None:
-        """Start sending; the tensors must not be written before `settle`. None: a value without gradient.
+        """Start sending; the tensors must not be written before `settle`. None: a value without gradient,
+        of which zeros go where the first microbatch had one.
 
         `size` identifies the microbatch's input shapes, which determine the shapes here.
         """
@@ -127,12 +132,17 @@ class Outbox:
         layout = tuple(None if t is None else (t.dtype, tuple(t.shape)) for t in tensors)
         works: list[tuple[dist.Work, Tensor]] = []
         if size not in self._agreed:
+            self._orders[size] = tuple(() if t is None else order_of(t) for t in tensors)
             works += self._agree(route, microbatch, size, layout)
         elif self._agreed[size] != layout:
-            self._refuse(layout, self._agreed[size], microbatch)
-        for position, tensor in enumerate(tensors, start=1):
-            if tensor is not None and not self._share(microbatch, (size, position), tensor.detach()):
-                wire = tensor.detach().contiguous().to(route.wire)
+            self._require_agreed(layout, self._agreed[size], microbatch)
+            tensors = self._filled(tensors, self._agreed[size])
+        for position, (tensor, order) in enumerate(zip(tensors, self._orders[size], strict=True), start=1):
+            if tensor is None:
+                continue
+            own = packed(tensor.detach(), order)
+            if not self._share(microbatch, (size, position), own):
+                wire = own.contiguous().to(route.wire)
                 works.append((route.isend(wire, route.tag(microbatch, position)), wire))
         self._under_way.append((microbatch, works))
         while len(self._under_way) > self.window:
@@ -145,11 +155,12 @@ class Outbox:
 
         It answers once it holds what is shared, which goes with this process otherwise.
         """
+        orders = self._orders[size]
         if route.shares_memory and not self._agreed:  # further sizes are too rare to keep memory for
             self._notes = Notes.make()
-            for position, entry in enumerate(layout, start=1):
+            for position, (entry, order) in enumerate(zip(layout, orders, strict=True), start=1):
                 if entry is not None and 0 not in entry[1]:
-                    self._shared[size, position] = SharedPlaces.make(*entry)
+                    self._shared[size, position] = SharedPlaces.make(entry[0], packed_shape(entry[1], order))
         self._agreed[size] = layout
         tickets = [
             (*shared.ticket, self._notes[0].ticket[1])
@@ -157,7 +168,7 @@ class Outbox:
             else _NO_TICKET
             for position in range(1, len(layout) + 1)
         ]
-        header = _header(self.values, layout, tickets).to(route.wire)
+        header = _header(self.values, layout, orders, tickets).to(route.wire)
         works = [(route.isend(header, route.tag(microbatch, 0)), header)]
         if any(ticket is not _NO_TICKET for ticket in tickets):
             answer = torch.empty(1, dtype=torch.float32)  # whatever either side's default is
@@ -183,9 +194,22 @@ class Outbox:
         for work, _ in works:
             self.route.wait(work)
 
-    def _refuse(self, found: Layout, agreed: Layout, microbatch: int) -> None:
+    def _filled(self, tensors: Sequence[Tensor | None], agreed: Layout) -> list[Tensor | None]:
+        device = self.route.device
+        return [
+            torch.zeros(entry[1], dtype=entry[0], device=device) if tensor is None and entry else tensor
+            for tensor, entry in zip(tensors, agreed, strict=True)
+        ]
+
+    def _require_agreed(self, found: Layout, agreed: Layout, microbatch: int) -> None:
         for value, now, before in zip(self.values, found, agreed, strict=True):
-            if now != before:
+            if now is not None and before is None:
+                raise InputError(
+                    f"a gradient comes to {value!r} in microbatch {microbatch}, and none came in the first "
+                    "one; whether there is one may not depend on data: keep what decides it in the stage "
+                    "that makes the value"
+                )
+            if now not in (before, None):
                 raise InputError(
                     f"{value!r} of microbatch {microbatch} is {_described(now)}; microbatches with inputs "
                     f"of the same sizes had {_described(before)}. A size that depends on data cannot cross "
@@ -199,7 +223,8 @@ class Inbox:
 
     route: Route
     values: tuple[str, ...]
-    _agreed: dict[Hashable, Layout] = field(default_factory=dict)
+    _agreed: dict[Hashable, Layout] = field(default_factory=dict)  # of what is sent: packed
+    _orders: dict[Hashable, Orders] = field(default_factory=dict)
     _shared: Shared = field(default_factory=dict)
     _notes: Notes | None = None
     _posted: dict[int, _Posted] = field(default_factory=dict)
@@ -222,7 +247,9 @@ class Inbox:
         del self._posted[microbatch]
         for work in posted.works:
             self.route.wait(work)
-        return [self._value(microbatch, posted, position) for position in range(1, len(posted.buffers) + 1)]
+        found = [self._value(microbatch, posted, position) for position in range(1, len(posted.buffers) + 1)]
+        orders = self._orders[posted.size]
+        return [None if t is None else unpacked(t, order) for t, order in zip(found, orders, strict=True)]
 
     def _post(self) -> None:
         """In the order of the sends, which nccl tells apart by nothing else: what comes behind a header is
@@ -254,7 +281,8 @@ class Inbox:
         self._post()
 
     def _read(self, microbatch: int, size: Hashable, header: list[list[int]]) -> None:
-        self._agreed[size] = layout = _read_layout(header)
+        layout, self._orders[size] = _read_layout(header)
+        self._agreed[size] = layout
         for position, (entry, row) in enumerate(zip(layout, header, strict=True), start=1):
             process, memory, notes = row[-3:]
             if entry is not None and process:
@@ -302,10 +330,11 @@ class _Posted:
     buffers: list[Tensor | None] = field(default_factory=list)
 
 
-def _header(values: Sequence[str], layout: Layout, tickets: Sequence[Ticket]) -> Tensor:
-    """A row for each value: its type, number of dimensions and sizes, and where its memory and notes are."""
+def _header(values: Sequence[str], layout: Layout, orders: Orders, tickets: Sequence[Ticket]) -> Tensor:
+    """A row for each value: its type, number of dimensions, sizes as they lie in memory and that order (zeros
+    where it is the tensor's own), and where its memory and notes are."""
     rows = []
-    for value, entry, ticket in zip(values, layout, tickets, strict=True):
+    for value, entry, order, ticket in zip(values, layout, orders, tickets, strict=True):
         if entry is None:
             rows.append([0, _ABSENT] + [0] * (_HEADER_COLUMNS - 2))
             continue
@@ -315,16 +344,20 @@ def _header(values: Sequence[str], layout: Layout, tickets: Sequence[Ticket]) ->
                 f"{value!r} is {_described(entry)}, which no link carries; up to {_MAX_DIMS} dimensions and "
                 f"the types {', '.join(map(dtype_name, _DTYPES))} can be sent"
             )
-        sizes = [*shape] + [0] * (_MAX_DIMS - len(shape))
-        rows.append([_DTYPES.index(dtype), len(shape), *sizes, *ticket])
+        sizes = [*packed_shape(shape, order)] + [0] * (_MAX_DIMS - len(shape))
+        places = [*order] + [0] * (_MAX_DIMS - len(order))
+        rows.append([_DTYPES.index(dtype), len(shape), *sizes, *places, *ticket])
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _read_layout(header: Sequence[Sequence[int]]) -> Layout:
-    return tuple(
-        None if num_dims == _ABSENT else (_DTYPES[dtype], tuple(sizes[:num_dims]))
-        for dtype, num_dims, *sizes in header
-    )
+def _read_layout(header: Sequence[Sequence[int]]) -> tuple[Layout, Orders]:
+    layout: list[Entry | None] = []
+    orders: list[Order] = []
+    for dtype, num_dims, *rest in header:
+        order = tuple(rest[_MAX_DIMS : _MAX_DIMS + num_dims])
+        orders.append(order if any(order) else ())
+        layout.append(None if num_dims == _ABSENT else (_DTYPES[dtype], tuple(rest[:num_dims])))
+    return tuple(layout), tuple(orders)
 
 
 def _described(entry: Entry | None) -> str:

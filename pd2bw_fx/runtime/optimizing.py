@@ -24,6 +24,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ParameterSpec
 from pd2bw_fx.runtime.checkpoint import Checkpoint
 from pd2bw_fx.runtime.scheduler_state import as_number, plain_state, state_for_groups
+from pd2bw_fx.strides import laid_as
 
 OptimizerFactory = Callable[[Any], Optimizer]  # takes what torch's optimizers take: parameters, or groups
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -160,7 +161,7 @@ class RankOptimizer:
         optimizer.load_state_dict(state)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                self._keep_types(parameter, kept[self._name_of(parameter)])
+                self._lay_out(parameter, kept[self._name_of(parameter)])
         if checkpoint.scheduler is not None:
             self._load_scheduler(optimizer, checkpoint, dict(checkpoint.scheduler))
 
@@ -175,14 +176,16 @@ class RankOptimizer:
                     f"{checkpoint.path} is of a run with {had}, and this one has {found}; {_GO_ON}"
                 )
 
-    def _keep_types(self, parameter: Tensor, kept: Mapping[str, Any]) -> None:
-        """torch rounds what it loads to the parameter's type: moments in float64 for a float32 one."""
+    def _lay_out(self, parameter: Tensor, kept: Mapping[str, Any]) -> None:
+        """In the saved type: torch rounds what it loads to the parameter's, moments in float64 for a float32
+        one. And in memory as the parameter (channels_last, say), which a fused kernel takes for granted."""
         assert self.optimizer is not None
         state = self.optimizer.state[parameter] if kept else {}
         for key, saved in kept.items():
             found = state.get(key)
-            if isinstance(found, Tensor) and isinstance(saved, Tensor) and found.dtype != saved.dtype:
-                state[key] = saved.to(found.device)
+            if isinstance(found, Tensor) and isinstance(saved, Tensor):
+                exact = found if found.dtype == saved.dtype else saved.to(found.device)
+                state[key] = laid_as(exact, parameter) if exact.shape == parameter.shape else exact
 
     def _load_scheduler(self, optimizer: Optimizer, checkpoint: Checkpoint, saved: dict[str, Any]) -> None:
         assert self._scheduler is not None, "checked by _require_same_kinds"

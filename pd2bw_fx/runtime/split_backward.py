@@ -68,6 +68,12 @@ def input_half(roots: list[GradientEdge], gradients: list[Tensor], inputs: Seque
     return WeightHalf(groups)
 
 
+def reaches(roots: Sequence[GradientEdge], tensor: Tensor) -> bool:
+    """Whether a backward from there comes to this leaf, with or without a gradient for it."""
+    nodes, leaf = [edge.node for edge in roots], _leaf(tensor)
+    return leaf in nodes or leaf in _readers(nodes)
+
+
 def _run_group(group: _Group) -> None:
     edges, gradients = [], []
     for node, reached in group.reached.items():

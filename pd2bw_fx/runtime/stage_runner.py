@@ -24,7 +24,7 @@ from pd2bw_fx.runtime.channel import Inbox, Outbox
 from pd2bw_fx.runtime.draws import Draws
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Handover, Link, Links
-from pd2bw_fx.runtime.split_backward import WeightHalf, input_half
+from pd2bw_fx.runtime.split_backward import WeightHalf, input_half, reaches
 from pd2bw_fx.runtime.weights import WeightStore
 from pd2bw_fx.stage import StageProgram, held_tensors, outputs_of
 
@@ -116,6 +116,7 @@ class StageRunner:
         self._precision = precision
         self._on_output = on_output
         self._in_flight: dict[int, _InFlight] = {}
+        self._is_reached: dict[str, bool] = {}  # inputs that a backward has left without a gradient
         self._written = WrittenState(program, job.written_parameters)
 
     def add(self, number: int, microbatch: Microbatch) -> None:
@@ -262,14 +263,14 @@ class StageRunner:
         edges, gradients = self._roots(kept, action)
         if edges:
             torch.autograd.backward(edges, gradients)
-        self._end_backward(kept, action)
+        self._end_backward(kept, action, edges)
 
     def _input_gradient(self, action: Action) -> None:
         kept = self._in_flight[action.microbatch]
         edges, gradients = self._roots(kept, action)
         inputs = [tensor for tensor in kept.received.values() if tensor.requires_grad]
         kept.weight_half = input_half(edges, gradients, inputs if edges else [])
-        kept.input_gradients = {value: tensor.grad for value, tensor in kept.received.items()}
+        kept.input_gradients = self._input_gradients(kept, edges)
         kept.release()
 
     def _weight_gradient(self, action: Action) -> None:
@@ -295,14 +296,26 @@ class StageRunner:
                 gradients.append(gradient)
         return edges, gradients
 
-    def _end_backward(self, kept: _InFlight, action: Action) -> None:
+    def _end_backward(self, kept: _InFlight, action: Action, edges: Sequence[GradientEdge]) -> None:
         self.weights.end_backward(action.version)
         if not self.links.gradients_out:
             del self._in_flight[action.microbatch]
             return
-        kept.input_gradients = {value: tensor.grad for value, tensor in kept.received.items()}
+        kept.input_gradients = self._input_gradients(kept, edges)
         kept.release()
         kept.is_done = True
+
+    def _input_gradients(self, kept: _InFlight, edges: Sequence[GradientEdge]) -> dict[str, Tensor | None]:
+        """By value. Zeros where the backward that began at these edges came by without one, and may have one
+        in another microbatch (of a loss that Python computes); None where it never comes by."""
+        found: dict[str, Tensor | None] = {}
+        for value, tensor in kept.received.items():
+            found[value] = tensor.grad
+            if tensor.grad is None and tensor.requires_grad and edges:
+                if value not in self._is_reached:
+                    self._is_reached[value] = reaches(edges, tensor)
+                found[value] = torch.zeros_like(tensor) if self._is_reached[value] else None
+        return found
 
     def _run_again(self, kept: _InFlight, module: nn.Module, action: Action) -> None:
         """The forward that was run without keeping anything. Statistics have counted it already."""

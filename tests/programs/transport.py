@@ -18,21 +18,32 @@ from pd2bw_fx.runtime.shared_memory import ranks_in_reach
 
 CPU = torch.device("cpu")
 MICROBATCHES = 6
-NAMES = ("large", "turned", "small", "absent")
+NAMES = ("large", "turned", "small", "absent", "pixels", "later")
 
 
-def values_of(microbatch: int, rows: int) -> list[Tensor | None]:
-    """Two of a mebibyte or more, one of them transposed and of another type; a small one; none."""
+def values_of(microbatch: int, rows: int, *, is_sent: bool = False) -> list[Tensor | None]:
+    """Two of a mebibyte or more, one of them transposed and of another type; small ones, among them images of
+    one pixel, and one that is sent transposed in the first microbatch alone, as which all arrive; none. In
+    microbatch 2 most are none, and arrive as zeros."""
     torch.manual_seed(microbatch)
     large = torch.randn(rows, 512, 1024)
-    return [large, large.transpose(1, 2).to(torch.bfloat16), torch.arange(3) + microbatch, None]
+    pixels = torch.randn(rows, 3, 1, 1).to(memory_format=torch.channels_last)
+    later = torch.randn(5, 4).t()
+    if is_sent and microbatch:
+        later = later.contiguous()
+    small = torch.arange(3) + microbatch
+    if microbatch == 2:
+        large, small = torch.zeros_like(large), torch.zeros_like(small)
+        if is_sent:
+            return [None, None, None, None, pixels, later]
+    return [large, large.transpose(1, 2).to(torch.bfloat16), small, None, pixels, later]
 
 
 def send(route: Route) -> None:
     outbox = Outbox(route, NAMES, window=MICROBATCHES)
     for rows in (1, 2):  # the second size has no memory of its own
         for number in range(MICROBATCHES):
-            outbox.send(number, rows, values_of(number, rows))
+            outbox.send(number, rows, values_of(number, rows, is_sent=True))
         dist.barrier()  # nothing is taken before everything is sent: more than there are places
         outbox.settle()
 
@@ -52,7 +63,7 @@ def receive(route: Route) -> dict[str, object]:
 def send_and_leave(route: Route) -> None:
     outbox = Outbox(route, NAMES, window=MICROBATCHES)
     for number in range(2):
-        outbox.send(number, 1, values_of(number, 1))
+        outbox.send(number, 1, values_of(number, 1, is_sent=True))
     outbox.settle()
 
 
@@ -71,7 +82,7 @@ def receive_late(route: Route) -> bool:
 def equal(found: Tensor | None, sent: Tensor | None) -> bool:
     if found is None or sent is None:
         return found is sent
-    return found.dtype == sent.dtype and torch.equal(found, sent)
+    return found.dtype == sent.dtype and torch.equal(found, sent) and found.stride() == sent.stride()
 
 
 def main() -> None:
