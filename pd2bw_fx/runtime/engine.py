@@ -33,6 +33,7 @@ from pd2bw_fx.runtime.course import Course
 from pd2bw_fx.runtime.failure import shared_fate, told_to_launcher, translated
 from pd2bw_fx.runtime.fate import Fate
 from pd2bw_fx.runtime.groups import Groups
+from pd2bw_fx.runtime.inference import ordinary, ordinary_tensors
 from pd2bw_fx.runtime.job import Job, merged_tensors
 from pd2bw_fx.runtime.loss import Loss
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
@@ -147,8 +148,9 @@ class Engine:
         What is trained, and how:
 
         - `optimizer` makes a torch optimizer of this rank's parameters, `lr_scheduler` a scheduler of the
-          optimizer, stepped once an update. `parameter_options(name, parameter)` gives the options of a
-          parameter's group, such as `{"weight_decay": 0.0}`, by its name in the model.
+          optimizer, stepped once an update that is made (not where fp16 leaves one out, as the optimizer is
+          not). `parameter_options(name, parameter)` gives the options of a parameter's group, such as
+          `{"weight_decay": 0.0}`, by its name in the model.
         - `max_gradient_norm` clips the norm of the whole model's gradient of an update.
         - `precision`: "bf16" or "fp16" computes under autocast with weights in their own type; "fp16" with a
           loss scale, as torch.amp.GradScaler has it. A cast of the model's own that does nothing without
@@ -185,7 +187,7 @@ class Engine:
             wanted = Wanted(method, microbatches_per_update, slack, replicas, vertical_sync)
             world = World(timeout_s=chosen.timeout_s, silence_s=silence_s)
         try:
-            with world.watch:
+            with world.watch, ordinary_tensors():
                 with told_to_launcher():
                     job = job_of_this_rank(pipeline, wanted)
                 with shared_fate(job.rank, job.described(), "making its engine", world.watch.lost):
@@ -291,6 +293,9 @@ class Engine:
         self.flush()
         with self._fate.reading_a_batch("in an evaluation", self.updates):
             pieces = evaluation_pieces(self.job, batch, wanted)
+            # What a stage does not read need be no copy.
+            own = self.job.inputs()
+            pieces = [piece | {name: ordinary(piece[name]) for name in own} for piece in pieces]
         return [Microbatch.of(piece) for piece in pieces]
 
     def _evaluated(self, microbatches: Sequence[Microbatch]) -> tuple[Loss, range]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.runtime.failure import forget, is_met_by_all, note_full_memory, shared_fate, tell, tell_launcher
+from pd2bw_fx.runtime.inference import ordinary_tensors
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.world import World
@@ -59,7 +60,8 @@ class Fate:
             watch = _NOBODY if self.world is None else self.world.watch
             if not alone:
                 watch.begin(doing, on)
-            with watch, shared_fate(self._rank, self._described, doing, watch.lost, engine=self._name):
+            told = shared_fate(self._rank, self._described, doing, watch.lost, engine=self._name)
+            with watch, told, ordinary_tensors():
                 try:
                     yield
                 except Exception as error:

@@ -19,6 +19,8 @@ import cloudpickle
 import torch
 from torch import Tensor
 
+from pd2bw_fx.runtime.inference import ordinary_tensors
+
 
 def encoded(message: Any) -> bytes:
     """Plain pickle otherwise: the receiver has the module of every class and function."""
@@ -38,7 +40,8 @@ def encoded_with_code(message: Any) -> bytes:
 
 
 def decoded(data: bytes) -> Any:
-    return pickle.loads(data)
+    with ordinary_tensors():
+        return pickle.loads(data)
 
 
 def is_importable(name: str) -> bool:

@@ -15,7 +15,7 @@ from pd2bw_fx.runtime.reference import train_reference
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.5)
 
 
 def refused(engine: pd2bw_fx.Engine, batch: Any) -> str:
@@ -38,7 +38,10 @@ def main() -> None:
 
     results: dict[str, Any] = {}
     with pipe.engine(optimizer=sgd) as engine:
-        losses = [engine.step(batch) for batch in batches[:3]]
+        losses = [engine.step(batches[0])]
+        with torch.inference_mode():  # as an evaluation may be; the first update is made in it
+            engine.eval(tuple(tensor.clone() for tensor in held_out))
+        losses += [engine.step(batch) for batch in batches[1:3]]
         results["evaluated"] = [float(engine.eval(held_out)), float(engine.eval(odd))]
         results["refused"] = refused(engine, (torch.cat([held_out[0], odd[0]]), *held_out[1:]))
         weights = engine.state_dict()
