@@ -25,7 +25,7 @@ from .profiled import Inputs, Pricing, profiled, profiled_before
 from .schedule import check_schedule, registered_method, schedule_of
 from .split_onnx import takes_onnx_too
 from .trace.diagnose import blaming_the_model
-from .verify import another_example, draws_in_evaluation, evaluation_of
+from .verify import another_example, draws_in_evaluation, evaluation_of, note_on_fast_path
 from .wish import Wish
 
 _UPDATES_SHOWN = 3
@@ -162,6 +162,8 @@ def split(
         _tell_of_the_one_mode(pipeline)
     elif not isinstance(model, Pipeline) and (check or draws_in_evaluation(known.graph)):
         _tell_of_evaluation(pipeline)
+    if check and known.example is not None and not isinstance(model, Pipeline):
+        _tell_of_the_fast_path(pipeline)
     if check == "full" and known.example is not None:
         other = another_example(known.graph, known.example)
         with blaming_the_model(known.graph.model_name, known.reference, other, **_OF_A_FULL_CHECK):
@@ -192,6 +194,23 @@ def _tell_of_the_one_mode(pipeline: Pipeline) -> None:
     if any(operator.is_random or operator.writes_buffers for operator in operators):
         told = "a program that was exported already has one mode alone: split the model itself to evaluate"
         pipeline.trace_report = replace(pipeline.trace_report, evaluation=told)
+
+
+def _tell_of_the_fast_path(pipeline: Pipeline) -> None:
+    """Adds to the report what the model returns otherwise where torch takes a way of its own."""
+    model, report, example = pipeline.graph.root, pipeline.trace_report, pipeline.example
+    if model is None or pipeline.reference is None or report is None or example is None:
+        return
+    note = note_on_fast_path(
+        pipeline.graph,
+        pipeline.programs,
+        pipeline.tensors(),
+        example,
+        model=model,
+        forward=pipeline.reference,
+    )
+    if note:
+        pipeline.trace_report = replace(report, notes=(*report.notes, note))
 
 
 def _tell_of_evaluation(pipeline: Pipeline) -> None:
