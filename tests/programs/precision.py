@@ -17,6 +17,7 @@ import pd2bw_fx
 
 UPDATES, M = 6, 2
 SGD = functools.partial(torch.optim.SGD, lr=1e-3)
+FALLING = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
 
 
 class Net(nn.Module):
@@ -34,6 +35,7 @@ class Net(nn.Module):
 
 def reference(model: nn.Module, batches: list[Any], dtype: torch.dtype) -> tuple[list[float], float]:
     optimizer = SGD(model.parameters())
+    scheduler = FALLING(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
     losses = []
     for batch in batches:
@@ -44,8 +46,11 @@ def reference(model: nn.Module, batches: list[Any], dtype: torch.dtype) -> tuple
                 loss = model(x, target)
             scaler.scale(loss / M).backward()  # type: ignore[no-untyped-call]
             total += loss.item() / M
+        scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
+        if scaler.get_scale() >= scale:  # as torch's users are told: the optimizer has stepped
+            scheduler.step()
         losses.append(total)
     return losses, scaler.get_scale() if dtype is torch.float16 else 1.0
 
@@ -66,7 +71,12 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             pipe = pd2bw_fx.split(model, batches[0], cluster=2, costs="analytic", check=False)
         engine = pd2bw_fx.Engine.from_pipeline(
-            pipe, optimizer=SGD, microbatches_per_update=M, method="1f1b", precision=precision
+            pipe,
+            optimizer=SGD,
+            lr_scheduler=FALLING,
+            microbatches_per_update=M,
+            method="1f1b",
+            precision=precision,
         )
         losses = [float(engine.step(batch)) for batch in batches]
         weights = engine.state_dict()
