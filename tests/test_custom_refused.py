@@ -155,3 +155,17 @@ def test_one_that_enters_autocast_is_refused_and_what_is_advised_works(function:
     with pytest.raises(TraceError, match=f"{place} enters torch.autocast in its {half}, .*untraced"):
         split(Tripled())
     split(pd2bw_fx.untraced(Tripled(), returns=torch.empty_like))
+
+
+def test_without_example_inputs_its_backward_would_be_lost() -> None:
+    class Squashing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = Shifted.apply(self.layer(x))
+            return result.mean()
+
+    with pytest.raises(TraceError, match="does not see the backward of the custom autograd function Shifted"):
+        pd2bw_fx.split(Squashing(), cluster=1)

@@ -9,11 +9,13 @@ import copy
 import operator
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from traceback import StackSummary
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd2bw_fx.program import surrounding_autocast
@@ -187,9 +189,28 @@ class _DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def _custom_backwards_refused() -> Iterator[None]:
+    """torch.fx sees the operators of a custom autograd function's forward, and would lose its backward."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(arg, fx.Proxy) for arg in args):
+            raise ValueError(
+                f"torch.fx does not see the backward of the custom autograd function {cls.__name__}; give "
+                "example_args, with which torch.export traces the model"
+            )
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+
+
 def trace_symbolically(program: Program) -> fx.GraphModule:
     tracer = _Tracer(program)
-    with _DrawsRefused(), helpers_noted(), values_named():  # type: ignore[no-untyped-call]
+    with _DrawsRefused(), _custom_backwards_refused(), helpers_noted(), values_named():  # type: ignore[no-untyped-call]
         graph = tracer.trace(program)
 
         def text_again() -> list[tuple[str, ...]]:
