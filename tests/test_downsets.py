@@ -14,6 +14,7 @@ from pd2bw_fx.passes.partition.choices import Choices, Deadline
 from pd2bw_fx.passes.partition.downsets import DownSets, Kind, OutOfTime
 from pd2bw_fx.passes.partition.intervals import best_cut
 from pd2bw_fx.passes.partition.relaxation import is_refuted
+from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.workload import Workload, workload_from_json
 from tests.drawn_workloads import choices_of, drawn_workload
 
@@ -140,3 +141,42 @@ def test_a_set_comes_behind_all_within_it_whatever_the_last_digits_of_their_sums
     for at, member in enumerate(sets.member):
         within = (sets.member <= member).all(axis=1)
         assert within[: at + 1].sum() == within.sum()
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("never_s", [1e12, 1e18, 1e30])
+def test_a_time_that_means_never_changes_no_answer(seed: int, never_s: float) -> None:
+    """Sums with it have no digits left for the others."""
+    draw = random.Random(seed)
+    nodes = [
+        {"id": at, "fpgaLatency": draw.uniform(1, 2), "cpuLatency": draw.uniform(5, 10), "size": 1}
+        for at in range(12)
+    ]
+    for node in draw.sample(nodes, 3):
+        node["cpuLatency"] = 1e3
+    never = [node | {"cpuLatency": never_s} if node["cpuLatency"] == 1e3 else node for node in nodes]
+    edges = [{"sourceId": at, "destId": at + 1, "cost": 0.1} for at in range(11)]
+    data = {"edges": edges, "maxFPGAs": 2, "maxCPUs": 1, "maxSizePerFPGA": 100}
+
+    real = placement.plan_workload(workload_from_json(data | {"nodes": nodes}, name=""))
+    found = placement.plan_workload(workload_from_json(data | {"nodes": never}, name=""))
+
+    assert found.objective == pytest.approx(real.objective, rel=1e-5)
+    assert found.bound == pytest.approx(real.objective, rel=1e-5)
+
+
+def test_no_bound_is_looked_for_that_says_nothing() -> None:
+    choices, _ = choices_of(drawn_workload(1))
+    state = standing.Standing(choices, solver="highs", deadline=Deadline(30.0), report=None, kinds=())
+    state.first_assignments()
+    state.floor_s = 0.0
+    asked_s: list[float] = []
+
+    def knows_nothing(target_s: float, _: Deadline) -> tuple[Status, int, None]:
+        asked_s.append(target_s)
+        return Status.UNKNOWN, -1, None
+
+    state.enumerate(knows_nothing, 1e-6)
+
+    assert len(asked_s) < 30
+    assert min(asked_s) > 0

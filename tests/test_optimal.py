@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,6 +160,40 @@ def test_what_large_problems_are_refuted_by_is_right_on_small_ones(
     assert plan.bottleneck_s <= best * (1 + 1.01e-4)
     assert is_handed_on(plan) or plan.bottleneck_s == pytest.approx(best, rel=1.01e-4)
     assert plan.bound_s <= best * (1 + 1e-12)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    case=cases(max_blocks=7),
+    data=st.data(),
+    never_s=st.sampled_from([1e12, 1e15, 1e18]),
+    recompute=st.sampled_from([False, True]),
+)
+def test_a_time_or_a_link_that_means_never_loses_no_other_digits(
+    case: Any, data: Any, never_s: float, recompute: bool
+) -> None:
+    problem, cluster, num_stages = case
+    device = st.integers(0, len(cluster) - 1)
+    blocks = list(problem.blocks)
+    for at in data.draw(st.sets(st.integers(0, len(blocks) - 1), min_size=1, max_size=4)):
+        # Thousandths: sums of whole numbers would lose less.
+        forward_s = [(seconds + 1.1) / 1e3 for seconds in blocks[at].forward_s]
+        forward_s[data.draw(device)] = never_s
+        blocks[at] = replace(blocks[at], forward_s=tuple(forward_s))
+    problem = replace(problem, blocks=tuple(blocks))
+    rates = [list(row) for row in cluster.bytes_per_s]
+    rates[data.draw(device)][data.draw(device)] = 1 / never_s
+    cluster = replace(cluster, bytes_per_s=tuple(map(tuple, rates)))
+    kept = tuple(Kept(2, num_stages - stage) for stage in range(num_stages))
+
+    best = brute_force(problem, cluster, kept, overlap=False, recompute=recompute)
+    if best is None:
+        return
+    found = with_momentum(problem, cluster, kept, recompute=recompute)
+
+    assert found.bottleneck_s <= best * (1 + 1.01e-4)
+    assert is_handed_on(found) or found.bottleneck_s == pytest.approx(best, rel=1.01e-4)
+    assert found.bound_s <= best * (1 + 1e-12)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

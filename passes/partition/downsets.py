@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .instance import Flags, Floats, Instance, Integers
+from .instance import Flags, Floats, Instance, Integers, within_reach
 
 _MAX_CELLS = 200_000_000  # down-sets times nodes or tensors: bytes that the tables take
 _FAR = 10**6
@@ -53,16 +53,15 @@ class OutOfTime(Exception):
 class DownSets:
     """The table of all down-sets, to be asked about one target after another.
 
-    `kinds` are one or two, the first of them the one with more devices.
+    `kinds` are one or two, the first of them the one with more devices; `member` says which nodes a set has.
     """
 
-    def __init__(self, kinds: Sequence[Kind], sets: list[int]) -> None:
+    def __init__(self, kinds: Sequence[Kind], member: Flags) -> None:
         self.kinds = tuple(kinds)
         instance = kinds[0].instance
-        self.member = _members(sets, instance.num_nodes)
-        work = self.member @ _in_whole_parts(instance.work_s[kinds[0].stage])
-        order = np.lexsort((self.member.sum(axis=1), work))  # whatever a set has in it comes before it
-        self.member = self.member[order]
+        work = member @ _in_whole_parts(instance.work_s[kinds[0].stage])
+        order = np.lexsort((member.sum(axis=1), work))  # whatever a set has in it comes before it
+        self.member = member[order]
         self.words = _words(self.member)  # (words, sets)
         self.counts = _counts(self.member, instance)  # (nets, sets): members of a net in the set
         self.sizes = np.array([len(net.members) for net in instance.nets], dtype=np.int64)
@@ -78,7 +77,14 @@ class DownSets:
         instance = kinds[0].instance
         width = max(instance.num_nodes, len(instance.nets), 1)
         sets = down_sets(instance.num_nodes, instance.edges, min(max_sets, _MAX_CELLS // width))
-        return None if sets is None else cls(kinds, sets)
+        return None if sets is None else cls(kinds, _members(sets, instance.num_nodes))
+
+    def within_reach(self, target_s: float) -> DownSets:
+        """To be asked about this target, and about those below it that are not far."""
+        kinds = [replace(kind, instance=within_reach(kind.instance, target_s)) for kind in self.kinds]
+        if all(kind.instance is own.instance for kind, own in zip(kinds, self.kinds, strict=True)):
+            return self
+        return DownSets(kinds, self.member)
 
     def __len__(self) -> int:
         return int(self.member.shape[0])

@@ -6,7 +6,7 @@ Everything below `problem.py` and `workload.py` works on an `Instance`; both rea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -16,6 +16,8 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Integers: TypeAlias = npt.NDArray[np.int64]
 Hops: TypeAlias = tuple[tuple[int, int], ...]  # (stage that sends, stage that is sent it)
+
+_FAR = 1e4  # targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,19 @@ class Instance:
     def load_s(self, compute_s: Floats, links_s: Floats) -> Floats:
         """What stages have to do, by what they compute and what they send and receive."""
         return np.maximum(compute_s, links_s) if self.overlap else compute_s + links_s
+
+
+def within_reach(instance: Instance, target_s: float) -> Instance:
+    """An instance with the same assignments within the target, where no time is far beyond it.
+
+    Twice the target is out of reach however much more it is: "not on this device" is often written as 1e18
+    seconds, and what a sum has beside that is lost when another one is taken from it.
+    """
+    times_s = (instance.work_s, instance.again_s, instance.cost_s)
+    if target_s <= 0 or not any(of.max(initial=0.0) > _FAR * target_s for of in times_s):
+        return instance
+    work_s, again_s, cost_s = (np.minimum(of, 2 * target_s) for of in times_s)
+    return replace(instance, work_s=work_s, again_s=again_s, cost_s=cost_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

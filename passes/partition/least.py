@@ -73,7 +73,7 @@ class _Kind:
         not be on this kind of device."""
         # Twice the target is out of reach however much more it is.
         work, cost = (
-            np.floor(np.minimum(amount * units, 2 * _UNITS)).astype(np.int64)
+            np.floor(np.minimum(amount, 2 * _UNITS / units) * units).astype(np.int64)
             for amount in (self._work_s, self._cost_s)
         )
         bound = work.astype(np.float64)

@@ -199,6 +199,7 @@ class _Enumeration:
         down_sets = self._make(_MAX_DOWN_SETS)
         if down_sets is None:
             return Status.UNKNOWN, -1, None
+        self._down_sets = down_sets = down_sets.within_reach(target_s)
         try:
             chain = down_sets.chain_within(target_s, deadline)
         except OutOfTime:

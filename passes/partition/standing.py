@@ -13,7 +13,7 @@ from pd2bw_fx.plan import Progress
 
 from .choices import FEW_CHOICES, Choices, Deadline, floor_s
 from .downsets import DownSets, Kind, OutOfTime
-from .instance import Instance, Integers, respects_edges
+from .instance import Instance, Integers, respects_edges, within_reach
 from .intervals import best_cut, rough_cut
 from .least import LeastLoads, kinds_of
 from .milder import MilderRules
@@ -32,6 +32,7 @@ _MOST_EXCLUDED = 50  # assignments that a program allows and that are not as it 
 _ROUNDS = (0, 25, 100)  # orders in a row that brought nothing: a bound is asked for, and the last ends it
 _LEAST_LOADS_SHARE = 0.3  # of the time of the step that they help
 _NEAR_THE_TARGET = 0.9  # of it: less than that, and a target that is a little lower makes no difference
+_OF_USE = 1e-6  # of the incumbent: a bound below that says nothing, and half of it is one again
 _FEW_DOWN_SETS = 10_000
 _ENUMERATION_SHARE = 0.25
 
@@ -98,9 +99,10 @@ class Standing:
             if choice > 0 and share.left_s == 0:
                 break
             instance = self.choices[choice]
+            near = within_reach(instance, _at_best_s(instance))
             # Of many device orders few are worth a close look: a rough one tells which.
             for order in (*_pinned_order(instance, self.reach), *self.orders):
-                stage_of = (rough_cut if len(self.choices) > FEW_CHOICES else best_cut)(instance, order)
+                stage_of = (rough_cut if len(self.choices) > FEW_CHOICES else best_cut)(near, order)
                 if stage_of is not None and respects_edges(instance, stage_of):
                     self._offer(choice, stage_of)
                 if self.seen_s[choice] <= floor_s(instance.work_s, instance.num_stages) * (1 + _TOLERANCE):
@@ -111,8 +113,9 @@ class Standing:
     def _look_closely(self, choices: list[int]) -> None:
         for choice in choices:
             instance = self.choices[choice]
+            near = within_reach(instance, _at_best_s(instance))
             for order in (*_pinned_order(instance, self.reach), *self.orders):
-                stage_of = best_cut(instance, order)
+                stage_of = best_cut(near, order)
                 if stage_of is not None and respects_edges(instance, stage_of):
                     self._offer(choice, stage_of)
 
@@ -180,7 +183,8 @@ class Standing:
         choice = self.choice if number % 2 == 0 else number // 2 % len(self.choices)
         before_s = self.bottleneck_s
         assert self.stage_of is not None
-        stage_of = best_cut(self.choices[choice], shuffler.order(self.stage_of))
+        near = within_reach(self.choices[choice], float(self.bottleneck_s))
+        stage_of = best_cut(near, shuffler.order(self.stage_of))
         if stage_of is None or not respects_edges(self.choices[choice], stage_of):
             return False
         self._offer(choice, stage_of, or_as_good=True)
@@ -189,7 +193,7 @@ class Standing:
     def ask_milder_rules(self, gap: float) -> None:
         """A bound, where there is one choice and its stages are alike."""
         if len(self.choices) == 1 and not self.is_proven(gap) and np.isfinite(self.bottleneck_s):
-            rules = MilderRules.of(self.choices[0], self.deadline)
+            rules = MilderRules.of(within_reach(self.choices[0], self.bottleneck_s), self.deadline)
             if rules is not None:
                 self.enumerate(rules, gap)
 
@@ -201,7 +205,8 @@ class Standing:
             for choice in np.flatnonzero(self.refuted_s < target_s).tolist():
                 if self.deadline.left_s == 0:
                     return
-                if windows_for(self.choices[choice], target_s, self.reach) is not None:
+                near = within_reach(self.choices[choice], target_s)
+                if windows_for(near, target_s, self.reach) is not None:
                     high_s = target_s
                     break
                 self.refuted_s[choice] = target_s
@@ -222,7 +227,8 @@ class Standing:
             high_s = min(float(self.bottleneck_s), unknown_s)
             middle_s = (high_s + max(0.0, self.bound_s())) / 2
             is_far = middle_s < high_s * (1.0 - _FINE_GAP)
-            if unknown_s < np.inf and not is_far:
+            is_of_use = is_far and middle_s > _OF_USE * self.bottleneck_s
+            if unknown_s < np.inf and not is_of_use:
                 return
             if is_far and (unknown_s < np.inf or not is_least):
                 target_s = middle_s
@@ -249,6 +255,7 @@ class Standing:
             self.down_sets = DownSets.of([Kind(instance, 0, 1)], max_sets=_FEW_DOWN_SETS)
         if self.down_sets is None:
             return False
+        self.down_sets = self.down_sets.within_reach(target_s)
         try:
             share = Deadline(self.deadline.left_s * _ENUMERATION_SHARE)
             return is_refuted(instance, self.down_sets, target_s, share)
@@ -259,10 +266,11 @@ class Standing:
         instance = self.choices[choice]
         if self.deadline.left_s == 0:
             return Status.UNKNOWN, None
-        windows = windows_for(instance, target_s, self.reach)
-        if windows is None or self._is_refuted_by_enumeration(instance, target_s):
+        near = within_reach(instance, target_s)
+        windows = windows_for(near, target_s, self.reach)
+        if windows is None or self._is_refuted_by_enumeration(near, target_s):
             return Status.INFEASIBLE, None
-        program = FeasibilityProgram(instance, target_s, windows)
+        program = FeasibilityProgram(near, target_s, windows)
         for _ in range(_MOST_EXCLUDED):
             status, stage_of = program.solve(
                 solver=self.solver,
@@ -287,6 +295,13 @@ class Standing:
             self._offer(choice, stage_of)
             program.exclude(stage_of)
         return Status.UNKNOWN, None
+
+
+def _at_best_s(instance: Instance) -> float:
+    """All work and transfers, each where it takes least: far more than that is nothing for a first cut."""
+    apart = ~np.eye(instance.num_stages, dtype=bool)
+    transfers_s = instance.cost_s[:, apart].min(axis=1) if instance.num_stages > 1 else np.zeros(1)
+    return float(instance.work_s.min(axis=0).sum() + transfers_s.sum())
 
 
 def _pinned_order(instance: Instance, reach: Reach) -> list[Sequence[int]]:
