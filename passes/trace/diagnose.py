@@ -216,7 +216,8 @@ def state_kept(module: nn.Module) -> Iterator[list[str]]:
         finally:
             for name, tensor in tensors.items():
                 data, before = held[name]
-                if tensor.data_ptr() != data.data_ptr() or not _same_bits(data, before):
+                is_there = (tensor.shape, tensor.data_ptr()) == (data.shape, data.data_ptr())
+                if not is_there or not _same_bits(data, before):
                     written.append(name)
                     tensor.data = data.copy_(before)
 
