@@ -112,3 +112,41 @@ def test_sparse_bags_with_weights_have_analytic_costs() -> None:
 
     model = Weighed(nn.EmbeddingBag(10, 8, mode="sum", sparse=True), nn.Linear(8, 1))
     assert pd2bw_fx.split(model, torch.rand(6, 5), cluster=2, costs="analytic").plan.num_stages
+
+
+class Writing(nn.Module):
+    """Writes its buffer by `out=`, which what is nicer to read has no place for."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.register_buffer("kept", torch.zeros(8))
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            self.write(hidden.detach().mean(0), self.kept, torch.empty(8, dtype=torch.long))
+        return self.last(hidden + self.kept).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (lambda v, kept, _: torch.cat([v[4:], v[:4]], out=kept), ", out=self.kept)"),
+        (lambda v, kept, _: torch.stack([v.sum(), v.mean()], out=kept[:2]), ", out=self.kept[:2])"),
+        (lambda v, kept, _: torch.neg(v, out=kept), ", out=self.kept)"),
+        (lambda v, kept, _: torch.softmax(v, 0, out=kept), ", out=self.kept)"),
+        (lambda v, kept, order: torch.sort(v, out=(kept, order)), ", out=(self.kept, empty))"),
+        (lambda v, kept, order: torch.max(v.expand(2, 8), 0, out=(kept, order)), ", out=(self.kept, empty))"),
+    ],
+    ids=["cat", "stack", "neg", "softmax", "sort", "max"],
+)
+def test_what_is_written_by_out_is_written_in_the_stages(write: Callable[..., object], said: str) -> None:
+    torch.manual_seed(0)
+    model = Writing(write)
+
+    pipe = pd2bw_fx.split(model, torch.rand(6, 8), cluster=2, num_stages=2, costs="analytic", check="full")
+
+    assert pipe.verify(model).exact
+    assert said in "".join(stage.source for stage in pipe.stages)

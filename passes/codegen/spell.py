@@ -95,6 +95,8 @@ def _overload(node: fx.Node, scene: Scene) -> Source:
     assert isinstance(target, torch._ops.OpOverload)
     values = with_limits(node, _bound(target, node.args, node.kwargs))
     name = target._schema.name.partition("::")[2]
+    if target.namespace == "aten" and _outs(target, values):
+        return _public(target, name, values, scene)  # what is nicer to read would write nothing
     if target.namespace in ("aten", "pd2bw_fx"):  # ours stand for words of torch's
         special = SPECIAL.get(f"{name}.{target._overloadname}", SPECIAL.get(name))
         if special is not None:
@@ -143,21 +145,35 @@ def _public(target: torch._ops.OpOverload, name: str, values: Mapping[str, Any],
     takes_self = target._schema.arguments[:1] != [] and target._schema.arguments[0].name == "self"
     takes_self = takes_self and "self" in values
     rest = _by_schema(target, {k: v for k, v in values.items() if k != "self"}, scene)
-    writes_out = any(argument.is_out for argument in target._schema.arguments if argument.name in values)
+    writes_out = bool(_outs(target, values))
     is_tensor = takes_self and isinstance(target._schema.arguments[0].type, torch.TensorType)
     is_method = is_tensor and isinstance(values["self"], fx.Node) and name not in _FUNCTIONS
     is_method = is_method and not writes_out
     if is_method and hasattr(torch.Tensor, name):
         return Source(f"{scene.receiver(values['self'])}.{name}({rest})")
-    everything = _by_schema(target, values, scene)
+    everything = _with_outs(target, values, scene)
     for family in _FAMILIES:
         if hasattr(getattr(torch, family), name.removeprefix(f"{family}_")) and name.startswith(f"{family}_"):
             return Source(f"torch.{name.replace('_', '.', 1)}({everything})")
     if not name.startswith("_") and callable(getattr(torch, name, None)):
         return Source(f"torch.{name}({everything})")
-    if hasattr(F, name) and name not in _OTHERWISE_IN_PUBLIC:
+    if hasattr(F, name) and name not in _OTHERWISE_IN_PUBLIC and not writes_out:
         return Source(f"F.{name}({everything})")
     return _by_dispatcher(target, values, scene)
+
+
+def _outs(target: torch._ops.OpOverload, values: Mapping[str, Any]) -> list[str]:
+    """The arguments that results are written to."""
+    return [a.name for a in target._schema.arguments if a.is_out and a.name in values]
+
+
+def _with_outs(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: Scene) -> str:
+    """torch.sort(x, out=(values, indices)), where the schema has an argument for each of them."""
+    outs = _outs(target, values)
+    if len(outs) < 2:
+        return _by_schema(target, values, scene)
+    given = _by_schema(target, {name: v for name, v in values.items() if name not in outs}, scene)
+    return f"{given}, out=({', '.join(scene.text(values[name]) for name in outs)})"
 
 
 def _by_dispatcher(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: Scene) -> Source:
