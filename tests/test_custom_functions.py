@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -253,9 +254,9 @@ class BySize(torch.autograd.Function):
 class Sized(nn.Module):
     """`function` on a layer of a width that is fixed in the model."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, width: int = 6) -> None:
         super().__init__()
-        self.layer = nn.Linear(6, 6)
+        self.layer = nn.Linear(6, width)
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
@@ -310,6 +311,16 @@ def test_what_takes_no_open_size_is_traced_at_those_that_are_fixed(kind: Any, tr
     assert pipe.verify(model).exact
     if tracer == "export-static":
         assert "ByNumpyInTheBatch can be traced at the example's sizes" in str(pipe.trace_report)
+
+
+def test_a_table_of_many_numbers_is_an_operand_of_the_function(tmp_path: Path) -> None:
+    model = Sized(ByNumpy, width=80).double()
+    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
+
+    assert pipe.trace_report.tracer == "export"
+    assert "ByNumpy.apply(self.layer(x), self.constant_0)" in pipe.stages[0].source
+    pipe.save(tmp_path)
+    assert pd2bw_fx.load(tmp_path).verify(model, example={"x": batch(7)[0]}).exact
 
 
 class Assigned(torch.autograd.Function):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -32,6 +32,7 @@ from pd2bw_fx.errors import TraceError
 
 from .detached import DataIsDetached
 from .diagnose import one_line
+from .function_constants import write_out_constants
 from .halves import Halves
 
 
@@ -93,7 +94,7 @@ class _Names:
 
 def _call(cls: Any, args: Sequence[Any], names: _Names) -> Any:
     """The call as an operator's. Raises TraceError with the reason where the function cannot be traced."""
-    answer: list[CustomFunction | Exception] = []
+    answer: list[_Found | Exception] = []
 
     def work() -> None:
         answer.append(_traced(cls, args, names))
@@ -104,8 +105,9 @@ def _call(cls: Any, args: Sequence[Any], names: _Names) -> Any:
         thread.start()
         thread.join()
     (found,) = answer
-    if isinstance(found, CustomFunction):
-        return as_operator(found)(*(value for value in args if isinstance(value, Tensor)))
+    if isinstance(found, _Found):
+        tensors = (value for value in args if isinstance(value, Tensor))
+        return as_operator(found.function)(*tensors, *found.constants)
     if isinstance(found, _FixedSizeError):
         raise found
     raise TraceError(
@@ -117,13 +119,22 @@ def _call(cls: Any, args: Sequence[Any], names: _Names) -> Any:
     ) from found
 
 
-def _traced(cls: Any, args: Sequence[Any], names: _Names) -> CustomFunction | Exception:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A function, and the operands that it has beside the call's own."""
+
+    function: CustomFunction
+    constants: tuple[Tensor, ...]
+
+
+def _traced(cls: Any, args: Sequence[Any], names: _Names) -> _Found | Exception:
     """The function with as many open sizes as it allows, or why it has none. Numpy, for one, takes no open
     size for a number, so that a function may raise anything for a size that the model fixes."""
     failed: Exception | None = None
     for open_sizes in _OpenSizes:
         try:
-            found = _Traced(cls, args, open_sizes).function(names)
+            traced = _Traced(cls, args, open_sizes)
+            found = _Found(traced.function(names), tuple(traced.constants.values()))
         except Exception as error:  # the function is the model's
             if open_sizes is _OpenSizes.OF_THE_MODEL and isinstance(error, _FixedSizeError):
                 return error
@@ -199,6 +210,7 @@ class _Traced:
         self.returns_tuple = False
         self.not_differentiable: tuple[int, ...] = ()
         self.early: set[fx.Node] = set()  # what the forward has traced
+        self.constants: dict[fx.Node, Tensor] = {}  # operands that it makes itself
         if not self.places:
             raise ValueError("it is given no tensor")
         if any(isinstance(value, torch.SymInt | torch.SymFloat) for value in args):
@@ -215,7 +227,7 @@ class _Traced:
                 self._joint, tracing_mode="symbolic", pre_dispatch=True, record_stack_traces=True
             )(*tensors, *gradients)
         self._require_open(shapes)
-        self._write_out_constants(joint)
+        self.constants = write_out_constants(joint, self.early)
         _require_operators(joint.graph)
         forward, backward = self._parts(joint.graph)
         _require_one_draw(forward, backward)
@@ -295,40 +307,20 @@ class _Traced:
 
     def _parts(self, joint: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
         calls = [node for node in joint.nodes if node.op == "call_function"]
-        placeholders = joint.find_nodes(op="placeholder")
+        placeholders = [node for node in joint.find_nodes(op="placeholder") if node not in self.constants]
         returned: Any = joint.output_node().args[0]
         results, wanted = returned
         num_given = len(self.places)
         halves = Halves(
-            given=dict(zip(placeholders[:num_given], self._argument_names(), strict=True)),
+            given=dict(zip(placeholders[:num_given], self._argument_names(), strict=True))
+            | {node: node.name for node in self.constants},
             gradients=dict(zip(placeholders[num_given:], self._gradient_names(len(results)), strict=True)),
             early=[node for node in calls if node in self.early],
             late=[node for node in calls if node not in self.early],
         )
         saved = halves.saved(wanted)
-        return halves.forward(results, saved), halves.backward(saved, wanted)
-
-    def _write_out_constants(self, joint: fx.GraphModule) -> None:
-        """Tensors that are made of a few numbers, as calls of torch.tensor."""
-        for node in joint.graph.find_nodes(op="get_attr"):
-            value = getattr(joint, str(node.target))
-            if (
-                not isinstance(value, Tensor)
-                or isinstance(value, FakeTensor)
-                or value.numel() > _MOST_NUMBERS
-            ):
-                continue
-            kind: dict[str, Any] = {"dtype": value.dtype} | ({"device": value.device} if value.dim() else {})
-            with joint.graph.inserting_before(node):
-                made = joint.graph.call_function(torch.tensor, (value.tolist(),), kind)
-            made.meta = dict(node.meta)
-            if node in self.early:
-                self.early.add(made)
-            node.replace_all_uses_with(made)
-            joint.graph.erase_node(node)
-            while copy := next((user for user in made.users if user.target in _SAME_CONSTANT), None):
-                copy.replace_all_uses_with(made)
-                joint.graph.erase_node(copy)
+        none_of_constants = (None,) * len(self.constants)
+        return halves.forward(results, saved), halves.backward(saved, (*wanted, *none_of_constants))
 
     def _argument_names(self) -> list[str]:
         return _several([*inspect.signature(self.cls.forward).parameters][not self.has_setup :], self.places)
@@ -352,14 +344,6 @@ def _symbol(hint: int, shapes: ShapeEnv, name: str) -> Any:
     source = ConstantSource(name)
     symbol = shapes.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
     return shapes.create_symintnode(symbol, hint=hint, source=source)
-
-
-_MOST_NUMBERS = 64
-_SAME_CONSTANT = (
-    torch.ops.aten.lift_fresh_copy.default,
-    torch.ops.aten.lift_fresh.default,
-    torch.ops.aten.detach_.default,
-)
 
 
 def _require_operators(graph: fx.Graph) -> None:
