@@ -134,17 +134,18 @@ def without_gradients(
     *,
     fast_path: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """What a model returns in evaluation. One that differentiates in its forward (forces of an energy) cannot
-    do without gradients, and is run with them. `fast_path`: torch's for encoder layers, which gives padded
-    positions zeros; else every layer is as written."""
+    """What a model returns in evaluation, copied: part of a buffer may be among it, which is put back. One
+    that differentiates in its forward (forces of an energy) cannot do without gradients, and is run with
+    them. `fast_path`: torch's for encoder layers, which gives padded positions zeros; else every layer is as
+    written."""
     try:
         with torch.no_grad(), _fast_path(on=fast_path):
-            return dict(forward(inputs))
+            return {name: value.clone() for name, value in forward(inputs).items()}
     except RuntimeError as error:
         if "does not require grad" not in str(error):
             raise
     with torch.enable_grad():
-        return {name: value.detach() for name, value in forward(inputs).items()}
+        return {name: value.detach().clone() for name, value in forward(inputs).items()}
 
 
 def written_by_schema(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -86,6 +86,31 @@ def test_a_number_that_is_part_of_a_buffer_is_what_it_was_in_its_microbatch(batc
     assert result.numbers["mean"][0] == pytest.approx(sum(means) / 4)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_an_output_that_is_part_of_a_buffer_is_what_it_was_in_its_microbatch(batches: list[Tensor]) -> None:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("last", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            h = self.layer(x)
+            with torch.no_grad():
+                self.last.copy_(h.mean(0))  # type: ignore[operator]
+            return {"loss": h.square().mean(), "last": self.last[0]}  # type: ignore[index]
+
+    model = Remembering()
+    pipe = pd2bw_fx.split(model, (batches[0][:4],), cluster=1, costs="analytic", method="1f1b")
+    with pipe.engine(optimizer=sgd, microbatches_per_update=2) as engine:
+        found = engine.outputs(batches[0], "last")["last"]
+        kept = engine.state_dict()["last"]
+
+    means = [model(part)["last"].clone() for part in batches[0].chunk(2)]
+    torch.testing.assert_close(found, torch.stack(means).mean(0))
+    torch.testing.assert_close(kept, model.last)  # it is written in evaluation, too
+
+
 def test_a_model_that_returns_a_loss_alone_has_no_numbers(batches: list[Tensor]) -> None:
     pipe = pd2bw_fx.split(
         nn.Linear(8, 8), (batches[0],), loss_fn=nn.functional.mse_loss, example_targets=batches[0], cluster=1

@@ -32,6 +32,7 @@ from .sides import (
     run_forwards,
     stage_modules,
     weights_of,
+    written_by,
 )
 
 _MOVED_BY = 0.1  # each weight at other ones, of its size and of one
@@ -108,8 +109,10 @@ def _of_model(
     """What it returns, which buffers it has changed, and what it has drawn."""
     with weights_of(model, graph, tensors) as live, randomness(on=random) as draws:
         model.eval()
+        # The tensors may be the model's own.
+        before = {name: live[name].clone() for name in written_by(graph) if name in live}
         outputs = without_gradients(forward, {**example, **of_the_loss(graph, tensors, live)})
-        changed = {name for name, after in live.items() if _is_changed(after, tensors[name])}
+        changed = {name for name, tensor in before.items() if _is_changed(live[name], tensor)}
         return outputs, changed, draws.drawn()
 
 

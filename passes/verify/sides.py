@@ -91,14 +91,18 @@ def weights_of(
         yield held
 
 
+def written_by(graph: OperatorGraph) -> set[str]:
+    """Buffers, and parameters that a forward writes."""
+    return {n for o in graph.operators.values() for n in o.writes_buffers} | graph.buffers.keys()
+
+
 def stage_modules(
     graph: OperatorGraph, programs: Sequence[StageProgram], tensors: Mapping[str, Tensor]
 ) -> list[nn.Module]:
     """For a run that writes what the model writes: of a large model there may be no room for all weights
     once more, so that what is not written is the same memory."""
-    operators = graph.operators.values()
-    written = {name for operator in operators for name in operator.writes_buffers} | graph.buffers.keys()
-    if graph.fx is None or any(operator.target.startswith(UNTRACED) for operator in operators):
+    written = written_by(graph)
+    if graph.fx is None or any(o.target.startswith(UNTRACED) for o in graph.operators.values()):
         written |= tensors.keys()  # stages that were read may have been edited
     modules: list[nn.Module] = []
     for program in programs:

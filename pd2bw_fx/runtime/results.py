@@ -56,7 +56,9 @@ class Results:
         if name in self._post_of:
             self._post_of[name].collect(microbatch, name, value.detach())
         if name in self._wanted:
-            self._kept[_key(microbatch, name)] = value.detach()
+            kept = value.detach()
+            # A part of a buffer, maybe, which the next microbatch writes.
+            self._kept[_key(microbatch, name)] = kept.clone() if value._is_view() else kept
 
     def send(self) -> None:
         """Before this rank waits for another: numbers of an update that are still here."""
