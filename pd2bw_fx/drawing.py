@@ -24,6 +24,11 @@ _ALWAYS |= {"normal", "randperm", "uniform", "gumbel_softmax", "_sample_dirichle
 _POOLS = tuple(f"fractional_max_pool{d}d{indices}" for d in (2, 3) for indices in ("", "_with_indices"))
 
 
+def gpus() -> list[int]:
+    """By number: those that have generators of their own."""
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+
+
 def operator_draws(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of torch.ops draws."""
     overload = _tagged(operator)

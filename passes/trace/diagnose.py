@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from pd2bw_fx.attributes import attributes_kept
+from pd2bw_fx.drawing import gpus
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 
 from .conditions import Conditions
@@ -210,7 +211,7 @@ def state_kept(module: nn.Module) -> Iterator[list[str]]:
     }
     held = {name: (tensor.data, tensor.detach().clone()) for name, tensor in tensors.items()}
     written: list[str] = []
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=gpus()):
         try:
             yield written
         finally:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pd2bw_fx.attributes import model_kept
-from pd2bw_fx.drawing import SEED_OF_CHECKS, call_draws
+from pd2bw_fx.drawing import SEED_OF_CHECKS, call_draws, gpus
 from pd2bw_fx.errors import InputError, VerificationError, models_own_backward
 from pd2bw_fx.graph import OperatorGraph, dtype_name
 from pd2bw_fx.plan import Plan
@@ -279,7 +279,7 @@ class _EachDrawAlike(TorchFunctionMode):
 def randomness(*, on: bool) -> Iterator[_FromOneGenerator | _EachDrawAlike]:
     """The same random numbers for both sides, and the caller's generator as it was. What is given tells what
     was drawn."""
-    with torch.random.fork_rng(devices=_devices()):
+    with torch.random.fork_rng(devices=gpus()):
         torch.manual_seed(SEED_OF_CHECKS)
         if on:
             yield _FromOneGenerator()
@@ -289,9 +289,5 @@ def randomness(*, on: bool) -> Iterator[_FromOneGenerator | _EachDrawAlike]:
 
 
 def _generators() -> tuple[bytes, ...]:
-    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _devices())]
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus())]
     return tuple(bytes(state.tolist()) for state in states)
-
-
-def _devices() -> list[int]:
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
