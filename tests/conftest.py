@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -54,9 +56,18 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes of their own take longest: with them first, both workers end together."""
+    """Files that start processes of their own take longest and wait a good part of it, in which the other
+    worker can compute: they come first, so that both end together, and each is followed by another file."""
     starting = {"torchrun", "torchrun_of_forks"}
-    items.sort(key=lambda item: starting.isdisjoint(vars(getattr(item, "module", None) or object)))
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    waiting, computing = list[list[pytest.Item]](), list[list[pytest.Item]]()
+    for tests in files.values():
+        starts = not starting.isdisjoint(vars(getattr(tests[0], "module", None) or object))
+        (waiting if starts else computing).append(tests)
+    pairs = itertools.zip_longest(waiting, computing, fillvalue=())
+    items[:] = [item for pair in pairs for tests in pair for item in tests]
 
 
 @pytest.fixture
