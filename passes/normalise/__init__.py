@@ -9,7 +9,7 @@ from torch import fx
 
 from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.graph import ModelOutput, OperatorGraph
-from pd2bw_fx.program import FxProgram, tensors, torch_errors_unlogged, training_context
+from pd2bw_fx.program import FxProgram, tensors, training_context
 from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.traced import Traced
 
@@ -61,8 +61,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     reshape_as_views(draft)
     draft, facts, batch_sizes = _observed(draft, traced)
     if traced.examples:
-        with torch_errors_unlogged():
-            facts.working_casts = working_casts(_program(draft), facts, traced.examples)
+        facts.working_casts = working_casts(_program(draft), facts, traced.examples)
     remove_identities(draft, facts)
     remove_true_terms(draft, facts)
     call_mapped_layers(draft, traced.model)
@@ -104,9 +103,8 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts, SizeRange]:
         trainable = {name for name, p in traced.model.named_parameters() if p.requires_grad}
         return draft, assume(draft, trainable), traced.batch_sizes
     try:
-        with torch_errors_unlogged():
-            facts = observe(_program(draft), traced.examples)
-            sizes = sizes_alike(_program(draft), facts, traced)
+        facts = observe(_program(draft), traced.examples)
+        sizes = sizes_alike(_program(draft), facts, traced)
     except Pd2bwError:
         raise
     except Exception as error:  # of an operator of the model's, whatever it is
