@@ -27,7 +27,7 @@ class _Layers(nn.Module):
         return self.compute(self, x, self.first(x)).square().mean()
 
 
-def _same(compute: Callable[[_Layers, Tensor, Tensor], Tensor]) -> set[str]:
+def _assert_same(compute: Callable[[_Layers, Tensor, Tensor], Tensor]) -> set[str]:
     """Loss, gradients and buffers, in a second call too; the operators that there are."""
     torch.manual_seed(0)
     model = _Layers(compute).double()
@@ -61,7 +61,7 @@ def test_no_gradient_flows_through_what_is_made_without(make: Callable[[_Layers,
             weight = make(layers, h)
         return layers.second(h * weight)
 
-    _same(compute)
+    _assert_same(compute)
 
 
 def test_a_view_that_begins_without_a_gradient_and_is_turned_back_with_one_has_none() -> None:
@@ -70,7 +70,7 @@ def test_a_view_that_begins_without_a_gradient_and_is_turned_back_with_one_has_n
             wider = h.unsqueeze(1)
         return layers.second(h * wider.squeeze(1))
 
-    _same(compute)
+    _assert_same(compute)
 
 
 def test_what_hands_its_operand_on_without_gradients_hands_its_gradient_on() -> None:
@@ -79,7 +79,7 @@ def test_what_hands_its_operand_on_without_gradients_hands_its_gradient_on() -> 
             same = h.to(h.dtype).contiguous()
         return layers.second(h * same)
 
-    _same(compute)
+    _assert_same(compute)
 
 
 def _counted(layers: _Layers, x: Tensor, h: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _written_beside_an_input(layers: _Layers, x: Tensor, h: Tensor) -> Tensor:
 def test_a_copy_stays_where_one_of_the_two_is_written(
     compute: Callable[[_Layers, Tensor, Tensor], Tensor],
 ) -> None:
-    _same(compute)
+    _assert_same(compute)
 
 
 def _turned(layers: _Layers, x: Tensor, h: Tensor) -> Tensor:
@@ -178,4 +178,4 @@ def _remembered(layers: _Layers, x: Tensor, h: Tensor) -> Tensor:
 def test_augmented_assignments_of_bits_are_those_of_other_operators(
     compute: Callable[[_Layers, Tensor, Tensor], Tensor],
 ) -> None:
-    assert not [target for target in _same(compute) if "__i" in target]
+    assert not [target for target in _assert_same(compute) if "__i" in target]
