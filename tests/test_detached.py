@@ -173,3 +173,52 @@ def test_weights_that_are_frozen_for_a_while_are_told(by_attribute: bool) -> Non
     with pytest.raises(TraceError, match=told):
         pd2bw_fx.split(model, (torch.randn(4, 6), torch.randn(4, 4)), cluster=2, costs="analytic")
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+class Stopping(torch.autograd.Function):
+    """Hands no gradient to what is in front of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, (gradient * ctx.saved_tensors[0]).sum(0)
+
+
+class Stopped(nn.Module):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.layer(Stopping.apply(x, self.scale))
+            return result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), self.Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(x)).square().mean()
+        return result
+
+
+def test_what_never_gets_a_gradient_behind_a_cut_is_left_alone_by_its_optimizer() -> None:
+    """AdamW would let a weight decay whose gradient is zero, and skips one that has none."""
+    torch.manual_seed(0)
+    model, batches = Stopped().double(), [torch.randn(8, 4).double() for _ in range(3)]
+    wished = pd2bw_fx.Constraints(stage_of={"first": 0, "second": 1})
+    pipe = pd2bw_fx.split(model, batches[0][:4], cluster=2, costs="analytic", constraints=wished)
+    before = model.first.weight.detach().clone()
+    settings: dict[str, Any] = {"microbatches_per_update": 2}
+    settings["optimizer"] = functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+
+    expected = train_reference(model, batches, **settings)
+    result = pipe.train_local(batches, **settings)
+
+    assert result.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert torch.equal(pipe.state_dict()["first.weight"], before)

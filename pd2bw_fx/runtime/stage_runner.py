@@ -26,6 +26,7 @@ from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Handover, Link, Links
 from pd2bw_fx.runtime.split_backward import WeightHalf, input_half, reaches
 from pd2bw_fx.runtime.weights import WeightStore
+from pd2bw_fx.source_check import uses_vary
 from pd2bw_fx.stage import StageProgram, held_tensors, outputs_of
 
 OnOutput = Callable[[int, str, Tensor], None]
@@ -117,6 +118,7 @@ class StageRunner:
         self._on_output = on_output
         self._in_flight: dict[int, _InFlight] = {}
         self._is_reached: dict[str, bool] = {}  # inputs that a backward has left without a gradient
+        self._uses_vary = uses_vary(program.source)
         self._written = WrittenState(program, job.written_parameters)
 
     def add(self, number: int, microbatch: Microbatch) -> None:
@@ -306,12 +308,12 @@ class StageRunner:
         kept.is_done = True
 
     def _input_gradients(self, kept: _InFlight, edges: Sequence[GradientEdge]) -> dict[str, Tensor | None]:
-        """By value. Zeros where the backward that began at these edges came by without one, and may have one
-        in another microbatch (of a loss that Python computes); None where it never comes by."""
+        """By value. Where Python computes a part, zeros for what the backward that began at these edges came
+        by without one, and may have one for in another microbatch; None for what never has one."""
         found: dict[str, Tensor | None] = {}
         for value, tensor in kept.received.items():
             found[value] = tensor.grad
-            if tensor.grad is None and tensor.requires_grad and edges:
+            if self._uses_vary and tensor.grad is None and tensor.requires_grad and edges:
                 if value not in self._is_reached:
                     self._is_reached[value] = reaches(edges, tensor)
                 found[value] = torch.zeros_like(tensor) if self._is_reached[value] else None
