@@ -80,7 +80,7 @@ def test_torchruns_summary_names_the_cause_and_a_stopped_rank_ends_with_the_othe
 
     assert time.monotonic() - began < 30  # torchrun itself waits so long for one that takes no signal
     _, cause = finished.stderr.split("Root Cause (first observed failure):")
-    assert "rank 0 (stage 0) has given no sign of life for 4 s: it was stopped, or hangs" in cause
+    assert re.search(r"rank 0 \(stage 0\) has given no sign of life for \d+ s: it was stopped, or hangs", cause)
     assert "(seen by rank 1 (stage 1), in update" in cause
 
 
