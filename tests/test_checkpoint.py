@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import pd2bw_fx
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.checkpoint import Checkpoint, _publish
-from tests.torchrun import PROGRAMS, at_once, free_port, torchrun
+from tests.torchrun import PROGRAMS, at_once, free_port, torchrun, torchrun_of_forks
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,10 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
     arguments = [pipeline, folder, checkpoints, num_updates, *kill_at]
-    finished = torchrun(int(pipeline.name), "resumes.py", *map(str, arguments), options=options)
+    if options:
+        finished = torchrun(int(pipeline.name), "resumes.py", *map(str, arguments), options=options)
+    else:
+        finished = torchrun_of_forks(int(pipeline.name), "resumes.py", *map(str, arguments))
     assert finished.returncode == 0 or kill_at, finished.stderr
     return finished
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +18,8 @@ import pd2bw_fx
 from pd2bw_fx.errors import WorkerError
 from pd2bw_fx.runtime.failure import tell_launcher
 from pd2bw_fx.runtime.meeting import _Arrival
-from tests.torchrun import PROGRAMS, environment, free_port, torchrun, torchrun_of_forks
+from tests.forks import Fork
+from tests.torchrun import PROGRAMS, environment, free_port, torchrun_of_forks
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -76,11 +75,13 @@ def test_a_rank_whose_program_ends_between_steps_is_named_with_its_reason(how: s
 def test_torchruns_summary_names_the_cause_and_a_stopped_rank_ends_with_the_others() -> None:
     began = time.monotonic()
 
-    finished = torchrun(2, "stops.py", "0", "SIGSTOP", "4")
+    finished = torchrun_of_forks(2, "stops.py", "0", "SIGSTOP", "4")
 
     assert time.monotonic() - began < 30  # torchrun itself waits so long for one that takes no signal
     _, cause = finished.stderr.split("Root Cause (first observed failure):")
-    assert re.search(r"rank 0 \(stage 0\) has given no sign of life for \d+ s: it was stopped, or hangs", cause)
+    assert re.search(
+        r"rank 0 \(stage 0\) has given no sign of life for \d+ s: it was stopped, or hangs", cause
+    )
     assert "(seen by rank 1 (stage 1), in update" in cause
 
 
@@ -168,16 +169,11 @@ def met(store: HashStore, ranks: Sequence[int]) -> list[str]:
 
 
 @contextmanager
-def ranks(
-    count: int, stopped: int, how: str, *, silence_s: float = 60.0
-) -> Iterator[list[subprocess.Popen[str]]]:
+def ranks(count: int, stopped: int, how: str, *, silence_s: float = 60.0) -> Iterator[list[Fork]]:
     """Without torchrun, which would end the others itself."""
     world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, str(PROGRAMS / "stops.py"), str(stopped), how, str(silence_s)]
-    processes = [
-        subprocess.Popen(command, env=environment(RANK=str(r), **world), stderr=subprocess.PIPE, text=True)
-        for r in range(count)
-    ]
+    program = [str(PROGRAMS / "stops.py"), str(stopped), how, str(silence_s)]
+    processes = [Fork(program, environment=environment(RANK=str(r), **world)) for r in range(count)]
     try:
         yield processes
     finally:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import pd2bw_fx
 from pd2bw_fx.errors import ExportError, InputError, TraceError
-from tests.torchrun import torchrun
+from tests.torchrun import torchrun_of_forks
 from tests.trained import assert_trained_by_the_rule
 
 
@@ -301,6 +301,6 @@ def test_under_torchrun(tmp_path: Path) -> None:
             """
         )
     )
-    finished = torchrun(2, script)
+    finished = torchrun_of_forks(2, script)
     assert finished.returncode == 0, finished.stderr
     assert "losses 2" in finished.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import secrets
 import socket
@@ -12,14 +11,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+from tests.forks import Fork
 
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT_S = 240
 PORTS = range(20_000, 32_000)  # below those that connections take, so that none is lost before it is used
-# What the programs import before their first engine trains: some five seconds for each rank.
-IMPORTED = ["torch.distributed.run", "torch._dynamo", "pulp", "pd2bw_fx.pipeline", "pd2bw_fx.runtime.engine"]
 
 
 def torchrun(
@@ -40,18 +38,16 @@ def torchrun_of_forks(
     num_processes: int, program: str | Path, *arguments: str | Path
 ) -> subprocess.CompletedProcess[str]:
     """torchrun, whose ranks are forks of a process that has imported torch: for what ranks compute."""
-    words = ["--nproc-per-node", str(num_processes), "--start-method", "fork", "--run-path"]
+    words = ["torchrun", "--nproc-per-node", str(num_processes), "--start-method", "fork", "--run-path"]
     words += [str(PROGRAMS / program), *map(str, arguments)]
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / "stdout", Path(folder) / "stderr"]
-        process = _forks().Process(target=_run, args=(words, files))
-        process.start()
-        process.join(TIMEOUT_S)
-        if process.exitcode is None:
-            process.terminate()  # torchrun ends its ranks
-            process.join()
-            raise subprocess.TimeoutExpired(words, TIMEOUT_S)
-        return subprocess.CompletedProcess(words, process.exitcode, *(file.read_text() for file in files))
+    process = Fork(words, _torchrun, environment())
+    try:
+        stdout, stderr = process.communicate(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
 
 
 def at_once(
@@ -112,16 +108,7 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
 
 
-def _forks() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
-    return context
-
-
-def _run(words: list[str], files: list[Path]) -> None:
+def _torchrun(words: Sequence[str]) -> None:
     from torch.distributed.run import main
 
-    for descriptor, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), descriptor)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    main(words)
+    main(list(words[1:]))

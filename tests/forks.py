@@ -1,0 +1,94 @@
+"""Programs in forks of a process that has imported torch: each import takes a rank some five seconds."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+# What the programs import before their first engine trains.
+IMPORTED = ["torch.distributed.run", "torch._dynamo", "pulp", "pd2bw_fx.pipeline", "pd2bw_fx.runtime.engine"]
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+class Fork:
+    """As far as tests need it, the `subprocess.Popen` of a program and its arguments."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        main: Callable[[Sequence[str]], None] | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        """`main` runs in the program's place, with all of the words as sys.argv."""
+        self._words = list(words)
+        self._folder = tempfile.TemporaryDirectory()
+        self._files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        _CONTEXT.set_forkserver_preload(IMPORTED)
+        self._process = _CONTEXT.Process(
+            target=_run, args=(self._words, main or _run_file, dict(environment), self._files)
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._words, timeout or 0.0)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        stdout, stderr = (file.read_text() if file.exists() else "" for file in self._files)
+        return stdout, stderr
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run_file(words: Sequence[str]) -> None:
+    sys.path.insert(0, str(Path(words[0]).parent))
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _run(
+    words: list[str], main: Callable[[Sequence[str]], None], environment: Mapping[str, str], files: list[Path]
+) -> None:
+    """To the end, as an interpreter goes there: multiprocessing leaves out what is registered for it."""
+    for descriptor, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = words
+    code: object = 0
+    try:
+        main(words)
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException as error:
+        sys.last_value = error
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
