@@ -411,21 +411,30 @@ def test_options_that_would_be_ignored_are_refused(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_training_writes_a_last_checkpoint_and_says_where_it_goes_on(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows.py").write_text(
         "import torch\n\n\ndef batches():\n"
         "    for _ in range(9):\n        yield torch.zeros(8, 32), torch.zeros(8, dtype=torch.long)\n"
     )
-    words = ["train", str(folder), "--data", "rows:batches", "--checkpoint", str(tmp_path / "run")]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    pd2bw_fx.split(build("mlp"), cluster=1, costs="analytic", check=False).save(tmp_path / "whole")
+    words = [
+        "train",
+        str(tmp_path / "whole"),
+        "--data",
+        "rows:batches",
+        "--checkpoint",
+        str(tmp_path / "run"),
+    ]
     words += ["--metrics", str(tmp_path / "metrics.json")]
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(tmp_path)
-        patched.setenv("PYTHONPATH", str(tmp_path))
-        for updates, said in ((3, ""), (4, "has 3 updates: goes on"), (4, "has 4 updates: nothing is left")):
-            assert main([*words, "--updates", str(updates)]) == 0
-            assert said in capfd.readouterr().out
-        assert main([*words, "--updates", "5", "--optimizer", "sgd"]) != 0
-    assert "is of a run with AdamW, and this one has SGD; go on with" in capfd.readouterr().err
+    for updates, said in ((3, ""), (4, "has 3 updates: goes on"), (4, "has 4 updates: nothing is left")):
+        assert main([*words, "--updates", str(updates)]) == 0
+        assert said in capsys.readouterr().out
+    assert main([*words, "--updates", "5", "--optimizer", "sgd"]) != 0
+    assert "is of a run with AdamW, and this one has SGD; go on with" in capsys.readouterr().err
