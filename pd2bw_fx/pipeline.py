@@ -33,7 +33,8 @@ from pd2bw_fx.report.parts import Part, picture_of
 from pd2bw_fx.report.picture import Picture
 from pd2bw_fx.report.table import plan_table
 from pd2bw_fx.runtime.engine import Engine
-from pd2bw_fx.runtime.local import TrainResult, train_local
+from pd2bw_fx.runtime.local import train_local
+from pd2bw_fx.runtime.local_run import TrainResult
 from pd2bw_fx.runtime.options import LocalOptions, RankOptions
 from pd2bw_fx.simulated import shape_for, simulated, simulated_peak_bytes
 from pd2bw_fx.stage import Stage, StageProgram, build_module, run_in_turn

@@ -15,7 +15,7 @@ from pd2bw_fx.drawing import function_draws, operator_draws
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.draws import Draws
-from pd2bw_fx.runtime.local import TrainResult
+from pd2bw_fx.runtime.local_run import TrainResult
 
 CPU = torch.device("cpu")
 UPDATES, M = 3, 4

@@ -14,7 +14,7 @@ import torch
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-from pd2bw_fx.runtime import local
+from pd2bw_fx.runtime import local_run
 from pd2bw_fx.runtime.messages import Finished, interrupts_noted, receive
 
 
@@ -41,7 +41,7 @@ def test_the_trained_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return message
 
-    monkeypatch.setattr(local, "receive", received)
+    monkeypatch.setattr(local_run, "receive", received)
     with pytest.raises(KeyboardInterrupt) as raised:
         pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
 
@@ -59,7 +59,7 @@ def test_one_that_comes_when_a_batch_is_handed_out(times: int, monkeypatch: pyte
     model = build("mlp")
     pipe = pd2bw_fx.split(model, cluster=2, costs="analytic")
     batch = tuple(torch.cat([t] * 2) for t in model.example_inputs())
-    start, send = pipe.state_dict(), local._Workers._send
+    start, send = pipe.state_dict(), local_run.LocalRun._send
 
     def sent(workers: Any, rank: int, message: bytes) -> None:
         send(workers, rank, message)
@@ -67,7 +67,7 @@ def test_one_that_comes_when_a_batch_is_handed_out(times: int, monkeypatch: pyte
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(local._Workers, "_send", sent)
+    monkeypatch.setattr(local_run.LocalRun, "_send", sent)
     with pytest.raises(KeyboardInterrupt) as raised:
         pipe.train_local([batch] * 3, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
 

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-from pd2bw_fx.runtime import local, messages, nursery
+from pd2bw_fx.runtime import local_run, messages, nursery
 from pd2bw_fx.runtime.reference import train_reference
 from pd2bw_fx.runtime.reports import UpdateReport
 from pd2bw_fx.runtime.wire import decoded, encoded
@@ -104,7 +104,7 @@ def test_what_is_sent_is_as_large_as_the_batches_and_the_weights(
 ) -> None:
     """Batches are views of a dataset, and the weights of a stage are views of one block."""
     sent, heard = [], []
-    monkeypatch.setattr(local, "encoded", lambda message: recorded(sent, encoded(message)))
+    monkeypatch.setattr(local_run, "encoded", lambda message: recorded(sent, encoded(message)))
     monkeypatch.setattr(messages, "decoded", lambda data: decoded(recorded(heard, data)))
     drawn = model.example_inputs(batch_size=1000 * ROWS)  # type: ignore[operator]
     batches = list(zip(*(tensor.split(ROWS) for tensor in drawn), strict=True))[:3]

@@ -12,7 +12,7 @@ import pd2bw_fx
 from pd2bw_fx.actions import Kind
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models import build
-from pd2bw_fx.runtime.local import TrainResult
+from pd2bw_fx.runtime.local_run import TrainResult
 from pd2bw_fx.runtime.recorder import offset_to_first_rank
 from pd2bw_fx.timeline import Event
 

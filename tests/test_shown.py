@@ -9,7 +9,7 @@ import pd2bw_fx
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models import build
 from pd2bw_fx.models.gpt import GPT, GPTConfig
-from pd2bw_fx.runtime.local import TrainResult
+from pd2bw_fx.runtime.local_run import TrainResult
 
 
 @pytest.fixture(scope="module")

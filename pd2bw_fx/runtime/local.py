@@ -6,86 +6,34 @@ this process --(socket pair)-- worker 0        batches go out as they are asked 
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
-import subprocess
-import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from multiprocessing import connection as mp
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from socket import SHUT_RDWR, socket, socketpair
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 from pd2bw_fx.actions import Wanted
 from pd2bw_fx.arguments import plain, require_function, require_kind, require_whole_number
 from pd2bw_fx.cluster import cores_each
 from pd2bw_fx.errors import InputError, WorkerError
-from pd2bw_fx.metrics import Metrics, told_losses
 from pd2bw_fx.module import require_operators
 from pd2bw_fx.passes.schedule import registered_method
 from pd2bw_fx.process_settings import ProcessSettings
-from pd2bw_fx.runtime.failure import how_ended
 from pd2bw_fx.runtime.foreign import foreign_operators
 from pd2bw_fx.runtime.groups import require_gpus
-from pd2bw_fx.runtime.job import Job, jobs, work_for
-from pd2bw_fx.runtime.messages import (
-    BEAT_S,
-    SILENCE_S,
-    Alive,
-    Batch,
-    Done,
-    Failed,
-    Finish,
-    Finished,
-    Start,
-    interrupts_noted,
-    receive,
-)
-from pd2bw_fx.runtime.nursery import Nursery, Process, nursery, require_no_worker
+from pd2bw_fx.runtime.job import jobs, work_for
+from pd2bw_fx.runtime.local_run import LocalRun, TrainResult
+from pd2bw_fx.runtime.messages import Start
+from pd2bw_fx.runtime.nursery import nursery, require_no_worker
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
-from pd2bw_fx.runtime.reading import updates_apart
-from pd2bw_fx.runtime.stage_runner import Microbatch
-from pd2bw_fx.runtime.wire import encoded, encoded_with_code
 from pd2bw_fx.runtime.world import local_device
-from pd2bw_fx.units import counted
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
-_OF_TORCHRUN = (
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
-_AHEAD = 2  # batches sent to a worker beyond the ones that it has done, or can without more
-_LEAVING_S, _ENDING_S = 5.0, 2.0  # until a worker is killed that has finished, that its run has failed
 _LOST = "the pipeline has the weights from before this run; what it trained is lost"
-_REASONS_S = 3.0  # after a first failure, how long to wait for a better reason
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """The mean loss of every update, and the weights after the last, by name in the operator graph.
-
-    `numbers` are what else the model returns that is one number, by name: its mean in every update.
-    `metrics` is what a report shows: `result.metrics.save(folder)`.
-    """
-
-    losses: tuple[float, ...]
-    tensors: Mapping[str, Tensor] = field(repr=False)
-    metrics: Metrics = field(repr=False)
-    numbers: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        return f"<TrainResult: {told_losses(self.losses)}>"
 
 
 def train_local(
@@ -152,32 +100,32 @@ def train_local(
             for job in prepared
         ]
         with nursery() as ready:
-            workers = _Workers(starts, on_update, ready)
+            run = LocalRun(starts, on_update, ready)
             try:
                 for batch in batches:
-                    workers.step(batch)
-                    if workers.is_told_to_stop:
+                    run.step(batch)
+                    if run.is_told_to_stop:
                         break
-                if not workers.num_given:
+                if not run.num_given:
                     raise InputError(
                         "batches gave none; a generator can be gone through only once: make one for each call"
                     )
-                return workers.finish()
+                return run.finish()
             except WorkerError:
                 raise
             except BaseException as error:
-                _keep_weights(pipeline, workers, error)
+                _keep_weights(pipeline, run, error)
                 raise
             finally:
-                workers.end()
+                run.end()
 
 
-def _keep_weights(pipeline: Pipeline, workers: _Workers, error: BaseException) -> None:
+def _keep_weights(pipeline: Pipeline, run: LocalRun, error: BaseException) -> None:
     """What was trained before a wrong batch, an error of the caller's own or Ctrl-C is not lost."""
-    if not workers.num_given:
+    if not run.num_given:
         return
     try:
-        result = workers.finish_after_error()
+        result = run.finish_after_error()
     except WorkerError as lost:
         error.add_note(f"{_LOST}: {lost}")
     except BaseException as another:  # a second Ctrl-C
@@ -186,252 +134,3 @@ def _keep_weights(pipeline: Pipeline, workers: _Workers, error: BaseException) -
     else:
         pipeline.load_tensors(result.tensors)
         error.add_note(f"the pipeline has the weights after the {len(result.losses)} updates that were given")
-
-
-def _is_false(told: Any) -> bool:
-    """Python's or numpy's; a callback may return what it likes besides."""
-    return type(told).__name__ in ("bool", "bool_") and not told
-
-
-class _Workers:
-    """The processes of one training run."""
-
-    def __init__(
-        self, starts: list[Start], on_update: Callable[[int, float], bool | None] | None, ready: Nursery
-    ) -> None:
-        self.jobs: list[Job] = [start.job for start in starts]
-        clips = starts[0].options.max_gradient_norm is not None
-        self._ahead = _AHEAD + updates_apart(self.jobs[0], clips=clips)
-        self.losses: list[float] = []
-        self.numbers: dict[str, list[float]] = {}
-        self._update_s: list[float] = []
-        self._told_s = time.monotonic()
-        self._on_update = on_update
-        self.is_told_to_stop = False
-        self._sent = [0] * len(starts)
-        self._done = [0] * len(starts)
-        self._finished: dict[int, Finished] = {}
-        self._processes: list[Process] = []
-        self._connections: list[Connection] = []
-        self._outboxes: list[queue.SimpleQueue[bytes | None]] = []
-        self._last_heard: dict[int, float] = {}  # of those that have begun to work
-        self._doing: dict[int, str] = {}  # when they last said so
-        try:
-            pickled = [_pickled(start) for start in starts]
-            for start in starts:
-                self._start_process(ready, start.num_threads)
-            for rank, message in enumerate(pickled):
-                self._send(rank, encoded(sys.path))
-                self._send(rank, message)
-        except BaseException:
-            self.end()
-            raise
-
-    @property
-    def num_given(self) -> int:
-        return max(self._sent)
-
-    def step(self, batch: Any) -> None:
-        """Hand a batch out; returns when the workers have room for another."""
-        layout, m = self.jobs[0].layout, self.jobs[0].microbatches_per_update
-        try:
-            flat = layout.flat_batches(batch, m)
-            sizes = tuple(Microbatch.of(piece).size for piece in layout.pieces(flat, m))
-        except InputError as error:
-            raise InputError(f"batch {self.num_given}: {error}") from None
-        own = [[{name: one[name].detach() for name in job.inputs()} for one in flat] for job in self.jobs]
-        messages = [encoded(Batch(inputs, sizes)) for inputs in own]
-        with interrupts_noted() as interrupts:  # ranks that have not been given the same do not finish
-            for rank, message in enumerate(messages):
-                self._send(rank, message)
-                self._sent[rank] += 1
-        if interrupts:
-            raise KeyboardInterrupt
-        while self._sent[0] - min(self._done) >= self._ahead:
-            self._hear()
-
-    def finish_after_error(self) -> TrainResult:
-        """What was trained; nobody is told of it.
-
-        Raises WorkerError also where workers have not been given the same batches, and would wait for more.
-        """
-        self._on_update = None
-        if len(set(self._sent)) > 1:
-            raise WorkerError("a batch had not been given to all ranks")
-        return self.finish()
-
-    def finish(self) -> TrainResult:
-        for rank in range(len(self.jobs)):
-            self._send(rank, encoded(Finish()))
-        while len(self._finished) < len(self.jobs):
-            self._hear()
-        tensors = {
-            name: t
-            for rank in sorted(self._finished, reverse=True)
-            for name, t in self._finished[rank].tensors.items()
-        }
-        losses, job = tuple(self.losses), self.jobs[0]
-        metrics = Metrics(
-            job.method,
-            job.microbatches_per_update,
-            losses,
-            tuple(self._update_s),
-            records=self._finished[0].records,
-            replicas=job.shape.replicas,
-        )
-        numbers = {name: tuple(means) for name, means in self.numbers.items()}
-        return TrainResult(losses, tensors, metrics, numbers)
-
-    def end(self) -> None:
-        """No process outlives the run, whatever happened; one that ends by itself prints what it has to."""
-        for rank, connection in enumerate(self._connections):
-            if rank not in self._finished:
-                _hang_up(connection)
-        all_finished = len(self._finished) == len(self._processes)
-        until_s = time.monotonic() + (_LEAVING_S if all_finished else _ENDING_S)
-        try:
-            for process in self._processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=max(until_s - time.monotonic(), 0.0))
-        finally:  # another Ctrl-C too
-            for process in self._processes:
-                process.kill()
-        for process in self._processes:
-            process.wait()
-        for outbox, connection in zip(self._outboxes, self._connections, strict=True):
-            outbox.put(None)
-            connection.close()
-
-    def _start_process(self, ready: Nursery, num_threads: int) -> None:
-        ours, theirs = socketpair()
-        with theirs:
-            environment = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-            for name in _OF_TORCHRUN:
-                environment.pop(name, None)
-            self._processes.append(ready.start_worker(theirs, environment))
-        self._connections.append(Connection(ours.detach()))
-        self._outboxes.append(queue.SimpleQueue())
-        arguments = (self._connections[-1], self._outboxes[-1])
-        threading.Thread(target=_write, args=arguments, daemon=True).start()
-
-    def _send(self, rank: int, message: bytes) -> None:
-        """Without waiting: a worker that stands still must not stop us from noticing."""
-        self._outboxes[rank].put(message)
-
-    def _hear(self) -> None:
-        """Take in at least one message; a worker's failure or death is raised."""
-        waiting = [c for rank, c in enumerate(self._connections) if rank not in self._finished]
-        heard = mp.wait(waiting, timeout=BEAT_S)
-        self._check_silence({self._connections.index(c) for c in heard if isinstance(c, Connection)})
-        for connection in heard:
-            assert isinstance(connection, Connection)
-            rank = self._connections.index(connection)
-            with interrupts_noted() as interrupts:
-                try:
-                    message = receive(connection)
-                except (EOFError, OSError):
-                    raise self._reason({rank: None}) from None
-            self._last_heard[rank] = time.monotonic()
-            self._take(rank, message)
-            if interrupts:
-                raise KeyboardInterrupt
-
-    def _check_silence(self, about_to_speak: set[int]) -> None:
-        """A rank whose words wait to be heard is alive, however long another's took."""
-        for rank, heard in self._last_heard.items():
-            silence_s = time.monotonic() - heard
-            if rank not in self._finished.keys() | about_to_speak and silence_s > SILENCE_S:
-                raise WorkerError(
-                    f"{self._who(rank)} has given no sign of life for {silence_s:.0f} s: it was stopped, or "
-                    f"the machine has no memory or time for it{self._last_known(rank)}"
-                )
-
-    def _take(self, rank: int, message: Alive | Done | Finished | Failed) -> None:
-        if isinstance(message, Alive):
-            self._doing[rank] = message.doing
-            return
-        if isinstance(message, Failed):
-            raise self._reason({rank: message})
-        if isinstance(message, Finished):
-            self._finished[rank] = message
-            return
-        self._done[rank] += 1
-        if message.loss is not None:
-            self.losses.append(message.loss)
-            for name, mean in message.numbers.items():
-                self.numbers.setdefault(name, []).append(mean)
-            before_s, self._told_s = self._told_s, time.monotonic()
-            self._update_s.append(self._told_s - before_s)
-            if self._on_update is not None:
-                told = self._on_update(len(self.losses) - 1, message.loss)
-                self.is_told_to_stop = self.is_told_to_stop or _is_false(told)
-
-    def _reason(self, failures: dict[int, Failed | None]) -> WorkerError:
-        """The first cause. A worker whose peer died fails too, so wait a moment for what the others say."""
-        deadline = time.monotonic() + _REASONS_S
-        while time.monotonic() < deadline and not any(f and not f.is_consequence for f in failures.values()):
-            open_ = {self._connections[r]: r for r in range(len(self.jobs)) if r not in failures}
-            if not open_:
-                break
-            for connection in mp.wait(list(open_), timeout=deadline - time.monotonic()):
-                assert isinstance(connection, Connection)
-                rank = open_[connection]
-                try:
-                    message = receive(connection)
-                except (EOFError, OSError):
-                    failures[rank] = None
-                else:
-                    if isinstance(message, Failed):
-                        failures[rank] = message
-            if None in failures.values():
-                break
-        for rank, failure in failures.items():
-            if failure is not None and not failure.is_consequence:
-                return WorkerError(f"{self._who(rank)} failed with {failure.kind}:\n{failure.error}")
-        for rank, failure in failures.items():
-            if failure is None:
-                return WorkerError(f"{self._who(rank)} {self._how_it_ended(rank)}{self._last_known(rank)}")
-        failure = next(iter(failures.values()))
-        assert failure is not None
-        return WorkerError(failure.error)
-
-    def _who(self, rank: int) -> str:
-        job = self.jobs[rank]
-        return f"rank {rank} ({job.described()} on {job.device.name}, process {self._processes[rank].pid})"
-
-    def _last_known(self, rank: int) -> str:
-        doing = self._doing.get(rank)
-        heard = "" if doing is None else f", last heard of {doing}"
-        return f"; {counted(self._done[rank], 'update')} done{heard}"
-
-    def _how_it_ended(self, rank: int) -> str:
-        try:
-            code = self._processes[rank].wait(timeout=_REASONS_S)
-        except subprocess.TimeoutExpired:
-            return "closed its connection and did not end"
-        return how_ended(code)
-
-
-def _write(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None:
-    """Hands messages to a worker until None comes, or the worker is gone, which the reader notices."""
-    with contextlib.suppress(OSError, ValueError):
-        while (message := outbox.get()) is not None:
-            connection.send_bytes(message)
-
-
-def _hang_up(connection: Connection) -> None:
-    """The worker ends when it sees this; whatever writes or reads here may go on doing so."""
-    with contextlib.suppress(OSError), socket(fileno=os.dup(connection.fileno())) as pair:
-        pair.shutdown(SHUT_RDWR)
-
-
-def _pickled(start: Start) -> bytes:
-    try:
-        return encoded_with_code(start)
-    except Exception as error:
-        raise InputError(
-            f"optimizer and options are sent to the workers, and one of them cannot be ({error}); use "
-            "functions or lambdas that hold no open file, lock or process; a module that was loaded by its "
-            "path is sent whole, unless its folder is on sys.path"
-        ) from error
