@@ -21,6 +21,8 @@ from pd2bw_fx.errors import InputError, PlanMismatchError
 from pd2bw_fx.strides import order_of, packed, unpacked
 
 MANIFEST = "manifest.json"
+_FRESH = ".pd2bw_fx-"  # begins the name of a folder that is being written
+_HALF = "half_written"  # in the manifest while files are being replaced
 _ORDERS = "orders"  # in a safetensors file's metadata
 
 
@@ -28,35 +30,53 @@ _ORDERS = "orders"  # in a safetensors file's metadata
 def whole_folder(folder: str | Path) -> Iterator[Path]:
     """A new folder to write into, which takes its name only when everything in it is written.
 
-    A folder of that name is replaced where it is empty, or ours and of the same kind. What is in it besides
-    (checkpoints, notes) stays in it. Raises InputError for a folder of somebody else's, where a file of ours
-    was edited by hand since (no work is lost), and where no folder can be made. After an error nothing is
-    left behind.
+    One of that name that is empty, or ours and of the same kind, is filled anew. What is in it besides
+    (checkpoints, notes) stays in it, and so does the folder itself: it may be a link's, a mount point, or
+    where a process stands. Raises InputError for a folder of somebody else's, where a file of ours was edited
+    by hand since (no work is lost), and where no folder can be made. After an error nothing is left behind.
     """
-    target = Path(folder).absolute()
-    if target.exists():
-        _own_manifest(target)
     try:
+        target = Path(folder).resolve()
+        is_there = target.exists()
+        if is_there:
+            _own_manifest(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise InputError(f"{target} cannot be written: {error.strerror}; give another folder") from error
+        # In a folder that is there: another may be on another disk.
+        fresh = Path(tempfile.mkdtemp(prefix=_FRESH, dir=target if is_there else target.parent))
+    except (OSError, RuntimeError) as error:  # of links in a circle
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{folder} cannot be written: {why}; give another folder") from error
     try:
         fresh.chmod(0o755)
         yield fresh
         if target.exists():
-            kept = _kept(target, fresh)
-            old = fresh.with_name(fresh.name + "-old")
-            target.rename(old)
-            fresh.rename(target)
-            for name in kept:
-                (old / name).rename(target / name)
-            shutil.rmtree(old)
+            _fill(target, fresh)
         else:
             fresh.rename(target)
     finally:
         if fresh.exists():
             shutil.rmtree(fresh)
+
+
+def _fill(target: Path, fresh: Path) -> None:
+    """Move what is in `fresh` into a folder that is there, the manifest last: until then it says so."""
+    before, after = _own_manifest(target), _own_manifest(fresh)
+    _require_nothing_lost(target, fresh, before, after)
+    # A caller that copied the folder itself has a copy of `fresh` in it.
+    names = sorted({path.name for path in fresh.iterdir()} - {MANIFEST, fresh.name})
+    mark = fresh / f"{MANIFEST}.half"
+    mark.write_text(
+        json.dumps({"kind": after["kind"], _HALF: True, "files": {**before["files"], **after["files"]}}),
+        encoding="utf-8",
+    )
+    mark.replace(target / MANIFEST)
+    shutil.rmtree(target / "__pycache__", ignore_errors=True)
+    for name in before["files"].keys() - set(names):
+        if (target / name).is_file():
+            (target / name).unlink()
+    for name in names:
+        (fresh / name).replace(target / name)
+    (fresh / MANIFEST).replace(target / MANIFEST)
 
 
 @contextmanager
@@ -117,7 +137,7 @@ def make_durable(folder: Path) -> None:
 
 def _own_manifest(folder: Path) -> dict[str, Any]:
     """What `write_manifest` wrote; nothing for an empty folder."""
-    if folder.is_dir() and not any(folder.iterdir()):
+    if folder.is_dir() and all(path.name.startswith(_FRESH) for path in folder.iterdir()):
         return {"kind": None, "files": {}}
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -126,31 +146,34 @@ def _own_manifest(folder: Path) -> dict[str, Any]:
     if (
         not isinstance(manifest, dict)
         or not isinstance(manifest.get("files"), dict)
+        or any(Path(name).name != name for name in manifest["files"])
         or "kind" not in manifest
     ):
         raise InputError(f"{folder} exists and was not written by pd2bw_fx; give another folder or remove it")
     return manifest
 
 
-def _kept(target: Path, fresh: Path) -> list[str]:
-    """What is not ours in a folder that is to be replaced, by name. InputError where that would lose work."""
-    before, after = _own_manifest(target), _own_manifest(fresh)
+def _require_nothing_lost(
+    target: Path, fresh: Path, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> None:
+    """Raises InputError where what is in a folder would be lost by what is to be moved into it."""
     if before["kind"] not in (None, after["kind"]):
         raise InputError(
             f"{target} holds {before['kind']!r}, which {after['kind']!r} would replace; give another folder"
         )
     for name, expected in before["files"].items():
         path = target / name
-        if path.is_file() and sha256(path) not in (expected, _sha256_if_there(fresh / name)):
+        if before.get(_HALF) or not path.is_file():
+            continue  # a file of before or after, as far as the writing came
+        if sha256(path) not in (expected, _sha256_if_there(fresh / name)):
             raise InputError(
                 f"{path} was edited since it was written, and would be replaced; give another folder, or "
                 "move it away"
             )
-    others = {path.name for path in target.iterdir()} - {*before["files"], MANIFEST, "__pycache__"}
-    for name in sorted(others):
-        if (fresh / name).exists():
+    ours = {MANIFEST, "__pycache__", fresh.name, *before["files"]}
+    for name in sorted(path.name for path in target.iterdir() if path.name not in ours or path.is_dir()):
+        if name not in (fresh.name, "__pycache__") and (fresh / name).exists():
             raise InputError(f"{target / name} is not ours, and would be replaced; give another folder")
-    return sorted(others)
 
 
 def _sha256_if_there(path: Path) -> str | None:
@@ -193,6 +216,10 @@ def read_manifest(
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
         found = manifest.get("kind") if isinstance(manifest, dict) else type(manifest).__name__
         raise PlanMismatchError(f"{folder} holds {found!r}; a folder of kind {kind!r} was expected")
+    if manifest.get(_HALF):
+        raise PlanMismatchError(
+            f"{folder} is half written: what was saved into it last was not saved to its end; save it again"
+        )
     files = manifest.get("files")
     if not isinstance(files, dict) or any(Path(name).name != name for name in files):
         raise PlanMismatchError(f"{folder / MANIFEST} lists files of another folder; save it again")

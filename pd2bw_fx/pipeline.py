@@ -222,7 +222,7 @@ class Pipeline:
     def save(self, folder: str | Path) -> None:
         """Write sources, weights (safetensors), plan and schedule (JSON) and a manifest with hashes.
 
-        The folder appears only when it is complete; one of ours is replaced, and what else is in it stays.
+        The folder appears only when it is complete; one of ours is filled anew, and what else is in it stays.
         Raises InputError if it is somebody else's, or was edited by hand since.
         """
         save_pipeline(self, folder)

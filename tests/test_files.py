@@ -1,6 +1,7 @@
 """Folders are whole or not there."""
 
 import ast
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,75 @@ def test_a_folder_is_not_replaced_where_work_would_be_lost(
 
     assert (folder / name).read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_behind_a_link_is_filled_and_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "notes").symlink_to("elsewhere")
+    saved(tmp_path / "disk" / "out")
+    (tmp_path / "disk" / "out" / "notes.txt").write_text("mine")
+    (tmp_path / "run").symlink_to(Path("disk") / "out")
+    (tmp_path / "new").symlink_to(Path("disk") / "made")
+
+    for link in ("run", "new"):
+        saved(tmp_path / link)
+        assert (tmp_path / link).is_symlink()
+        assert read_manifest(tmp_path / link, kind="test")["kind"] == "test"
+
+    assert (tmp_path / "disk" / "out" / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "new", "run"]
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["made", "notes", "out"]
+
+
+def test_the_folder_that_one_stands_in_stays_the_same_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = tmp_path.stat().st_ino  # a mount point cannot be another one either
+
+    for _ in range(2):
+        saved(Path("."))
+
+    assert tmp_path.stat().st_ino == before
+    assert sorted(path.name for path in Path(".").iterdir()) == ["manifest.json", "stage_0.py"]
+
+
+def test_a_folder_that_is_half_written_says_so_and_can_be_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "out")
+    moved = Path.replace
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name == "stage_1.py":
+            raise KeyboardInterrupt
+        return moved(path, target)
+
+    def write(*names: str) -> None:
+        with whole_folder(folder) as fresh:
+            for name in names:
+                (fresh / name).write_text(f"of = {names}\n")
+            write_manifest(fresh, {"kind": "test"})
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "replace", killed)
+        write("stage_0.py", "stage_1.py")
+    with pytest.raises(PlanMismatchError, match=r"is half written: .* save it again"):
+        read_manifest(folder, kind="test", check=False)
+
+    write("stage_0.py")
+    assert read_manifest(folder, kind="test")["files"].keys() == {"stage_0.py"}
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "stage_0.py"]
+
+
+def test_a_folder_can_be_copied_onto_itself(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out")
+
+    with whole_folder(folder) as fresh:
+        shutil.copytree(folder, fresh, dirs_exist_ok=True)
+
+    assert read_manifest(folder, kind="test")["files"].keys() == {"stage_0.py"}
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "stage_0.py"]
 
 
 def test_an_edited_file_that_is_written_as_it_is_may_be_replaced(tmp_path: Path) -> None:
