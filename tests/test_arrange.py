@@ -75,6 +75,28 @@ def test_chimera_plans_for_two_stages_on_each_device() -> None:
     assert all({a.stage for a in rank} == {0, 1} for rank in pipe.schedule.ranks)
 
 
+def test_each_direction_of_chimera_goes_over_the_links_of_its_own_ranks() -> None:
+    latency_s = ((0.0, 1.0, 2.0, 3.0), (4.0, 0.0, 5.0, 6.0), (7.0, 8.0, 0.0, 9.0), (10.0, 11.0, 12.0, 0.0))
+    cluster = replace(cluster_of(4), latency_s=latency_s)
+
+    timeline = split(4, method="chimera", cluster=cluster).simulate(links="latency")
+
+    took_s = {
+        (event.rank, event.stage, event.kind): round(event.duration_s)
+        for event in timeline.events
+        if event.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+    }
+    steps = {Kind.SEND_ACTIVATION: 1, Kind.SEND_GRADIENT: -1}
+    assert took_s == {
+        (rank, stage, kind): latency_s[rank][rank + step * way]
+        for way in (1, -1)  # the pipelines: down, with stage s on rank s, and up
+        for rank in range(4)
+        for stage in (rank if way == 1 else 3 - rank,)
+        for kind, step in steps.items()
+        if 0 <= stage + step < 4
+    }
+
+
 def test_bapipe_keeps_the_order_that_fits_and_is_fastest() -> None:
     pipe = split(2, method="bapipe")
     shape = pipe.schedule.shape

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from pd2bw_fx.cluster import Cluster
@@ -19,7 +19,8 @@ class LinkTimes:
 
     `activation_s` and `gradient_s` are bytes / bandwidth, for which the link is busy; the latency comes on
     top of it. `gradient_s` is None where no gradient flows back, and the source waits for none. For `send_s`
-    and `receive_s` the rank itself is busy with a message, at either end.
+    and `receive_s` the rank itself is busy with a message, at either end. `elsewhere`: the same between ranks
+    (one of the source, one of the target) that stand on other devices than the plan names for the stages.
     """
 
     source: int
@@ -30,6 +31,7 @@ class LinkTimes:
     gradient_latency_s: float | None = None  # None: the same as `latency_s`
     send_s: float = 0.0
     receive_s: float = 0.0
+    elsewhere: Mapping[tuple[int, int], LinkTimes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +92,16 @@ class Durations:
         cluster: Cluster,
         *,
         update_s: float = 0.0,
-        num_holders: Sequence[int] | None = None,
-        num_ranks: int | None = None,
+        holders: Sequence[Collection[int]] | None = None,
         calibration: Calibration | None = None,
     ) -> Self:
         """Compute times from the plan, link times from its transfers on the cluster's links.
 
         All values that a stage sends another for one microbatch travel as one message. Half of a backward is
-        that of the weights, as in a matrix product. `num_holders` are the ranks of each stage: r of them add
+        that of the weights, as in a matrix product. `holders` are the ranks of each stage: r of them add
         up their gradients in a ring, 2 (r - 1) steps of 1 / r of the bytes each, over the slowest of the
-        cluster's links.
+        cluster's links. A rank with the number of one of its stages is on the device that the plan has for
+        that stage: of two ranks with the same two stages (chimera) each uses its own links.
         `calibration`: what a run on this machine took besides; without it the engine itself takes no time.
         """
         beyond = [stage for stage in plan.stages if stage.device >= len(cluster)]
@@ -108,15 +110,17 @@ class Durations:
                 f"stage {beyond[0].stage} is on device {beyond[0].device}, and the cluster has "
                 f"{len(cluster)}; simulate on the cluster that the plan was made for"
             )
-        holders = num_holders or (1,) * plan.num_stages
+        holders = holders or [(stage,) for stage in range(plan.num_stages)]
+        num_holders = [len(ranks) for ranks in holders]
+        num_ranks = len({rank for ranks in holders for rank in ranks})
         known = calibration or Calibration()
-        backward = [known.backward * (known.shared if count > 1 else 1.0) for count in holders]
+        backward = [known.backward * (known.shared if count > 1 else 1.0) for count in num_holders]
         halves = [
             _halves_s(plan, stage, replace(known, backward=factor))
             for stage, factor in zip(plan.stages, backward, strict=True)
         ]
         # A rank is between two actions as long as ever, however many stages share it.
-        between_s = known.between_s * (num_ranks or plan.num_stages) / sum(holders)
+        between_s = known.between_s * num_ranks / sum(num_holders)
         return cls(
             forward_s=tuple(known.forward * stage.forward_s for stage in plan.stages),
             backward_s=tuple(inputs_s for inputs_s, _ in halves),
@@ -124,11 +128,11 @@ class Durations:
                 update_s + known.update_s_per_byte * stage.memory.gradient_bytes + between_s
                 for stage in plan.stages
             ),
-            links=_links(plan, cluster, known),
+            links=tuple(_links(plan, cluster, known, holders)),
             weight_backward_s=tuple(weights_s for _, weights_s in halves),
             all_reduce_s=tuple(
                 _all_reduce_s(stage, count, cluster, known)
-                for stage, count in zip(plan.stages, holders, strict=True)
+                for stage, count in zip(plan.stages, num_holders, strict=True)
             ),
             undivided_s=tuple(
                 factor * stage.backward_s + (known.forward * stage.forward_s if stage.recompute else 0.0)
@@ -162,32 +166,51 @@ def _all_reduce_s(stage: StagePlan, num_ranks: int, cluster: Cluster, known: Cal
     return 2 * (num_ranks - 1) * latency_s + ring_bytes(num_bytes, num_ranks) / bytes_per_s
 
 
-def _links(plan: Plan, cluster: Cluster, known: Calibration) -> tuple[LinkTimes, ...]:
+def _links(
+    plan: Plan, cluster: Cluster, known: Calibration, holders: Sequence[Collection[int]]
+) -> Iterator[LinkTimes]:
     sizes: dict[tuple[int, int], tuple[int, int]] = {}
     for transfer in plan.transfers:
         pair = (transfer.source, transfer.target)
         there, back = sizes.get(pair, (0, 0))
         sizes[pair] = (there + transfer.bytes, back + transfer.gradient_bytes)
-    links = []
-    for (source, target), (num_bytes, gradient_bytes) in sorted(sizes.items()):
-        a, b = plan.stages[source].device, plan.stages[target].device
-        local = a == b
-        links.append(
-            LinkTimes(
-                source,
-                target,
-                latency_s=0.0 if local else cluster.latency_s[a][b],
-                activation_s=0.0 if local else num_bytes / cluster.bytes_per_s[a][b],
-                gradient_s=_gradient_s(cluster, b, a, gradient_bytes),
-                gradient_latency_s=0.0 if local else cluster.latency_s[b][a],
-                send_s=0.0 if local else known.send_s,
-                receive_s=0.0 if local else known.receive_s,
-            )
-        )
-    return tuple(links)
+    for pair, num_bytes in sorted(sizes.items()):
+        source, target = pair
+        on = plan.stages[source].device, plan.stages[target].device
+        places = {
+            (one, other): (_device_of(one, source, plan, holders), _device_of(other, target, plan, holders))
+            for one in holders[source]
+            for other in holders[target]
+        }
+        elsewhere = {
+            ranks: _link(pair, own, num_bytes, cluster, known) for ranks, own in places.items() if own != on
+        }
+        yield replace(_link(pair, on, num_bytes, cluster, known), elsewhere=elsewhere)
 
 
-def _gradient_s(cluster: Cluster, source: int, target: int, num_bytes: int) -> float | None:
-    if num_bytes == 0:
-        return None
-    return 0.0 if source == target else num_bytes / cluster.bytes_per_s[source][target]
+def _device_of(rank: int, stage: int, plan: Plan, holders: Sequence[Collection[int]]) -> int:
+    """Where a rank that holds the stage stands."""
+    stands_there = rank < plan.num_stages and rank in holders[rank]
+    return plan.stages[rank if stands_there else stage].device
+
+
+def _link(
+    pair: tuple[int, int],
+    on: tuple[int, int],
+    num_bytes: tuple[int, int],
+    cluster: Cluster,
+    known: Calibration,
+) -> LinkTimes:
+    """Between two stages on these devices, with so many bytes there and back."""
+    (a, b), (there, back) = on, num_bytes
+    if a == b:
+        return LinkTimes(*pair, gradient_s=0.0 if back else None, gradient_latency_s=0.0)
+    return LinkTimes(
+        *pair,
+        latency_s=cluster.latency_s[a][b],
+        activation_s=there / cluster.bytes_per_s[a][b],
+        gradient_s=back / cluster.bytes_per_s[b][a] if back else None,
+        gradient_latency_s=cluster.latency_s[b][a],
+        send_s=known.send_s,
+        receive_s=known.receive_s,
+    )

@@ -67,8 +67,7 @@ def simulate(
         plan,
         cluster,
         update_s=update_s,
-        num_holders=[len(ranks) for ranks in holders],
-        num_ranks=len(schedule.ranks),
+        holders=holders,
         calibration=calibration,
     )
     return simulate_durations(
@@ -164,6 +163,7 @@ class _Wire:
     latency_s: float
     transmit_s: float
     send_s: float  # that the sending rank is busy
+    elsewhere: dict[tuple[int, int], tuple[float, float]]  # latency and transmission, by sender and receiver
 
 
 class _AllReduces:
@@ -246,13 +246,13 @@ class _Simulation:
         forth: list[list[_Wire]] = [[] for _ in stages]
         gradients: list[list[_Wire]] = [[] for _ in stages]
         for link in links:
-            out = _Wire(into[link.target], link.target, link.latency_s, link.activation_s, link.send_s)
-            forth[link.source].append(out)
+            elsewhere = {ranks: (own.latency_s, own.activation_s) for ranks, own in link.elsewhere.items()}
+            there = link.latency_s, link.activation_s
+            forth[link.source].append(_Wire(into[link.target], link.target, *there, link.send_s, elsewhere))
             if link.gradient_s is not None:
-                given_s = link.gradient_latency_s
-                latency_s = link.latency_s if given_s is None else given_s
+                elsewhere = {ranks[::-1]: _back(own) for ranks, own in link.elsewhere.items()}
                 gradients[link.target].append(
-                    _Wire(home[link.source], link.source, latency_s, link.gradient_s, link.send_s)
+                    _Wire(home[link.source], link.source, *_back(link), link.send_s, elsewhere)
                 )
         self.mailboxes = {Kind.RECEIVE_ACTIVATION: into, Kind.RECEIVE_GRADIENT: home}
         self.taking_s = {
@@ -343,13 +343,15 @@ class _Simulation:
 
     def _send(self, wire: _Wire, source: int, target: int, now_s: float) -> float:
         """When a message that is sent now has arrived."""
-        late_s = wire.latency_s
+        link = (source, target)
+        late_s, transmit_s = wire.latency_s, wire.transmit_s
+        if wire.elsewhere:
+            late_s, transmit_s = wire.elsewhere.get(link, (late_s, transmit_s))
         if self.link_jitter_s:
             late_s += abs(self.noise[source].gauss(0.0, self.link_jitter_s))
         if not self.busy_links:
-            return now_s + wire.transmit_s + late_s
-        link = (source, target)
-        free_s = max(now_s, self.busy_until_s.get(link, 0.0)) + wire.transmit_s
+            return now_s + transmit_s + late_s
+        free_s = max(now_s, self.busy_until_s.get(link, 0.0)) + transmit_s
         self.busy_until_s[link] = free_s
         return free_s + late_s
 
@@ -378,6 +380,12 @@ class _Simulation:
             f"{what} of {whose}; {len(waiting)} of {len(self.schedule.ranks)} ranks stand still; look for a "
             "send that is missing or comes too late"
         )
+
+
+def _back(link: LinkTimes) -> tuple[float, float]:
+    """Latency and transmission of a gradient."""
+    given_s = link.gradient_latency_s
+    return link.latency_s if given_s is None else given_s, link.gradient_s or 0.0
 
 
 def _senders(action: Action, links: Sequence[LinkTimes]) -> tuple[Kind, list[int]]:
