@@ -12,9 +12,10 @@ import pd2bw_fx
 from pd2bw_fx.actions import Kind, Shape
 from pd2bw_fx.errors import InputError, ScheduleError
 from pd2bw_fx.models.mlp import MLP, MLPConfig
-from pd2bw_fx.passes.schedule import StageMethod, method_of, register_method
+from pd2bw_fx.passes.schedule import Method, StageMethod, method_of, register_method
 from pd2bw_fx.passes.schedule.flushed import GPipe
 from pd2bw_fx.passes.schedule.interleaved import Interleaved
+from pd2bw_fx.passes.schedule.streamed import PipelinedBackpropagation
 from pd2bw_fx.runtime.reference import train_reference
 
 
@@ -48,6 +49,15 @@ class Crossed(InWaves):
         for kind, turn in super().turns(shape, stage, updates, drain=drain, empty_before=empty_before):
             swapped = stage == 1 and kind is not Kind.UPDATE
             yield kind, turn ^ 3 if swapped else turn
+
+
+class Streaming(PipelinedBackpropagation):
+    """Counted, where pb knows a formula."""
+
+    name = "streaming"
+
+    def in_flight(self, shape: Shape, stage: int) -> int:
+        return Method.in_flight(self, shape, stage)
 
 
 class BreadthFirst(Interleaved):
@@ -90,6 +100,16 @@ def test_it_is_planned_simulated_and_trained() -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
     for name, tensor in pipe.state_dict().items():
         torch.testing.assert_close(tensor, expected.state_dict[name], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("shape", [Shape(6, 1), Shape(13, 2), Shape(3, 6, replicas=(2,) * 3)])
+def test_microbatches_in_flight_are_counted_until_there_are_no_more(shape: Shape) -> None:
+    """pb's own formula."""
+    expected, counted = (
+        [method.kept(shape, stage) for stage in range(shape.num_stages)]
+        for method in (PipelinedBackpropagation(), Streaming())
+    )
+    assert counted == expected
 
 
 def test_stages_of_one_go_round_the_devices() -> None:

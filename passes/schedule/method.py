@@ -18,6 +18,8 @@ from pd2bw_fx.errors import InputError
 
 from .times import Times
 
+_FEWEST_UPDATES, _MOST_UPDATES = 3, 768  # that microbatches in flight are counted in
+
 Cell = tuple[Kind, int, int]  # a computation: kind, stage, microbatch (for an update: which one)
 
 
@@ -163,7 +165,20 @@ class Method(ABC):
 
 @lru_cache(maxsize=1024)
 def _counted_in_flight(method: Method, shape: Shape, stage: int) -> int:
-    return max((in_flight for _, in_flight, _ in _moments(method, shape, stage, range(3))), default=0)
+    """In updates enough for the pipeline to fill: in twice as many there are no more."""
+    updates = _FEWEST_UPDATES
+    found = _most_in_flight(method, shape, stage, updates)
+    while not method.is_synchronous and updates < _MOST_UPDATES:
+        updates *= 2
+        before, found = found, _most_in_flight(method, shape, stage, updates)
+        if found == before:
+            break
+    return found
+
+
+def _most_in_flight(method: Method, shape: Shape, stage: int, num_updates: int) -> int:
+    moments = _moments(method, shape, stage, range(num_updates))
+    return max((in_flight for _, in_flight, _ in moments), default=0)
 
 
 @lru_cache(maxsize=1024)
