@@ -338,6 +338,11 @@ def test_what_a_method_cannot_use_is_refused_with_what_to_do(
         method_of(method).check(shape)
 
 
+def test_no_order_is_searched_for_where_a_replica_has_no_microbatch() -> None:
+    with pytest.raises(InputError, match="shared equally by 2 replicas; try microbatches_per_update=2"):
+        method_of("zb-auto").prepared(Shape(2, 1, replicas=(2, 2)))
+
+
 def edited(schedule: Schedule, rank: int, actions: list[Action]) -> Schedule:
     ranks = tuple(tuple(actions) if r == rank else list_ for r, list_ in enumerate(schedule.ranks))
     return replace(schedule, ranks=ranks)

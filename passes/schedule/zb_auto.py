@@ -50,6 +50,7 @@ class ZeroBubbleAuto(StageMethod):
         return self.prepared_for(shape, Times.equal(shape.num_stages))
 
     def prepared_for(self, shape: Shape, times: Times) -> Shape:
+        super().check(shape)  # an order of no microbatch, or of another number, is none
         turns = shape.microbatches_per_update // shape.replicas_of(0)  # of one replica
         return replace(shape, orders=find_orders(turns, times).orders)
 
