@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from pd2bw_fx.arguments import make_plain, plain
-from pd2bw_fx.cluster_file import KINDS, parts_of, require_few
+from pd2bw_fx.cluster_file import KINDS, USUAL_RATES, parts_of, require_few
 from pd2bw_fx.errors import ClusterError, shown
 from pd2bw_fx.units import parse_bytes
 
@@ -29,20 +29,24 @@ class Device:
     """One accelerator or one CPU process.
 
     `speed` divides operator times measured or estimated for the reference device (1.0 is that device).
-    `flops_per_s` and `memory_bytes_per_s` serve the analytic estimate, where nothing can be measured; a
-    device that has others than the first device is estimated by them, and not by its speed. In a cluster
-    file, one that states none has those of the first; here, give both the same where speed is to count.
+    `flops_per_s` and `memory_bytes_per_s` serve the analytic estimate, where nothing can be measured; left
+    out they are those of a CPU, or of a GPU where `kind` is "cuda". A device that has others than the first
+    device is estimated by them, and not by its speed. In a cluster file, one that states none has those of
+    the first; here, give both the same where speed is to count.
     """
 
     name: str
     memory_bytes: int
     kind: str = "cpu"
     speed: float = 1.0
-    flops_per_s: float = 50e9
-    memory_bytes_per_s: float = 10e9
+    flops_per_s: float = None  # type: ignore[assignment]  # by its kind, as soon as it is made
+    memory_bytes_per_s: float = None  # type: ignore[assignment]
     host: str = "localhost"
 
     def __post_init__(self) -> None:
+        for key, usual in USUAL_RATES.get(str(self.kind), {}).items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, usual)
         make_plain(self, "memory_bytes", "speed", "flops_per_s", "memory_bytes_per_s")
         given: Any = self.memory_bytes
         if isinstance(given, float) and given.is_integer():  # 16e9
@@ -243,8 +247,7 @@ class Cluster:
             entries = asdict(device)
             entries["memory"] = entries.pop("memory_bytes")
             lines += ["", "[[device]]"]
-            # A TOML string is written as JSON writes it, and a number as Python does.
-            lines += [f"{key} = {json.dumps(value)}" for key, value in entries.items()]
+            lines += [f"{key} = {_in_toml(value)}" for key, value in entries.items()]
         return "\n".join(lines) + "\n"
 
     def _is_symmetric(self) -> bool:
@@ -283,13 +286,17 @@ def _cuda_device(index: int) -> Device:
         f"cuda:{index}",
         memory_bytes=properties.total_memory,
         kind="cuda",
-        flops_per_s=20e12,
-        memory_bytes_per_s=1e12,
     )
 
 
 def _constant(size: int, value: float) -> tuple[tuple[float, ...], ...]:
     return tuple((value,) * a + (0.0,) + (value,) * (size - a - 1) for a in range(size))
+
+
+def _in_toml(value: str | float) -> str:
+    """As JSON has it, but that TOML has an escape of eight digits where JSON has two of four."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(sign if " " <= sign <= "~" else f"\\U{ord(sign):08x}" for sign in text)
 
 
 def _others(row: tuple[float, ...], at: int) -> tuple[float, ...]:

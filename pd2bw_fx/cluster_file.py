@@ -10,7 +10,12 @@ from pd2bw_fx.errors import ClusterError
 from pd2bw_fx.units import parse_bytes
 
 _DEVICE_KEYS = {"name", "kind", "memory", "speed", "flops_per_s", "memory_bytes_per_s", "host"}
-KINDS = ("cpu", "cuda")
+# What a device is estimated by that states nothing: a core of a CPU, and a GPU.
+USUAL_RATES = {
+    "cpu": {"flops_per_s": 50e9, "memory_bytes_per_s": 10e9},
+    "cuda": {"flops_per_s": 20e12, "memory_bytes_per_s": 1e12},
+}
+KINDS = tuple(USUAL_RATES)
 _NODE_KEYS = (_DEVICE_KEYS - {"host"}) | {"count", "inside"}
 _LINK_KEYS = {"bytes_per_s", "latency_s"}
 _RATES = ("flops_per_s", "memory_bytes_per_s")
@@ -58,7 +63,9 @@ def parts_of(data: Mapping[str, Any]) -> Parts:
 
 def _with_rates(devices: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
     """A device that states no rate has the first one's: its speed is what tells them apart."""
-    stated = {key: devices[0][key] for key in _RATES if key in devices[0]} if devices else {}
+    if not devices:
+        return ()
+    stated = USUAL_RATES[devices[0]["kind"]] | {key: devices[0][key] for key in _RATES if key in devices[0]}
     return tuple(stated | device for device in devices)
 
 

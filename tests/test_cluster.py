@@ -62,6 +62,18 @@ def test_groups_of_nodes_become_a_full_matrix(tmp_path: Path) -> None:
     assert cluster.latency_s[0] == (0, 5e-6, 50e-6)
 
 
+def test_a_device_that_states_no_rates_has_those_of_its_kind_or_of_the_first(tmp_path: Path) -> None:
+    gpu, cpu = Device("a", 2**30, kind="cuda"), Device("b", 2**30)
+    assert (gpu.flops_per_s, gpu.memory_bytes_per_s) == (20e12, 1e12)
+    assert (cpu.flops_per_s, cpu.memory_bytes_per_s) == (50e9, 10e9)
+    assert Device("c", 2**30, kind="cuda", flops_per_s=3e12).flops_per_s == 3e12
+
+    read = Cluster.from_toml(write(tmp_path, two_devices() + 'kind = "cpu"\nspeed = 0.1\n'))
+
+    assert [device.kind for device in read.devices] == ["cuda", "cpu"]
+    assert {(device.flops_per_s, device.memory_bytes_per_s) for device in read.devices} == {(20e12, 1e12)}
+
+
 def test_a_transfer_takes_latency_plus_bytes_over_bandwidth(tmp_path: Path) -> None:
     cluster = Cluster.from_toml(write(tmp_path, TWO_NODES))
 

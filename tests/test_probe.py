@@ -96,7 +96,7 @@ def test_figures_near_one_another_are_written_as_their_median() -> None:
 @pytest.mark.parametrize("back", [1e9, 2.5e8])
 def test_a_written_cluster_is_read_as_it_was(tmp_path: Path, back: float) -> None:
     devices = (
-        Device('big "one"', memory_bytes=2**34, kind="cuda", host="a"),
+        Device('big "one" \U0001f600\x7f\t', memory_bytes=2**34, kind="cuda", host="a"),
         Device("b", memory_bytes=2**30),
     )
     cluster = Cluster(devices, ((0.0, 1e9), (back, 0.0)), ((0.0, 1.5e-05), (1.5e-05, 0.0)))
