@@ -27,6 +27,7 @@ class Fork:
         words: Sequence[str],
         main: Callable[[Sequence[str]], None] | None = None,
         environment: Mapping[str, str] = os.environ,
+        folder: Path | None = None,
     ) -> None:
         """`main` runs in the program's place, with all of the words as sys.argv."""
         self._words = list(words)
@@ -34,7 +35,7 @@ class Fork:
         self._files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
         _CONTEXT.set_forkserver_preload(IMPORTED)
         self._process = _CONTEXT.Process(
-            target=_run, args=(self._words, main or _run_file, dict(environment), self._files)
+            target=_run, args=(self._words, main or _run_file, dict(environment), folder, self._files)
         )
         self._process.start()
 
@@ -70,13 +71,20 @@ def _run_file(words: Sequence[str]) -> None:
 
 
 def _run(
-    words: list[str], main: Callable[[Sequence[str]], None], environment: Mapping[str, str], files: list[Path]
+    words: list[str],
+    main: Callable[[Sequence[str]], None],
+    environment: Mapping[str, str],
+    folder: Path | None,
+    files: list[Path],
 ) -> None:
     """To the end, as an interpreter goes there: multiprocessing leaves out what is registered for it."""
     for descriptor, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), descriptor)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
+    if folder is not None:
+        os.chdir(folder)
     sys.argv = words
     code: object = 0
     try:

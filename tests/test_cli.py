@@ -19,6 +19,9 @@ from torch import nn
 import pd2bw_fx
 from pd2bw_fx.cli import main
 from pd2bw_fx.models import build
+from tests.torchrun import torchrun_of_forks
+
+PACKAGE = Path(pd2bw_fx.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -218,16 +221,9 @@ def test_torchruns_summary_ends_with_the_mistake(folder: Path, tmp_path: Path) -
         "import torch\ndef batches():\n    yield torch.zeros(8, 33), torch.zeros(8, dtype=torch.long)\n"
     )
     words = [str(folder), "--data", "wide:batches", "--updates", "2"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), str(tmp_path)])
+    path = os.pathsep.join([str(PACKAGE.parent), str(tmp_path)])
 
-    ended = subprocess.run(
-        [*torchrun, "-m", "pd2bw_fx", "train", *words],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    ended = torchrun_of_forks(2, PACKAGE / "__main__.py", "train", *words, PYTHONPATH=path)
 
     assert ended.returncode == 1
     last = [line.strip() for line in ended.stderr.splitlines() if line.strip("= ")][-1]

@@ -16,7 +16,7 @@ from pd2bw_fx import cli
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models import build, gpt
 from pd2bw_fx.pipeline import Pipeline
-from tests.torchrun import at_once, free_port, torchrun
+from tests.torchrun import at_once, free_port, torchrun_of_forks
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,7 +84,7 @@ def test_the_script_of_the_readme_trains_under_torchrun(tmp_path: Path) -> None:
         f"{script}engine.close()\nprint('loss', float(loss))\n"
     )
 
-    trained = torchrun(2, tmp_path / "script.py", folder=tmp_path)
+    trained = torchrun_of_forks(2, tmp_path / "script.py", folder=tmp_path)
 
     assert trained.returncode == 0, trained.stderr
     assert trained.stdout.count("loss") == 2

@@ -35,12 +35,12 @@ def torchrun(
 
 
 def torchrun_of_forks(
-    num_processes: int, program: str | Path, *arguments: str | Path
+    num_processes: int, program: str | Path, *arguments: str | Path, folder: Path | None = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """torchrun, whose ranks are forks of a process that has imported torch: for what ranks compute."""
     words = ["torchrun", "--nproc-per-node", str(num_processes), "--start-method", "fork", "--run-path"]
     words += [str(PROGRAMS / program), *map(str, arguments)]
-    process = Fork(words, _torchrun, environment())
+    process = Fork(words, _torchrun, environment(**more), folder)
     try:
         stdout, stderr = process.communicate(TIMEOUT_S)
     except subprocess.TimeoutExpired:
