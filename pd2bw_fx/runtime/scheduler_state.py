@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pd2bw_fx.errors import InputError
 
+_ATTRIBUTES = "attributes"  # of an object that is called like a function
+_LAMBDAS = "lr_lambdas"  # of LambdaLR and MultiplicativeLR: None, or the attributes of an object
 _PAIRS = "pairs"  # of a dict whose keys are no texts, as MultiStepLR's milestones
 _PLAIN = (int, float, str, bool, list, tuple, dict, type(None))
 
@@ -20,18 +24,40 @@ def as_number(option: Any) -> Any:
 
 
 def plain_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Its state without the functions in it, which the next run brings itself.
+    """Its state without the functions in it, which the next run brings itself; of an object that is called
+    like one, its attributes.
 
     Raises InputError for what JSON cannot hold.
     """
-    state = {key: value for key, value in scheduler.state_dict().items() if key != "lr_lambdas"}
+    state, kind = scheduler.state_dict(), type(scheduler).__name__
+    found: dict[str, Any] = {}
+    objects = [(_LAMBDAS, attributes) for attributes in state.get(_LAMBDAS, ()) if attributes]
     for key, value in state.items():
-        if not isinstance(value, _PLAIN) and not callable(value):
-            raise InputError(
-                f"{type(scheduler).__name__} keeps a {type(value).__name__} as {key!r}; a checkpoint has "
-                "numbers, texts, lists and dicts of a scheduler: keep it so, or train without save_checkpoint"
-            )
-    return {key: _written(value) for key, value in state.items() if isinstance(value, _PLAIN)}
+        if isinstance(value, _PLAIN):
+            found[key] = _written(value)
+        elif not callable(value):
+            raise _not_plain(kind, key, value)
+        elif attributes := _attributes(value):
+            objects.append((key, attributes))
+            found[key] = {_ATTRIBUTES: _written(attributes)}
+    for name, attributes in objects:
+        for key, value in attributes.items():
+            if not isinstance(value, _PLAIN):
+                raise _not_plain(kind, f"{name}.{key}", value)
+    return found
+
+
+def _not_plain(kind: str, key: str, value: Any) -> InputError:
+    return InputError(
+        f"{kind} keeps a {type(value).__name__} as {key!r}; a checkpoint has numbers, texts, lists and dicts "
+        "of a scheduler: keep it so, or train without save_checkpoint"
+    )
+
+
+def _attributes(called: Any) -> dict[str, Any]:
+    """Of an object of the author's own; functions, methods and classes have none that training changes."""
+    of_python = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, functools.partial)
+    return {} if isinstance(called, of_python) else dict(getattr(called, "__dict__", {}))
 
 
 def _written(value: Any) -> Any:
@@ -44,6 +70,9 @@ def _written(value: Any) -> Any:
 
 def _read(saved: Any, own: Any) -> Any:
     """In the kinds that this run's scheduler has: a Counter, a tuple."""
+    if isinstance(saved, dict) and saved.keys() == {_ATTRIBUTES} and hasattr(own, "__dict__"):
+        vars(own).update(_read(saved[_ATTRIBUTES], dict(vars(own))))
+        return own
     if isinstance(saved, dict):
         pairs = saved[_PAIRS] if saved.keys() == {_PAIRS} else saved.items()
         known = own if isinstance(own, dict) else {}
@@ -65,15 +94,15 @@ def state_for_groups(
     factory made them of the parameters that it was given. Raises InputError for a list whose part of each
     group cannot be told.
     """
-    state = {key: _read(value, own.get(key)) for key, value in saved.items()}
-    if "lr_lambdas" in own:
-        state["lr_lambdas"] = [None] * len(groups)  # the functions stay its own
+    state = {key: _read(value, own.get(key)) for key, value in saved.items() if key != _LAMBDAS}
+    if _LAMBDAS in own:
+        state[_LAMBDAS] = _of_functions(saved.get(_LAMBDAS) or [], own[_LAMBDAS])
     for key, option in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
         if key in state and all(option in group for group in groups):
             state[key] = [group[option] for group in groups]
     for key, before in state.items():
         now = own.get(key)
-        if not isinstance(before, list) or not isinstance(now, list) or not before:
+        if not isinstance(before, list) or not isinstance(now, list) or not before or key == _LAMBDAS:
             continue
         if isinstance(before[0], dict):  # of schedulers one after another
             each = zip(before, now, strict=False)
@@ -81,11 +110,24 @@ def state_for_groups(
             continue
         if (len(before), len(now)) != (num_saved, len(groups)) or len(before) == len(now):
             continue  # something else than one for each group
-        if any(value != before[0] for value in before):
-            raise InputError(
-                f"the checkpoint's scheduler has {len(before)} values of {key!r} where this run's has "
-                f"{len(now)}: its option groups differ from rank to rank; go on with as many ranks as then, "
-                "or make the groups by parameter_options"
-            )
-        state[key] = before[:1] * len(now)
+        state[key] = _one_each(key, before, now)
     return state
+
+
+def _of_functions(saved: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+    """Attributes of the objects among them; None is a function, which stays the run's own."""
+    if not any(saved):
+        return [None] * len(own)
+    kept = saved if len(saved) == len(own) else _one_each(_LAMBDAS, saved, own)
+    return [now and _read(before or {}, now) for before, now in zip(kept, own, strict=True)]
+
+
+def _one_each(key: str, before: Sequence[Any], now: Sequence[Any]) -> list[Any]:
+    """For another number of groups what all of them had."""
+    if any(value != before[0] for value in before):
+        raise InputError(
+            f"the checkpoint's scheduler has {len(before)} values of {key!r} where this run's has "
+            f"{len(now)}: its option groups differ from rank to rank; go on with as many ranks as then, "
+            "or make the groups by parameter_options"
+        )
+    return [before[0]] * len(now)
