@@ -26,6 +26,7 @@ from pd2bw_fx.cluster import Device
 from pd2bw_fx.costs import Costs, OperatorCost
 from pd2bw_fx.errors import InputError, shown
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.untraced_operands import NAMESPACE
 
 from .analytic import Estimator
 from .cache import ProfileCache, default_cache_folder
@@ -38,6 +39,7 @@ __all__ = ["METHODS", "clock_for", "default_cache_folder", "profile"]
 
 METHODS = ("auto", "measured", "analytic")
 
+_NAMED = 3  # of what a note is about
 _TOO_LONG = 1.5  # operators together, times what the model takes; measured at one time, they are within 1.2
 
 
@@ -178,6 +180,7 @@ def _scaled(
 def _estimated(
     graph: OperatorGraph, inputs: Mapping[str, Tensor], device: Device, *, has_values: bool
 ) -> Costs:
+    uncounted = _uncounted(graph)
     try:
         with Estimator(device) as estimator:
             costs = Walk(graph, estimator).run(inputs)
@@ -189,18 +192,29 @@ def _estimated(
             ) from None
         with state_as_it_was(graph), Estimator(device, on_values=True) as estimator:
             costs = Walk(graph, estimator).run(inputs)
-    recurrent = any(
-        kind in o.target.lower() for o in graph.operators.values() for kind in ("lstm", "gru", "rnn")
-    )
-    return Costs(
-        costs,
-        device.kind,
-        _microbatch_size(graph, inputs),
-        origin="analytic",
-        note=f"times are estimates, at {device.flops_per_s:.3g} operations and "
+        uncounted = []
+    note = (
+        f"times are estimates, at {device.flops_per_s:.3g} operations and "
         f"{device.memory_bytes_per_s:.3g} bytes a second; measure on the device itself for better ones"
-        + ("; what recurrent layers keep for their backward besides operands is not counted" * recurrent),
     )
+    size = _microbatch_size(graph, inputs)
+    return Costs(costs, device.kind, size, origin="analytic", note="; ".join([note, *uncounted]))
+
+
+def _uncounted(graph: OperatorGraph) -> list[str]:
+    """What tensors without values do not tell."""
+    targets = [operator.target for operator in graph.operators.values()]
+    told = []
+    if any(kind in target.lower() for target in targets for kind in ("lstm", "gru", "rnn")):
+        told.append("what recurrent layers keep for their backward besides operands is not counted")
+    parts = list(dict.fromkeys(t.split(".")[1] for t in targets if t.startswith(f"{NAMESPACE}.")))
+    if parts:
+        names = ", ".join([*parts[:_NAMED], *["others"] * (len(parts) > _NAMED)])
+        told.append(
+            f"what is untraced ({names}) is not run for them, so that neither its arithmetic nor what it "
+            'keeps for its backward is counted; costs="measured" runs it'
+        )
+    return told
 
 
 def _from_parameters(graph: OperatorGraph, device: Device) -> Costs:

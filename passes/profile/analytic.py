@@ -22,6 +22,12 @@ from .walk import Call
 
 LAUNCH_S = 5e-6  # what calling any operator costs
 
+# These read of their tables as many rows as they give, and of their other operands no more than that.
+_LOOKING_UP = frozenset(
+    {"embedding", "embedding_bag", "Embedding", "EmbeddingBag", "index", "index_select", "gather", "take"}
+    | {"take_along_dim", "getitem"}
+)
+
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Scores, and values weighted by them; query: (batch, heads, time, width)."""
@@ -45,9 +51,32 @@ def _recurrent_backward_flops(*args: Any, **kwargs: Any) -> int:
     return 2 * _recurrent_flops(*args, **kwargs)
 
 
-# torch's own formulas, and those of what a CPU runs, which it would count as nothing.
+def _convolution_backward_flops(
+    gradient: Tensor,
+    operand: Tensor,
+    weight: Tensor,
+    _sizes: Any,
+    _stride: Any,
+    _padding: Any,
+    _dilation: Any,
+    is_transposed: bool,
+    _output_padding: Any,
+    _groups: int,
+    output_mask: Sequence[bool],
+    **_: Any,
+) -> int:
+    """As much for each of the two gradients as the forward takes; weight: (out, in / groups, *window), or
+    (in, out / groups, *window) of a transposed one."""
+    moved = operand if is_transposed else gradient  # each of its places is met by each weight of a channel
+    forward = 2 * moved.shape[0] * math.prod(moved.shape[2:]) * weight.numel()
+    return forward * sum(output_mask[:2])
+
+
+# torch's own formulas, and those of what a CPU runs, which it would count as nothing. Its own for the
+# gradient of a convolution's weight leaves the groups out.
 _FORMULAS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
+    torch.ops.aten.convolution_backward: _convolution_backward_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
@@ -74,14 +103,15 @@ class Estimator:
     """The roofline: an operator takes as long as its arithmetic or its memory traffic, whichever is longer.
 
     Arithmetic is counted by running forward and backward, on tensors without values unless `on_values`; the
-    backward reads and writes twice what the forward does.
+    backward reads and writes twice what the forward does, of tables that the forward looks rows up in all.
+    Views move nothing.
     """
 
     def __init__(self, device: Device, *, on_values: bool = False) -> None:
         self._device = device
         self._mode = None if on_values else FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = ExitStack()
-        self._work: dict[Hashable, tuple[Work, Work | None]] = {}
+        self._work: dict[Hashable, tuple[Work | None, Work | None]] = {}
         self._is_done = False
 
     def __enter__(self) -> Estimator:
@@ -120,7 +150,7 @@ class Estimator:
         return replace(
             cost,
             forward_s=self._roofline_s(forward),
-            backward_s=0.0 if backward is None else self._roofline_s(backward),
+            backward_s=self._roofline_s(backward),
             forward_work=forward,
             backward_work=backward,
         )
@@ -134,24 +164,55 @@ class Estimator:
             outputs = differentiable(result)
             wanted = leaves(outputs)
             # Of bags there is nothing to count, and torch's own kernel for sizes alone fails for sparse ones.
-            if wanted and "embedding_bag" not in call.target:
+            if wanted and call.name not in ("embedding_bag", "EmbeddingBag"):
                 seeds = [torch.ones_like(output) for output in outputs]
                 gradients(outputs, wanted, seeds)
         made = [value for value in _flat(result) if isinstance(value, Tensor)]
-        parameter_bytes = _num_bytes(call.parameters)
-        moved_bytes = _num_bytes((*made, *call.operands))
-        # Looking up rows leaves the rest of the table unread; the table's gradient is written in full.
-        read_bytes = moved_bytes if "embedding" in call.target else moved_bytes + parameter_bytes
-        backward = counter.flops - forward_flops, 2 * moved_bytes + 2 * parameter_bytes
-        self._work[key] = (forward_flops, read_bytes), backward if wanted else None
+        if call.name == "getitem" and made and all(any(m is o for o in call.operands) for m in made):
+            self._work[key] = None, None  # an element of a tuple, which is there already
+            return result
+        backward_flops = counter.flops - forward_flops
+        held = {_storage(tensor) for tensor in (*call.operands, *call.parameters)}
+        if made and all(_storage(tensor) in held for tensor in made):
+            moved = (forward_flops, 0), (backward_flops, _view_backward_bytes(made, wanted))
+        else:
+            moved = (
+                (forward_flops, _read_and_written_bytes(call, made)),
+                (backward_flops, 2 * _num_bytes((*made, *call.operands, *call.parameters))),
+            )
+        self._work[key] = moved[0], moved[1] if wanted else None
         return result
 
-    def _roofline_s(self, work: Work) -> float:
-        return LAUNCH_S + self._device.roof_s(*work)
+    def _roofline_s(self, work: Work | None) -> float:
+        return 0.0 if work is None else LAUNCH_S + self._device.roof_s(*work)
+
+
+def _read_and_written_bytes(call: Call, made: Sequence[Tensor]) -> int:
+    """Of a forward that gives memory of its own."""
+    made_bytes = _num_bytes(made)
+    read = (*call.operands, *call.parameters)
+    if call.name in _LOOKING_UP:
+        return made_bytes + sum(min(_num_bytes([tensor]), made_bytes) for tensor in read)
+    return made_bytes + _num_bytes(read)
+
+
+def _view_backward_bytes(views: Sequence[Tensor], wanted: Sequence[Tensor]) -> int:
+    """The gradient of a view is one too, unless the view is of a part, repeats what it views, or is several:
+    then the gradients of the views are read, and one is written."""
+    is_whole = len(views) == 1 and sum(leaf.numel() for leaf in wanted) == views[0].numel()
+    return 0 if is_whole else sum(t.numel() * t.dtype.itemsize for t in (*views, *wanted))
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+    """Of what an operator reads or writes: elements that stand in memory once are there once."""
+    return sum(
+        min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes()) for tensor in tensors
+    )
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _flat(value: Any) -> list[Any]:

@@ -32,7 +32,7 @@ class Call:
     It can be run as often as one likes: what writes into its operands is given copies of them.
     """
 
-    target: str
+    name: str  # "linear" of aten.linear.default; the class of a whole layer
     run: Callable[[], Any]
     operands: tuple[Tensor, ...]
     parameters: tuple[Tensor, ...]
@@ -205,7 +205,14 @@ class Walk(ProgramInterpreter):
             own_args, own_kwargs = map_aggregate((args, kwargs), _copy) if writes else (args, kwargs)
             return method(node.target, own_args, own_kwargs)
 
-        return Call(str(node.target), run, tuple(operands), tuple(parameters), copies_operands=writes)
+        return Call(self._name(node), run, tuple(operands), tuple(parameters), copies_operands=writes)
+
+    def _name(self, node: fx.Node) -> str:
+        if node.op == "call_module":
+            return type(self.fetch_attr(str(node.target))).__name__
+        if isinstance(node.target, torch._ops.OpOverload):
+            return node.target._opname
+        return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
     def _write(self, node: fx.Node) -> Any:
         """Runs what writes into its operands on the operands themselves, once, for those who read them."""
