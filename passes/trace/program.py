@@ -16,6 +16,7 @@ from pd2bw_fx.traced import name_beside
 from .checkpointing import checkpointing_left_out
 from .conditions import Conditions
 from .inputs import FlatArguments, unique
+from .rebound import Remade, copied, require_no_gradient, require_values
 from .watch import Watch
 
 MODEL_PREFIX = "model."
@@ -29,7 +30,7 @@ class Record:
     loss: str | None = None
     loss_place: int | None = None  # among the leaves of a tuple
     left_out: tuple[str, ...] = ()
-    rebound: frozenset[str] = frozenset()  # buffers that the forward made anew, as they were in shape
+    rebound: frozenset[str] = frozenset()  # state that the forward made anew, as it was in shape
     resized: tuple[str, ...] = ()  # buffers that the forward made anew in another shape
     reached_loss: bool = False  # that of loss_fn: the model itself has run
     has_checkpoints: bool = False  # activations that the model would compute again in its backward
@@ -49,8 +50,9 @@ class Program(nn.Module):
 
     `record` and `watch` are filled in once it has run; things of their own, for export undoes what a forward
     assigns to a module. For the same reason a buffer that the forward assigns anew (`self.count = self.count
-    + 1`) is written back in place here. One that it makes in another shape, as a cache of what follows from
-    the sizes, is made again in every call. `as_uncompiled`: is_compiling() is false to it, see compiling.py.
+    + 1`) is written back in place here, and so is a parameter (see rebound.py). A buffer that it makes in
+    another shape, as a cache of what follows from the sizes, is made again in every call.
+    `as_uncompiled`: is_compiling() is false to it, see compiling.py.
     """
 
     def __init__(self, model: nn.Module, flat: FlatArguments, loss_fn: Callable[..., Any] | None) -> None:
@@ -68,10 +70,15 @@ class Program(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         _take_for_one_batch(tensors)
         self.watch.before(self.model)
+        before, remade = self._state(), list[Remade]()
         with self.conditions.assumed():
-            results = self._run(tensors, dict(self.named_buffers()))
+            results = self._run(tensors, before, remade)
         self.watch.after(self.model, results)
+        require_no_gradient(remade, results)
         return results
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers())
 
     def call(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The model run as it is, on copies of the tensors, which it may write: results by output name.
@@ -79,31 +86,45 @@ class Program(nn.Module):
         The loss_fn's buffers, by their names in the operator graph, may be among the tensors.
         """
         given = [tensors[name].clone() for name in self.flat.names]
-        before = dict(self.named_buffers())
+        before = self._state()
         # A backward may read what they were, and the next call begins with the loss's as this one does.
-        apart = [name for name in before if name in self.record.rebound or not name.startswith(MODEL_PREFIX)]
+        apart = [
+            name
+            for name, tensor in before.items()
+            if name in self.record.rebound
+            or not (name.startswith(MODEL_PREFIX) or isinstance(tensor, nn.Parameter))
+        ]
         for name in apart:
             own = name_beside(self.model, name)
-            self._set_buffer(name, tensors.get(own, before[name]).to(before[name], copy=True))
+            self._set(name, copied(before[name], tensors.get(own, before[name])))
         try:
             results = self._run(given, before, keeps_loss=True)
         finally:
-            for name in apart:
-                self._set_buffer(name, before[name])
+            for name, tensor in before.items():
+                if name in apart or not name.startswith(MODEL_PREFIX):
+                    self._set(name, tensor)
         return dict(zip(self.record.output_names, results, strict=True))
 
     def _run(
-        self, tensors: Any, before: Mapping[str, torch.Tensor], *, keeps_loss: bool = False
+        self,
+        tensors: Any,
+        before: Mapping[str, torch.Tensor],
+        remade: list[Remade] | None = None,
+        *,
+        keeps_loss: bool = False,
     ) -> tuple[Any, ...]:
+        """`remade` is given the parameters that the forward has made in the place of those of before."""
+        remade = [] if remade is None else remade
         args, kwargs, targets = self.flat.rebuild(tensors)
         self.record.reached_loss = False
         with checkpointing_left_out(self._found_a_checkpoint):
             output = self.model(*args, **kwargs)
-            self._write_back({name: t for name, t in before.items() if name.startswith(MODEL_PREFIX)})
+            own = {name: t for name, t in before.items() if name.startswith(MODEL_PREFIX)}
+            self._write_back(own, remade)
             self.record.reached_loss = self.loss_fn is not None
             loss = None if self.loss_fn is None else self.loss_fn(output, targets)
             if not keeps_loss:
-                self._write_back(before)
+                self._write_back(before, remade)
         if self.loss_fn is not None:
             _check_loss(loss)
             named = [("loss", loss), *named_outputs(output, has_loss=False)]
@@ -128,22 +149,30 @@ class Program(nn.Module):
     def _found_a_checkpoint(self) -> None:
         self.record.has_checkpoints = True
 
-    def _write_back(self, before: Mapping[str, torch.Tensor]) -> None:
-        after = dict(self.named_buffers())
-        for name, buffer in before.items():
-            if name in after and after[name] is not buffer:
-                _require_shape(name, after[name])
-                if after[name].shape == buffer.shape:
-                    self.record.rebound |= {name}
-                    with torch.no_grad():
-                        buffer.copy_(after[name])
-                elif (own := name.removeprefix(MODEL_PREFIX)) not in self.record.resized:
-                    self.record.resized += (own,)
-                self._set_buffer(name, buffer)
+    def _write_back(self, before: Mapping[str, torch.Tensor], remade: list[Remade]) -> None:
+        after = self._state()
+        changed = [name for name, tensor in before.items() if after.get(name, tensor) is not tensor]
+        for name in changed:
+            tensor, own = before[name], name.removeprefix(MODEL_PREFIX)
+            if isinstance(tensor, nn.Parameter):
+                remade.append(Remade(own, tensor, after[name]))
+                tied = [other for other, value in before.items() if value is tensor]
+                apart = [other for other in tied if after.get(other) is not after[name]]
+                require_values(remade[-1], [other.removeprefix(MODEL_PREFIX) for other in apart])
+        for name in changed:
+            tensor, own = before[name], name.removeprefix(MODEL_PREFIX)
+            _require_shape(name, after[name])
+            if after[name].shape == tensor.shape:
+                self.record.rebound |= {name}
+                with torch.no_grad():
+                    tensor.copy_(after[name])
+            elif own not in self.record.resized:
+                self.record.resized += (own,)
+            self._set(name, tensor)
 
-    def _set_buffer(self, name: str, buffer: torch.Tensor) -> None:
+    def _set(self, name: str, tensor: torch.Tensor) -> None:
         path, _, attribute = name.rpartition(".")
-        setattr(self.get_submodule(path), attribute, buffer)
+        setattr(self.get_submodule(path), attribute, tensor)
 
 
 def _require_shape(name: str, value: Any) -> None:

@@ -90,7 +90,7 @@ class Watch:
         nodes = _autograd_nodes(results)
         self.custom_functions = tuple(_custom_functions(nodes))
         own = set(model.parameters())
-        leaves = (getattr(node, "variable", None) for node in nodes)
+        leaves = leaves_of(results)
         self.foreign = tuple(leaf for leaf in leaves if type(leaf) is nn.Parameter and leaf not in own)
         known: dict[int, tuple[str, nn.Module]] = {}
         for path, module in model.named_modules():
@@ -221,6 +221,12 @@ def _autograd_nodes(results: Iterable[Any]) -> list[Any]:
                 seen.add(following)
                 waiting.append(following)
     return found
+
+
+def leaves_of(results: Iterable[Any]) -> list[Any]:
+    """What a gradient of the results is for."""
+    variables = (getattr(node, "variable", None) for node in _autograd_nodes(results))
+    return [variable for variable in variables if variable is not None]
 
 
 def _custom_functions(nodes: Iterable[Any]) -> list[str]:

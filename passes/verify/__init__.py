@@ -1,4 +1,5 @@
-"""Stages against the original model: outputs, every gradient, every buffer, on the same inputs.
+"""Stages against the original model: outputs, every gradient, every buffer, and every parameter that the
+forward writes, on the same inputs.
 
 The stages run in one process, one after another, forward and then backward, exactly as the runtime chains
 them; the model runs as it is. Both draw the same random numbers. The same operations in the same order give
@@ -206,12 +207,13 @@ def _places(like: Tensor, count: int, generator: torch.Generator) -> Tensor:
 def _compared(expected: Run, found: Run) -> list[tuple[Difference, Tensor | None]]:
     """Every tensor's difference, and one of the two."""
     largest = max((largest_of(g) for g in expected.gradients.values() if g is not None), default=0.0)
-    faintest = {"output": 0.0, "gradient of": _FAINTEST * largest, "buffer": 0.0}
+    faintest = {"output": 0.0, "gradient of": _FAINTEST * largest, "buffer": 0.0, "parameter": 0.0}
     differences: list[tuple[Difference, Tensor | None]] = []
     for kind, wanted, given in (
         ("output", expected.outputs, found.outputs),
         ("gradient of", expected.gradients, found.gradients),
         ("buffer", expected.buffers, found.buffers),
+        ("parameter", expected.written, found.written),
     ):
         for name, tensor in wanted.items():
             if name not in given:

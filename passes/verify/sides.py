@@ -27,6 +27,7 @@ class Run:
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor | None]
     buffers: Mapping[str, Tensor]
+    written: Mapping[str, Tensor]  # parameters: the model's that its forward has written; all of the stages'
 
 
 def draws_in_program_order(graph: OperatorGraph, plan: Plan) -> bool:
@@ -47,6 +48,7 @@ def run_model(
     random: bool,
 ) -> Run:
     with weights_of(model, graph, tensors) as live, randomness(on=random):
+        versions = {name: _version(live[name]) for name in graph.parameters}
         outputs = forward({**example, **of_the_loss(graph, tensors, live)})
         parameters = {name: live[name] for name, spec in graph.parameters.items() if spec.trainable}
         total = _trained_on(graph, outputs)
@@ -58,7 +60,17 @@ def run_model(
             outputs={name: value.detach().clone() for name, value in outputs.items()},
             gradients=dict(zip(parameters, gradients, strict=True)),
             buffers={name: live[name].detach().clone() for name in graph.buffers if name in live},
+            written={
+                name: live[name].detach().clone()
+                for name, version in versions.items()
+                if _version(live[name]) != version or name in written_by(graph)
+            },
         )
+
+
+def _version(tensor: Tensor) -> int:
+    """Another one after each write."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def of_the_loss(
@@ -134,6 +146,11 @@ def run_stages(
             name: buffer.detach()
             for program, module in zip(programs, modules, strict=True)
             for name, buffer in held_buffers(program, module).items()
+        },
+        written={
+            name: parameter.detach()
+            for program, module in zip(programs, modules, strict=True)
+            for name, parameter in held_parameters(program, module).items()
         },
     )
 
