@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -11,11 +12,15 @@ from torch import Tensor
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.onnx_session import Array, to_array
 
-# Relative to a tensor's largest entry; other kernels add up in another order.
-_TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2}
+# Relative to a tensor's largest entry; other kernels add up in another order. From exact to coarse.
+_TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 # A tensor whose entries are all below this is compared with it in place of them: numbers so small have lost
 # digits on the way, or all of them where a kernel takes them for 0.
 _NEXT_TO_ZERO = {name: float(np.finfo(name).tiny / np.finfo(name).eps) for name in ("float64", "float32")}
+# What stands for infinity, in masked scores perhaps: from here on, the end of float16, and powers of ten.
+# Each is compared with itself: as the largest entry of a tensor it would hide what the others are.
+_FAR = 1e30
+_STANDING_FOR_INFINITY = (float(np.finfo("float16").max), *(10.0**power for power in range(4, 30)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +37,11 @@ def compare(
     *,
     what: Mapping[str, str],
     tolerance: float | None,
-    is_float32: bool = False,
+    behind: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
     """`compare_arrays` with what torch computed."""
     arrays = {name: to_array(name, tensor) for name, tensor in expected.items()}
-    return compare_arrays(found, arrays, what=what, tolerance=tolerance, is_float32=is_float32)
+    return compare_arrays(found, arrays, what=what, tolerance=tolerance, behind=behind)
 
 
 def compare_arrays(
@@ -45,18 +50,19 @@ def compare_arrays(
     *,
     what: Mapping[str, str],
     tolerance: float | None,
-    is_float32: bool = False,
+    behind: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
     """For each name of `expected` the largest difference, relative to the tensor's largest entry.
 
-    `is_float32`: what is float64 may have been computed of float32, and is no more exact than that.
+    `behind`: the coarsest type that a value was computed of, than which it is no more exact.
     Raises ExportError at the first that is out of tolerance; `what` says for each name what it is.
     """
     differences = {}
     for name, array in expected.items():
         difference = _difference(found[name], array)
-        kind = "float32" if is_float32 and array.dtype.name == "float64" else array.dtype.name
-        allowed = _TOLERANCES.get(kind, 0.0) if tolerance is None else tolerance
+        allowed = _TOLERANCES.get(array.dtype.name, 0.0) if tolerance is None else tolerance
+        if tolerance is None and allowed:
+            allowed = max(allowed, _TOLERANCES.get((behind or {}).get(name, ""), 0.0))
         if not difference.relative <= allowed:
             raise ExportError(
                 f"{what[name]} by {difference.absolute:.3g} ({difference.relative:.3g} of its largest entry) "
@@ -81,7 +87,17 @@ def _difference(found: Array, expected: Array) -> _Difference:
     finite = np.isfinite(b)
     if not np.array_equal(a[~finite], b[~finite], equal_nan=True) or not np.isfinite(a[finite]).all():
         return _Difference(float("inf"), float("inf"))
-    absolute = float(np.abs(a[finite] - b[finite]).max(initial=0.0))
+    apart, size = np.abs(a[finite] - b[finite]), np.abs(b[finite])
     floor = _NEXT_TO_ZERO.get(expected.dtype.name, 0.0)
-    largest_entry = float(np.abs(b[finite]).max(initial=floor))
-    return _Difference(absolute, absolute / largest_entry if largest_entry > 0 else absolute)
+    is_alone = (
+        (size >= _FAR) | np.isin(size, _of_type(expected.dtype)) if expected.dtype.kind == "f" else size < 0
+    )
+    scale = np.where(is_alone, size, size[~is_alone].max(initial=floor))
+    relative = np.divide(apart, scale, out=apart.copy(), where=scale > 0)
+    return _Difference(float(apart.max(initial=0.0)), float(relative.max(initial=0.0)))
+
+
+def _of_type(dtype: np.dtype[Any]) -> Array:
+    """The numbers that stand for infinity, as this type rounds them."""
+    with np.errstate(over="ignore"):
+        return np.array(_STANDING_FOR_INFINITY).astype(dtype).astype(np.float64)

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from pd2bw_fx.arguments import require_positive, require_whole_number
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.files import whole_folder, write_manifest
-from pd2bw_fx.graph import dtype_name
+from pd2bw_fx.graph import OperatorGraph, dtype_name
 from pd2bw_fx.onnx_session import require, to_array
 from pd2bw_fx.size_range import ANY_SIZE
 from pd2bw_fx.stage import Port, StageProgram, held_buffers, held_parameters
 
 from .annotate import annotate, check_annotation
 from .check import compare, largest
+from .exactness import coarsest, coarsest_behind
 from .examples import any_axis_of_one, batch_size, example_of, examples_of_other_sizes, model_inputs
 from .graph import NEWEST_OPSET, OLDEST_OPSET, produced, stage_model
 from .merge import EXTERNAL_ABOVE_BYTES, merged, save
@@ -79,7 +80,8 @@ def export_onnx(
     example = example_of(specs, example_inputs)
     sizes = ANY_SIZE if original is None else original.graph.batch_sizes
     others = examples_of_other_sizes(specs, example, sizes)
-    job = _Job(tuple(programs), tensor_names(programs), tolerance)
+    graph = None if original is None else original.graph
+    job = _Job(tuple(programs), tensor_names(programs), tolerance, graph)
     with in_mode(modules, training=training), whole_folder(folder) as fresh:
         examples = [example, *_first_taken(job, modules, others)]
         truths = _truths(job, modules, examples, original, training=training)
@@ -94,7 +96,7 @@ def export_onnx(
                 [traced[port.value] for port in program.inputs],
                 opset=opset,
                 names=job.names,
-                graph=None if original is None else original.graph,
+                graph=graph,
             )
             asserted += [{"stage": program.stage, "message": message} for message in messages]
         facts = _facts(job, original, opset=opset, training=training)
@@ -121,15 +123,21 @@ class _Job:
     programs: tuple[StageProgram, ...]
     names: Mapping[str, str]
     tolerance: float | None
+    graph: OperatorGraph | None = None
 
     @property
     def inputs(self) -> dict[str, Port]:
         return model_inputs(self.programs)
 
     @property
-    def is_float32(self) -> bool:
-        ports = (port for program in self.programs for port in (*program.inputs, *program.outputs))
-        return any(port.spec.dtype is torch.float32 for port in ports)
+    def behind(self) -> dict[str, str]:
+        """The coarsest type that each value is computed of, as far as is known."""
+        ports = [port for program in self.programs for port in (*program.inputs, *program.outputs)]
+        between = coarsest(port.spec.dtype for port in ports)
+        if between is None:
+            return {}
+        behind = {} if self.graph is None else coarsest_behind(self.graph)
+        return {port.value: behind.get(port.value, dtype_name(between)) for port in ports}
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +311,7 @@ def _write_stages(
         save(models[entry["stage"]], folder / entry["file"], external_above_bytes=external_above_bytes)
     found = [run_files(folder, entries, _fed(job, truth)) for truth in truths]
     between, leaving = [], []
+    behind = {job.names[value]: kind for value, kind in job.behind.items()}
     for tensors, truth in zip(found, truths, strict=True):
         expected = {
             job.names[port.value]: truth.values[port.value]
@@ -316,9 +325,7 @@ def _write_stages(
             for program in job.programs
             for port in program.outputs
         }
-        between.append(
-            compare(tensors, expected, what=what, tolerance=job.tolerance, is_float32=job.is_float32)
-        )
+        between.append(compare(tensors, expected, what=what, tolerance=job.tolerance, behind=behind))
         if truth.outputs is not None:
             leaving.append(_compare_outputs(tensors, truth.outputs, job))
     differences: dict[str, Any] = {"largest_differences": largest(between)}
@@ -370,7 +377,8 @@ def _compare_outputs(
     tensors: Mapping[str, Any], outputs: Mapping[str, Tensor], job: _Job
 ) -> dict[str, float]:
     """The model's outputs by name against the model's own."""
-    found, what = {}, {}
+    found, what, behind = {}, {}, {}
+    kinds = job.behind
     for program, port in _leaving(job):
         name = port.model_output or ""
         if name not in outputs:
@@ -379,9 +387,10 @@ def _compare_outputs(
                 "training=, or split the model without that output"
             )
         found[name] = tensors[job.names[port.value]]
+        behind[name] = kinds.get(port.value, "")
         what[name] = f"{name}, which stage {program.stage} returns, differs from the original model's"
     expected = {name: outputs[name] for name in found}
-    return compare(found, expected, what=what, tolerance=job.tolerance, is_float32=job.is_float32)
+    return compare(found, expected, what=what, tolerance=job.tolerance, behind=behind)
 
 
 def _fed(job: _Job, truth: _Truth) -> dict[str, Any]:

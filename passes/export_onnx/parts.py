@@ -16,6 +16,7 @@ from pd2bw_fx.onnx_session import Array, require
 from pd2bw_fx.plan import Plan
 
 from .check import compare_arrays, largest
+from .exactness import coarsest_behind
 from .merge import EXTERNAL_ABOVE_BYTES, save
 from .run import KIND, SCHEMA, run_files
 
@@ -36,7 +37,7 @@ def export_parts(
 
     Raises ExportError, and leaves no files, if a stage fails the ONNX checker or the results differ.
     """
-    cuts = _Cuts(model, plan)
+    cuts, behind = _Cuts(model, plan), coarsest_behind(model.graph)
     with whole_folder(folder) as fresh:
         entries = []
         for stage in range(plan.num_stages):
@@ -48,7 +49,7 @@ def export_parts(
         for example, results in zip(model.examples, model.results, strict=True):
             found = run_files(fresh, entries, {name: example[name] for name in cuts.fed})
             what = {name: f"{name} differs from what the whole file computes" for name in results}
-            checks.append(compare_arrays(found, results, what=what, tolerance=tolerance))
+            checks.append(compare_arrays(found, results, what=what, tolerance=tolerance, behind=behind))
         facts = {
             "kind": KIND,
             "schema": SCHEMA,
