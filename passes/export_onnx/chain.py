@@ -21,7 +21,8 @@ from torch import Tensor
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.onnx_session import Array, open_session, run_failure
 
-from .run import batch_axis, named_inputs, onnx_manifest, require_batch_size
+from .batched import batch_place, batch_symbol
+from .run import named_inputs, onnx_manifest, require_batch_size
 
 _POLL_S = 0.5
 
@@ -55,9 +56,9 @@ def run_onnx_processes(
 ) -> dict[str, Array]:
     """The model's outputs by name, from one process a stage.
 
-    With several microbatches the batch is cut along its first axis and the stages work at the same time; an
-    output without that axis (a mean loss) cannot be put together again and is refused. Raises what
-    `run_onnx` raises; no process outlives the call.
+    With several microbatches the batch is cut along its axis, that whose size is so called, and the stages
+    work at the same time; an output without that axis (a mean loss), or with two of them, cannot be put
+    together again and is refused. Raises what `run_onnx` raises; no process outlives the call.
 
     A script that calls this needs the guard `if __name__ == "__main__":`, as with any spawned process.
     """
@@ -107,16 +108,27 @@ def _cut(
         raise InputError(f"num_microbatches is {num_microbatches}; at least one was expected")
     if num_microbatches == 1:
         return [dict(fed)]
-    axis = batch_axis(manifest)
-    whole = [entry["name"] for entry in manifest["outputs"] if entry["shape"][:1] != [axis]]
-    if axis is None or whole:
-        what = f"output {whole[0]!r} has no batch axis" if axis else "the files take one batch size only"
-        raise InputError(f"{what}, so microbatches cannot be put together; run with num_microbatches=1")
-    batched = {entry["tensor"] for entry in manifest["inputs"] if entry["shape"][:1] == [axis]}
-    sizes = {fed[name].shape[0] for name in batched}
-    if min(sizes) < num_microbatches:
-        raise InputError(f"{min(sizes)} samples cannot be cut into {num_microbatches} microbatches")
-    pieces = {name: np.array_split(fed[name], num_microbatches) for name in batched}
+    symbol = batch_symbol(manifest)
+    if symbol is None:
+        sizes = {
+            size for entry in manifest["inputs"] for size in entry["shape"] or () if isinstance(size, str)
+        }
+        what = "the files take one batch size only"
+        if sizes:
+            what = f"it cannot be told which of {', '.join(sorted(sizes))} is the batch's size"
+        raise InputError(f"{what}, so the batch cannot be cut; run with num_microbatches=1")
+    for entry in manifest["outputs"]:
+        if batch_place(entry, symbol) is None:
+            raise InputError(
+                f"output {entry['name']!r} has no batch axis, so microbatches cannot be put together; run "
+                "with num_microbatches=1"
+            )
+    places = {entry["tensor"]: batch_place(entry, symbol) for entry in manifest["inputs"]}
+    batched = {name: axis for name, axis in places.items() if axis is not None}
+    fewest = min(fed[name].shape[axis] for name, axis in batched.items())
+    if fewest < num_microbatches:
+        raise InputError(f"{fewest} samples cannot be cut into {num_microbatches} microbatches")
+    pieces = {name: np.array_split(fed[name], num_microbatches, axis) for name, axis in batched.items()}
     return [{name: pieces[name][m] if name in batched else array for name, array in fed.items()}
             for m in range(num_microbatches)]  # fmt: skip
 
@@ -151,10 +163,14 @@ def _collect(
             done.add(message.stage)
             continue
         arrived[message.microbatch][message.tensor] = message.array
+    if len(arrived) == 1:
+        return {entry["name"]: arrived[0][entry["tensor"]] for entry in manifest["outputs"]}
+    symbol = batch_symbol(manifest)
+    assert symbol is not None, "what cannot be cut is refused before it is run"
     return {
-        entry["name"]: arrived[0][entry["tensor"]]
-        if len(arrived) == 1
-        else np.concatenate([tensors[entry["tensor"]] for tensors in arrived])
+        entry["name"]: np.concatenate(
+            [tensors[entry["tensor"]] for tensors in arrived], batch_place(entry, symbol) or 0
+        )
         for entry in manifest["outputs"]
     }
 

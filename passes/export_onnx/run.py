@@ -17,6 +17,8 @@ from pd2bw_fx.onnx_session import Array, first_line, open_session, run_failure, 
 from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.stage import StageProgram
 
+from .batched import batch_symbol
+
 KIND = "pd2bw_fx onnx"
 SCHEMA = 1
 
@@ -73,23 +75,18 @@ def named_inputs(
     return {expected[name]: to_array(name, value) for name, value in inputs.items()}
 
 
-def batch_axis(manifest: Mapping[str, Any]) -> str | None:
-    """The symbol of the batch size, where the files take any."""
-    firsts = [entry["shape"][0] for entry in manifest["inputs"] if entry["shape"]]
-    return next((size for size in firsts if isinstance(size, str)), None)
-
-
 def require_batch_size(
     manifest: Mapping[str, Any], tensors: Mapping[str, Array], *, num_microbatches: int = 1
 ) -> None:
     """Raises InputError where a microbatch has a size that the model was not traced for. `tensors`: its
     inputs, by their names in the files."""
-    axis, right = batch_axis(manifest), SizeRange(*manifest.get("batch_sizes", ()))
-    if axis is None or right.is_open:
+    right = SizeRange(*manifest.get("batch_sizes", ()))
+    axis = None if right.is_open else batch_symbol(manifest)
+    if axis is None:
         return
     for entry in manifest["inputs"]:
         shape = tensors[entry["tensor"]].shape
-        if entry["shape"][:1] == [axis] and shape[:1] and shape[0] not in right:
+        if (entry["shape"] or [])[:1] == [axis] and shape[:1] and shape[0] not in right:
             cut = f" in one of {num_microbatches} microbatches" if num_microbatches > 1 else ""
             nearest = right.least if shape[0] < right.least else right.most
             raise InputError(
