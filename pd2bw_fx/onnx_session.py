@@ -24,10 +24,16 @@ Array = npt.NDArray[Any]
 
 
 def open_session(
-    path: Path, what: str, *, optimise: bool = True, profile: Path | None = None
+    path: Path,
+    what: str,
+    *,
+    optimise: bool = True,
+    profile: Path | None = None,
+    run_as: Path | None = None,
 ) -> InferenceSession:
     """A session on the CPU with torch's number of threads. `optimise=False` runs the graph node by node as
-    it stands; `profile` is how the name of the file begins that `end_profiling` writes.
+    it stands; `profile` is how the name of the file begins that `end_profiling` writes; `run_as` is where
+    the graph that is run is written, in which some operators are taken apart.
 
     Raises ExportError if onnxruntime cannot load the file, in its own words.
     """
@@ -39,6 +45,11 @@ def open_session(
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
+    if run_as is not None:
+        options.optimized_model_filepath = str(run_as)
+        options.add_session_config_entry(
+            "session.optimized_model_external_initializers_file_name", f"{run_as.name}.data"
+        )
     try:
         return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's own classes derive from Exception directly

@@ -259,6 +259,20 @@ def test_measured_costs_are_onnxruntimes_own_clock(tmp_path: Path) -> None:
     assert costs.operators["b"].forward_s > 3 * costs.operators["a"].forward_s
 
 
+def test_what_onnxruntime_takes_apart_has_the_seconds_of_its_parts(tmp_path: Path) -> None:
+    text = (
+        HEADER
+        + """apart (float[64, 512] x) => (float[64, 512] y)
+    <float[512, 512] w> { a = Neg(x)  b = HardSwish(a)  c = MatMul(b, w)  d = HardSwish(c)  y = Neg(d) }"""
+    )
+    model = read_onnx(written(text, tmp_path / "apart.onnx"))
+
+    costs = onnx_costs(model, device=Device("cpu", 2**30), method="measured")
+
+    assert costs.operators.keys() == {"a", "b", "c", "d", "y"}
+    assert all(cost.forward_s > 0 for cost in costs.operators.values())
+
+
 def test_a_file_of_one_size_is_split_at_that_size(tmp_path: Path) -> None:
     path = written(CHAIN.replace("batch", "5"), tmp_path / "fixed.onnx")
 

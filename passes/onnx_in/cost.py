@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tempfile
-from collections import defaultdict
-from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pd2bw_fx.cluster import Device
 from pd2bw_fx.costs import Costs, OperatorCost, Work
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_model import OnnxModel
-from pd2bw_fx.onnx_session import open_session
+
+from .clock import measured_s
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 _LAUNCH_S = 5e-6  # what calling any operator costs
-_RUNS = 5  # timed, after one that is not
 
 
 def onnx_costs(
@@ -35,9 +30,7 @@ def onnx_costs(
         raise InputError(f"costs are {method!r}; 'analytic' or 'measured' was expected")
     work = {} if method == "measured" else _work(model)
     seconds = (
-        {node: _LAUNCH_S + device.roof_s(*done) for node, done in work.items()}
-        if work
-        else _measured_s(model)
+        {node: _LAUNCH_S + device.roof_s(*done) for node, done in work.items()} if work else measured_s(model)
     )
     operators = {}
     for name, operator in model.graph.operators.items():
@@ -114,26 +107,3 @@ def _shape(value: str, graph: OperatorGraph) -> tuple[int, ...] | None:
             return specs[value].example_shape
     operator = graph.operators.get(value)
     return operator.outputs[0].example_shape if operator is not None and operator.outputs else None
-
-
-def _measured_s(model: OnnxModel) -> dict[str, float]:
-    import onnx_ir as ir
-
-    inputs = dict(model.examples[0])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "whole.onnx"
-        ir.save(model.ir.clone(), path, external_data="whole.onnx.data")
-        session = open_session(path, "the model", optimise=False, profile=Path(folder) / "profile")
-        for _ in range(1 + _RUNS):
-            session.run(None, inputs)
-        events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-    spent_us: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        # "name_kernel_time" is the node's own work; a subgraph's nodes are within the node that holds it.
-        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-            spent_us[event["name"].removesuffix("_kernel_time")].append(float(event["dur"]))
-    return {
-        node.name or "": median(spent_us[node.name or ""][1:]) * 1e-6
-        for node in model.ir.graph
-        if len(spent_us[node.name or ""]) > 1
-    }
