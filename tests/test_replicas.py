@@ -21,7 +21,8 @@ from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError, PlanMismatchError
 from pd2bw_fx.models.mlp import MLP, MLPConfig
-from pd2bw_fx.passes.partition import check_plan, partition_replicated
+from pd2bw_fx.passes.coarsen import coarsen
+from pd2bw_fx.passes.partition import check_plan, partition_replicated, sweep
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 from pd2bw_fx.report.loads import loads_svg
@@ -83,7 +84,9 @@ def _load(
     if memory > memory_bytes:
         return math.inf
     work_s = sum(block.forward_s[0] + block.backward_s[0] for block in own)
-    ring_s = 2 * (r[s] - 1) * (LATENCY_S * weights / BUCKET_BYTES + weights / r[s] / 2)
+    all_weights = sum(size.trainable_bytes for size in problem.parameters.values())
+    buckets = min(1, all_weights) if all_weights <= BUCKET_BYTES else 1 + weights / BUCKET_BYTES
+    ring_s = 2 * (r[s] - 1) * (LATENCY_S * buckets + weights / r[s] / 2)
     return (work_s + links_s) / r[s] + ring_s / m
 
 
@@ -105,7 +108,9 @@ def problems(draw: Any, num_devices: int) -> Problem:
         Value(f"v{v}", f"b{draw(st.integers(0, v - 1))}", (f"b{v}",), draw(st.integers(0, 9)), 1)
         for v in range(1, n)
     )
-    return Problem(blocks, values, {f"w{v}": ParameterSize(draw(st.integers(0, 12))) for v in range(n)})
+    most_bytes = draw(st.sampled_from([0, 1, 12, 12]))
+    sizes = {f"w{v}": ParameterSize(draw(st.integers(0, most_bytes))) for v in range(n)}
+    return Problem(blocks, values, sizes)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -121,7 +126,7 @@ def test_copies_are_shared_out_as_well_as_in_the_best_of_all_plans(data: Any) ->
         with pytest.raises(InfeasibleError, match="no assignment fits"):
             partition_replicated(problem, cluster, **setting)
         return
-    with patch("pd2bw_fx.costs.GRADIENT_BUCKET_BYTES", BUCKET_BYTES):
+    with patch("pd2bw_fx.passes.partition.gradient_sums.GRADIENT_BUCKET_BYTES", BUCKET_BYTES):
         found = partition_replicated(problem, cluster, **setting)
     assert found.bottleneck_s == pytest.approx(expected, rel=3e-6)
     assert found.bound_s <= expected * (1 + 1e-9)
@@ -144,6 +149,34 @@ def test_the_heavy_stage_gets_the_spare_devices() -> None:
     assert found.microbatches_per_update == 3
     assert found.bottleneck_s == pytest.approx(2.0)
     assert check_plan(Plan.loads(found.dumps()), problem, cluster) == found
+
+
+def test_latencies_of_adding_up_few_gradients_are_planned_as_they_are_simulated() -> None:
+    model = MLP(MLPConfig(num_layers=4))
+    cluster = Cluster.uniform(4, memory_bytes="1 GiB", bytes_per_s=1e9, latency_s=1e-3)
+    one = split(
+        model, model.example_inputs(batch_size=2), cluster=cluster, num_stages=1, method="1f1b", check=False
+    )
+    options: dict[str, Any] = {"cluster": cluster, "check": False, "microbatches_per_update": 4}
+
+    copied = split(one, method="1f1b", num_stages=1, replicas=4, **options)
+    chosen = split(one, method="pipedream", replicas="auto", **options)
+    swept = sweep(
+        {2: coarsen(one.graph, one.costs, cluster)},
+        cluster,
+        batch_size=8,
+        num_stages=(1,),
+        num_replicas=(1, 4),
+        method="1f1b",
+        max_gap=0.0,
+    )
+
+    assert copied.plan.update_s > 2 * 3 * 1e-3
+    assert copied.plan.update_s == pytest.approx(4 / copied.simulate(num_updates=8).throughput)
+    assert copied.check_plan(copied.plan) == copied.plan
+    assert chosen.plan.replicas is None
+    assert swept.best.num_replicas == 1
+    assert swept.best.update_s == pytest.approx(4 * one.plan.bottleneck_s)
 
 
 def test_unlike_devices_are_refused() -> None:

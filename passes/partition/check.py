@@ -18,10 +18,11 @@ from pd2bw_fx.units import format_bytes
 
 from .choices import Found
 from .constrain import Pin, constrain
+from .gradient_sums import GradientSums
 from .instance import Integers, evaluate
 from .planning import plan_of, proven_for
 from .reader import Reader, check_problem, topological_order
-from .replicas import GradientSums, shared_out
+from .replicas import shared_out
 
 _ROUNDING = 1e-9
 

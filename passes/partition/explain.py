@@ -23,11 +23,12 @@ from .asked import Keeping, and_another, one_device_more
 from .choices import Choices, Deadline
 from .constrain import constrain
 from .face import partition
+from .gradient_sums import GradientSums
 from .handing_on import search_with_routes
 from .instance import Flags, Instance, Integers, Loads, evaluate
 from .kept import METHODS
 from .reader import Reader, check_problem, topological_order
-from .replicas import GradientSums, KeepingCopies, partition_replicated, shared_out, stashing
+from .replicas import KeepingCopies, partition_replicated, shared_out, stashing
 from .route import routed
 from .search import search
 

@@ -47,7 +47,8 @@ class Instance:
     """Nodes 0..n-1 in a topological order, to be put on stages 0..k-1, each with a device.
 
     `edges` never run to an earlier stage. `work_s[s, v]` is node v's time on stage s, `again_s` its forward
-    alone, which a recomputing stage runs twice. `cost_s[e, s, t]` is what net e costs stage s where the other
+    alone, which a recomputing stage runs twice, and `fixed_s` what the stage does besides, whatever nodes it
+    has (bounds may leave it out). `cost_s[e, s, t]` is what net e costs stage s where the other
     end is stage t: with `per_destination` the producer's stage pays for each stage that reads it, else once.
     With `overlap` a stage's load is the larger of its work and its transfers, else their sum.
 
@@ -82,12 +83,17 @@ class Instance:
     workspace_bytes: Floats  # (n,)
     stepped_bytes: Floats  # (n,)
     shared: tuple[SharedBytes, ...] = ()
+    fixed_s: Floats | None = None  # (k,); None: nothing
     forbidden: Flags | None = None  # (k, n): node v may not be on stage s
     hands_on: bool = False  # stages may send values that they did not make, where links make that cheaper
 
     @property
     def num_nodes(self) -> int:
         return int(self.work_s.shape[1])
+
+    @property
+    def besides_s(self) -> Floats:
+        return np.zeros(self.num_stages) if self.fixed_s is None else self.fixed_s
 
     def load_s(self, compute_s: Floats, links_s: Floats) -> Floats:
         """What stages have to do, by what they compute and what they send and receive."""
@@ -141,7 +147,7 @@ def evaluate(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops] 
     """
     k = instance.num_stages
     nodes = np.arange(instance.num_nodes)
-    work_s = _by_stage(stage_of, instance.work_s[stage_of, nodes], k)
+    work_s = _by_stage(stage_of, instance.work_s[stage_of, nodes], k) + instance.besides_s
     forward_s = _by_stage(stage_of, instance.again_s[stage_of, nodes], k)
     static = _by_stage(stage_of, instance.static_bytes[stage_of, nodes], k)
     gradients = _by_stage(stage_of, instance.gradient_bytes, k)

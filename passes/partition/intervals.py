@@ -113,9 +113,11 @@ class _Rectangles:
             work_s = work_s + self._by_stretch(instance.again_s[stage])
         link_costs = self._link_costs(stage)
         memory = self._memory_key(stage)
-        key = b"".join((work_s.tobytes(), link_costs.tobytes(), memory, self._forbidden_key(stage)))
+        besides = instance.besides_s[stage].tobytes()
+        parts = work_s.tobytes(), besides, link_costs.tobytes(), memory, self._forbidden_key(stage)
+        key = b"".join(parts)
         if ("load", key) not in self._grids:
-            load_s = _between(work_s)
+            load_s = _between(work_s) + instance.besides_s[stage]
             self._add_links(load_s, link_costs)
             if memory:
                 self._add_memory(load_s, stage)
@@ -159,7 +161,7 @@ class _Rectangles:
         if instance.overlap:
             links_s = self._summed(self._link_costs(stage))
             work_s = self._by_stretch(instance.work_s[stage] + instance.again_s[stage])
-            load_s[again] = np.maximum(_between(work_s), links_s)[again]
+            load_s[again] = np.maximum(_between(work_s) + instance.besides_s[stage], links_s)[again]
         else:
             load_s[again] += _between(self._by_stretch(instance.again_s[stage]))[again]
         load_s[recomputed > limit] = _NEVER

@@ -212,9 +212,10 @@ class FeasibilityProgram:
             self.program.minimise([(self._excess, 1.0)])
 
     def _limit_time(self, stage: int) -> None:
-        parts = [self._work[stage], self._links[stage]]
-        for group in [[part] for part in parts] if self.instance.overlap else [parts]:
+        work, links = self._work[stage], self._links[stage]
+        for group in [[work], [links]] if self.instance.overlap else [[work, links]]:
             row = Row()
             for part in group:
                 row.add_row(part, 1.0 / self.target_s)
-            self.assignment.require(row, 1.0)
+            besides_s = float(self.instance.besides_s[stage]) if work in group else 0.0
+            self.assignment.require(row, 1.0 - besides_s / self.target_s)

@@ -86,7 +86,7 @@ class _Stage:
         """Of these sets those that the stage leads to from set `at`."""
         instance = self.instance
         sets = sets[self.barred[sets] == self.barred[at]]
-        work_s = self.work_s[sets] - self.work_s[at]
+        work_s = self.work_s[sets] - self.work_s[at] + instance.besides_s[self.stage]
         static, saved = self.static[sets] - self.static[at], self.saved[sets] - self.saved[at]
         limit = instance.limit_bytes[self.stage] * _SLACK
         kept = static + saved * instance.in_flight[self.stage] <= limit

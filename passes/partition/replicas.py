@@ -2,11 +2,10 @@
 
 Stage s runs on r_s devices, and microbatch k on the (k mod r_s)-th of them. Of every microbatch a copy bears
 
-    load_s = (work_s + links_s) / r_s + 2 (r_s - 1) (|w_s| / bucket L + |w_s| / (r_s B)) / m
+    load_s = (work_s + links_s) / r_s + 2 (r_s - 1) ((1 + |w_s| / bucket) L + |w_s| / (r_s B)) / m
 
-the second term for adding up gradients over the copies once in m microbatches, in a ring for each bucket of
-them, over links of latency L and bandwidth B; like everything else it is added, not overlapped. (Buckets
-count by their bytes, a stage's last one as much as it is full.)
+the second term for adding up gradients over the copies once in m microbatches (`gradient_sums.py`), over
+links of latency L and bandwidth B; like everything else it is added, not overlapped.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy as np
 from pd2bw_fx.arguments import plain, require_choice, require_search, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.costs import Kept, MemoryModel, ring_s_per_byte
+from pd2bw_fx.costs import Kept, MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.passes.solver import check_solver
 from pd2bw_fx.plan import Plan, Progress
@@ -31,9 +30,10 @@ from pd2bw_fx.problem import Problem
 
 from .choices import Choices, Deadline, Found
 from .constrain import Constrained, constrain
-from .instance import Floats, Instance
+from .gradient_sums import GradientSums
+from .instance import Instance
 from .planning import plan_of, proven_for
-from .reader import Reader, check_problem, topological_order
+from .reader import Reader, check_problem
 from .search import search
 
 _MOST_DEVICES = 10  # two to the power of it are the ways to share them out
@@ -236,34 +236,6 @@ class _Asked:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GradientSums:
-    """Each node's gradients, and the links that copies of a stage add them up over."""
-
-    num_bytes: Floats
-    bytes_per_s: float
-    latency_s: float
-
-    @classmethod
-    def of(cls, problem: Problem, cluster: Cluster) -> GradientSums:
-        """A parameter of several blocks counts at the first."""
-        two = len(cluster) > 1
-        rate, latency_s = (cluster.bytes_per_s[0][1], cluster.latency_s[0][1]) if two else (np.inf, 0.0)
-        counted: set[str] = set()
-        num_bytes = []
-        for at in topological_order(problem):
-            names = dict.fromkeys(problem.blocks[at].parameters)
-            sizes = [problem.parameters[name].trainable_bytes for name in names if name not in counted]
-            counted.update(names)
-            num_bytes.append(sum(sizes))
-        return cls(np.array(num_bytes, dtype=float), rate, latency_s)
-
-    def of_copies_s(self, share: Sequence[int]) -> Floats:
-        """For each stage, with so many copies, and node."""
-        each = [ring_s_per_byte(copies, self.bytes_per_s, self.latency_s) for copies in share]
-        return np.array(each)[:, None] * self.num_bytes[None, :]
-
-
 def shared_out(
     instance: Instance, share: Sequence[int], sums: GradientSums, microbatches_per_update: int
 ) -> Instance:
@@ -271,7 +243,8 @@ def shared_out(
     r = np.array(share, dtype=float)
     return replace(
         instance,
-        work_s=instance.work_s / r[:, None] + sums.of_copies_s(share) / microbatches_per_update,
+        fixed_s=sums.of_stages_s(share) / microbatches_per_update,
+        work_s=instance.work_s / r[:, None] + sums.of_nodes_s(share) / microbatches_per_update,
         again_s=instance.again_s / r[:, None],
         cost_s=instance.cost_s / r[None, :, None],
     )

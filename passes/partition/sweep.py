@@ -2,7 +2,8 @@
 
 A batch of B samples is trained by w equal copies of a pipeline of d stages, in microbatches of b samples:
 m = B / (b w) microbatches an update in each copy. The copies' gradients are summed once an update over the
-slowest link, 2 (w - 1) / w times their bytes, which costs each microbatch an m-th of that.
+slowest link (`gradient_sums.py`): what that takes by the bytes of a stage costs each microbatch an m-th of
+it, and the latencies of a first bucket, which all stages wait for at once, come to the update.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import Any
 from pd2bw_fx.arguments import plain, require_kind, require_search, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.costs import ring_s_per_byte
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.plan import update_s
-from pd2bw_fx.problem import Block, Problem
+from pd2bw_fx.problem import Problem
 from pd2bw_fx.sweep import Setting, Sweep
 
 from .constrain import capped
 from .face import partition
+from .gradient_sums import GradientSums
+from .reader import topological_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,11 @@ class _Candidate:
     problem: Problem
     drains: bool  # the pipeline, after each update
     work_s: float  # of all blocks in one microbatch, each on the device that is fastest at it
+    summing_s: float  # of the copies' gradients, beside what is in the blocks: once an update
 
     def update_s(self, bottleneck_s: float, stages_s: float) -> float:
         """Of an update whose stages take `stages_s` together for a microbatch."""
-        return update_s(self.microbatches, bottleneck_s, stages_s, drains=self.drains)
+        return self.summing_s + update_s(self.microbatches, bottleneck_s, stages_s, drains=self.drains)
 
     def bound_s(self, bottleneck_s: float) -> float:
         """No update is faster whose slowest stage takes so long at least."""
@@ -180,7 +183,7 @@ def _planned(
         candidate.num_replicas,
         candidate.microbatch_size,
         candidate.microbatches,
-        update_s=plan.update_s,
+        update_s=candidate.summing_s + plan.update_s,
         bound_s=candidate.bound_s(plan.bound_s),
         plan=plan,
     )
@@ -195,6 +198,7 @@ def _candidates(
     method: str,
 ) -> Iterator[_Candidate]:
     for microbatch_size, problem in problems.items():
+        sums = GradientSums.of(problem, cluster) if max(num_replicas) > 1 else None
         for stages in num_stages:
             for replicas in num_replicas:
                 per_round = microbatch_size * replicas
@@ -202,10 +206,17 @@ def _candidates(
                 fits = stages * replicas <= len(cluster) and stages <= len(problem.blocks)
                 if rest or microbatches < 1 or not fits or (method == "2bw" and microbatches < stages):
                     continue
-                summed = _with_sums(problem, cluster, replicas, microbatches)
-                work_s = sum(_fastest(summed))
-                drains = method != "2bw"
-                yield _Candidate(stages, replicas, microbatch_size, microbatches, summed, drains, work_s)
+                summed = problem if sums is None else _with_sums(problem, sums, replicas, microbatches)
+                yield _Candidate(
+                    stages,
+                    replicas,
+                    microbatch_size,
+                    microbatches,
+                    summed,
+                    drains=method != "2bw",
+                    work_s=sum(_fastest(summed)),
+                    summing_s=0.0 if sums is None else sums.once_s(replicas),
+                )
 
 
 def _fastest(problem: Problem) -> list[float]:
@@ -213,22 +224,12 @@ def _fastest(problem: Problem) -> list[float]:
     return [min(map(sum, zip(block.forward_s, block.backward_s, strict=True))) for block in problem.blocks]
 
 
-def _with_sums(problem: Problem, cluster: Cluster, replicas: int, microbatches: int) -> Problem:
-    """Each block's backward with its share of summing the gradients of the copies.
-
-    A parameter of several blocks counts at the first that names it.
-    """
-    if replicas == 1:
-        return problem
-    pairs = [(a, b) for a in range(len(cluster)) for b in range(len(cluster)) if a != b]
-    slowest = min(cluster.bytes_per_s[a][b] for a, b in pairs)
-    latest_s = max(cluster.latency_s[a][b] for a, b in pairs)
-    per_byte_s = ring_s_per_byte(replicas, slowest, latest_s) / microbatches
-    counted: set[str] = set()
-    blocks: list[Block] = []
-    for block in problem.blocks:
-        new = [name for name in dict.fromkeys(block.parameters) if name not in counted]
-        counted.update(new)
-        more_s = per_byte_s * sum(problem.parameters[name].trainable_bytes for name in new)
-        blocks.append(replace(block, backward_s=tuple(seconds + more_s for seconds in block.backward_s)))
+def _with_sums(problem: Problem, sums: GradientSums, replicas: int, microbatches: int) -> Problem:
+    """Each block's backward with its share of summing the gradients of the copies."""
+    per_byte_s = sums.per_byte_s(replicas) / microbatches
+    blocks = list(problem.blocks)
+    for at, num_bytes in zip(topological_order(problem), sums.num_bytes.tolist(), strict=True):
+        more_s = per_byte_s * num_bytes
+        backward_s = tuple(seconds + more_s for seconds in blocks[at].backward_s)
+        blocks[at] = replace(blocks[at], backward_s=backward_s)
     return replace(problem, blocks=tuple(blocks))
