@@ -16,6 +16,7 @@ import torch
 
 from pd2bw_fx import __version__
 from pd2bw_fx.commands import comparing, onnx, planning, probing, training
+from pd2bw_fx.commands.common import DEBUG_HELP
 from pd2bw_fx.commands.options import in_options
 from pd2bw_fx.errors import ClusterError, InputError, Pd2bwError
 from pd2bw_fx.runtime.failure import STARTED_BY, end_with_parent, tell_launcher
@@ -69,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 done, 1 the work failed, 2 what was given cannot be taken",
     )
     made.add_argument("--version", action="version", version=f"pd2bw-fx {__version__}")
-    made.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    made.add_argument("--debug", action="store_true", help=DEBUG_HELP)
     made.add_argument(STARTED_HERE, action="store_true", help=argparse.SUPPRESS)
     commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for group in (planning, probing, training, onnx, comparing):

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -350,7 +351,8 @@ class _Reports:
         if self._engine.rank != 0:
             return
         if self._options.as_json:
-            _print(json.dumps({"update": updates, "loss": loss, "microbatches_per_s": rate}))
+            told = loss if math.isfinite(loss) else None  # JSON has no word for the others
+            _print(json.dumps({"update": updates, "loss": told, "microbatches_per_s": rate}))
         elif self._has_bar:
             self._bar.update(
                 self._task, completed=updates, told=f"loss {loss:.4f}, {rate:.1f} microbatches/s"

@@ -21,6 +21,8 @@ from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline, load
 
+DEBUG_HELP = "show the traceback of an error"
+
 
 def command(commands: Any, name: str, purpose: str, example: str) -> argparse.ArgumentParser:
     """A command whose help ends with an example."""
@@ -31,6 +33,8 @@ def command(commands: Any, name: str, purpose: str, example: str) -> argparse.Ar
         epilog=f"example: {example}",
         allow_abbrev=False,
     )
+    # As before the command, which must not be undone by what is not said here.
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP)
     return parser
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from pd2bw_fx.actions import Wanted
@@ -19,13 +20,16 @@ from pd2bw_fx.commands.common import (
     command,
     loaded,
     model_command,
+    model_named,
     named_pipeline,
     saved_folder,
 )
 from pd2bw_fx.demo import run_demo
 from pd2bw_fx.errors import UsageError
 from pd2bw_fx.metrics import FILE
+from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.runtime.job import work_for
+from pd2bw_fx.source_check import NAMESPACES_OF_TORCH, operators_called
 from pd2bw_fx.train import (
     OPTIMIZER_NAMES,
     TrainOptions,
@@ -38,9 +42,10 @@ from pd2bw_fx.train import (
 )
 
 _OF_A_RANK = (
-    "data", "optimizer", "lr", "updates", "seed", "method", "chunks", "microbatches", "replicas", "precision",
+    "data", "optimizer", "lr", "updates", "seed", "method", "microbatches", "replicas", "precision",
     "checkpoint", "every", "metrics", "trace", "record", "output",
 )  # fmt: skip
+_REGISTERED_BY = "--registered-by"  # the model whose code knows what a rank's stages call
 
 
 def add(commands: Any) -> None:
@@ -94,6 +99,7 @@ def add(commands: Any) -> None:
         "--record", type=int, default=8, help="updates in the trace and in the metrics (default 8)"
     )
     train.add_argument("-o", "--output", type=Path, help="the trained weights, as safetensors")
+    train.add_argument(_REGISTERED_BY, dest="registered_by", help=argparse.SUPPRESS)
     train.set_defaults(run=_train)
 
 
@@ -126,6 +132,8 @@ def _train(options: argparse.Namespace) -> int:
         return _train_here(options)
     is_first = int(os.environ["RANK"]) == 0
     pipe = named_pipeline(options)
+    if options.registered_by is not None:
+        _register(options.registered_by, pipe)
     if options.data:
         batches = called(options.data, loaded(options.data))
         if not isinstance(batches, Iterable):
@@ -164,8 +172,26 @@ def _train_here(options: argparse.Namespace) -> int:
     num_ranks = work_for(pipe, wanted).num_ranks
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         pipe.save(Path(folder) / "pipeline")
-        start_processes(num_ranks, _words(options, Path(folder) / "pipeline"))
+        words = _words(options, Path(folder) / "pipeline")
+        if _foreign(pipe) and ":" in str(options.model):
+            words.append(f"{_REGISTERED_BY}={options.model}")
+        start_processes(num_ranks, words)
     return 0
+
+
+def _foreign(pipe: Pipeline) -> set[tuple[str, str]]:
+    """The operators that its stages call and that are there only where somebody has defined them."""
+    called = {operator for program in pipe.programs for operator in operators_called(program.source)}
+    return {(namespace, name) for namespace, name in called if namespace not in NAMESPACES_OF_TORCH}
+
+
+def _register(model: str, pipe: Pipeline) -> None:
+    """Run what defines the operators of its stages: the model's file, or, for what it defines only in being
+    made, the model's making."""
+    loaded(model)
+    if not all(hasattr(getattr(torch.ops, namespace), name) for namespace, name in _foreign(pipe)):
+        with torch.random.fork_rng(devices=[]):
+            model_named(model)
 
 
 def _words(options: argparse.Namespace, folder: Path) -> list[str]:
