@@ -131,20 +131,34 @@ def _fast_path(*, on: bool) -> Iterator[None]:
 def without_gradients(
     forward: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
     inputs: Mapping[str, torch.Tensor],
-    *,
-    fast_path: bool = False,
 ) -> dict[str, torch.Tensor]:
     """What a model returns in evaluation, copied: part of a buffer may be among it, which is put back. One
-    that differentiates in its forward (forces of an energy) cannot do without gradients, and is run with
-    them. `fast_path`: torch's for encoder layers, which gives padded positions zeros; else every layer is as
-    written."""
+    that differentiates in its forward draws and writes twice."""
+    return with_gradients_if_asked(lambda gradients: returned(forward, inputs, gradients=gradients))
+
+
+def with_gradients_if_asked(run: Callable[[bool], _Made]) -> _Made:
+    """`run(False)`, without gradients. A model that differentiates in its forward (forces of an energy)
+    cannot do without and is run with them, `run(True)`. Before it failed the first run has drawn and
+    written: the second one has to begin with weights and generators as they were."""
     try:
-        with torch.no_grad(), _fast_path(on=fast_path):
-            return {name: value.clone() for name, value in forward(inputs).items()}
+        return run(False)
     except RuntimeError as error:
         if "does not require grad" not in str(error):
             raise
-    with torch.enable_grad():
+    return run(True)
+
+
+def returned(
+    forward: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    gradients: bool,
+    fast_path: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Copies of what a model returns. `fast_path`: torch's for encoder layers, which gives padded positions
+    zeros; else every layer is as written."""
+    with torch.set_grad_enabled(gradients), _fast_path(on=fast_path):
         return {name: value.detach().clone() for name, value in forward(inputs).items()}
 
 

@@ -196,3 +196,26 @@ def test_what_autograd_says_twice_or_by_default_is_not_printed() -> None:
     assert ".t().t()" not in source
     assert "memory_format" not in source
     assert source.count("slice_backward.default(") == 1  # of the column, and not of all rows
+
+
+@pytest.mark.parametrize("draws_twice", [False, True])
+def test_what_is_drawn_and_written_before_a_derivative_is_alike_in_evaluation(draws_twice: bool) -> None:
+    class Penalty(nn.Module):
+        """WGAN-GP's, on points between real and made ones, beside a count of calls."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = network(6)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, real: Tensor, made: Tensor) -> Tensor:
+            self.calls += 1
+            share = torch.rand(real.shape[0], 1, device=real.device)
+            between = (share * real + (1 - share) * made).requires_grad_(True)
+            (slope,) = torch.autograd.grad(self.critic(between).sum(), between, create_graph=True)
+            noise = torch.rand_like(slope) if draws_twice else 0
+            return ((slope + noise).norm(dim=1) - 1).square().mean() * (1 + self.calls)
+
+    pipe = pd2bw_fx.split(Penalty(), (torch.randn(4, 6), torch.randn(4, 6)), cluster=1, costs="analytic")
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.evaluation == ""

@@ -18,7 +18,7 @@ from pd2bw_fx.errors import VerificationError
 from pd2bw_fx.graph import Operator, OperatorGraph
 from pd2bw_fx.modes import asking_for_mode
 from pd2bw_fx.plan import Plan
-from pd2bw_fx.program import without_gradients
+from pd2bw_fx.program import returned, with_gradients_if_asked
 from pd2bw_fx.stage import StageProgram, held_tensors
 
 from .compare import coarsest_tolerance, difference, tolerance_of
@@ -107,13 +107,18 @@ def _of_model(
     random: bool,
 ) -> tuple[Mapping[str, Tensor], set[str], Drawn]:
     """What it returns, which buffers it has changed, and what it has drawn."""
-    with weights_of(model, graph, tensors) as live, randomness(on=random) as draws:
-        model.eval()
-        # The tensors may be the model's own.
-        before = {name: live[name].clone() for name in written_by(graph) if name in live}
-        outputs = without_gradients(forward, {**example, **of_the_loss(graph, tensors, live)})
-        changed = {name for name, tensor in before.items() if _is_changed(live[name], tensor)}
-        return outputs, changed, draws.drawn()
+
+    def run(gradients: bool) -> tuple[Mapping[str, Tensor], set[str], Drawn]:
+        with weights_of(model, graph, tensors) as live, randomness(on=random) as draws:
+            model.eval()
+            # The tensors may be the model's own.
+            before = {name: live[name].clone() for name in written_by(graph) if name in live}
+            given = {**example, **of_the_loss(graph, tensors, live)}
+            outputs = returned(forward, given, gradients=gradients)
+            changed = {name for name, tensor in before.items() if _is_changed(live[name], tensor)}
+            return outputs, changed, draws.drawn()
+
+    return with_gradients_if_asked(run)
 
 
 def _of_stages(

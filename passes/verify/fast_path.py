@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from pd2bw_fx.graph import OperatorGraph
-from pd2bw_fx.program import without_gradients
+from pd2bw_fx.program import returned, with_gradients_if_asked
 from pd2bw_fx.stage import StageProgram
 
 from .evaluation import outputs_differ
@@ -33,14 +33,19 @@ def note_on_fast_path(
     without it on the example inputs, or ""."""
     if not any(isinstance(module, _WITH_FAST_PATH) for module in model.modules()):
         return ""
-    try:
+
+    def run(gradients: bool) -> list[Mapping[str, Tensor]]:
         with weights_of(model, graph, tensors) as live:
             model.eval()
             given = {**example, **of_the_loss(graph, tensors, live)}
-            found = []
+            found: list[Mapping[str, Tensor]] = []
             for fast in (True, False):
                 with randomness(on=True):
-                    found.append(without_gradients(forward, given, fast_path=fast))
+                    found.append(returned(forward, given, gradients=gradients, fast_path=fast))
+            return found
+
+    try:
+        found = with_gradients_if_asked(run)
     except Exception:  # of whatever the model's other branch does, which evaluation tells of
         return ""
     differs = outputs_differ(graph, programs, *found)
