@@ -30,37 +30,30 @@ def peak_memory_bytes(timeline: Timeline, plan: Plan, memory_model: MemoryModel)
     backward and its end, hold at one time.
 
     `memory_model` is what the plan was made with. A stage that recomputes holds what it received and sent of
-    every such microbatch, and the activations of one.
+    every such microbatch, and the activations of the one that it works on.
     """
     alive = versions_alive(timeline)
     now, most = [0.0] * timeline.num_ranks, [0.0] * timeline.num_ranks
-    each = [stage.bytes_per_microbatch for stage in plan.stages]
     with_gradients = set[tuple[int, int]]()
     for event in timeline.events:
-        place, gradients = (event.rank, event.stage), plan.stages[event.stage].memory.gradient_bytes
+        rank, stage, place = event.rank, plan.stages[event.stage], (event.rank, event.stage)
         if event.kind is Kind.FORWARD:
-            now[event.rank] += each[event.stage]
-        elif event.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
-            now[event.rank] -= each[event.stage]
-            now[event.rank] += 0 if place in with_gradients else gradients
+            now[rank] += stage.bytes_per_microbatch
+        if event.kind in COMPUTE and event.kind is not Kind.UPDATE:
+            again = stage.memory.activation_bytes if stage.recompute else 0
+            most[rank] = max(most[rank], now[rank] + again + stage.memory.workspace_bytes)
+        if event.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
+            now[rank] -= stage.bytes_per_microbatch
+            now[rank] += 0 if place in with_gradients else stage.memory.gradient_bytes
             with_gradients.add(place)
+            most[rank] = max(most[rank], now[rank] + stage.memory.workspace_bytes)
         elif event.kind is Kind.UPDATE and place in with_gradients:
-            now[event.rank] -= gradients
+            now[rank] -= stage.memory.gradient_bytes
             with_gradients.remove(place)
-        most[event.rank] = max(most[event.rank], now[event.rank])
-    peaks = []
-    for rank, moving in enumerate(most):
-        stages = [stage for of, stage in alive if of == rank]
-        fixed = sum(_fixed_bytes(plan.stages[stage], memory_model, alive[rank, stage]) for stage in stages)
-        once = max((_once_bytes(plan.stages[stage]) for stage in stages), default=0)
-        peaks.append(round(fixed + moving + once))
-    return tuple(peaks)
-
-
-def _once_bytes(stage: StagePlan) -> int:
-    """For the one microbatch that is worked on."""
-    again = stage.memory.activation_bytes if stage.recompute else 0
-    return stage.memory.workspace_bytes + again
+    fixed = [0.0] * timeline.num_ranks
+    for (rank, at), versions in alive.items():
+        fixed[rank] += _fixed_bytes(plan.stages[at], memory_model, versions)
+    return tuple(round(own + moving) for own, moving in zip(fixed, most, strict=True))
 
 
 def _fixed_bytes(stage: StagePlan, memory_model: MemoryModel, versions: int) -> float:
