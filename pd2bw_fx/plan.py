@@ -206,12 +206,18 @@ class Plan:
         """Seconds of an update by the times of the stages alone; `simulate` has who waits for whom.
 
         A transfer keeps both its stages busy, and the microbatch that is waited for once. Where devices have
-        several stages, others go through those by the time that the first microbatch has come to them.
+        several stages, others go through those by the time that the first microbatch has come to them; of too
+        few to keep the devices busy each goes through all stages, a slowest stage behind the one before it.
+        Of data parallelism, which has its one stage on every device, it is what one device would take alone.
         """
         through_s = sum(stage.load_s - stage.receive_s / stage.replicas for stage in self.stages)
         each = self.num_stages / max(1, len({stage.device for stage in self.stages}))
         stages_s = self.bottleneck_s + max(0.0, through_s - self.bottleneck_s) / each
-        return update_s(self.microbatches_per_update, self.bottleneck_s, stages_s, drains=self.drains)
+        found_s = update_s(self.microbatches_per_update, self.bottleneck_s, stages_s, drains=self.drains)
+        if each == 1 or not self.drains:
+            return found_s
+        slowest_s = max(stage.load_s for stage in self.stages)
+        return max(found_s, update_s(self.microbatches_per_update, slowest_s, through_s, drains=True))
 
     @property
     def stage_of(self) -> dict[str, int]:
