@@ -20,8 +20,11 @@ from pd2bw_fx.passes.schedule import METHODS, check_schedule, schedule_of
 from pd2bw_fx.passes.simulate import Durations, simulate_durations, versions_alive
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import as_one_stage
+from pd2bw_fx.report.devices import fullest_device
+from pd2bw_fx.report.memory import memory_svg
+from pd2bw_fx.report.summary import tiles_html
 from pd2bw_fx.report.timeline import timeline_svg
-from pd2bw_fx.units import parse_bytes
+from pd2bw_fx.units import format_bytes, parse_bytes
 
 
 class Net(nn.Module):
@@ -180,6 +183,43 @@ def test_the_peak_of_a_timeline_is_what_the_plan_allows_for(on_two: Pipeline) ->
     planned = [stage.memory.total_bytes for stage in on_two.plan.stages]
 
     assert on_two.peak_memory_bytes(on_two.simulate()) == pytest.approx(planned, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["1f1b", "gpipe"])
+def test_what_is_computed_again_is_gone_when_gradients_have_come(method: str) -> None:
+    pipe = split(2, method=method, recompute=True, microbatches_per_update=1)
+    planned = [stage.memory.total_bytes for stage in pipe.plan.stages]
+
+    assert pipe.peak_memory_bytes(pipe.simulate()) == pytest.approx(planned, rel=1e-3)
+
+
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_a_few_microbatches_of_interleaved_go_through_all_stages(m: int) -> None:
+    pipe = split(4, method="interleaved", microbatches_per_update=m)
+
+    simulated_s = m / pipe.simulate(num_updates=6).throughput
+    assert pipe.plan.update_s == pytest.approx(simulated_s, rel=0.05)
+    assert pipe.plan.update_s >= sum(stage.forward_s + stage.backward_s for stage in pipe.plan.stages)
+
+
+@pytest.mark.parametrize("method", ["interleaved", "chimera"])
+def test_the_fullest_device_is_told_with_all_of_its_stages(method: str) -> None:
+    pipe = split(2, method=method, cluster=cluster_of(2, "16MiB"))
+    held = fullest_device(pipe.plan)
+    told = f"{format_bytes(held.num_bytes)} of 16 MiB"
+
+    assert max(pipe.peak_memory_bytes(pipe.simulate())) <= held.num_bytes
+    assert (held.num_stages, held.limit_bytes) == (2, 2**24)
+    assert f"fullest device: {held.place}, {told} with its 2 stages" in str(pipe)
+    assert f"{held.place}: {told}" in tiles_html(pipe.plan, None, None)
+    assert f"{held.place} with all its stages: {told}" in memory_svg(pipe.plan)
+
+
+def test_the_figures_of_data_parallelism_are_said_to_be_each_devices() -> None:
+    pipe = split(2, method="ddp")
+
+    assert "microbatches/s on each device where" in str(pipe)
+    assert "a microbatch, each device, of its own microbatches" in tiles_html(pipe.plan, None, None)
 
 
 def test_methods_hold_what_their_versions_and_microbatches_take(on_two: Pipeline) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from pd2bw_fx.plan import Plan, StagePlan
 from pd2bw_fx.report import svg
+from pd2bw_fx.report.devices import fullest_device
 from pd2bw_fx.units import format_bytes
 
 _RIGHT, _TOP, _BOTTOM = 190.0, 88.0, 40.0
@@ -22,7 +23,7 @@ _PARTS = (
 
 
 def memory_svg(plan: Plan, *, width: float = 1100) -> str:
-    """An SVG of what each stage's device holds at its worst moment, beside its limit.
+    """An SVG of what each stage's device holds for it at its worst moment, beside its limit.
 
     A limit far above all bars would make them too small to read: it is then told in words only.
     """
@@ -52,7 +53,11 @@ def memory_svg(plan: Plan, *, width: float = 1100) -> str:
 def _subtitle(plan: Plan) -> str:
     fullest = max(plan.stages, key=lambda stage: stage.memory.total_bytes / stage.memory_limit_bytes)
     share = fullest.memory.total_bytes / fullest.memory_limit_bytes
-    return f"fullest: stage {fullest.stage} on {fullest.place}, {_percent(share)} of its limit"
+    told = f"fullest: stage {fullest.stage} on {fullest.place}, {_percent(share)} of its limit"
+    if (device := fullest_device(plan)).num_stages == 1:
+        return told
+    held = f"{format_bytes(device.num_bytes)} of {format_bytes(device.limit_bytes)}"
+    return f"{told}, a share of its device's; {device.place} with all its stages: {held}"
 
 
 def _percent(share: float) -> str:

@@ -8,6 +8,7 @@ from html import escape
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.report import svg
+from pd2bw_fx.report.devices import fullest_device, is_on_every_device
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.units import format_bytes, format_seconds
 
@@ -31,23 +32,20 @@ def nav_html(parts: Sequence[tuple[str, str]]) -> str:
 def _figures(
     plan: Plan, timeline: Timeline | None, metrics: Metrics | None
 ) -> Iterable[tuple[str, str, str]]:
-    fullest = max(plan.stages, key=lambda stage: stage.memory.total_bytes / stage.memory_limit_bytes)
-    share = fullest.memory.total_bytes / fullest.memory_limit_bytes
     if metrics is not None and metrics.throughput > 0:
         yield "Measured", f"{metrics.throughput:.4g}/s", "microbatches, median update"
     if timeline is not None:
         yield "Predicted", f"{timeline.throughput:.4g}/s", f"microbatches, {timeline.method} simulated"
-    where = f"a microbatch, {plan.slowest_place}"
+    each = "each device, of its own microbatches" if is_on_every_device(plan) else plan.slowest_place
+    where = f"a microbatch, {each}"
     yield "Bottleneck", format_seconds(plan.bottleneck_s), where
     gap = "0%" if plan.gap <= 1e-9 else f"≤ {plan.gap:.2%}"
     if plan.bound_s > 0:
         yield "From the optimum", gap, f"proven by {plan.solver} in {format_seconds(plan.planning_s)}"
-    held = f"{format_bytes(fullest.memory.total_bytes)} of {format_bytes(fullest.memory_limit_bytes)}"
-    yield (
-        "Fullest device",
-        f"{share:.1%}" if share < 0.1 else f"{share:.0%}",
-        f"{fullest.device_name}: {held}",
-    )
+    fullest = fullest_device(plan)
+    held = f"{format_bytes(fullest.num_bytes)} of {format_bytes(fullest.limit_bytes)}"
+    share = f"{fullest.share:.1%}" if fullest.share < 0.1 else f"{fullest.share:.0%}"
+    yield "Fullest device", share, f"{fullest.place}: {held}"
     if plan.transfers:
         crossing = sum(transfer.bytes + transfer.gradient_bytes for transfer in plan.transfers)
         values = len({transfer.value for transfer in plan.transfers})

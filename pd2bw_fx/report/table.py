@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pd2bw_fx.costs import Costs
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan, StagePlan, Transfer
+from pd2bw_fx.report.devices import fullest_device, is_on_every_device
 from pd2bw_fx.units import counted, format_bytes, format_seconds
 
 COLUMNS = ("stage", "device", "operators", "parameters", "forward", "backward", "memory / limit")
@@ -95,11 +96,18 @@ def _value_name(graph: OperatorGraph, value: str) -> str:
 
 def verdict(costs: Costs, plan: Plan) -> list[str]:
     rate = 1.0 / plan.bottleneck_s if plan.bottleneck_s > 0 else float("inf")
+    each = " on each device" if is_on_every_device(plan) else ""
     lines = [
         f"bottleneck: {plan.slowest_place}, {format_seconds(plan.bottleneck_s)} a "
-        f"microbatch, {rate:.4g} microbatches/s where no transfer runs beside work",
+        f"microbatch, {rate:.4g} microbatches/s{each} where no transfer runs beside work",
         plan.proof + (f" ({plan.solver}, {format_seconds(plan.planning_s)})" if plan.bound_s > 0 else ""),
     ]
+    if (fullest := fullest_device(plan)).num_stages > 1:
+        lines.append(
+            f"fullest device: {fullest.place}, {format_bytes(fullest.num_bytes)} of "
+            f"{format_bytes(fullest.limit_bytes)} with its {fullest.num_stages} stages, each of which has "
+            "its share of the limit"
+        )
     size = "" if costs.microbatch_size is None else f" at microbatch size {costs.microbatch_size}"
     lines.append(f"costs: {costs.origin}, {costs.device}{size}")
     if costs.note:
