@@ -156,3 +156,38 @@ def test_a_type_that_numpy_has_not_stays_within_a_stage(tmp_path: Path) -> None:
     leaving = written(HALVES.format(kind="bfloat16", code=16), tmp_path / "leaving.onnx")
     with pytest.raises(ExportError, match=r"'c' leaves a stage and is no tensor .* bfloat16"):
         stages_of(leaving)
+
+
+def test_an_axis_is_not_the_batchs_for_having_its_sizes_twice(tmp_path: Path) -> None:
+    """Made-up lengths are 5 and 12: frames of four are 2 and 3, as the batch is."""
+    text = """frames (float[batch, 2, length] x) => (float[frames, batch, 2] y) <float[2, 2] w> {
+        c = MaxPool<kernel_shape = [1], strides = [4]>(x)
+        r = Relu(c)
+        t = Transpose<perm = [2, 0, 1]>(r)
+        h = MatMul(t, w)
+        y = MatMul(h, w)
+    }"""
+    path = written(text, tmp_path / "frames.onnx")
+    pipe = stages_of(path)
+
+    assert pipe.manifest["outputs"][0]["shape"] == ["y_axis_0", "batch", 2]
+    x = np.linspace(-1, 1, 3 * 2 * 8, dtype=np.float32).reshape(3, 2, 8)
+    require_same(pipe, path, {"x": x})
+    require_same(pipe, path, {"x": x[:1].repeat(9, axis=2)})
+
+
+def test_what_has_not_always_as_many_axes_is_not_sent(tmp_path: Path) -> None:
+    text = """squeezed (float[batch, heads, 2] x) => (float[rows, 2] y) <float[2, 2] w> {
+        a = MatMul(x, w)
+        r = Relu(a)
+        s = Squeeze(r)
+        t = Tanh(s)
+        p = MatMul(t, w)
+        y = MatMul(p, w)
+    }"""
+    path = written(text, tmp_path / "squeezed.onnx")
+    pipe = stages_of(path)
+
+    assert pipe.manifest["stages"][1]["inputs"][0]["tensor"] in ("a", "r")
+    for batch, heads in ((3, 5), (3, 1), (1, 4)):
+        require_same(pipe, path, {"x": rows(batch * heads).reshape(batch, heads, 2)})

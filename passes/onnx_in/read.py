@@ -14,7 +14,8 @@ from pd2bw_fx.onnx_model import OnnxModel, subgraphs
 from pd2bw_fx.onnx_session import Array
 
 from .load import load_onnx, reads
-from .trial import made_up_examples, run_every_node, specs_of
+from .specs import specs_of
+from .trial import made_up_examples, run_every_node
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -43,21 +44,31 @@ def read_onnx(path: str | Path, examples: Sequence[Mapping[str, Array]] | None =
     """
     path = Path(path)
     model = load_onnx(path)
+    _check_draws(model)
     if examples is not None:
         _check_examples(model, examples)
     choices = made_up_examples(model) if examples is None else [[dict(example) for example in examples]]
-    batches, runs = run_every_node(model, choices)
-    graph, node_of = _operator_graph(model, specs_of(runs, model), path.stem)
+    trial = run_every_node(model, choices)
+    graph, node_of = _operator_graph(model, specs_of(trial, model), path.stem)
     outputs = [value.name or "" for value in model.graph.outputs]
     _check_outputs(graph, outputs)
     return OnnxModel(
         path=path,
         graph=graph,
-        examples=tuple(batches),
-        results=tuple({name: run[name] for name in outputs} for run in runs),
+        examples=tuple(trial.examples),
+        results=tuple({name: run[name] for name in outputs} for run in trial.runs),
         node_of=node_of,
         ir=model,
     )
+
+
+def _check_draws(model: ir.Model) -> None:
+    for node in model.graph.all_nodes():
+        if node.op_type in _RANDOM:
+            raise InputError(
+                f"node {node.name or node.outputs[0].name!r} draws random numbers ({node.op_type}), so the "
+                "stages could not be compared with the file; make what it draws an input of the model"
+            )
 
 
 def _check_examples(model: ir.Model, batches: Sequence[Mapping[str, Array]]) -> None:
@@ -116,17 +127,16 @@ class _Reader:
         self.node_of: dict[str, str] = {}
         self._specs, self._inputs, self._held, self._leaving = specs, inputs, held, leaving
         self._everywhere = set(inputs)  # what every stage can have without receiving it
-        self._odd: set[str] = set()  # values that are no tensors
+        self._odd: set[str] = set()  # values that are no tensors, or have not always as many axes
 
     def add(self, node: ir.Node) -> None:
         values = [value.name or "" for value in reads(node)]
         made = [value.name or "" for value in node.outputs if value.name]
         held = tuple(value for value in values if value in self._held)
         operands = tuple(value for value in values if value not in self._held)
-        odd = any(value in self._odd for value in operands)
-        if any(self._specs.get(value) is None for value in made):
-            odd = True
-            self._odd |= {value for value in made if self._specs.get(value) is None}
+        unsent = {value for value in made if (spec := self._specs.get(value)) is None or spec.shape is None}
+        odd = bool(unsent) or any(value in self._odd for value in operands)
+        self._odd |= unsent
         name = made[0] if len(made) == 1 else node.name or ""
         operator = Operator(
             name=name,
@@ -139,7 +149,7 @@ class _Reader:
             source_line=node.metadata_props.get("pd2bw_fx.source"),
             is_random=node.op_type in _RANDOM,
             is_replicable=self._is_replicable(node, operands, held, made) and not odd,
-            memory_group="sequences" if odd else None,  # only tensors can be sent
+            memory_group="unsent" if odd else None,  # only tensors can be sent, of one number of axes
         )
         self.operators[name] = operator
         self.node_of[name] = node.name or ""

@@ -1,20 +1,19 @@
-"""Run the file node by node: the shape and type of every value, at one batch size and at another."""
+"""Run the file node by node: every value at one batch size and at another, and shapes at two sizes more."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from pd2bw_fx.errors import ExportError, InputError
-from pd2bw_fx.graph import TensorSpec
 from pd2bw_fx.onnx_session import Array, first_line, open_session
 
-from .shapes import Shape, inferred_shapes, shaped_by_values
+from .specs import open_axes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -23,6 +22,20 @@ if TYPE_CHECKING:
 # An open axis, by its name; one that has none by its input, or by its place.
 _Axis = tuple[str, int]
 _Batch = Mapping[str, Array]
+_Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """`runs`: for each of the examples every value of the outer graph by name; a sequence is a list, and None
+    what numpy has no type for. `further`: shapes at a size more, which tells axes apart that two examples do
+    not; None where the file takes no other. `at_one`: where every open axis is 1; None likewise.
+    """
+
+    examples: list[_Batch]
+    runs: list[dict[str, Any]]
+    further: _Shapes | None = None
+    at_one: _Shapes | None = None
 
 
 def made_up_examples(model: ir.Model) -> list[list[_Batch]]:
@@ -81,11 +94,8 @@ def _made_up(value: ir.Value, axes: Sequence[int | _Axis], sizes: Mapping[_Axis,
     raise InputError(f"input {value.name!r} has type {dtype}, which cannot be made up; pass examples")
 
 
-def run_every_node(
-    model: ir.Model, choices: Sequence[Sequence[_Batch]]
-) -> tuple[list[_Batch], list[dict[str, Any]]]:
-    """The first of the choices that the file takes, and for each of its examples every value of the outer
-    graph by name; a sequence is a list, and None what numpy has no type for.
+def run_every_node(model: ir.Model, choices: Sequence[Sequence[_Batch]]) -> Trial:
+    """On the first of the choices that the file takes.
 
     Raises ExportError, in onnxruntime's own words, if it takes none.
     """
@@ -101,10 +111,64 @@ def run_every_node(
         session = open_session(path, "the model", optimise=False)
         for examples in choices[:-1]:
             try:
-                return list(examples), _runs(session, examples)
+                return _tried(session, model, examples)
             except ExportError:
                 continue
-        return list(choices[-1]), _runs(session, choices[-1])
+        return _tried(session, model, choices[-1])
+
+
+def _tried(session: InferenceSession, model: ir.Model, examples: Sequence[_Batch]) -> Trial:
+    runs = _runs(session, examples)
+    axes, symbols = open_axes(model, examples)
+    if not symbols:
+        return Trial(list(examples), runs)
+    further = next(
+        (
+            shapes
+            for sizes in (_unrelated(symbols), _on_the_line(symbols))
+            if (shapes := _shapes(session, examples[0], axes, sizes)) is not None
+        ),
+        None,
+    )
+    return Trial(
+        list(examples), runs, further, _shapes(session, examples[0], axes, dict.fromkeys(symbols, 1))
+    )
+
+
+def _unrelated(symbols: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """A third size of each, which is no function of another's: each at a place of its own between its two,
+    which a file may bound; above them, one higher than the last, where nothing is between."""
+    found: dict[str, int] = {}
+    for place, (name, (first, second, *_)) in enumerate(symbols.items(), start=1):
+        size = first + (second - first) * place // (len(symbols) + 1)
+        found[name] = max(first, second) + place if size in (first, second) else size
+    return found
+
+
+def _on_the_line(symbols: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """A third size of each where sizes are sums and multiples of one another."""
+    return {name: max(2 * second - first, 1) for name, (first, second, *_) in symbols.items()}
+
+
+def _shapes(
+    session: InferenceSession,
+    example: _Batch,
+    axes: Mapping[str, tuple[int | str, ...]],
+    sizes: Mapping[str, int],
+) -> _Shapes | None:
+    """Of every value, where the example's open axes have these sizes. None where the file does not take
+    them."""
+    resized = {}
+    for name, array in example.items():
+        for axis, symbol in enumerate(axes[name]):
+            if isinstance(symbol, str):
+                array = np.take(array, np.arange(sizes[symbol]) % array.shape[axis], axis)
+        resized[name] = array
+    try:
+        (values,) = _runs(session, [resized])
+    except ExportError:
+        return None
+    return {name: value.shape for name, value in values.items() if isinstance(value, np.ndarray)}
 
 
 def _runs(session: InferenceSession, examples: Sequence[_Batch]) -> list[dict[str, Any]]:
@@ -125,84 +189,8 @@ def _runs(session: InferenceSession, examples: Sequence[_Batch]) -> list[dict[st
     return runs
 
 
-def specs_of(runs: Sequence[Mapping[str, Any]], model: ir.Model) -> dict[str, TensorSpec | None]:
-    """Each value's shape and type; None for what is no tensor, or of a type that torch has not.
-
-    An axis of an input that differs between the runs is a symbol, by the file's name for it. One of another
-    value is a number where the file fixes it; else the symbol that inference finds, or that of the one input
-    axis whose sizes it has; or one of its own, always where it goes by the values of inputs.
-    """
-    symbols: dict[str, tuple[int, ...]] = {}
-    inputs: dict[str, tuple[int | str, ...]] = {}
-    for value in model.graph.inputs:
-        inputs[value.name or ""] = _shape_of_input(value, [run[value.name or ""] for run in runs], symbols)
-    known, by_values = inferred_shapes(model, inputs), shaped_by_values(model)
-    specs: dict[str, TensorSpec | None] = {}
-    for name in runs[0]:
-        arrays = [run[name] for run in runs]
-        dtype = _TORCH_TYPES.get(arrays[0].dtype.name) if isinstance(arrays[0], np.ndarray) else None
-        if dtype is None or any(array.ndim != arrays[0].ndim for array in arrays):
-            specs[name] = None
-            continue
-        shape = inputs.get(name) or _shape(name, arrays, known.get(name), symbols, name in by_values)
-        specs[name] = TensorSpec(shape, dtype, False, tuple(arrays[0].shape))
-    return specs
-
-
-def _shape_of_input(
-    value: ir.Value, arrays: Sequence[Array], symbols: dict[str, tuple[int, ...]]
-) -> tuple[int | str, ...]:
-    """Adds the symbols that it finds. Axes without a name have one where place and sizes are the same."""
-    shape: list[int | str] = []
-    for axis, sizes in enumerate(zip(*(array.shape for array in arrays), strict=True)):
-        declared = None if value.shape is None else value.shape[axis]
-        if len(set(sizes)) == 1 or isinstance(declared, int):
-            shape.append(sizes[0])
-            continue
-        name = None if declared is None else declared.value
-        if name is None:
-            end = f"_axis_{axis}"
-            same = (s for s, found in symbols.items() if found == sizes and s.endswith(end))
-            name = next(same, f"{value.name}{end}")
-        symbols.setdefault(name, sizes)
-        shape.append(name)
-    return tuple(shape)
-
-
-def _shape(
-    name: str,
-    arrays: Sequence[Array],
-    known: Shape | None,
-    symbols: Mapping[str, tuple[int, ...]],
-    goes_by_values: bool,
-) -> tuple[int | str, ...]:
-    shape: list[int | str] = []
-    for axis, sizes in enumerate(zip(*(array.shape for array in arrays), strict=True)):
-        is_known = known is not None and len(known) == arrays[0].ndim
-        told = known[axis] if known is not None and is_known else None
-        is_same = len(set(sizes)) == 1
-        alike = [symbol for symbol, found in symbols.items() if found == sizes]
-        if is_same and (told == sizes[0] or not (is_known or goes_by_values)):
-            shape.append(sizes[0])
-        elif isinstance(told, str) and told in alike:
-            shape.append(told)
-        elif len(alike) == 1 and not goes_by_values:
-            shape.append(alike[0])
-        else:
-            shape.append(f"{name}_axis_{axis}")
-    return tuple(shape)
-
-
 _WITHOUT_ARRAYS = frozenset({
     "tensor(bfloat16)", "tensor(float8e4m3fn)", "tensor(float8e4m3fnuz)", "tensor(float8e5m2)",
     "tensor(float8e5m2fnuz)", "tensor(float4e2m1)", "tensor(int4)", "tensor(uint4)", "tensor(int2)",
     "tensor(uint2)",
 })  # fmt: skip
-
-_TORCH_TYPES: Mapping[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        "float16", "float32", "float64", "bool",
-        "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-    )
-}  # fmt: skip
