@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import DTypeLike
-from onnx import parser, save
+from onnx import TensorProto, numpy_helper, parser, save
 from torch import Tensor, nn
 
 import pd2bw_fx
@@ -79,3 +79,25 @@ def test_a_file_of_halves_with_float32_around_it_is_split(tmp_path: Path) -> Non
     pipe = pd2bw_fx.split(tmp_path / "halves.onnx", cluster=2, num_stages=2)
 
     assert pipe.manifest["largest_differences_from_model"]["y"] < 2e-2
+
+
+def test_quantised_weights_are_compared_as_the_whole_file_is_run(tmp_path: Path) -> None:
+    """For a MatMul alone onnxruntime takes a kernel of four bits, behind which a Relu or not."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    quantised (float[N, 64] x) => (float[N, 4] y) {
+        w = DequantizeLinear<axis = 0, block_size = 32>(q, scale)
+        h = MatMul(x, w)
+        r = Relu(h)
+        y = MatMul(r, v)
+    }"""
+    model = parser.parse_model(text)
+    draw = np.random.default_rng(0)
+    bits = draw.integers(0, 256, 64 * 32).astype(np.uint8).tobytes()
+    model.graph.initializer.add(name="q", dims=[64, 64], data_type=TensorProto.INT4, raw_data=bits)
+    scale, v = np.full((2, 64), 0.02, np.float32), draw.standard_normal((64, 4)).astype(np.float32)
+    model.graph.initializer.extend([numpy_helper.from_array(scale, "scale"), numpy_helper.from_array(v, "v")])
+    save(model, tmp_path / "quantised.onnx")
+
+    pipe = pd2bw_fx.split(tmp_path / "quantised.onnx", cluster=2, num_stages=2)
+
+    assert pipe.manifest["largest_differences_from_model"]["y"] < 1e-6

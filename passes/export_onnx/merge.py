@@ -91,9 +91,20 @@ def merged(manifest: Mapping[str, Any], stages: Mapping[int, ir.Model]) -> ir.Mo
         name=str(manifest.get("model", "model")),
     )
     functions = {key: function for model in stages.values() for key, function in model.functions.items()}
-    return ir.Model(
-        graph, ir_version=first.ir_version, producer_name="pd2bw_fx", functions=list(functions.values())
+    model = ir.Model(
+        graph,
+        ir_version=first.ir_version,
+        producer_name="pd2bw_fx",
+        domain=first.domain,
+        model_version=first.model_version,
+        doc_string=first.doc_string,
+        functions=list(functions.values()),
     )
+    notes = [stage.metadata_props for stage in stages.values()]  # of the whole, where all have them alike
+    model.metadata_props.update(
+        {k: v for k, v in first.metadata_props.items() if all(n.get(k) == v for n in notes)}
+    )
+    return model
 
 
 def save(model: ir.Model, path: Path, *, external_above_bytes: int) -> str | None:

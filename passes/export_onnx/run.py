@@ -96,12 +96,17 @@ def require_batch_size(
 
 
 def run_files(
-    folder: Path, stages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Array]
+    folder: Path,
+    stages: Sequence[Mapping[str, Any]],
+    inputs: Mapping[str, Array],
+    *,
+    optimise: bool = True,
 ) -> dict[str, Array]:
-    """Every tensor that enters or leaves a stage, by its name in the files. `stages` as in the manifest."""
+    """Every tensor that enters or leaves a stage, by its name in the files. `stages` as in the manifest;
+    `optimise` as for `open_session`."""
     tensors = dict(inputs)
     for stage in stages:
-        session = open_session(folder / stage["file"], f"stage {stage['stage']}")
+        session = open_session(folder / stage["file"], f"stage {stage['stage']}", optimise=optimise)
         names = [entry["tensor"] for entry in stage["outputs"]]
         fed = {entry["tensor"]: tensors[entry["tensor"]] for entry in stage["inputs"]}
         try:

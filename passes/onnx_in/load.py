@@ -13,6 +13,8 @@ from pd2bw_fx.onnx_session import first_line, require
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+_OLDEST_IR_VERSION = 4
+
 
 def load_onnx(path: Path) -> ir.Model:
     """The model with its weights left in their files until they are needed.
@@ -30,6 +32,11 @@ def load_onnx(path: Path) -> ir.Model:
     try:
         model = ir.load(path)
     except Exception as error:  # protobuf's and the reader's errors have no common class
+        if "Map types are not supported" in first_line(error):
+            raise InputError(
+                f"{path} makes a map (by a ZipMap, as classifiers of scikit-learn are converted), and stages "
+                "make tensors only; convert the model with options={'zipmap': False}"
+            ) from error
         raise InputError(f"{path} is no valid ONNX model: {first_line(error)}") from error
     if model.ir_version is None or not model.graph.outputs:
         raise InputError(f"{path} is no valid ONNX model: it holds no graph with outputs")
@@ -42,10 +49,13 @@ def load_onnx(path: Path) -> ir.Model:
         common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
         common.RemoveInitializersFromInputsPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.LiftSubgraphInitializersToMainGraphPass(),  # weights of branches and bodies count too
         common.RemoveUnusedNodesPass(),
         common.NameFixPass(),
     )(model)
     _name_nodes(model)
+    # Before version 4 initialisers had to be inputs, of which they are taken out here.
+    model.ir_version = max(model.ir_version, _OLDEST_IR_VERSION)
     return model
 
 
