@@ -275,6 +275,21 @@ def test_a_model_in_evaluation_mode_is_traced_as_it_is_and_said_to_be() -> None:
     assert not any(operator.is_random for operator in normalise(traced).operators.values())
 
 
+def test_a_loss_of_one_element_is_a_scalar_as_backward_takes_it() -> None:
+    def added_up(output: Tensor, targets: Tensor) -> Tensor:
+        loss = torch.zeros(1)
+        for rows in output.split(2, dim=1):
+            loss += F.cross_entropy(rows, targets)
+        return loss
+
+    traced = trace(_mlp(), (torch.randn(4, 4),), loss_fn=added_up, targets=torch.randint(0, 2, (4,)))
+
+    graph = normalise(traced)
+    assert graph.loss == "loss"
+    (loss,) = (graph.operators[output.value] for output in graph.outputs if output.name == "loss")
+    assert loss.outputs[0].shape == ()
+
+
 def test_a_loss_function_must_give_a_scalar_and_own_nothing_trainable() -> None:
     x, y = torch.randn(4, 4), torch.randint(0, 3, (4,))
 
@@ -357,3 +372,22 @@ def test_hooks_that_a_first_forward_registers_are_not_left_behind() -> None:
     assert model(x).item() == pytest.approx(
         (torch.nn.functional.linear(x, *model.parameters()) + 1).sum().item()
     )
+
+
+class _Shifting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.second(hidden.roll(int(hidden.mean(0).argmax()), 1)).square().mean()
+
+
+@pytest.mark.parametrize("tracer", ["auto", "export-as-example"])
+def test_the_front_end_that_has_failed_is_not_what_to_try(tracer: str) -> None:
+    with pytest.raises(TraceError) as raised:
+        trace(_Shifting(), (torch.randn(4, 6),), tracer=tracer)
+    advice = str(raised.value).rpartition("Try: ")[2]
+    assert "ask the tensor itself or its item(), as `if x.max() > 1` does" in advice
+    assert "tracer=" not in advice

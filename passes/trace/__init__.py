@@ -32,20 +32,12 @@ from pd2bw_fx.program import torch_errors_unlogged, training_context
 from pd2bw_fx.size_range import ANY_SIZE
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
+from .advice import cannot_be_traced, may_be_allowed
 from .asked_sizes import is_right_for_one
 from .conditions import UnseenChoiceError
-from .diagnose import (
-    chooses_at_random,
-    conditions_of,
-    met_packed_sequences,
-    one_line,
-    require_eager_run,
-    require_nothing_written,
-    source_line,
-    state_kept,
-)
+from .diagnose import conditions_of, one_line, require_eager_run, require_nothing_written, state_kept
 from .draft import draft_findings
-from .exported import OF_GAMMAS, batch_sizes, export, foreign_operators
+from .exported import batch_sizes, export, foreign_operators
 from .given import accept_exported, accept_graph_module
 from .held import require_memory_apart
 from .inputs import (
@@ -82,31 +74,6 @@ _OPEN = ("export", "export-as-example", "export-sequence")
 _NO_CONDITIONS = (
     "no condition on values was met on the example inputs (of numbers that int() or float() has made none is "
     "seen; item() is), or the weights hold no data to run the model with"
-)
-
-_AS_EXAMPLE = "pass tracer='export-as-example' if it always goes the same way"
-_ASKING = (
-    "if it always goes the same way ask the tensor itself or its item(), as `if x.max() > 1` does, and pass "
-    "tracer='export-as-example'"
-)
-_ALLOW = "for you to allow"  # in the words of `require_checks`
-_ADVICE = (
-    f"take what depends on tensor values out of Python control flow (torch.where), or {_AS_EXAMPLE}, have a "
-    "loss or a part of the model run as it is written (pd2bw_fx.untraced), or pass a program that you "
-    "exported yourself"
-)
-_ADVICE_FOR_PACKED = (
-    "the recurrent layer on the padded batch, since how long packed sequences are depends on values; what "
-    "comes behind a sequence's end is taken out with a mask, its last state with gather; or have the module "
-    "that packs and pads run as it is written (pd2bw_fx.untraced)"
-)
-_ADVICE_AT_RANDOM = (
-    "without leaving layers out at random (layerdrop=0 or the like; a graph has them all), with inputs that "
-    "are augmented at random before the model gets them, or with a choice inside the graph, "
-    "torch.where(torch.rand(()) < rate, x, layer(x))"
-)
-_ADVICE_WITHOUT_EXAMPLES = (
-    "example inputs (example_args, example_kwargs), with which torch.export can trace it"
 )
 
 
@@ -169,7 +136,7 @@ def trace(
     is_open = traced is not None and traced.report.tracer in _OPEN
     findings = draft_findings(program, batch_size) if _failed_to_export(attempts) and not is_open else ()
     if traced is None:
-        raise _cannot_be_traced(program, attempts, findings)
+        raise cannot_be_traced(program, attempts, findings, tracer)
     require_memory_apart(traced)
     report = TraceReport(
         tracer=traced.report.tracer,
@@ -236,11 +203,6 @@ def _asserted(
     return None if again is None else (program, again)
 
 
-def _may_be_allowed(attempt: tuple[str, Exception]) -> bool:
-    name, error = attempt
-    return name == "export-as-example" and _ALLOW in str(error)
-
-
 def _failed_to_export(attempts: Sequence[tuple[str, Exception]]) -> bool:
     return any(name == "export" for name, _ in attempts)
 
@@ -278,7 +240,7 @@ def _first_that_works(
             require_nothing_kept(program)  # when what the trace has left in attributes is gone
             if tracer == "auto":
                 program.conditions.require_checks()
-            if tracer == "auto" and name == "fx" and any(map(_may_be_allowed, attempts)):
+            if tracer == "auto" and name == "fx" and any(map(may_be_allowed, attempts)):
                 asserted = _asserted(traced, model, flat, loss_fn, batch_size)
                 if asserted is not None:
                     return *asserted, attempts[:1]
@@ -361,28 +323,3 @@ def _accepted(
     if not args and not kwargs:
         return accept_graph_module(model, (), {}, None)
     return accept_graph_module(model, args, kwargs, common_batch_size(flatten_arguments(model, args, kwargs)))
-
-
-def _cannot_be_traced(
-    program: Program, attempts: Sequence[tuple[str, Exception]], findings: Sequence[str]
-) -> TraceError:
-    lines = [f"{type(program.model).__name__} cannot be traced."]
-    lines += [f"  {Attempt(name, one_line(error))}" for name, error in attempts]
-    # What asks for conditions as the example has them gets furthest.
-    furthest = sorted(attempts, key=lambda attempt: attempt[0] != "export-as-example")
-    places = [place for place in (source_line(error) for _, error in furthest) if place]
-    if places:
-        lines.append(f"  stopped at {places[0]}")
-    lines += [f"  {finding}" for finding in findings]
-    advice = _ADVICE if program.flat.tensors else _ADVICE_WITHOUT_EXAMPLES
-    if any(name == "export-as-example" and _ALLOW not in str(error) for name, error in attempts):
-        advice = advice.replace(_AS_EXAMPLE, _ASKING)
-    if any(met_packed_sequences(error) for _, error in attempts):
-        advice = _ADVICE_FOR_PACKED
-    elif any("_sample_dirichlet" in str(error) for _, error in attempts):
-        advice = OF_GAMMAS
-    elif any(chooses_at_random(error) for _, error in attempts):
-        advice = _ADVICE_AT_RANDOM
-    error = TraceError("\n".join([*lines, f"  Try: {advice}."]))
-    error.__cause__ = attempts[0][1] if attempts else None
-    return error

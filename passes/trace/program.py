@@ -126,6 +126,7 @@ class Program(nn.Module):
             if not keeps_loss:
                 self._write_back(before, remade)
         if self.loss_fn is not None:
+            loss = _one_element(loss)
             _check_loss(loss)
             named = [("loss", loss), *named_outputs(output, has_loss=False)]
         else:
@@ -238,6 +239,13 @@ def _is_scalar(value: Any) -> bool:
 def _may_be_loss(value: Any) -> bool:
     """What symbolic tracing hands on has no shape yet; the key says enough."""
     return _is_scalar(value) or isinstance(value, (fx.Proxy, fx.Node))
+
+
+def _one_element(loss: Any) -> Any:
+    """As backward() takes it: a loss that was added up in torch.zeros(1) is a scalar too."""
+    if not isinstance(loss, torch.Tensor) or not loss.dim() or not loss.is_floating_point():
+        return loss
+    return loss.reshape(()) if all(type(size) is int and size == 1 for size in loss.shape) else loss
 
 
 def _check_loss(loss: Any) -> None:

@@ -1,0 +1,81 @@
+"""Why no front end could trace a model, and what to try, in the words of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pd2bw_fx.errors import TraceError
+from pd2bw_fx.traced import Attempt
+
+from .diagnose import chooses_at_random, met_packed_sequences, one_line, source_line
+from .exported import OF_GAMMAS
+from .program import Program
+
+_ALLOW = "for you to allow"  # in the words of `require_checks`
+_AS_EXAMPLE = "pass tracer='export-as-example' if it always goes the same way"
+_ASKING = "if it always goes the same way ask the tensor itself or its item(), as `if x.max() > 1` does"
+_ADVICE = (
+    f"take what depends on tensor values out of Python control flow (torch.where), or {_AS_EXAMPLE}, have a "
+    "loss or a part of the model run as it is written (pd2bw_fx.untraced), or pass a program that you "
+    "exported yourself"
+)
+_ADVICE_FOR_PACKED = (
+    "the recurrent layer on the padded batch, since how long packed sequences are depends on values; what "
+    "comes behind a sequence's end is taken out with a mask, its last state with gather; or have the module "
+    "that packs and pads run as it is written (pd2bw_fx.untraced)"
+)
+_ADVICE_AT_RANDOM = (
+    "without leaving layers out at random (layerdrop=0 or the like; a graph has them all), with inputs that "
+    "are augmented at random before the model gets them, or with a choice inside the graph, "
+    "torch.where(torch.rand(()) < rate, x, layer(x))"
+)
+_ADVICE_WITHOUT_EXAMPLES = (
+    "example inputs (example_args, example_kwargs), with which torch.export can trace it"
+)
+
+
+_Attempts = Sequence[tuple[str, Exception]]  # a front end's name, and why it failed
+
+
+def may_be_allowed(attempt: tuple[str, Exception]) -> bool:
+    name, error = attempt
+    return name == "export-as-example" and _ALLOW in str(error)
+
+
+def cannot_be_traced(
+    program: Program, attempts: _Attempts, findings: Sequence[str], tracer: str
+) -> TraceError:
+    """`findings`: the lines of the model that are known to stop a trace; `tracer`: what was asked for."""
+    lines = [f"{type(program.model).__name__} cannot be traced."]
+    lines += [f"  {Attempt(name, one_line(error))}" for name, error in attempts]
+    # What asks for conditions as the example has them gets furthest.
+    furthest = sorted(attempts, key=lambda attempt: attempt[0] != "export-as-example")
+    places = [place for place in (source_line(error) for _, error in furthest) if place]
+    if places:
+        lines.append(f"  stopped at {places[0]}")
+    lines += [f"  {finding}" for finding in findings]
+    error = TraceError("\n".join([*lines, f"  Try: {_advice(program, attempts, tracer)}."]))
+    error.__cause__ = attempts[0][1] if attempts else None
+    return error
+
+
+def _advice(program: Program, attempts: _Attempts, tracer: str) -> str:
+    if any(met_packed_sequences(error) for _, error in attempts):
+        return _ADVICE_FOR_PACKED
+    if any("_sample_dirichlet" in str(error) for _, error in attempts):
+        return OF_GAMMAS
+    if any(chooses_at_random(error) for _, error in attempts):
+        return _ADVICE_AT_RANDOM
+    if not program.flat.tensors:
+        return _ADVICE_WITHOUT_EXAMPLES
+    return _ADVICE.replace(_AS_EXAMPLE, _of_conditions(attempts, tracer))
+
+
+def _of_conditions(attempts: _Attempts, tracer: str) -> str:
+    """Not the front end that has failed: asked for or not, it takes the example's way through all that it
+    sees asked."""
+    if any(map(may_be_allowed, attempts)):
+        return _AS_EXAMPLE
+    if any(name == "export-as-example" for name, _ in attempts):
+        return _ASKING
+    return f"{_ASKING}, and pass tracer='export-as-example'" if tracer == "auto" else _AS_EXAMPLE
