@@ -3,8 +3,9 @@
 1. A view stays with what it views, an element with the tuple it is taken from: what is sent is memory of
    its own, and nobody writes into it from two sides.
 2. Operators of one memory group (running statistics, in-place clusters) stay together.
-3. What depends on inputs and sizes alone (masks, positions, casts of inputs) belongs to no block: each stage
-   that reads it computes it, which is cheaper than sending it.
+3. What depends on inputs and sizes alone and is computed sooner than sent (masks, positions, casts of inputs)
+   belongs to no block: each stage that reads it computes it. Its time counts for the first block that reads
+   it; what the backward keeps of it, and of inputs, is shared out over the blocks that keep it.
 4. What no output depends on (a draw kept for the draws after it, a count of batches) stays with the last of
    what it reads, or with what comes next: a stage of such operators alone would have nothing to give.
 5. What would make the blocks a cycle is one block.
@@ -48,11 +49,17 @@ def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
     missing = [operator.name for operator in placed if operator.name not in costs.operators]
     if missing:
         raise InputError(f"the costs know nothing of operator {missing[0]!r}; profile this graph again")
-    for operator in placed:
-        _require_numbers(operator.name, costs.operators[operator.name])
+    for operator in graph.operators.values():
+        if operator.name in costs.operators:
+            _require_numbers(operator.name, costs.operators[operator.name])
     members = _ordered(_acyclic(_joined(placed, needed), graph), graph)
     block_of = {name: operators[0] for operators in members for name in operators}
-    blocks = tuple(_block(operators, graph, costs, cluster) for operators in members)
+    copied = _copied(block_of, graph, members)
+    saved_bytes = _saved_bytes(block_of, graph, costs, num_stages=len(cluster.devices))
+    blocks = tuple(
+        _block(operators, copied[operators[0]], saved_bytes[operators[0]], graph, costs, cluster)
+        for operators in members
+    )
     return Problem(
         blocks=blocks,
         values=tuple(_values(placed, block_of, graph)),
@@ -128,22 +135,95 @@ def _ordered(components: Sequence[Sequence[str]], graph: OperatorGraph) -> list[
 def _quotient(component_of: Mapping[str, int], graph: OperatorGraph) -> nx.DiGraph[int]:
     quotient: nx.DiGraph[int] = nx.DiGraph()
     quotient.add_nodes_from(component_of.values())
-    for name, component in component_of.items():
-        for read in graph.operators[name].reads:
-            if read in component_of and component_of[read] != component:
-                quotient.add_edge(component_of[read], component)
+    for name, reads in _placed_reads(component_of, graph).items():
+        for read in reads:
+            if component_of[read] != component_of[name]:
+                quotient.add_edge(component_of[read], component_of[name])
     return quotient
 
 
-def _block(names: Sequence[str], graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Block:
+def _placed_reads(placed: Container[str], graph: OperatorGraph) -> dict[str, list[str]]:
+    """What each placed operator reads of others that are: also by what its stage makes of them and of inputs.
+
+    Sizes are read off whatever tensor a stage has.
+    """
+    through: dict[str, list[str]] = {}
+    for name, operator in graph.operators.items():
+        reads = [
+            source
+            for read in operator.reads
+            if read in graph.operators
+            for source in ([read] if read in placed else through[read])
+        ]
+        through[name] = list(dict.fromkeys(reads)) if operator.outputs or name in placed else []
+    return {name: reads for name, reads in through.items() if name in placed}
+
+
+def _copied(
+    block_of: Mapping[str, str], graph: OperatorGraph, members: Sequence[Sequence[str]]
+) -> dict[str, list[str]]:
+    """What belongs to no block, by the first block that it is computed for.
+
+    Other stages that read it compute it too; which those are the planner would have to ask for each.
+    """
+    position = {names[0]: index for index, names in enumerate(members)}
+    first: dict[str, str] = {}
+    copied: dict[str, list[str]] = {name: [] for name in position}
+    for operator in reversed(list(graph.operators.values())):
+        reader = block_of.get(operator.name) or first.get(operator.name)
+        if reader is None:
+            continue
+        if operator.name not in block_of:
+            copied[reader].append(operator.name)
+        for read in operator.reads:
+            if read in graph.operators and read not in block_of:
+                first[read] = min(reader, first.get(read, reader), key=position.__getitem__)
+    return copied
+
+
+def _saved_bytes(
+    block_of: Mapping[str, str], graph: OperatorGraph, costs: Costs, *, num_stages: int
+) -> dict[str, float]:
+    """What each block keeps for the backward.
+
+    Of an input, or of what is made of inputs alone, each stage has its own, however many of its blocks keep
+    it. Where there are more such blocks than stages, each counts for a share: as many copies together as
+    there are stages, spread as the blocks are.
+    """
+    saved_bytes = dict.fromkeys(block_of.values(), 0.0)
+    keepers: dict[str, tuple[int, set[str]]] = {}
+    for name in graph.operators:
+        if name not in block_of:
+            continue
+        block, cost = block_of[name], costs.operators[name]
+        saved_bytes[block] += cost.saved_bytes
+        for value, num_bytes in cost.saved_inputs:
+            if value not in keepers:
+                saved_bytes[block] -= num_bytes
+            keepers.setdefault(value, (num_bytes, set()))[1].add(block)
+    for num_bytes, blocks in keepers.values():
+        for block in blocks:
+            saved_bytes[block] += num_bytes * min(1.0, num_stages / len(blocks))
+    return saved_bytes
+
+
+def _block(
+    names: Sequence[str],
+    copied: Sequence[str],
+    saved_bytes: float,
+    graph: OperatorGraph,
+    costs: Costs,
+    cluster: Cluster,
+) -> Block:
     operators = [graph.operators[name] for name in names]
     own = [costs.operators[name] for name in names]
+    timed = [*own, *(costs.operators[name] for name in copied if name in costs.operators)]
     read = [name for operator in operators for name in (*operator.parameters, *operator.buffers)]
     return Block(
         name=names[0],
         operators=tuple(names),
         forward_s=tuple(
-            sum(_on(device, cluster.devices[0], c.forward_s, c.forward_work) for c in own)
+            sum(_on(device, cluster.devices[0], c.forward_s, c.forward_work) for c in timed)
             for device in cluster.devices
         ),
         backward_s=tuple(
@@ -151,7 +231,7 @@ def _block(names: Sequence[str], graph: OperatorGraph, costs: Costs, cluster: Cl
             for device in cluster.devices
         ),
         parameters=tuple(dict.fromkeys(read)),
-        saved_bytes=sum(cost.saved_bytes for cost in own),
+        saved_bytes=round(saved_bytes),
         workspace_bytes=max(cost.workspace_bytes for cost in own),
     )
 
@@ -167,10 +247,10 @@ def _on(device: Device, first: Device, seconds: float, work: Work | None) -> flo
 def _values(placed: Sequence[Operator], block_of: Mapping[str, str], graph: OperatorGraph) -> Iterable[Value]:
     """What one block makes and others read; model inputs are none, for every stage loads its own."""
     readers: dict[str, list[str]] = {operator.name: [] for operator in placed}
-    for operator in placed:
-        for read in operator.reads:
-            if read in readers and block_of[read] != block_of[operator.name]:
-                readers[read].append(block_of[operator.name])
+    for name, reads in _placed_reads(readers, graph).items():
+        for read in reads:
+            if block_of[read] != block_of[name]:
+                readers[read].append(block_of[name])
     for name, consumers in readers.items():
         specs = graph.operators[name].outputs
         if consumers and specs:

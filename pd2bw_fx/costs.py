@@ -28,6 +28,9 @@ def ring_s_per_byte(num_ranks: int, bytes_per_s: float, latency_s: float) -> flo
 class OperatorCost:
     """One operator at the costs' microbatch size on the costs' device.
 
+    `saved_bytes` of all operators add up to what the whole model keeps: what several save is counted at the
+    first. Of model inputs, and of what is computed of them alone, each stage has its own, so that those are
+    told of every operator that saves them, in `saved_inputs`, the first one's too.
     Where its times are estimates, `forward_work` and `backward_work` are what they were made from.
     """
 
@@ -38,6 +41,7 @@ class OperatorCost:
     workspace_bytes: int = 0  # its largest temporary
     forward_work: Work | None = None
     backward_work: Work | None = None
+    saved_inputs: tuple[tuple[str, int], ...] = ()  # the value's name, and its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +90,11 @@ class Costs:
 
 
 def _cost(*fields: Any) -> OperatorCost:
-    whole: list[Any] = [tuple(field) if isinstance(field, list) else field for field in fields]
-    return OperatorCost(*whole)
+    return OperatorCost(*map(_plain, fields))
+
+
+def _plain(field: Any) -> Any:
+    return tuple(map(_plain, field)) if isinstance(field, list) else field
 
 
 @dataclass(frozen=True, slots=True)

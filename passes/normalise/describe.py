@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator as python_operator
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -18,32 +19,15 @@ from pd2bw_fx.traced import Traced
 
 from .assume import assumed_dtype
 from .facts import Facts
+from .heavy import is_heavy, is_product
 from .lift import Draft, canonical_names
 from .memory import Memory
-from .nodes import asserts_assumption, is_random, operator_name
+from .nodes import asserts_assumption, is_random
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _HERE = Path(__file__)
 _MACHINERY = {Path(torch.__file__).parent}
 _MACHINERY |= {folder.parent / "trace" for folder in (_HERE.parent, _HERE.resolve().parent)}
-_HEAVY = {
-    "linear",
-    "matmul",
-    "mm",
-    "bmm",
-    "addmm",
-    "baddbmm",
-    "einsum",
-    "convolution",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "scaled_dot_product_attention",
-    "embedding",
-    "layer_norm",
-    "batch_norm",
-    "group_norm",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +71,20 @@ class Describer:
         return re.sub(r"\b[su]\d+\b", lambda match: self.symbols.get(match[0], match[0]), text)
 
     def operators(self) -> dict[str, Operator]:
-        replicable: set[str] = {node.name for node in self.draft.graph.nodes if node.op == "placeholder"}
+        """A heavy operator on inputs alone is as good as an input to those that read it."""
+        of_inputs: set[str] = {node.name for node in self.draft.graph.nodes if node.op == "placeholder"}
+        heavy: set[str] = set()
         operators: dict[str, Operator] = {}
         for node in self.draft.graph.nodes:
             if node.op in {"placeholder", "get_attr", "output"}:
                 continue
-            operator = self._operator(node, replicable)
-            if operator.is_replicable:
-                replicable.add(node.name)
+            operator = self._operator(node, of_inputs, heavy)
+            if operator.is_replicable or node.name in heavy:
+                of_inputs.add(node.name)
             operators[node.name] = operator
         return operators
 
-    def _operator(self, node: fx.Node, replicable: set[str]) -> Operator:
+    def _operator(self, node: fx.Node, of_inputs: set[str], heavy: set[str]) -> Operator:
         path, kind = _module(node) or ("", self.model_type)
         names = self._state_read(node)
         parameters = tuple(name for name in names if name in self.parameters)
@@ -117,7 +103,7 @@ class Describer:
             writes_buffers=written,
             is_view=self.facts.is_view(node.name),
             is_random=is_random(node, self.draft.module_of(node)),
-            is_replicable=self._is_replicable(node, outputs, parameters, replicable),
+            is_replicable=self._is_replicable(node, outputs, parameters, of_inputs, heavy),
             memory_group=self.memory.groups.get(node.name),
         )
 
@@ -144,19 +130,30 @@ class Describer:
         node: fx.Node,
         outputs: tuple[TensorSpec, ...],
         parameters: tuple[str, ...],
-        replicable: set[str],
+        of_inputs: Set[str],
+        heavy: set[str],
     ) -> bool:
+        """Those that would be, were they not so heavy, are added to `heavy`."""
         if node.name in self.memory.groups or asserts_assumption(node):
             return False
         if not outputs and _is_size(self.facts.values.get(node.name)):
             return True
-        if parameters or operator_name(node) in _HEAVY:
-            return False
-        if node.op == "call_module" or is_random(node, None):
+        if parameters or is_product(node) or node.op == "call_module" or is_random(node, None):
             return False
         if any(spec.requires_grad for spec in outputs):
             return False
-        return all(arg.op == "get_attr" or arg.name in replicable for arg in node.all_input_nodes)
+        if not all(arg.op == "get_attr" or arg.name in of_inputs for arg in node.all_input_nodes):
+            return False
+        # Tuples are not sent: an element is made where they are.
+        takes_element = node.target is python_operator.getitem and node.all_input_nodes[0].name in heavy
+        if takes_element or is_heavy(node, self._tensors(*node.all_input_nodes), self._tensors(node)):
+            heavy.add(node.name)
+            return False
+        return True
+
+    def _tensors(self, *nodes: fx.Node) -> list[torch.Tensor]:
+        leaves = pytree.tree_leaves([self.facts.values.get(node.name) for node in nodes])
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _is_size(value: Any) -> bool:

@@ -91,6 +91,8 @@ class Walk(ProgramInterpreter):
         self._keys: dict[str, Hashable] = {}
         self._is_counting = True
         self._saved: set[int] = set()
+        self._inputs: dict[int, str] = {}  # storages of inputs, and of what each stage makes of them
+        self._sent: set[int] = set()  # storages of all other results
         self._alive: list[Any] = []  # storages are told apart by address, so none may be reused
         self._costs: dict[str, OperatorCost] = {}
         for value in (graph.root, *graph.fx.values.values()):
@@ -123,7 +125,10 @@ class Walk(ProgramInterpreter):
         if n.op == "get_attr":
             return self._parameter(super().run_node(n))
         if not n.op.startswith("call_"):
-            return super().run_node(n)
+            value = super().run_node(n)
+            if n.op == "placeholder" and self._is_counting:
+                self._keep_as_input(n, value)
+            return value
         call = self._call(n)
         if self._is_counting:
             self._keys[n.name] = self._key(n)
@@ -153,10 +158,14 @@ class Walk(ProgramInterpreter):
         with (
             torch.enable_grad(),
             region(node, self._device_type),
-            _SavedStorages(self._saved, self._storages) as saved,
+            _SavedStorages(self._saved, self._storages, self._inputs) as saved,
         ):
             result = call.run()
         self._alive.append(result)
+        if self._graph.operators[node.name].is_replicable:
+            self._keep_as_input(node, result)
+        else:
+            self._sent |= {tensor.untyped_storage()._cdata for tensor in _tensors(result)}
         given = sum(_num_bytes(tensor) for tensor in _tensors(result))
         taken = sum(_num_bytes(operand) for operand in call.operands if operand.requires_grad)
         # Gradients of parameters are added to those there are, and until then stand beside them.
@@ -168,8 +177,15 @@ class Walk(ProgramInterpreter):
             saved_bytes=saved.num_bytes,
             # While its backward runs, the gradients of its results and of its operands are both alive.
             workspace_bytes=given + taken + added if differentiable(result) else given,
+            saved_inputs=tuple(saved.inputs.items()),
         )
         return result
+
+    def _keep_as_input(self, node: fx.Node, value: Any) -> None:
+        self._alive.append(value)
+        for tensor in _tensors(value):
+            if tensor.untyped_storage()._cdata not in self._sent:
+                self._inputs.setdefault(tensor.untyped_storage()._cdata, node.name)
 
     def _as_leaves(self, node: fx.Node, result: Any) -> Any:
         """The results cut off from what made them; they need a gradient where the program's do."""
@@ -289,17 +305,24 @@ class Walk(ProgramInterpreter):
 
 
 class _SavedStorages:
-    """Counts what autograd keeps for the backward: each storage once, parameters not at all."""
+    """Counts what autograd keeps for the backward: each storage once, parameters not at all; of `inputs`,
+    by name, those that it keeps now, whether others have or not."""
 
-    def __init__(self, seen: set[int], parameters: set[int]) -> None:
+    def __init__(self, seen: set[int], parameters: set[int], inputs: Mapping[int, str]) -> None:
         self._seen = seen
         self._parameters = parameters
+        self._names = inputs
+        self.inputs: dict[str, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed)
         self.num_bytes = 0
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen and storage._cdata not in self._parameters:
+        if storage._cdata in self._parameters:
+            return tensor
+        if storage._cdata in self._names:
+            self.inputs[self._names[storage._cdata]] = storage.nbytes()
+        if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
             self.num_bytes += storage.nbytes()
         return tensor

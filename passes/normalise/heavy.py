@@ -1,0 +1,94 @@
+"""Which operators on inputs alone each stage had better not compute anew.
+
+Operators that take a step for each element (masks, positions, casts) are done sooner than their results are
+sent. Others are not: products, searches, transforms take many steps for each, and what is found of much is
+little. They are told by name and size, not by time: a graph is to be the same wherever it is traced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from .nodes import operator_name
+
+_PRODUCTS = frozenset(
+    {
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "einsum",
+        "convolution",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+    }
+    | {"scaled_dot_product_attention", "embedding", "layer_norm", "batch_norm", "group_norm"}
+)
+_MANY_STEPS = frozenset(
+    {"cdist", "pdist", "topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "mode"}
+    | {"quantile", "nanquantile", "unique_consecutive", "stft", "istft", "cholesky", "inverse", "svd", "qr"}
+    | {"det", "logdet", "slogdet", "matrix_exp", "matrix_power", "pinverse", "lu_solve", "triangular_solve"}
+    | {
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "grid_sampler",
+        "grid_sample",
+        "interpolate",
+    }
+    | {"dot", "mv", "tensordot", "chain_matmul", "cov", "corrcoef", "histc", "local_response_norm"}
+)
+_MANY_STEPS_BEGIN = (
+    "fft_",
+    "linalg_",
+    "max_pool",
+    "avg_pool",
+    "adaptive_",
+    "lp_pool",
+    "upsample_",
+    "_upsample",
+)
+_REDUCTIONS = frozenset(
+    {"sum", "mean", "prod", "any", "all", "amax", "amin", "max", "min", "argmax", "argmin", "aminmax", "std"}
+    | {"var", "std_mean", "var_mean", "logsumexp", "norm", "count_nonzero", "nansum", "nanmean"}
+)
+
+_STEPS = 16  # of one of the many for each element
+_HEAVY_STEPS = 2**20  # about a millisecond of one core: more than a message's latency
+
+
+def is_product(node: fx.Node) -> bool:
+    """What is never computed twice, at any size, and neither is what is made of it."""
+    return operator_name(node) in _PRODUCTS
+
+
+def is_heavy(node: fx.Node, taken: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
+    """Whether its result is sooner sent than made; `taken` and `given` are its operands and results."""
+    name = operator_name(node)
+    if name in _MANY_STEPS or name.startswith(_MANY_STEPS_BEGIN) or _is_of_others(node):
+        steps = _STEPS * (_num_elements(taken) + _num_elements(given))
+    elif name in _REDUCTIONS and len(node.all_input_nodes) == 1:  # of two tensors the larger is taken, say
+        steps = _num_elements(taken)
+    else:
+        return False
+    return steps - _num_elements(given) > _HEAVY_STEPS
+
+
+def _is_of_others(node: fx.Node) -> bool:
+    """An operator that a library or the model's author registered: nobody knows what it does."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims")
+
+
+def _num_elements(tensors: Sequence[torch.Tensor]) -> int:
+    """At the example's sizes; one that only values tell counts for as much as is known of it."""
+    return sum(
+        math.prod(size if isinstance(size, int) else size.node.hint or 1 for size in tensor.shape)
+        for tensor in tensors
+    )
