@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import resource
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR, LinearLR, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, StepLR
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError, PlanMismatchError, WorkerError
@@ -82,6 +83,23 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=told), engine() as made:
         made.step(torch.randn(4, 4))
         made.save_checkpoint(tmp_path / "file" / "in_it")
+
+
+def test_training_goes_on_after_a_checkpoint_that_could_not_be_written(tmp_path: Path) -> None:
+    scheduler = functools.partial(LambdaLR, lr_lambda=lambda step: 1 / (1 + step))
+    weights = []
+    for fails in (False, True):
+        torch.manual_seed(1)
+        with engine(lr_scheduler=scheduler) as made:
+            for part in ("first", "second", "third"):
+                made.step(torch.randn(4, 4))
+                if fails:
+                    (tmp_path / part).touch()
+                    with pytest.raises(InputError, match="no checkpoint can be written"):
+                        made.save_checkpoint(tmp_path / part)
+            weights.append(made.state_dict())
+            made.save_checkpoint(tmp_path / "good")
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 def test_a_disk_that_is_full_is_not_left_full(folder: Path) -> None:

@@ -114,6 +114,7 @@ MISTAKES = {
     "size": "InputError: the pipeline has 3 stages and there are 2 processes",
     "microbatches": "InputError: 2bw with 1 microbatch an update on 2 stages",
     "batches": "InputError: rank 1 was given another batch than rank 0",
+    "disk": "no checkpoint can be written to",
     "count": "InputError: microbatches_per_update is '2'; a whole number",
 }
 
@@ -124,7 +125,9 @@ def test_a_mistake_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
     assert finished.returncode != 0
     for mistake, expected in MISTAKES.items():
         for rank in range(2):
-            assert (tmp_path / f"{mistake}.{rank}").read_text().startswith(expected)
+            assert expected in (tmp_path / f"{mistake}.{rank}").read_text()
+    assert (tmp_path / "disk.0").read_text().startswith("InputError: rank 1: no checkpoint")
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*update*")] == ["update_000007"]
     _, cause = finished.stderr.split("Root Cause (first observed failure):")
     assert MISTAKES["count"] in cause  # the last one
 

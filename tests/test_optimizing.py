@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,18 @@ def run(made: RankOptimizer, weights: Mapping[str, nn.Parameter], num_steps: int
 def saved(folder: Path, ranks: list[tuple[RankOptimizer, dict[str, nn.Parameter]]]) -> Checkpoint:
     meeting = threading.Barrier(len(ranks))
 
+    @contextmanager
+    def together() -> Iterator[None]:
+        yield
+        meeting.wait()
+
     def write(rank: int) -> None:
         made, weights = ranks[rank]
         tensors, plain = made.state()
         tensors |= {f"weights_0/{name}": parameter.detach() for name, parameter in weights.items()}
         state = RankState(tensors, **plain, loss_scale=None, random={})
         header = Header(3, "1f1b", len(ranks), len(ranks), 0)
-        save(folder, header, rank, state, barrier=lambda: meeting.wait() and None)
+        save(folder, header, rank, lambda: state, together=together)
 
     threads = [threading.Thread(target=write, args=(rank,)) for rank in range(len(ranks))]
     for thread in threads:

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,46 +68,58 @@ class Header:
 
 
 def save(
-    folder: str | Path, header: Header, rank: int, state: RankState, *, barrier: Callable[[], None]
+    folder: str | Path,
+    header: Header,
+    rank: int,
+    state: Callable[[], RankState],
+    *,
+    together: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Write this rank's part; all ranks do, on a file system that they share. Rank 0 makes it official.
 
-    Raises InputError for a scheduler or optimizer whose options are no plain numbers and texts, and where
-    the folder cannot be written or is another one on each machine.
+    All ranks leave a part of `together` alike: where one raises InputError, they all do. It is raised for a
+    scheduler or optimizer whose options are no plain numbers and texts, and where the folder cannot be
+    written or is another one on each machine; what was written is gone then.
     """
     folder = Path(folder)
     name = f"update_{header.updates:06d}"
     partial = folder / f".{name}.partial"
-    if rank == 0:
-        with _writing(folder):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-    barrier()
-    if not partial.is_dir():
-        raise InputError(
-            f"{folder} has not what rank 0 has just made there; checkpoints want a folder on a file system "
-            "that all ranks share, by the same path"
-        )
+    with together():
+        if rank == 0:
+            with _writing(folder):
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+    try:
+        with together():
+            if not partial.is_dir():
+                raise InputError(
+                    f"{folder} has not what rank 0 has just made there; checkpoints want a folder on a file "
+                    "system that all ranks share, by the same path"
+                )
+            with _writing(folder):
+                _write(partial, rank, state())
+        with together():
+            if rank == 0:
+                described = {"schema": _SCHEMA} | asdict(header)
+                with _writing(folder):
+                    text = json.dumps(described, indent=1)
+                    (partial / "checkpoint.json").write_text(text, encoding="utf-8")
+                    make_durable(partial)
+                    _publish(folder, partial, name)
+    except InputError:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # the disk may be full of it
+        raise
+
+
+def _write(partial: Path, rank: int, state: RankState) -> None:
     tensors = dict(state.tensors) | {f"random/{kind}": value for kind, value in state.random.items()}
     parts = ("numbers", "options", "groups", "scheduler", "loss_scale", "optimizer")
     details: dict[str, Any] = {name: getattr(state, name) for name in parts}
     file = partial / f"rank_{rank}.safetensors"
-    try:
-        with _writing(folder):
-            save_tensors(tensors, file)
-            details["sha256"] = sha256(file)
-            (partial / f"rank_{rank}.json").write_text(_plain(details), encoding="utf-8")
-    except InputError:
-        file.unlink(missing_ok=True)  # the disk may be full of it
-        raise
-    barrier()
-    if rank == 0:
-        described = {"schema": _SCHEMA} | asdict(header)
-        with _writing(folder):
-            (partial / "checkpoint.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
-            make_durable(partial)
-            _publish(folder, partial, name)
-    barrier()
+    save_tensors(tensors, file)
+    details["sha256"] = sha256(file)
+    (partial / f"rank_{rank}.json").write_text(_plain(details), encoding="utf-8")
 
 
 @contextmanager

@@ -339,11 +339,11 @@ class Engine:
 
         `folder` is on a file system that all ranks share, and keeps the last two checkpoints. A kill at any
         moment leaves the last whole one. Raises InputError for an optimizer or scheduler whose options are
-        no plain numbers and texts, and where the folder cannot be written; WorkerError for weights that are
-        not finite, unless `stop_at_nan` is False.
+        no plain numbers and texts, and where the folder cannot be written, after which the engine is as
+        before; WorkerError for weights that are not finite, unless `stop_at_nan` is False.
         """
         self.flush()
-        with self._fate.shared("writing a checkpoint"), translated(None):
+        with self._fate.agreeing("writing a checkpoint") as together:
             job = self.job
             broken = self._weights.first_not_finite() if self._stop_at_nan else None
             if broken is not None:
@@ -354,7 +354,7 @@ class Engine:
                 )
             shape = job.shape
             header = Header(self.updates, job.method, shape.num_stages, job.num_ranks, self._seed)
-            save(folder, header, self.rank, self._weights.state(), barrier=self._barrier)
+            save(folder, header, self.rank, self._weights.state, together=together)
 
     def load_checkpoint(self, folder: str | Path) -> int:
         """Go on from the newest checkpoint in `folder`; returns the updates made so far.
@@ -449,9 +449,6 @@ class Engine:
     def _draw_by(self, seed: int) -> None:
         self._seed = seed
         self._runner.draw_by(seed)
-
-    def _barrier(self) -> None:
-        dist.barrier(group=self._control)
 
     def _add(self, microbatches: Sequence[Microbatch], *, training: bool) -> range:
         """Give each stage its microbatches of this update, or of the evaluation before it; their numbers."""

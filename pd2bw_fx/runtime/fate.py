@@ -5,17 +5,26 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch.distributed as dist
 
 from pd2bw_fx.errors import InputError, WorkerError
-from pd2bw_fx.runtime.failure import forget, is_met_by_all, note_full_memory, shared_fate, tell, tell_launcher
+from pd2bw_fx.runtime.failure import (
+    forget,
+    is_met_by_all,
+    note_full_memory,
+    shared_fate,
+    tell,
+    tell_launcher,
+    translated,
+)
 from pd2bw_fx.runtime.inference import ordinary_tensors
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.world import World
 
+Together = Callable[[], AbstractContextManager[None]]  # a part of a call, which all ranks end alike
 _NOBODY = Watch(None, 0, 1, silence_s=0.0)
 
 
@@ -31,6 +40,7 @@ class Fate:
         self.is_broken = False
         self._rank, self._num_ranks = job.rank, job.num_ranks
         self._described = job.described()
+        self._control: dist.ProcessGroup | None = control
         self._name = control.group_name
         self._num_refused = 0
         self._has_told = False  # why this rank ends
@@ -89,6 +99,34 @@ class Fate:
         if refused is not None:
             raise refused
 
+    @contextmanager
+    def agreeing(self, doing: str) -> Iterator[Together]:
+        """What a rank refuses in a part of this, all do at its end. The engine is as before, and goes on."""
+        refused: InputError | None = None
+        with self.shared(doing):
+            try:
+                yield self._together
+            except InputError as error:
+                refused = error
+        if refused is not None:
+            raise refused
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        refused: InputError | None = None
+        try:
+            yield
+        except InputError as error:
+            refused = error
+        told: list[str | None] = [None] * self._num_ranks
+        with translated(None):
+            dist.all_gather_object(told, None if refused is None else str(refused), group=self._control)
+        if refused is not None:
+            raise refused
+        for rank, words in enumerate(told):
+            if words is not None:
+                raise InputError(f"rank {rank}: {words}")
+
     def join(self, world: World, named: Callable[[int], str], doing: Callable[[], str]) -> None:
         """The engine is made; `named` names a rank with its stages, `doing` tells what this one is at."""
         self.world, self._at = world, doing
@@ -118,6 +156,7 @@ class Fate:
         """Connections are not closed before all ranks are through with them: what this one has sent last may
         still be on its way, and would be lost. Nobody is waited for longer than some seconds."""
         self.is_closed = True
+        self._control = None  # its owner knows when the last reference goes
         if self.world is not None:
             if not self.is_broken and not self._has_told:
                 with self.world.watch:

@@ -4,8 +4,11 @@ The last one ends the run, as it would a user's.
 """
 
 import os
+import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,25 @@ def make(mistake: str) -> None:
     for _ in range(6):
         engine.step(batch)
     engine.flush()
+    if mistake == "disk":
+        try:
+            with full_disk_on(rank=1):
+                engine.save_checkpoint(Path(sys.argv[1]) / "checkpoints")
+        except pd2bw_fx.InputError:
+            engine.step(batch)
+            engine.save_checkpoint(Path(sys.argv[1]) / "checkpoints")
+            raise
+
+
+@contextmanager
+def full_disk_on(*, rank: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if os.environ["RANK"] == str(rank):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def main() -> None:
