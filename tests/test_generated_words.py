@@ -66,6 +66,9 @@ def _partly_doubled(x: Tensor, hidden: Tensor) -> Tensor:
         (lambda x, h: torch.fft.rfft2(h).real, "torch.fft.rfft2({}).real"),
         (lambda x, h: torch.linalg.vector_norm(h, dim=-1), "torch.linalg.vector_norm({}, dim=-1)"),
         (lambda x, h: torch.special.i0e(h), "torch.special.i0e({})"),
+        (lambda x, h: F.normalize(h) @ F.normalize(h, dim=-1), "F.normalize({0}) @ F.normalize({0}, dim=-1)"),
+        (lambda x, h: F.normalize(h, 1, (2, 3), 1e-6), "F.normalize({}, p=1, dim=(2, 3), eps=1e-06)"),
+        (lambda x, h: h / h.norm(dim=1, keepdim=True).clamp_min(1e-9).expand_as(x), ".clamp_min(1e-09)"),
         (lambda x, h: h.mT - h.mH, "{0}.mT - {0}.mH"),
         (
             lambda x, h: torch.tensordot(h, h, dims=([1, 2], [1, 2])),
@@ -212,3 +215,49 @@ def test_what_a_loss_is_held_to_is_called_its_targets() -> None:
     source = split(_Shifted(), example, cluster=1, costs="analytic").stages[0].source
 
     assert "targets = F.pad(words, (0, 1), value=-100)[:, 1:].flatten()" in source
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.ones(8, 1))
+
+    def forward(self, scale: Tensor) -> Tensor:
+        most = torch.log(torch.tensor(1.0 / 0.01))
+        return torch.clamp(self.logit_scale, max=most).exp() * scale.log()
+
+
+class _Numbers(nn.Module):
+    """Tensors of one number that the forward makes, hands to a module and to a layer, or writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one = nn.Linear(8, 8), nn.Linear(1, 8)
+        self.scaled = nn.ModuleList([_Scaled(), _Scaled()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for place, scaled in enumerate(self.scaled):
+            x = x @ scaled(torch.tensor(0.5 + place)).expand(8, 8)
+        x = torch.atan2(x, torch.tensor([[0.1]], dtype=torch.float64)) + self.one(torch.tensor([1.5]))
+        x = torch.logaddexp(x, torch.tensor(float("-inf")))
+        return x.mean() + torch.bitwise_or(torch.tensor(4, dtype=torch.int16), torch.tensor([1, 2])).sum()
+
+
+def test_a_tensor_of_one_number_is_made_where_it_is_read() -> None:
+    torch.manual_seed(0)
+    case = case_of(_Numbers(), (torch.randn(3, 8),))
+
+    for num_stages in (1, 2):
+        plan = planned(case, num_stages)
+        programs = generate(case.graph, plan)
+        text = "".join(program.source for program in programs)
+        assert compared(case, plan, programs).exact
+        assert "most = torch.full((), 100.0, device=scale.device).log()" in text
+        for place, number in enumerate(("0.5", "1.5")):
+            assert f"self.scaled[{place}](torch.full((), {number}, device=" in text
+        assert "torch.full((1, 1), 0.1, dtype=torch.float64, device=" in text
+        assert "self.one(torch.full((1,), 1.5, device=" in text
+        assert 'torch.full((), float("-inf"), device=' in text
+        assert "torch.full((), 4, dtype=torch.int16, device=" in text
+        assert sum(len(program.buffers) for program in programs) == 1  # of two numbers

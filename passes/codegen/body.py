@@ -13,6 +13,7 @@ from torch import fx
 from pd2bw_fx.program import autocast_of
 
 from .cut import is_size, tensors_read
+from .idioms import normalizations
 from .layer_calls import call_arguments
 from .layers import LAYERS_GIVING_TUPLES
 from .limits import is_asked_for_a_limit
@@ -44,10 +45,11 @@ class Body:
     def __init__(self, tree: StageTree, scope: Scope) -> None:
         self.tree = tree
         self.scope = scope
-        self.items = [item for item in scope.items if not self._is_inlined(item)]
         self.reads = tree.reads(scope)
         self.symbols = tree.symbols(scope)
         self.gives = tree.gives(scope)
+        self.normalized: dict[fx.Node, list[fx.Node]] = {}  # by the last operator, all of them
+        self.items = self._items()
         self._operands = {id(item): self._read_by(item) for item in self.items}
         self._read = {operand for operands in self._operands.values() for operand in operands}
         self._elements = self._elements_taken()
@@ -55,8 +57,15 @@ class Body:
         self._regions = dict(zip(map(id, self.items), self._told_apart(), strict=True))
         self._times = Counter(map(self._in_source, self.items))
 
-    def _is_inlined(self, item: fx.Node | Scope) -> bool:
-        return not isinstance(item, Scope) and is_size(self.tree.graph, item)
+    def _items(self) -> list[fx.Node | Scope]:
+        """Sizes are written where they are used, and F.normalize is one operator."""
+        items = [i for i in self.scope.items if isinstance(i, Scope) or not is_size(self.tree.graph, i)]
+        for nodes in normalizations(items):
+            is_of_one_region = all(self._marks(node) == self._marks(nodes[-1]) for node in nodes)
+            if is_of_one_region and not set(self.gives) & set(nodes[:-1]):
+                self.normalized[nodes[-1]] = nodes
+        inner = {node for nodes in self.normalized.values() for node in nodes[:-1]}
+        return [item for item in items if isinstance(item, Scope) or item not in inner]
 
     def results(self, item: fx.Node | Scope) -> list[fx.Node]:
         """What an item makes that anything else reads."""
@@ -70,7 +79,8 @@ class Body:
     def _read_by(self, item: fx.Node | Scope) -> list[fx.Node]:
         if isinstance(item, Scope):
             return self.tree.reads(item)
-        return tensors_read(self.tree.graph, item)
+        nodes = self.normalized.get(item, [item])
+        return tensors_read(self.tree.graph, nodes[0])
 
     def line(self, item: fx.Node | Scope) -> Line | None:
         if not isinstance(item, Scope):

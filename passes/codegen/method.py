@@ -15,6 +15,7 @@ from .author_loops import counter_of, list_of
 from .body import NO_REGION, Body, Folding, Region
 from .cut import is_size, size_symbol
 from .expression import Scene, Source
+from .idioms import normalized
 from .layer_calls import call_arguments
 from .literals import identifier, plain
 from .local_names import LocalNames
@@ -253,6 +254,8 @@ class _Draft:
             texts = [self._scene().text(argument) for argument in given]
             texts += [self._size(symbol).text for symbol in self.body.tree.symbols(item)]
             return Source(self.call_text(self.body.scope, item, texts))
+        if item in self.body.normalized:
+            return normalized(self.body.normalized[item], self._scene())
         return spell(item, self._scene())
 
     def _scene(self) -> Scene:
@@ -266,6 +269,8 @@ class _Draft:
             if symbol is None:
                 return spell(node, self._scene())
             return self._size(symbol)
+        if self.body.tree.makes(self.body.scope, node):
+            return Source(self.body.tree.numbers[str(node.target)].spelled(self._device()))
         path = self.body.tree.parameter(self.body.scope, node) if node.op == "get_attr" else None
         assert path is not None, f"{node.name} is not within reach of {self.body.scope.path!r}"
         return Source(reference(_below(self.body.scope.path, path)))

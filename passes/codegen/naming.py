@@ -12,6 +12,7 @@ from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.graph import RETURNED_AT
 from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 
+from .idioms import normalization
 from .layers import LAYERS_GIVING_TUPLES
 from .literals import identifier
 from .scopes import Line, Scope, line_at, module_calls
@@ -263,6 +264,8 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
         return special
     if _compares_places(result):
         return "causal"
+    if normalization(result) is not None:
+        return "normed"
     name = operator_name(result)
     return identifier(_RESULT_NAMES.get(name, name))
 

@@ -214,7 +214,7 @@ def _by_schema(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: 
             positional = False
             continue
         value = values[argument.name]
-        if isinstance(value, list) and value and all(isinstance(item, int | fx.Node) for item in value):
+        if isinstance(value, list) and all(isinstance(item, int | fx.Node) for item in value):
             value = tuple(value) if str(argument.type) in ("List[int]", "Optional[List[int]]") else value
         if argument.name == "dim" and isinstance(value, list | tuple) and len(value) == 1:
             value = value[0] if target._schema.name in _OVER_ONE_OR_MORE else value

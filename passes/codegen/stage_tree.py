@@ -3,6 +3,7 @@ parameters live where, and which calls are layers that are printed as themselves
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,8 +20,9 @@ from pd2bw_fx.program import autocast_of
 from .cut import Cut, is_size, size_symbol, spec_of, tensors_read
 from .layer_calls import takes_and_gives_what_the_layer_does
 from .layers import is_layer, is_sequential
+from .numbers import numbers
 from .scopes import Scope, lift, module_calls, walk
-from .unread_results import operators_of, returned_unread
+from .unread_results import LAYERS_OF_TORCH, operators_of, returned_unread
 
 # Stands among the sizes that a call is given: the device on which it makes tensors out of nothing.
 DEVICE = "device"
@@ -35,6 +37,7 @@ class StageTree:
         self.graph = graph
         self.stage = stage
         self.model: nn.Module = graph.root
+        self.numbers = numbers(graph)  # constants that are written where they are read, by name
         self.port_names: dict[str, str] = {}  # of values that stages give: the same in all of them
         self.names_given: dict[int, dict[fx.Node, str]] = {}  # by call: what it calls its results
         self.modules: dict[str, nn.Module] = dict(graph.root.named_modules(remove_duplicate=False))
@@ -50,7 +53,7 @@ class StageTree:
         self._rehome(self.root)
         self.returned_unread: dict[fx.Node, int] = {}
         self.returned_unread = returned_unread(self)
-        self._unlike_calls = _unlike_calls(self.root)
+        self._unlike_calls = _unlike_calls(self)
         self.chains: set[int] = set()  # calls of an nn.Sequential that is printed as one
         self.sequences: set[int] = set()  # and of a class of its kind
         self._links: dict[int, set[fx.Node]] = defaultdict(set)  # by the call that they are in
@@ -151,6 +154,8 @@ class StageTree:
             else:
                 needed |= dict.fromkeys(self._symbols_of(item))
                 needed |= {DEVICE: None} if _names_device(item) else {}
+            read = self.reads(item) if isinstance(item, Scope) else tensors_read(self.graph, item)
+            needed |= {DEVICE: None} if any(self.makes(scope, operand) for operand in read) else {}
             needed |= {DEVICE: None} if _follows_device(item) else {}
         reads = self.reads(scope)
         at_hand = {size for value in reads for size in self.shape(value)}
@@ -180,8 +185,20 @@ class StageTree:
             raise TraceError(f"the traced program reads {name!r}, which is no parameter, buffer or constant")
         return spec
 
+    def makes(self, scope: Scope, node: fx.Node) -> bool:
+        """Whether a call makes a constant of its number itself: the author does not pass it one. A layer of
+        torch's is given it."""
+        if node.op != "get_attr" or str(node.target) not in self.numbers:
+            return False
+        is_layer = scope.kind.startswith(LAYERS_OF_TORCH) and not isinstance(
+            self.modules.get(scope.path), nn.Sequential
+        )
+        return not is_layer and scope.argument(node).place == math.inf
+
     def _is_own(self, scope: Scope, node: fx.Node) -> bool:
-        return node.op == "get_attr" and self.parameter(scope, node) is not None
+        if node.op != "get_attr":
+            return False
+        return self.makes(scope, node) or self.parameter(scope, node) is not None
 
     def _symbols_of(self, node: fx.Node) -> Iterator[str]:
         for operand in node.all_input_nodes:
@@ -286,7 +303,7 @@ class StageTree:
             for item in scope.items:
                 read = self.reads(item) if isinstance(item, Scope) else tensors_read(self.graph, item)
                 for operand in read:
-                    if operand.op == "get_attr":
+                    if operand.op == "get_attr" and str(operand.target) not in self.numbers:
                         name = self.parameter(scope, operand) or self._spec(operand).name
                         self._own(name, classes, inside_layers)
         for name in self.stage.unread:
@@ -320,16 +337,16 @@ def _returning(graph: OperatorGraph) -> set[str]:
     return {key for node in graph.fx.graph.nodes for key in node.meta.get(RETURNED_AT, {})}
 
 
-def _unlike_calls(root: Scope) -> set[str]:
+def _unlike_calls(tree: StageTree) -> set[str]:
     """Modules whose calls here are not all of the same operators: one is cut, or goes another way."""
     calls: dict[str, list[Scope]] = defaultdict(list)
-    for scope in walk(root):
+    for scope in walk(tree.root):
         if scope.function is None:
             calls[scope.path].append(scope)
     return {
         path
         for path, scopes in calls.items()
-        if len(scopes) > 1 and len({operators_of(s) for s in scopes}) > 1
+        if len(scopes) > 1 and len({operators_of(tree, s) for s in scopes}) > 1
     }
 
 

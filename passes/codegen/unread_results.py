@@ -17,7 +17,7 @@ from .scopes import Scope, module_calls, walk
 if TYPE_CHECKING:
     from .stage_tree import StageTree
 
-_TORCHS = "torch.nn.modules."
+LAYERS_OF_TORCH = "torch.nn.modules."
 
 
 def returned_unread(tree: StageTree) -> dict[fx.Node, int]:
@@ -29,7 +29,7 @@ def returned_unread(tree: StageTree) -> dict[fx.Node, int]:
     """
     calls: dict[str, list[Scope]] = defaultdict(list)
     for scope in walk(tree.root):
-        if scope.path and scope.function is None and not scope.kind.startswith(_TORCHS):
+        if scope.path and scope.function is None and not scope.kind.startswith(LAYERS_OF_TORCH):
             calls[scope.kind].append(scope)
     found: dict[fx.Node, int] = {}
     for alike in (group for scopes in calls.values() for group in _alike(tree, scopes)):
@@ -45,11 +45,14 @@ def returned_unread(tree: StageTree) -> dict[fx.Node, int]:
     return found
 
 
-def operators_of(scope: Scope) -> tuple[str, ...]:
+def operators_of(tree: StageTree, scope: Scope) -> tuple[str, ...]:
     """What a call computes, but for the values that it computes on, and which elements are taken."""
+
+    def number(operand: fx.Node) -> str | None:
+        return str(tree.numbers[str(operand.target)]) if tree.makes(scope, operand) else None
+
     return tuple(
-        f"{node.target}{fx.map_arg((node.args, dict(node.kwargs)), lambda _: None)}"
-        for node in _operators(scope)
+        f"{node.target}{fx.map_arg((node.args, dict(node.kwargs)), number)}" for node in _operators(scope)
     )
 
 
@@ -63,7 +66,7 @@ def _alike(tree: StageTree, scopes: list[Scope]) -> list[list[Scope]]:
         return []
     found: dict[tuple[object, ...], list[Scope]] = defaultdict(list)
     for scope in scopes:
-        found[len(tree.reads(scope)), *operators_of(scope)].append(scope)
+        found[len(tree.reads(scope)), *operators_of(tree, scope)].append(scope)
     return list(found.values())
 
 
