@@ -155,6 +155,22 @@ def test_replicas_wait_for_one_another_at_an_update(on_two: Pipeline) -> None:
     assert all("all-reduce" in causes for causes in timeline.idle_by_cause_s)
 
 
+@pytest.mark.parametrize("method", ["1f1b", "pipedream"])
+def test_tied_weights_are_waited_for(method: str) -> None:
+    model = build("gpt")  # one matrix of it is the first stage's and the last one's
+    pipe = pd2bw_fx.split(model, cluster=2, method=method, costs="analytic", check=False)
+    slow = pd2bw_fx.Cluster.uniform(2, bytes_per_s=1e6, latency_s=0.0)
+    (tied,) = set(pipe.plan.stages[0].parameters) & set(pipe.plan.stages[1].parameters)
+    added_up_s = pipe.graph.parameters[tied].spec.num_bytes / 1e6
+
+    timeline = pipe.simulate(num_updates=3, cluster=slow)
+    waits = [event for event in timeline.events if event.kind is Kind.ALL_REDUCE]
+
+    assert {event.rank for event in waits} == {0, 1}
+    assert min(event.duration_s for event in waits) <= added_up_s * (1 + 1e-9)
+    assert max(event.duration_s for event in waits if event.rank) >= added_up_s * (1 - 1e-9)
+
+
 def test_data_parallelism_has_the_whole_model_on_every_rank(on_two: Pipeline) -> None:
     sizes = coarsen(on_two.graph, on_two.costs, on_two.cluster).parameters
     together = as_one_stage(on_two.plan, sizes, MemoryModel())

@@ -6,6 +6,7 @@ hide behind them.
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,7 +16,7 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import StageMemory
 from pd2bw_fx.errors import InputError, ScheduleError
 from pd2bw_fx.passes.schedule import build_schedule
-from pd2bw_fx.passes.simulate import Durations, LinkTimes, simulate, simulate_durations
+from pd2bw_fx.passes.simulate import Durations, LinkTimes, Tied, simulate, simulate_durations
 from pd2bw_fx.plan import Plan, StagePlan, Transfer
 from pd2bw_fx.timeline import Event, Timeline
 
@@ -288,6 +289,42 @@ def test_a_recomputed_stage_runs_its_forward_again_before_the_backward() -> None
     timeline = simulate(row("1f1b", ["F0 B0"] * 3, m=1), plan_of(0, 1, 2, recompute=True), cluster)
 
     assert [e.duration_s for e in timeline.compute() if e.kind is Kind.BACKWARD] == pytest.approx([3.0] * 3)
+
+
+def test_an_update_waits_for_the_gradients_of_weights_that_another_stage_holds_too() -> None:
+    # rank 0   F0 . . . . B0 [..] U        1000 bytes to and from in halves, and two latencies: 10.5 s
+    # rank 1      F0 .  . B0 U
+    # rank 2      . F0 B0 [.......] U      waits for rank 0's gradient first
+    plan = plan_of(0, 1, 2)
+    first, second, last = plan.stages
+    tied = (replace(first, parameters=("w",)), second, replace(last, parameters=("w", "v")))
+    cluster = Cluster.uniform(3, memory_bytes=1, bytes_per_s=100.0, latency_s=0.25)
+    schedule = row("1f1b", ["F0 B0 U1"] * 3, m=1)
+
+    sizes = {"w": 1000, "v": 700}
+    timeline = simulate(schedule, replace(plan, stages=tied), cluster, trainable_bytes=sizes)
+    frozen = simulate(schedule, replace(plan, stages=tied), cluster, trainable_bytes={"v": 700})
+
+    ends_s = {e.stage: e.end_s for e in timeline.events if e.kind is Kind.BACKWARD}
+    updates_s = {e.stage: e.start_s for e in timeline.events if e.kind is Kind.UPDATE}
+    assert updates_s == {0: ends_s[0] + 10.5, 1: ends_s[1], 2: ends_s[0] + 10.5}
+    waits = {e.rank: e.duration_s for e in timeline.events if e.kind is Kind.ALL_REDUCE}
+    assert waits == {0: 10.5, 2: ends_s[0] + 10.5 - ends_s[2]}
+    assert not any(e.kind is Kind.ALL_REDUCE for e in frozen.events)
+
+
+def test_ranks_whose_stages_have_weights_of_one_another_do_not_wait_in_a_circle() -> None:
+    # rank 0 has stages 0 and 2, rank 1 has 1 and 3; one weight is in 0 and 3, another in 1 and 2
+    schedule = build_schedule(
+        "interleaved", 4, chunks=2, microbatches_per_update=2, updates=range(2), drain=True
+    )
+    ties = tuple(Tied(frozenset(stages), frozenset({0, 1}), 0.5) for stages in ((0, 3), (1, 2)))
+    durations = replace(Durations.chain([1.0] * 4, [2.0] * 4), tied=ties)
+
+    timeline = simulate_durations(schedule, durations)
+
+    ends_s = max(e.end_s for e in timeline.events if e.kind is Kind.BACKWARD and e.microbatch < 2)
+    assert {e.start_s for e in timeline.events if (e.kind, e.version) == (Kind.UPDATE, 1)} == {ends_s + 0.5}
 
 
 def test_stages_on_one_rank_take_turns() -> None:

@@ -12,6 +12,8 @@ from pd2bw_fx.costs import GRADIENT_BUCKET_BYTES, Calibration, ring_bytes
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.plan import Plan, StagePlan
 
+from .sums import Tied
+
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
@@ -42,7 +44,8 @@ class Durations:
     inputs, with the recomputation of the forward, and those of the weights. Without `weight_backward_s`
     everything is in `backward_s`. `undivided_s` is what a backward that is not divided takes, where that is
     not their sum. `all_reduce_s` is what the ranks of a stage that has several need to add up
-    the gradients of an update, once all of them have theirs.
+    the gradients of an update, once all of them have theirs, and `tied` the same of parameters that several
+    stages hold.
     """
 
     forward_s: tuple[float, ...]
@@ -52,6 +55,7 @@ class Durations:
     weight_backward_s: tuple[float, ...] | None = None
     all_reduce_s: tuple[float, ...] | None = None
     undivided_s: tuple[float, ...] | None = None
+    tied: tuple[Tied, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -94,6 +98,7 @@ class Durations:
         update_s: float = 0.0,
         holders: Sequence[Collection[int]] | None = None,
         calibration: Calibration | None = None,
+        trainable_bytes: Mapping[str, int] | None = None,
     ) -> Self:
         """Compute times from the plan, link times from its transfers on the cluster's links.
 
@@ -101,7 +106,9 @@ class Durations:
         that of the weights, as in a matrix product. `holders` are the ranks of each stage: r of them add
         up their gradients in a ring, 2 (r - 1) steps of 1 / r of the bytes each, over the slowest of the
         cluster's links. A rank with the number of one of its stages is on the device that the plan has for
-        that stage: of two ranks with the same two stages (chimera) each uses its own links.
+        that stage: of two ranks with the same two stages (chimera) each uses its own links. Parameters that
+        several stages hold are added up over all ranks that do, by their `trainable_bytes` where those are
+        given.
         `calibration`: what a run on this machine took besides; without it the engine itself takes no time.
         """
         beyond = [stage for stage in plan.stages if stage.device >= len(cluster)]
@@ -119,6 +126,7 @@ class Durations:
             _halves_s(plan, stage, replace(known, backward=factor))
             for stage, factor in zip(plan.stages, backward, strict=True)
         ]
+        shared = _shared_parameters(plan, holders, trainable_bytes or {})
         # A rank is between two actions as long as ever, however many stages share it.
         between_s = known.between_s * num_ranks / sum(num_holders)
         return cls(
@@ -131,12 +139,16 @@ class Durations:
             links=tuple(_links(plan, cluster, known, holders)),
             weight_backward_s=tuple(weights_s for _, weights_s in halves),
             all_reduce_s=tuple(
-                _all_reduce_s(stage, count, cluster, known)
+                _all_reduce_s(_own_bytes(stage, shared), count, cluster, known)
                 for stage, count in zip(plan.stages, num_holders, strict=True)
             ),
             undivided_s=tuple(
                 factor * stage.backward_s + (known.forward * stage.forward_s if stage.recompute else 0.0)
                 for stage, factor in zip(plan.stages, backward, strict=True)
+            ),
+            tied=tuple(
+                Tied(stages, ranks, _all_reduce_s(num_bytes, len(ranks), cluster, known))
+                for (stages, ranks), num_bytes in shared.items()
             ),
         )
 
@@ -153,12 +165,37 @@ def _halves_s(plan: Plan, stage: StagePlan, known: Calibration) -> tuple[float, 
     return backward_s * (1 - known.weight_share) + again_s, backward_s * known.weight_share
 
 
-def _all_reduce_s(stage: StagePlan, num_ranks: int, cluster: Cluster, known: Calibration) -> float:
+_Shared = Mapping[tuple[frozenset[int], frozenset[int]], int]  # bytes, by stages and ranks
+
+
+def _shared_parameters(
+    plan: Plan, holders: Sequence[Collection[int]], trainable_bytes: Mapping[str, int]
+) -> _Shared:
+    """Those that several stages hold on several ranks."""
+    stages_of: dict[str, set[int]] = {}
+    for stage in plan.stages:
+        for name in stage.parameters:
+            stages_of.setdefault(name, set()).add(stage.stage)
+    shared: dict[tuple[frozenset[int], frozenset[int]], int] = {}
+    for name, stages in stages_of.items():
+        ranks = frozenset(rank for stage in stages for rank in holders[stage])
+        if len(stages) > 1 and len(ranks) > 1 and trainable_bytes.get(name):
+            key = frozenset(stages), ranks
+            shared[key] = shared.get(key, 0) + trainable_bytes[name]
+    return shared
+
+
+def _own_bytes(stage: StagePlan, shared: _Shared) -> int:
+    """Gradients of parameters that no other stage holds."""
+    others = sum(num_bytes for (stages, _), num_bytes in shared.items() if stage.stage in stages)
+    return max(0, stage.memory.gradient_bytes - others)
+
+
+def _all_reduce_s(num_bytes: int, num_ranks: int, cluster: Cluster, known: Calibration) -> float:
     """Bucket by bucket, as the runtime adds them up: each of a ring's steps has a latency for each."""
     pairs = [(a, b) for a in range(len(cluster)) for b in range(len(cluster)) if a != b]
     if num_ranks == 1 or not pairs:
         return 0.0
-    num_bytes = stage.memory.gradient_bytes
     if known.ring_s_per_byte is not None:
         return known.ring_s_per_byte * ring_bytes(num_bytes, num_ranks)
     latency_s = max(cluster.latency_s[a][b] for a, b in pairs) * math.ceil(num_bytes / GRADIENT_BUCKET_BYTES)

@@ -5,9 +5,9 @@
     rank 1      F0 B0 F1 B1 F2 B2                  goes on meanwhile
 
 Each rank performs its own list in order. A message goes to the rank that runs its microbatch at the stage it
-is for. Where several ranks hold a stage, an update waits until all of them have posted their gradients, and
-then for the all-reduce: at once where there is one weight version, at the first use of the new version where
-there are more, so that the ranks go on meanwhile.
+is for. Where several ranks hold a stage, or stages a parameter, an update waits until all of them have posted
+their gradients, and then for the all-reduce (`sums.py`): at once where there is one weight version, at the
+first use of the new version where there are more, so that the ranks go on meanwhile.
 
 Only the sender's list decides when a link is used, so the times do not depend on the order in which the ranks
 are visited: the simulation is deterministic.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,7 @@ from pd2bw_fx.plan import Plan
 from pd2bw_fx.timeline import Event, Timeline
 
 from .durations import Durations, LinkTimes
+from .sums import Sums, sums_of
 
 Links = Literal["busy", "latency"]
 
@@ -45,13 +46,15 @@ def simulate(
     seed: int = 0,
     update_s: float = 0.0,
     calibration: Calibration | None = None,
+    trainable_bytes: Mapping[str, int] | None = None,
 ) -> Timeline:
     """When every action of the schedule happens, with the plan's compute times and the cluster's links.
 
     `links="busy"`: a link sends one message after another; `"latency"`: any number at once.
     `jitter` is the relative standard deviation of every compute time (normal, mean 1, not below 0.05);
     `link_jitter_s` that of a normal number whose size every message is late by.
-    `calibration` (of `calibrate`): what a run took besides the plan's times.
+    `calibration` (of `calibrate`): what a run took besides the plan's times. `trainable_bytes` are those of
+    parameters by name; without them nothing is added up of parameters that several stages hold.
 
     Raises ScheduleError naming the first action that waits for ever, InputError where schedule, plan and
     cluster do not belong together.
@@ -68,6 +71,7 @@ def simulate(
         cluster,
         update_s=update_s,
         holders=holders,
+        trainable_bytes=trainable_bytes,
         calibration=calibration,
     )
     return simulate_durations(
@@ -166,30 +170,6 @@ class _Wire:
     elsewhere: dict[tuple[int, int], tuple[float, float]]  # latency and transmission, by sender and receiver
 
 
-class _AllReduces:
-    """Updates of the stages that several ranks hold: who has posted, and when the sum is there."""
-
-    def __init__(self, holders: Sequence[set[int]], all_reduce_s: Sequence[float]) -> None:
-        self.holders = holders
-        self.all_reduce_s = all_reduce_s
-        self.posted_s: dict[tuple[int, int], dict[int, float]] = {}  # by stage and version, then rank
-
-    def post(self, stage: int, version: int, rank: int, now_s: float) -> bool:
-        """Whether the rank is the last one; it posts once, however often it asks."""
-        posted_s = self.posted_s.setdefault((stage, version), {})
-        if rank in posted_s:
-            return False
-        posted_s[rank] = now_s
-        return len(posted_s) == len(self.holders[stage])
-
-    def done_s(self, stage: int, version: int) -> float | None:
-        """When the new version is there; None as long as somebody has not posted."""
-        posted_s = self.posted_s.get((stage, version), {})
-        if len(posted_s) < len(self.holders[stage]):
-            return None
-        return max(posted_s.values()) + self.all_reduce_s[stage]
-
-
 @dataclass(frozen=True, slots=True)
 class _Noise:
     jitter: float
@@ -229,7 +209,9 @@ class _Simulation:
         missing = [stage for stage in stages if not holders[stage]]
         if missing:
             raise ScheduleError(f"no rank has an action of stage {missing[0]}; every stage needs a rank")
-        self.reduces = _AllReduces(holders, self.durations.all_reduce_s or (0.0,) * len(stages))
+        all_reduce_s = self.durations.all_reduce_s or (0.0,) * len(stages)
+        self.sums = Sums(sums_of(holders, all_reduce_s, self.durations.tied), len(stages))
+        self.gated = self.sums.stages
         self.shared = {stage for stage in stages if len(holders[stage]) > 1}
         self.only = [min(ranks) for ranks in holders]
         self.runs = {
@@ -291,14 +273,14 @@ class _Simulation:
         """
         actions, events, noise = self.schedule.ranks[rank], self.events[rank], self.noise[rank]
         seconds, mailboxes, wires = self.seconds, self.mailboxes, self.wires
-        jitter, shared = self.jitter, self.shared
+        jitter, shared, gated = self.jitter, self.shared, self.gated
         now_s, position, woken = self.clock_s[rank], self.position[rank], list[int]()
         while position < len(actions):
             action = actions[position]
             kind, stage, microbatch = action.kind, action.stage, action.microbatch
             start_s = now_s
             if kind in seconds:
-                if stage in shared:
+                if stage in gated:
                     gate_s = self._gate_s(rank, action, now_s, woken)
                     if gate_s is None:
                         break
@@ -330,16 +312,15 @@ class _Simulation:
         return woken
 
     def _gate_s(self, rank: int, action: Action, now_s: float, woken: list[int]) -> float | None:
-        """When a computation of a stage that several ranks hold may begin; None: when all have posted."""
+        """When a computation may begin of a stage that has sums to wait for; None: when all have posted."""
         stage, version = action.stage, action.version
         if action.kind is not Kind.UPDATE:
             # With one version the update itself has waited.
             if self.schedule.weight_versions == 1 or version <= self.schedule.updates.start:
                 return now_s
-            return self.reduces.done_s(stage, version)
-        if self.reduces.post(stage, version, rank, now_s):
-            woken.extend(self.reduces.holders[stage] - {rank})
-        return now_s if self.schedule.weight_versions > 1 else self.reduces.done_s(stage, version)
+            return self.sums.done_s(stage, version, rank)
+        woken.extend(self.sums.post(stage, version, rank, now_s))
+        return now_s if self.schedule.weight_versions > 1 else self.sums.done_s(stage, version, rank)
 
     def _send(self, wire: _Wire, source: int, target: int, now_s: float) -> float:
         """When a message that is sent now has arrived."""
@@ -373,8 +354,8 @@ class _Simulation:
         what = "activation" if kind is Kind.SEND_ACTIVATION else "gradient"
         whose = f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"
         if action.kind not in self.mailboxes:
-            others = self.reduces.holders[action.stage] - {rank}
-            what, whose = f"update to W{action.version}", f"ranks {', '.join(map(str, sorted(others)))}"
+            others = self.sums.others(action.stage, rank)
+            what, whose = f"update to W{action.version}", f"ranks {', '.join(map(str, others))}"
         raise ScheduleError(
             f"the schedule never ends: rank {rank} waits in action {self.position[rank]}, {action}, for the "
             f"{what} of {whose}; {len(waiting)} of {len(self.schedule.ranks)} ranks stand still; look for a "
