@@ -56,13 +56,21 @@ def model_kept(model: nn.Module) -> Iterator[None]:
                     if name in resized:
                         tensor.data = before[name]
                     else:
-                        tensor.copy_(before[name])
+                        without_repeats(tensor).copy_(without_repeats(before[name], tensor))
     if resized:
         name, shape = next(iter(resized.items()))
         raise InputError(
             f"buffer {name!r} has shape {tuple(before[name].shape)}, and {tuple(shape)} after a forward (an "
             "observer of ranges has no size before its first batch); run the model once, then split it"
         )
+
+
+def without_repeats(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """A view with each element of an expanded tensor once, which torch lets nobody write as it is."""
+    for dimension, stride in enumerate((tensor if like is None else like).stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def is_of_attributes(value: Any) -> bool:

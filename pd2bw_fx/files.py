@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,7 +24,7 @@ from pd2bw_fx.strides import order_of, packed, unpacked
 MANIFEST = "manifest.json"
 _FRESH = ".pd2bw_fx-"  # begins the name of a folder that is being written
 _HALF = "half_written"  # in the manifest while files are being replaced
-_ORDERS = "orders"  # in a safetensors file's metadata
+_ORDERS, _COMPLEX = "orders", "complex"  # in a safetensors file's metadata
 
 
 @contextmanager
@@ -94,16 +95,21 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """A safetensors file that whoever may read files of this process may read. Raises OSError.
 
     Such files have tensors in one order of memory; that of others is told beside them, for `read_tensors`.
+    They have no complex128: its numbers are pairs there, which is told too.
     """
     orders = {name: order for name, tensor in tensors.items() if (order := order_of(tensor))}
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    whole = {name: _as_it_is(tensor).contiguous() for name, tensor in tensors.items()}
+    pairs = [name for name, tensor in whole.items() if tensor.dtype is torch.complex128]
+    whole |= {name: torch.view_as_real(whole[name]) for name in pairs}
+    told = {_ORDERS: json.dumps(orders)} if orders else {}
+    told |= {_COMPLEX: json.dumps(pairs)} if pairs else {}
     uses = Counter(tensor.untyped_storage().data_ptr() for tensor in whole.values())
     for name, tensor in whole.items():
         storage = tensor.untyped_storage()
         if uses[storage.data_ptr()] > 1 or storage.nbytes() != tensor.nbytes:
             whole[name] = tensor.clone()  # a part of more, which the file would not take
     try:
-        save_file(whole, path, metadata={_ORDERS: json.dumps(orders)} if orders else None)
+        save_file(whole, path, metadata=told or None)
     except SafetensorError as error:  # it has no class for a disk that is full
         raise OSError(None, str(error)) from error
     mask = os.umask(0)
@@ -111,18 +117,45 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     path.chmod(0o666 & ~mask)
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    """On the CPU; a conjugate may be one by a mark alone."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg()
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """What `save_tensors` wrote, as it lay in memory. Raises OSError, SafetensorError, and ValueError for an
     order that is none of its tensor's dimensions."""
     with safe_open(path, framework="pt") as file:
         orders = json.loads((file.metadata() or {}).get(_ORDERS, "{}"))
-        found: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        found = {name: tensor_in(file, name) for name in file.keys()}  # noqa: SIM118
     for name in orders.keys() & found.keys():
         order, tensor = tuple(orders[name]), found[name]
         if sorted(order) != list(range(tensor.dim())):
             raise ValueError(f"{name!r} has {tensor.dim()} dimensions, and their order is {order}")
         found[name] = unpacked(packed(tensor, order).contiguous(), order)
     return found
+
+
+def tensor_in(file: Any, name: str) -> Tensor:
+    """One of an open file, contiguous. Raises ValueError for pairs that are none."""
+    tensor: Tensor = file.get_tensor(name)
+    if not _are_pairs(file, name):
+        return tensor
+    if tensor.dtype is not torch.float64 or tensor.shape[-1:] != (2,):
+        raise ValueError(
+            f"{name!r} is told to be pairs of float64, and is {tensor.dtype} {tuple(tensor.shape)}"
+        )
+    return torch.view_as_complex(tensor)
+
+
+def shape_in(file: Any, name: str) -> tuple[int, ...]:
+    """Of one of an open file, which is not read."""
+    shape = tuple(file.get_slice(name).get_shape())
+    return shape[:-1] if _are_pairs(file, name) else shape
+
+
+def _are_pairs(file: Any, name: str) -> bool:
+    return name in json.loads((file.metadata() or {}).get(_COMPLEX, "[]"))
 
 
 def make_durable(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,3 +61,44 @@ def test_generated_layers_have_its_type() -> None:
     _, _, pipe = made("transposed")
     source = "".join(stage.source for stage in pipe.stages)
     assert "nn.Linear(4, 4, dtype=torch.complex128)" in source
+
+
+class Shifted(nn.Module):
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.register_buffer("shift", shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x) + (self.shift * torch.ones_like(self.shift)).abs().float().sum()  # type: ignore[operator, arg-type]
+        return self.last(hidden).square().mean()
+
+
+@pytest.mark.parametrize(
+    "shift",
+    [torch.randn(3, dtype=torch.complex64).conj(), torch.randn(1).expand(3), torch.randn(2, 1).expand(2, 3)],
+    ids=["conjugate", "expanded", "of two rows"],
+)
+def test_buffers_that_are_views_of_less_or_of_other_bits(shift: Tensor) -> None:
+    pipe = pd2bw_fx.split(Shifted(shift), torch.randn(4, 4), cluster=2, costs="measured", profile_cache=False)
+
+    pipe.verify()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_has_complex_numbers_of_any_precision(tmp_path: Path) -> None:
+    given = torch.ones(4, 4, dtype=torch.float64)
+    pipe = pd2bw_fx.split(Rotating("whole"), given, cluster=1, costs="analytic", check=False)
+    for goes_on in (False, True):
+        with pipe.engine(
+            optimizer=lambda p: torch.optim.Adam(p), method="1f1b", microbatches_per_update=1
+        ) as engine:
+            if goes_on:
+                assert engine.load_checkpoint(tmp_path) == 1
+            else:
+                engine.step(given)
+                engine.save_checkpoint(tmp_path)
+                expected = engine.state_dict()
+            found = engine.state_dict()
+    assert expected["own"].dtype is torch.complex128
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())

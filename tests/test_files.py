@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from pd2bw_fx.errors import InputError, PlanMismatchError
-from pd2bw_fx.files import read_manifest, whole_folder, write_manifest
+from pd2bw_fx.files import read_manifest, read_tensors, save_tensors, whole_folder, write_manifest
 
 
 def saved(folder: Path) -> Path:
@@ -140,6 +141,28 @@ def test_a_folder_can_be_copied_onto_itself(tmp_path: Path) -> None:
 
     assert read_manifest(folder, kind="test")["files"].keys() == {"stage_0.py"}
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "stage_0.py"]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 2, dtype=torch.complex128),
+        torch.randn(3, 2, dtype=torch.complex128).t(),
+        torch.randn((), dtype=torch.complex128),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(3, dtype=torch.complex128).conj(),
+        torch.randn(3, dtype=torch.complex128).conj().imag,
+    ],
+)
+def test_complex_tensors_are_read_as_they_were(tmp_path: Path, tensor: torch.Tensor) -> None:
+    save_tensors({"it": tensor, "other": torch.ones(2)}, tmp_path / "file")
+
+    found = read_tensors(tmp_path / "file")
+
+    assert torch.equal(found["it"], tensor)
+    assert found["it"].dtype is tensor.dtype
+    assert found["it"].stride() == tensor.stride() or tensor.dtype is torch.float64
+    assert torch.equal(found["other"], torch.ones(2))
 
 
 def test_an_edited_file_that_is_written_as_it_is_may_be_replaced(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 
-from pd2bw_fx.attributes import attributes_kept
+from pd2bw_fx.attributes import attributes_kept, without_repeats
 from pd2bw_fx.drawing import gpus
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 
@@ -220,7 +220,8 @@ def state_kept(module: nn.Module) -> Iterator[list[str]]:
                 is_there = (tensor.shape, tensor.data_ptr()) == (data.shape, data.data_ptr())
                 if not is_there or not _same_bits(data, before):
                     written.append(name)
-                    tensor.data = data.copy_(before)
+                    without_repeats(data).copy_(without_repeats(before, data))
+                    tensor.data = data
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -231,7 +232,9 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+    # A conjugate may be one by a mark alone, beside bits that are not its own.
+    whole = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in (one, other))
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in whole))
 
 
 def require_nothing_written(names: list[str], *, how: str = "through .data") -> None:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pd2bw_fx.errors import InputError, PlanMismatchError
-from pd2bw_fx.files import make_durable, save_tensors, sha256
+from pd2bw_fx.files import make_durable, save_tensors, sha256, shape_in, tensor_in
 from pd2bw_fx.graph import ParameterSpec
 
 _NAME = re.compile(r"update_(\d{6,})")
@@ -248,7 +248,7 @@ class Checkpoint:
             if key not in self._places:
                 raise PlanMismatchError(f"{other}: it has no {what}")
             with safe_open(self._places[key], framework="pt") as file:
-                found = tuple(file.get_slice(key).get_shape())
+                found = shape_in(file, key)
             if found != shape:
                 raise PlanMismatchError(f"{other}: its {what} has shape {found}, and the pipeline's {shape}")
         unknown = [k for k in self._places if k.startswith("weights_0/") and k not in expected]
@@ -268,7 +268,7 @@ class Checkpoint:
         for path, keys in keys_in.items():
             self._require_whole(path)
             with safe_open(path, framework="pt") as file:
-                found |= {key: file.get_tensor(key) for key in keys}
+                found |= {key: tensor_in(file, key) for key in keys}
         return {key: found[key] for key in self._places if key in found}
 
     def _require_whole(self, path: Path) -> None:
