@@ -302,6 +302,73 @@ def test_floats_are_rounded_down_where_they_are_multiples_too(tmp_path: Path) ->
     require_alike(folder, model, x=torch.arange(-40, 40).reshape(10, 8) / 10)
 
 
+def _of_no_numbers(x: Tensor) -> tuple[Tensor, ...]:
+    """x: (rows, 4), NaN and infinities among them."""
+    return (
+        torch.hypot(x, 2 * x),
+        torch.hypot(1e-25 * x, -3e-25 * x) * 1e25,
+        torch.hypot(x.half(), x.half()),
+        torch.lgamma(x),
+        torch.logit(x, 1e-6),
+        x.logcumsumexp(1),
+        *x.cummax(1),
+        *x.cummin(0),
+        *x.median(1),
+        x.median(),
+    )
+
+
+def _of_halves(x: Tensor) -> tuple[Tensor, ...]:
+    half = x.half()
+    return half // 0.1, half % 0.1, half // torch.full_like(half, -0.3), 1.0 // (half + 0.05)
+
+
+def _of_few_bits(whole: Tensor) -> tuple[Tensor, ...]:
+    bag = F.embedding_bag(whole, torch.arange(30.0).reshape(10, 3), padding_idx=-1, mode="mean")
+    return (
+        bag,
+        torch.isin(whole, 5),
+        torch.isin(5, whole),
+        torch.searchsorted(whole.sort(1)[0][0], 5),
+        (whole > 3).cumprod(1),
+        whole.to(torch.int32).cumprod(0),
+        whole.to(torch.uint8).cumprod(1),
+        *(whole > 5).cummax(1),
+        1.5 - whole,
+        torch.rsub(whole, 0.5),
+    )
+
+
+_NONE, _FAR = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("function", "example", "values"),
+    [
+        (
+            _of_no_numbers,
+            torch.rand(2, 4),
+            torch.tensor(
+                [[1, _FAR, 2, -_FAR], [1, _NONE, 3, _NONE], [0, -1, -2.5, 1e25], [1e-25, 0.5, 3, 1]]
+            ),
+        ),
+        (_of_halves, torch.rand(2, 4), torch.arange(-40, 40).reshape(10, 8)[:, :4] / 10),
+        (_of_few_bits, torch.randint(1, 8, (2, 4)), torch.tensor([[9, 5, 2, 9], [9, 9, 9, 9], [1, 5, 7, 0]])),
+    ],
+)
+def test_what_no_example_shows_is_torchs_too(
+    function: Any, example: Tensor, values: Tensor, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    folder = exported(Counting(function).eval(), tmp_path / "onnx", torch.randn(2, 4), example)
+
+    rows = torch.randn(values.shape[0], 4)
+    found = list(run_onnx(folder, {"x": rows, "whole": values}).values())
+    for array, result in zip(found[1:], function(values), strict=True):
+        assert array.dtype == result.numpy().dtype
+        np.testing.assert_allclose(array, result.numpy(), rtol=1e-5, atol=1e-7)
+
+
 class Projecting(nn.Module):
     """In words of torch, a projected LSTM is no layer any more."""
 

@@ -5,7 +5,7 @@ The exporter rounds the quotient down: 0.3 / 0.1 is 3 in float32, and 0.3 // 0.1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .whole_numbers import as_tensors, divided
 
-_FLOATS = (torch.float32, torch.float64)
+_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
 def _div(self: Any, other: Any, *, rounding_mode: str | None = None, out: Tensor | None = None) -> Any:
@@ -27,20 +27,34 @@ def _floor_divided(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
         return NotImplemented
     if not _are_of_floats(self, other):  # the exporter takes the number of `7 // x` for a tensor
         return NotImplemented if isinstance(self, Tensor) else torch.floor_divide(*as_tensors(self, other))
-    self, other = as_tensors(self, other)
+    dtype = torch.result_type(self, other)
+    self, other = _wide(self, other)
     left, is_across = _left(self, other)
     quotient = (self - left) / other - is_across.to(left.dtype)
     whole = quotient.floor()
     whole = whole + (quotient - whole > 0.5).to(whole.dtype)
-    return torch.where(other == 0, self / other, whole)
+    return torch.where(other == 0, self / other, whole).to(dtype)
 
 
 def _remainder(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
     if out is not None or not _are_of_floats(self, other):
         return NotImplemented
-    self, other = as_tensors(self, other)
+    dtype = torch.result_type(self, other)
+    self, other = _wide(*as_tensors(self, other))
     left, is_across = _left(self, other)
-    return torch.where(is_across, left + other, left)
+    return torch.where(is_across, left + other, left).to(dtype)
+
+
+def _wide(*operands: Any) -> Iterator[Tensor]:
+    """As tensors, halves in float32, in which torch computes their quotients; for that it does not round a
+    number to a half, as it does for what is left over."""
+    dtype = torch.result_type(*operands)
+    if dtype is not torch.float16:
+        yield from as_tensors(*operands)
+        return
+    for each in operands:
+        is_tensor = isinstance(each, Tensor)
+        yield each.to(dtype).to(torch.float32) if is_tensor else torch.tensor(each, dtype=torch.float32)
 
 
 def _left(self: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ def _log_cum_sum_exp(self: Tensor, dim: int) -> Tensor:
     """Over each entry's predecessors and itself, a row of them for each."""
     rows = up_to_each(self, dim, -math.inf)
     largest = rows.amax(-1, keepdim=True)
-    finite = torch.where(largest == -math.inf, 0.0, largest)
+    finite = torch.where(largest.isinf(), 0.0, largest)
     return ((rows - finite).exp().sum(-1).log() + finite.squeeze(-1)).movedim(-1, dim)
 
 

@@ -14,9 +14,11 @@ from torch.nn import functional
 from .floored import BY_NAME as FLOORED
 from .joined import BY_FUNCTION as JOINED
 from .ordering import BY_NAME as ORDERING
+from .scans import BY_NAME as SCANS
+from .special import BY_FUNCTION as SPECIAL_FUNCTIONS
+from .special import BY_NAME as SPECIAL
 from .stable import BY_FUNCTION as STABLE_FUNCTIONS
 from .stable import BY_NAME as STABLE
-from .stable import up_to_each
 from .whole_numbers import BY_NAME as WHOLE_NUMBERS
 
 
@@ -24,71 +26,40 @@ def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = No
     return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), ord=p, dim=-1)
 
 
-def _hypot(self: Tensor, other: Tensor) -> Tensor:
-    return (self * self + other * other).sqrt()
-
-
-def _lgamma(self: Tensor) -> Tensor:
-    """Stirling's series seven steps further, in double precision; the reflection below a half."""
-    x = self.double()
-    is_small = x < 0.5
-    z = torch.where(is_small, 1 - x, x)
-    far = z + 7
-    square = far.reciprocal().square()
-    series = (1 / 12 - square * (1 / 360 - square * (1 / 1260 - square / 1680))) / far
-    found = (far - 0.5) * far.log() - far + 0.5 * math.log(2 * math.pi) + series
-    for step in range(7):
-        found = found - (z + step).log()
-    reflected = math.log(math.pi) - (math.pi * x).sin().abs().log() - found
-    return torch.where(is_small, reflected, found).to(self.dtype)
-
-
-# Above and below w = 5, with the highest power first.
-_ERFINV_NEAR = (
-    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503,
-    -0.00417768164, 0.246640727, 1.50140941,
-)  # fmt: skip
-_ERFINV_FAR = (
-    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613,
-    0.00943887047, 1.00167406, 2.83297682,
-)  # fmt: skip
-
-
-def _erfinv(self: Tensor) -> Any:
-    """M. Giles, "Approximating the erfinv function" (2010), table 5: single precision."""
-    if self.dtype is torch.float64:
-        return NotImplemented
-    x = self.float()
-    w = -((1 - x) * (1 + x)).log()
-    is_near = w < 5
-    z = torch.where(is_near, w - 2.5, w.sqrt() - 3)
-    found = torch.zeros_like(x)
-    for near, far in zip(_ERFINV_NEAR, _ERFINV_FAR, strict=True):
-        found = found * z + torch.where(is_near, near, far)
-    return torch.where(x.abs() == 1, x * math.inf, found * x).to(self.dtype)
-
-
 def _isin(
-    elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False
-) -> Tensor:
-    found = (elements.unsqueeze(-1) == test_elements.flatten()).any(-1)
+    elements: Tensor | float,
+    test_elements: Tensor | float,
+    *,
+    assume_unique: bool = False,
+    invert: bool = False,
+) -> Any:
+    """One of the two may be a number."""
+    if isinstance(elements, Tensor) and isinstance(test_elements, Tensor):
+        found = (elements.unsqueeze(-1) == test_elements.flatten()).any(-1)
+    elif isinstance(elements, Tensor):
+        found = elements == test_elements
+    elif isinstance(test_elements, Tensor):
+        found = (test_elements == elements).any()
+    else:
+        return NotImplemented
     return ~found if invert else found
 
 
 def _searchsorted(
     sorted_sequence: Tensor,
-    self: Tensor,
+    self: Tensor | float,
     *,
     out_int32: bool = False,
     right: bool = False,
     side: str | None = None,
     sorter: Tensor | None = None,
 ) -> Tensor:
-    """How many of the sequence are smaller: its rows' own values, or any, where it has one row."""
+    """How many of the sequence are smaller: its rows' own values, or any, where it has one row; a number is
+    one of those."""
     if sorter is not None:
         sorted_sequence = sorted_sequence.gather(-1, sorter)
     rows = sorted_sequence if sorted_sequence.dim() == 1 else sorted_sequence.unsqueeze(-2)
-    values = self.unsqueeze(-1)
+    values = self.unsqueeze(-1) if isinstance(self, Tensor) else self
     before = rows <= values if right or side == "right" else rows < values
     return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
 
@@ -99,10 +70,16 @@ def _kthvalue(self: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tup
 
 
 def _median(self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """The lower one of two in the middle."""
+    """The lower one of two in the middle; NaN where there is one, and then the first of them."""
     if dim is None:
         return _median(self.flatten(), 0)[0]
-    return _kthvalue(self, (self.shape[dim] + 1) // 2, dim, keepdim)
+    values, places = _kthvalue(self, (self.shape[dim] + 1) // 2, dim, keepdim)
+    if not self.dtype.is_floating_point:
+        return values, places
+    is_none = self.isnan()
+    has_none = is_none.any(dim, keepdim=keepdim)
+    first = is_none.to(torch.int32).argmax(dim, keepdim=keepdim)
+    return values.masked_fill(has_none, math.nan), torch.where(has_none, first, places)
 
 
 def _last(tensor: Tensor, dim: int, keepdim: bool) -> Tensor:
@@ -110,51 +87,12 @@ def _last(tensor: Tensor, dim: int, keepdim: bool) -> Tensor:
     return last.unsqueeze(dim) if keepdim else last
 
 
-def _cumprod(self: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    return _scanned(self if dtype is None else self.to(dtype), dim, torch.mul, torch.prod, 1)
-
-
-def _cummax(self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    values = _scanned(self, dim, torch.maximum, torch.amax, _extreme(self.dtype, -1))
-    return values, _where_they_are(self, values, dim)
-
-
-def _cummin(self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    values = _scanned(self, dim, torch.minimum, torch.amin, _extreme(self.dtype, 1))
-    return values, _where_they_are(self, values, dim)
-
-
-def _where_they_are(self: Tensor, values: Tensor, dim: int) -> Tensor:
-    """The place of the last one so far that is the value."""
-    shape = [1] * self.dim()
-    shape[dim] = -1
-    places = torch.arange(self.shape[dim], device=self.device).reshape(shape)
-    return _scanned(torch.where(self == values, places, 0), dim, torch.maximum, torch.amax, 0)
-
-
-def _extreme(dtype: torch.dtype, sign: int) -> float | int:
-    if dtype.is_floating_point:
-        return sign * math.inf
-    return torch.iinfo(dtype).min if sign < 0 else torch.iinfo(dtype).max
-
-
-def _scanned(
-    tensor: Tensor,
-    dim: int,
-    function: Callable[[Tensor, Tensor], Tensor],
-    reduction: Callable[[Tensor, int], Tensor],
-    neutral: float,
-) -> Tensor:
-    """What the function makes of all elements up to each: in log2(n) steps over the whole dimension, or where
-    only a run tells n by the reduction of a row for each."""
-    size, step = tensor.shape[dim], 1
-    if type(size) is not int:  # a symbol
-        return reduction(up_to_each(tensor, dim, neutral), -1).movedim(-1, dim)
-    while step < size:
-        filling = torch.full_like(tensor.narrow(dim, 0, step), neutral)
-        tensor = function(tensor, torch.cat([filling, tensor.narrow(dim, 0, size - step)], dim))
-        step *= 2
-    return tensor
+def _subtracted_from(self: Tensor, other: Any, *, alpha: float = 1) -> Any:
+    """The exporter finds no `1.5 - x` for whole numbers x."""
+    dtype = torch.result_type(self, other)
+    if isinstance(other, Tensor) or alpha != 1 or dtype is self.dtype:
+        return NotImplemented
+    return torch.tensor(other, dtype=dtype) - self.to(dtype)
 
 
 def _masked_select(self: Tensor, mask: Tensor) -> Any:
@@ -178,8 +116,8 @@ def _embedding_bag(
     ends = offsets[:-1] if include_last_offset else offsets
     bags = (ends <= torch.arange(indices.shape[0], device=ends.device).unsqueeze(1)).sum(1) - 1
     is_in = bags == torch.arange(ends.shape[0], device=ends.device).unsqueeze(1)  # (bags, words)
-    if padding_idx is not None:
-        is_in = is_in & (indices != padding_idx)
+    if padding_idx is not None:  # below zero, from the end
+        is_in = is_in & (indices != padding_idx % weight.shape[0])
     rows = functional.embedding(indices, weight)
     if mode == 2:
         largest = rows.masked_fill(~is_in.unsqueeze(2), -math.inf).amax(1)
@@ -298,23 +236,21 @@ def _adaptive_max_pool_with_places(
 
 
 _BY_NAME: Mapping[str, Callable[..., Any]] = {
+    "__rsub__": _subtracted_from,
     **STABLE,
     **ORDERING,
     **WHOLE_NUMBERS,
     **FLOORED,
+    **SCANS,
+    **SPECIAL,
     "cdist": _cdist,
-    "cummax": _cummax,
-    "cummin": _cummin,
-    "cumprod": _cumprod,
-    "erfinv": _erfinv,
-    "hypot": _hypot,
     "isin": _isin,
     "kthvalue": _kthvalue,
-    "lgamma": _lgamma,
     "masked_select": _masked_select,
     "median": _median,
     "multilabel_margin_loss": _multilabel_margin,
     "rrelu": _rrelu,
+    "rsub": _subtracted_from,
     "searchsorted": _searchsorted,
     "squeeze": _squeeze,
 }
@@ -338,8 +274,7 @@ TRANSLATABLE: Mapping[Any, Callable[..., Any]] = {
     **JOINED,
     torch.embedding_bag: _embedding_bag,
     functional.embedding_bag: _bags_of_layer,
-    torch.special.erfinv: _erfinv,
-    torch.special.gammaln: _lgamma,
+    **SPECIAL_FUNCTIONS,
     **_POOLS,
 }
 """By the function, under each of its public names. One returns NotImplemented where it leaves it as it is."""
