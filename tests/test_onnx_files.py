@@ -1,4 +1,4 @@
-"""ONNX files of other kinds: old ones, weights inside branches, what they say of themselves, what is refused."""
+"""ONNX files of other kinds: old ones, weights inside branches, their notes, and what is refused."""
 
 from __future__ import annotations
 

@@ -42,14 +42,15 @@ def specs_of(trial: Trial, model: ir.Model) -> dict[str, TensorSpec | None]:
     for name in trial.runs[0]:
         arrays = [run[name] for run in trial.runs]
         dtype = _TORCH_TYPES.get(arrays[0].dtype.name) if isinstance(arrays[0], np.ndarray) else None
-        if dtype is None:
+        further = [shapes for shapes in (trial.further, trial.at_one) if shapes is not None]
+        if dtype is None or any(name not in shapes for shapes in further):
             specs[name] = None
             continue
         seen = [array.shape for array in arrays]
         seen += [trial.further[name]] if trial.further is not None else []
+        numbers = {len(each) for each in seen} | ({len(trial.at_one[name])} if trial.at_one else set())
         shape: tuple[int | str, ...] | None = inputs.get(name)
-        others = [] if trial.at_one is None else [trial.at_one[name]]
-        if shape is None and len({len(each) for each in (*seen, *others)}) == 1:
+        if shape is None and len(numbers) == 1:
             candidates = symbols if is_told and name not in by_values else {}
             shape = _shape(name, seen, known.get(name), symbols, candidates, name in by_values)
         specs[name] = TensorSpec(shape, dtype, False, tuple(arrays[0].shape))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +27,10 @@ _Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """`runs`: for each of the examples every value of the outer graph by name; a sequence is a list, and None
-    what numpy has no type for. `further`: shapes at a size more, which tells axes apart that two examples do
-    not; None where the file takes no other. `at_one`: where every open axis is 1; None likewise.
+    """`runs`: for each of the examples every value of the outer graph by name, but for those that it returns
+    shape and type alone; a sequence is a list, and None what numpy has no type for. `further`: shapes at a
+    size more, which tells axes apart that two examples do not; None where the file takes no other. `at_one`:
+    shapes where every open axis is 1; None likewise.
     """
 
     examples: list[_Batch]
@@ -118,7 +119,7 @@ def run_every_node(model: ir.Model, choices: Sequence[Sequence[_Batch]]) -> Tria
 
 
 def _tried(session: InferenceSession, model: ir.Model, examples: Sequence[_Batch]) -> Trial:
-    runs = _runs(session, examples)
+    runs = _runs(session, examples, {value.name or "" for value in model.graph.outputs})
     axes, symbols = open_axes(model, examples)
     if not symbols:
         return Trial(list(examples), runs)
@@ -171,8 +172,10 @@ def _shapes(
     return {name: value.shape for name, value in values.items() if isinstance(value, np.ndarray)}
 
 
-def _runs(session: InferenceSession, examples: Sequence[_Batch]) -> list[dict[str, Any]]:
-    """None for a tensor of which onnxruntime makes no array."""
+def _runs(
+    session: InferenceSession, examples: Sequence[_Batch], kept: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """None for a tensor of which onnxruntime makes no array; the numbers are of those `kept` alone."""
     types = {output.name: output.type for output in session.get_outputs()}
     names = [name for name, said in types.items() if said not in _WITHOUT_ARRAYS]
     runs = []
@@ -185,8 +188,17 @@ def _runs(session: InferenceSession, examples: Sequence[_Batch]) -> list[dict[st
                 f"the model fails in onnxruntime on inputs {shapes}: {first_line(error)}; pass examples "
                 "that it takes, two of different sizes if the stages are to take any"
             ) from error
-        runs.append(dict.fromkeys(types) | dict(zip(names, values, strict=True)) | dict(example))
+        made = zip(names, values, strict=True)
+        found = {name: value if name in kept else _light(value) for name, value in made}
+        runs.append(dict.fromkeys(types) | found | dict(example))
     return runs
+
+
+def _light(value: Any) -> Any:
+    """As an array's shape and type are, without its memory."""
+    if not isinstance(value, np.ndarray):
+        return value
+    return np.broadcast_to(np.zeros((), value.dtype), value.shape)
 
 
 _WITHOUT_ARRAYS = frozenset({
