@@ -73,7 +73,7 @@ class Choices:
     def floor_s(self) -> float:
         """No assignment of any choice is faster."""
         if len(self) <= FEW_CHOICES or self._work_s is None:
-            return min(floor_s(self[choice].work_s, self[choice].num_stages) for choice in range(len(self)))
+            return min(floor_of(self[choice]) for choice in range(len(self)))
         return floor_s(self._work_s, self[0].num_stages)
 
     def __getitem__(self, choice: int) -> Instance:
@@ -83,6 +83,13 @@ class Choices:
             if len(self._made) < _CACHED_INSTANCES:
                 self._made[choice] = instance
         return instance
+
+
+def floor_of(instance: Instance) -> float:
+    """What the slowest stage takes at least, for its work and what it does besides."""
+    besides_s = instance.besides_s
+    least_s = floor_s(instance.work_s, instance.num_stages) + float(besides_s.min())
+    return least_s if instance.may_be_empty else max(least_s, float(besides_s.max()))
 
 
 def floor_s(work_s: Floats, num_stages: int) -> float:

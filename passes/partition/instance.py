@@ -48,7 +48,7 @@ class Instance:
 
     `edges` never run to an earlier stage. `work_s[s, v]` is node v's time on stage s, `again_s` its forward
     alone, which a recomputing stage runs twice, and `fixed_s` what the stage does besides, whatever nodes it
-    has (bounds may leave it out). `cost_s[e, s, t]` is what net e costs stage s where the other
+    has. `cost_s[e, s, t]` is what net e costs stage s where the other
     end is stage t: with `per_destination` the producer's stage pays for each stage that reads it, else once.
     With `overlap` a stage's load is the larger of its work and its transfers, else their sum.
 

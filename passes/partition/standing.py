@@ -11,7 +11,7 @@ from pd2bw_fx.errors import SolverError
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.plan import Progress
 
-from .choices import FEW_CHOICES, Choices, Deadline, floor_s
+from .choices import FEW_CHOICES, Choices, Deadline, floor_of
 from .downsets import DownSets, Kind, OutOfTime
 from .instance import Instance, Integers, respects_edges, within_reach
 from .intervals import best_cut, rough_cut
@@ -105,7 +105,7 @@ class Standing:
                 stage_of = (rough_cut if len(self.choices) > FEW_CHOICES else best_cut)(near, order)
                 if stage_of is not None and respects_edges(instance, stage_of):
                     self._offer(choice, stage_of)
-                if self.seen_s[choice] <= floor_s(instance.work_s, instance.num_stages) * (1 + _TOLERANCE):
+                if self.seen_s[choice] <= floor_of(instance) * (1 + _TOLERANCE):
                     break
         if len(self.choices) > FEW_CHOICES:
             self._look_closely(self.most_promising_first()[:FEW_CHOICES])

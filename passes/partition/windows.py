@@ -2,7 +2,7 @@
 
 A node's ancestors are on its own stage or earlier ones, so the stages up to its own must have the time (and
 the memory) for all of them; the same from the other end for its descendants. The time that a stage has for
-work is T less the transfers that it cannot escape (`_inescapable`).
+work, its room, is T less what it does besides and the transfers that it cannot escape (`_inescapable`).
 """
 
 from __future__ import annotations
@@ -84,18 +84,21 @@ class Lost:
 
 def windows_for(instance: Instance, target_s: float, reach: Reach) -> Windows | None:
     """Windows that every assignment within `target_s` keeps, or None where that leaves none."""
-    windows = _closed(instance, target_s, reach, _timeless_windows(instance, reach))
+    room_s = target_s - instance.besides_s
+    if not instance.may_be_empty and (room_s < 0).any():
+        return None
+    windows = _closed(instance, room_s, reach, _timeless_windows(instance, reach))
     if not np.isfinite(target_s):
         return windows
     lost = Lost.nothing(instance.num_stages)
     for _ in range(_ROUNDS):
         if windows is None:
             return None
-        windows = _time_windows(instance, target_s, lost, reach, windows)
-        windows = _closed(instance, target_s, reach, windows)
+        windows = _time_windows(instance, room_s, lost, reach, windows)
+        windows = _closed(instance, room_s, reach, windows)
         if windows is None or instance.overlap:
             return windows
-        more = _inescapable(instance, target_s, reach, windows)
+        more = _inescapable(instance, room_s, reach, windows)
         if more.run_s.sum() <= lost.run_s.sum():
             break
         lost = more
@@ -116,14 +119,14 @@ def _timeless_windows(instance: Instance, reach: Reach) -> Windows:
     return _narrowed(everywhere, instance.static_bytes.min(axis=0), instance.limit_bytes, reach)
 
 
-def _time_windows(instance: Instance, target_s: float, lost: Lost, reach: Reach, windows: Windows) -> Windows:
+def _time_windows(instance: Instance, room_s: Floats, lost: Lost, reach: Reach, windows: Windows) -> Windows:
     unit, ratio = _in_seconds_of_the_first(instance)
     bounded = np.isfinite(ratio)
     rate = np.where(bounded, ratio, 1.0)
 
     def capacity(lost_s: Floats) -> Floats:
-        room: Floats = np.where(bounded, np.maximum(0.0, target_s - lost_s) * rate, np.inf)
-        return room
+        left: Floats = np.where(bounded, np.maximum(0.0, room_s - lost_s) * rate, np.inf)
+        return left
 
     run = capacity(lost.run_s)
     before = np.concatenate(([0.0], run.cumsum()[:-1]))
@@ -166,11 +169,11 @@ def _narrowed_to(
     return Windows(np.maximum(windows.first, first), np.minimum(windows.last, last))
 
 
-def _closed(instance: Instance, target_s: float, reach: Reach, windows: Windows) -> Windows | None:
+def _closed(instance: Instance, room_s: Floats, reach: Reach, windows: Windows) -> Windows | None:
     """Ends where a node does not fit by itself taken off, then order along the edges."""
     k = instance.num_stages
     first, last = windows.first.copy(), windows.last.copy()
-    fits = _fits_alone(instance, target_s)
+    fits = _fits_alone(instance, room_s)
     for stage in range(k):
         first[(first == stage) & ~fits[stage]] = stage + 1
     for stage in reversed(range(k)):
@@ -182,8 +185,8 @@ def _closed(instance: Instance, target_s: float, reach: Reach, windows: Windows)
     return None if (first > last).any() else Windows(first, last)
 
 
-def _fits_alone(instance: Instance, target_s: float) -> Flags:
-    time = instance.work_s <= target_s * _SLACK
+def _fits_alone(instance: Instance, room_s: Floats) -> Flags:
+    time = instance.work_s <= room_s[:, None] * _SLACK
     memory = instance.static_bytes <= instance.limit_bytes[:, None]
     fits: Flags = time & memory
     if instance.forbidden is not None:
@@ -191,7 +194,7 @@ def _fits_alone(instance: Instance, target_s: float) -> Flags:
     return fits
 
 
-def _inescapable(instance: Instance, target_s: float, reach: Reach, windows: Windows) -> Lost:
+def _inescapable(instance: Instance, room_s: Floats, reach: Reach, windows: Windows) -> Lost:
     """What the transfers of one path through the graph, the spine, take from the stages.
 
     A stage between the spine's ends that has a node of it receives and sends at least the spine's cheapest
@@ -203,10 +206,11 @@ def _inescapable(instance: Instance, target_s: float, reach: Reach, windows: Win
     nothing = Lost.nothing(k)
     slowest = instance.work_s.max(axis=0) + (instance.again_s.max(axis=0) if instance.recompute else 0.0)
     upto, onwards, total_s = reach.up_to(slowest), reach.from_on(slowest), float(slowest.sum())
+    half_s = float(room_s.max()) / 2
     spine = _widest_path(
         instance,
-        starts=_extreme(windows.last, total_s - onwards <= target_s / 2),
-        ends=_extreme(-windows.first, total_s - upto <= target_s / 2),
+        starts=_extreme(windows.last, total_s - onwards <= half_s),
+        ends=_extreme(-windows.first, total_s - upto <= half_s),
     )
     if k == 1 or not spine or len({net for net, _, _ in spine}) < len(spine):
         return nothing  # No path, or one tensor that would count twice.
@@ -222,7 +226,7 @@ def _inescapable(instance: Instance, target_s: float, reach: Reach, windows: Win
     lost_s = before_s + after_s
     parallel_s = max(total_s - upto[u] - onwards[v] for _, u, v in spine)
     outside_s = max(parallel_s, total_s - onwards[start], total_s - upto[end])
-    if outside_s > target_s - float(lost_s.max()):
+    if outside_s > float((room_s - lost_s).min()):
         return nothing
     if instance.may_be_empty:
         return Lost(lost_s, lost_s, lost_s)
@@ -230,11 +234,11 @@ def _inescapable(instance: Instance, target_s: float, reach: Reach, windows: Win
     upto, onwards = reach.up_to(unit), reach.from_on(unit)
     parallel = max(float(unit.sum() - upto[u] - onwards[v]) for _, u, v in spine)
     outside = max(parallel, float(unit.sum() - onwards[start]), float(unit.sum() - upto[end]))
-    return _from_neighbours(instance, target_s, costs, before_s, after_s, outside)
+    return _from_neighbours(instance, room_s, costs, before_s, after_s, outside)
 
 
 def _from_neighbours(
-    instance: Instance, target_s: float, costs: Floats, before_s: Floats, after_s: Floats, outside: float
+    instance: Instance, room_s: Floats, costs: Floats, before_s: Floats, after_s: Floats, outside: float
 ) -> Lost:
     """Where every stage has a node of the spine, each receives from the stage before and sends to the next.
 
@@ -252,7 +256,7 @@ def _from_neighbours(
     if np.isfinite(ratio).all():
         gained = ratio * (run_s - lost_s)
         of_neighbours = np.concatenate(([0.0], gained[:-1])) + np.concatenate((gained[1:], [0.0]))
-        if (ratio * (target_s - run_s) - outside >= of_neighbours).all():
+        if (ratio * (room_s - run_s) - outside >= of_neighbours).all():
             return Lost(run_s, before_s + next_s, previous_s + after_s)
     return Lost(lost_s, lost_s, lost_s)
 
