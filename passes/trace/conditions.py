@@ -36,7 +36,14 @@ _LAYERS = str(Path(nn.__file__).resolve().parent)
 # What the model calls of torch passes through these where it is traced, and not where it is run.
 _BETWEEN = tuple(
     str(Path(__file__).with_name(name))
-    for name in ("detached.py", "held.py", "named_values.py", "parts_of_sizes.py", "saved_values.py")
+    for name in (
+        "constants.py",
+        "detached.py",
+        "held.py",
+        "named_values.py",
+        "parts_of_sizes.py",
+        "saved_values.py",
+    )
 )
 
 _NUMBERS = str(Path(__file__).with_name("asked_numbers.py"))
@@ -237,6 +244,8 @@ def truths_by_item(given: bool | None = None) -> Iterator[list[Place]]:
     def item(tensor: Tensor) -> float | bool:
         if threading.get_ident() != thread or tensor.dtype != torch.bool:
             return TensorBase.item(tensor)
+        if (value := constant_number(tensor)) is not None:
+            return bool(value)
         asked.append(_place(sys._getframe(1)))
         return TensorBase.item(tensor) if given is None else given
 

@@ -2,38 +2,88 @@
 
 times = torch.linspace(0, 4, 5)
 steps = torch.ceil((times[-1] - times[0]) / 0.5).item()      8, in every call
+
+sizes = torch.tensor([(4, 4), (2, 2)])
+parts = x.split([height * width for height, width in sizes], 1)      16 and 4, which torch itself asks for
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
 from torch._C import TensorBase
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pd2bw_fx.program import written_by_schema
+
+_TRUTH = torch.ops.aten.is_nonzero.default
+_ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_LIFTED = torch.ops.aten.lift_fresh_copy.default
+_COPIED = (_LIFTED, torch.ops.aten.clone.default)
+_torchs: Callable[..., Any] = proxy_tensor.proxy_call
+
+
+@contextmanager
+def constants_known() -> Iterator[None]:
+    """While torch traces: a number of a constant, whoever asks (as a size, as an index), is that number, and
+    of constants an operator has its results where their shapes depend on values (`unique_consecutive`)."""
+
+    def call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+        if (func is _TRUTH or _ASKING & set(func.tags)) and not func._schema.is_mutable:
+            results = _results(func, args, kwargs, mode)
+            if results is not None:
+                return pytree.tree_map_only(
+                    Tensor, lambda t: _torchs(mode, _LIFTED, pre_dispatch, (t,), {}), results
+                )
+        return _torchs(mode, func, pre_dispatch, args, kwargs)
+
+    with patch.object(proxy_tensor, "proxy_call", call):
+        yield
 
 
 def constant_number(tensor: Tensor) -> Any:
     """What a tensor of one element in the trace holds; None where an input, a draw, or what stays from call
     to call may have made it another one."""
-    mode: Any = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    mode = get_proxy_mode()
+    return None if mode is None else _results(TensorBase.item, (tensor,), {}, mode)
+
+
+def _results(func: Any, args: Any, kwargs: Any, mode: Any) -> Any:
+    """None where an operand is no constant."""
+    leaves, form = pytree.tree_flatten((args, kwargs))
+    with _as_they_are():
+        values = [_value(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if any(value is None and leaf is not None for value, leaf in zip(values, leaves, strict=True)):
+            return None
+        known_args, known_kwargs = pytree.tree_unflatten(values, form)
+        return func(*known_args, **known_kwargs)
+
+
+@contextmanager
+def _as_they_are() -> Iterator[None]:
+    """The tracer's modes would take the constants for a part of the model."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def _value(tensor: Tensor, mode: Any) -> Tensor | None:
+    slot = get_proxy_slot(tensor, mode.tracer, None)
     if slot is None:
         return None
     node: fx.Node = slot.proxy.node
-    made_by = _made_by(node)
-    if any(_is_none_of_constants(source) for source in made_by):
+    if any(map(_is_none_of_constants, _sources(node))):
         return None
-    # The tracer's modes would take the constants for a part of the model.
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        value = _computed(node, made_by, mode.tracer.root)
-        return None if value is None else TensorBase.item(value)
+    made_by = _made_by(node)
+    return None if any(map(_is_none_of_constants, made_by)) else _computed(node, made_by, mode.tracer.root)
 
 
 def _made_by(node: fx.Node) -> set[fx.Node]:
@@ -50,13 +100,14 @@ def _made_by(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _sources(node: fx.Node) -> set[fx.Node]:
+def _sources(node: fx.Node, until: Sequence[Any] = ()) -> set[fx.Node]:
+    """What it is made of, itself included; not what is behind calls of `until`."""
     found, left = set[fx.Node](), [node]
     while left:
         source = left.pop()
         if source not in found:
             found.add(source)
-            left += source.all_input_nodes
+            left += () if source.target in until else source.all_input_nodes
     return found
 
 
@@ -72,7 +123,8 @@ def _writes_what_stays(node: fx.Node) -> bool:
     """`self.calls += 1`: what is there in the next call."""
     if node.target is torch.ops.aten.detach_.default:  # of every constant, and changes no value
         return False
-    return any(source.op == "get_attr" for place in written_by_schema(node) for source in _sources(place))
+    places = written_by_schema(node)
+    return any(source.op == "get_attr" for place in places for source in _sources(place, until=_COPIED))
 
 
 def _computed(node: fx.Node, made_by: Set[fx.Node], root: nn.Module) -> Tensor | None:

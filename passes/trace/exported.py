@@ -27,6 +27,7 @@ from .batch_rules import maps_for_all_sizes
 from .below_autograd import maps_traced_below
 from .compiling import is_compiling_says, is_raised_by_the_model
 from .conditions import UnseenChoiceError, truths_by_item
+from .constants import constants_known
 from .custom import custom_functions_kept
 from .detached import DataIsDetached
 from .diagnose import line_of
@@ -228,6 +229,7 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         helpers_noted(),
         checks_passed_while_traced(),
         maps_for_all_sizes(),
+        constants_known(),
         values_named(),
         selected_by_index(),
         sizes_inferred(),

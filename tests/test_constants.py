@@ -1,0 +1,130 @@
+"""Numbers of tensors that are made of nothing but constants, in a trace: whoever asks for them has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.errors import TraceError
+
+
+class Levels(nn.Module):
+    """Feature maps of several sizes in a row, as Deformable DETR has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        sizes = torch.as_tensor([(4, 4), (2, 2)], device=x.device)
+        assert (sizes[:, 0] * sizes[:, 1]).sum() == x.shape[1]
+        maps = x.split([height * width for height, width in sizes], dim=1)
+        total = torch.zeros((), dtype=x.dtype)
+        for (height, width), part in zip(sizes, maps, strict=True):
+            total = total + part.transpose(1, 2).reshape(len(part), 8, height, width).mean((2, 3))
+        return self.last(total).square().mean()
+
+
+class Crops(nn.Module):
+    """DINO's MultiCropWrapper: crops of one size go through the backbone together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, crops: list[Tensor]) -> Tensor:
+        sizes = torch.tensor([crop.shape[-1] for crop in crops])
+        ends = torch.cumsum(torch.unique_consecutive(sizes, return_counts=True)[1], 0)
+        start, output = 0, torch.empty(0).to(crops[0].device)
+        for end in ends:
+            output = torch.cat((output, self.backbone(torch.cat(crops[start:end]))))
+            start = end
+        return self.head(output).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs"),
+    [
+        (Levels, (torch.randn(3, 20, 8),)),
+        (Crops, ([torch.randn(2, 3, size, size) for size in (8, 8, 4)],)),
+    ],
+)
+def test_sizes_of_constants_are_numbers_in_the_stages(kind: type[nn.Module], inputs: tuple[object]) -> None:
+    pipe = pd2bw_fx.split(kind(), inputs, cluster=2, num_stages=2, costs="analytic", check="full")
+
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.tracer == "export"
+    assert pipe.trace_report.notes == ()
+    sources = "".join(stage.source for stage in pipe.stages)
+    assert not any(word in sources for word in (".item()", "u0", "assert", "constant_"))
+
+
+def test_what_is_asked_of_constants_is_in_no_onnx_file(tmp_path: Path) -> None:
+    pipe = pd2bw_fx.split(Levels(), torch.randn(3, 20, 8), cluster=1, costs="analytic")
+    assert pipe.export_onnx(tmp_path / "onnx")["asserts"] == []
+
+
+class Asking(nn.Module):
+    def __init__(self, ask: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.ask = nn.Linear(6, 6), ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ask(self.layer(x), torch.tensor([3, 0, 2, 2])).square().mean()
+
+
+def _written(x: Tensor, numbers: Tensor) -> Tensor:
+    numbers[1] = numbers[0]
+    return x[:, : numbers[1]]
+
+
+def _written_by_an_input(x: Tensor, numbers: Tensor) -> Tensor:
+    numbers[1] = (x > 0).sum()
+    return x.roll(int(numbers[1]), 1)
+
+
+@pytest.mark.parametrize(
+    ("ask", "line"),
+    [
+        (lambda x, numbers: x.narrow(1, *numbers[1:3].tolist()), ".narrow(1, 0, 2)"),
+        (lambda x, numbers: x.tanh() if (numbers > 2).any() else x, ".tanh()"),
+        (lambda x, numbers: x if torch.equal(numbers, numbers + 1) else x.relu(), "relu("),
+        (lambda x, numbers: sum(x[:, at] for at in numbers.nonzero()[:, 0]), "[:, 3]"),
+        (lambda x, numbers: x.expand(numbers.max(), -1, -1) + 1, "expand(3, "),
+        (_written, "[:, :3]"),
+    ],
+)
+def test_whoever_asks_has_the_number(ask: Callable[[Tensor, Tensor], Tensor], line: str) -> None:
+    pipe = pd2bw_fx.split(Asking(ask), torch.randn(4, 6), cluster=1, costs="analytic", check="full")
+
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.tracer == "export"
+    assert line in pipe.stages[0].source
+
+
+def test_what_an_input_has_written_is_no_constant() -> None:
+    with pytest.raises(TraceError):
+        pd2bw_fx.split(
+            Asking(_written_by_an_input), torch.randn(4, 6), cluster=1, costs="analytic", tracer="export"
+        )
+
+
+def test_what_follows_from_the_batch_size_is_constant_at_that_size_alone() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).mean() if torch.ones(x.shape[0]).sum() > 5 else self.layer(x).sum()
+
+    pipe = pd2bw_fx.split(Sized(), torch.randn(4, 6), cluster=1, costs="analytic", check="full")
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.notes[-1] == "traced at batch size 4 alone: no other one can be run"
