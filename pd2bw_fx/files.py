@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ MANIFEST = "manifest.json"
 _FRESH = ".pd2bw_fx-"  # begins the name of a folder that is being written
 _HALF = "half_written"  # in the manifest while files are being replaced
 _ORDERS, _COMPLEX = "orders", "complex"  # in a safetensors file's metadata
+_WHERE = "name a file in a folder that is there and is yours"
 
 
 @contextmanager
@@ -86,9 +88,9 @@ def writing(path: str | Path) -> Iterator[Path]:
     try:
         yield Path(path)
     except OSError as error:
-        raise InputError(
-            f"{path} cannot be written: {error.strerror}; name a file in a folder that is there and is yours"
-        ) from error
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "make room, or name a file elsewhere" if is_full else _WHERE
+        raise InputError(f"{path} cannot be written: {error.strerror or error}; {advice}") from error
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

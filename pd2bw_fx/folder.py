@@ -40,7 +40,7 @@ from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.passes.codegen import WIDTH
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
-from pd2bw_fx.state import require_values
+from pd2bw_fx.state import require_values, same_bits
 from pd2bw_fx.traced import TraceReport
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def read_pipeline(folder: str | Path, *, edited: bool = False) -> dict[str, Any]
     programs: tuple[StageProgram, ...] = _read(
         folder / "stages.json", lambda entries: tuple(_programs(folder, entries))
     )
-    tensors = _weights(folder, programs)
+    tensors = _weights(folder, programs, graph)
     example, trace = folder / "example.safetensors", folder / _TRACE
     return {
         "graph": graph,
@@ -189,16 +189,19 @@ def _programs(folder: Path, entries: Any) -> Iterator[StageProgram]:
         yield StageProgram.from_json(entry, source)
 
 
-def _weights(folder: Path, programs: Sequence[StageProgram]) -> dict[str, Tensor]:
-    """By name in the graph. Raises PlanMismatchError where a tied one has unlike values."""
+def _weights(folder: Path, programs: Sequence[StageProgram], graph: OperatorGraph) -> dict[str, Tensor]:
+    """By name in the graph. Raises PlanMismatchError where one is not as the stage has it, and for a tied one
+    of unlike values."""
     places: dict[str, str] = {}
     found: dict[str, Tensor] = {}
     for program in programs:
         path = folder / f"stage_{program.stage}.safetensors"
-        for own, tensor in _read_tensors(path).items():
+        held = _read_tensors(path)
+        _require_fitting(path, held, program, graph)
+        for own, tensor in held.items():
             name, place = program.ties.get(own, own), f"{own!r} in {path.name}"
             known, first = found.setdefault(name, tensor), places.setdefault(name, place)
-            if first != place and not _same_bits(known, tensor):
+            if first != place and not same_bits(known, tensor):
                 raise PlanMismatchError(
                     f"{folder} has other values for {place} than for {first}, which are of one parameter of "
                     "the model; write the same tensor in both places"
@@ -206,11 +209,27 @@ def _weights(folder: Path, programs: Sequence[StageProgram]) -> dict[str, Tensor
     return found
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Which NaN is, too."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+def _require_fitting(
+    path: Path, found: Mapping[str, Tensor], program: StageProgram, graph: OperatorGraph
+) -> None:
+    """Raises PlanMismatchError for weights that were written by hand and are not the stage's."""
+    missing, unknown = program.names.keys() - found.keys(), found.keys() - program.names.keys()
+    if missing:
+        also = f" (it has {min(unknown)!r}, which is none of the stage's)" if unknown else ""
+        raise PlanMismatchError(f"{path} has no {min(missing)!r}{also}; write every tensor of the stage")
+    if unknown:
+        raise PlanMismatchError(f"{path} has {min(unknown)!r}, which is none of the stage's; leave it out")
+    specs = {**graph.parameters, **graph.buffers}
+    for own, tensor in found.items():
+        spec = specs[program.names[own]].spec if program.names[own] in specs else None
+        if spec is None or spec.example_shape is None:
+            continue
+        expected, given = (spec.dtype, spec.example_shape), (tensor.dtype, tuple(tensor.shape))
+        if given != expected:
+            raise PlanMismatchError(
+                f"{path} has {own!r} as {given[0]} {given[1]}; expected: {expected[0]} {expected[1]}, "
+                "which the stage was split with"
+            )
 
 
 def _read_json(path: Path) -> Any:

@@ -38,7 +38,7 @@ from pd2bw_fx.runtime.local_run import TrainResult
 from pd2bw_fx.runtime.options import LocalOptions, RankOptions
 from pd2bw_fx.simulated import shape_for, simulated, simulated_peak_bytes
 from pd2bw_fx.stage import Stage, StageProgram, build_module, run_in_turn
-from pd2bw_fx.state import accepted, as_state_dict, made_up, require_values, state_of
+from pd2bw_fx.state import accepted, as_state_dict, is_extra_state, made_up, require_values, state_of
 from pd2bw_fx.strides import laid_as
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.traced import TraceReport
@@ -122,7 +122,8 @@ class Pipeline:
         return self._tensors
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The merged weights: keys, shapes and ties of the original model's own state_dict."""
+        """The merged weights: keys, shapes and ties of the original model's own state_dict, but for what
+        `get_extra_state` gives, which is no tensor and stays the model's own."""
         return as_state_dict((*self.graph.parameters.values(), *self.graph.buffers.values()), self._tensors)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -132,12 +133,14 @@ class Pipeline:
         A pipeline that was split on the meta device is as one that was loaded from a folder when all of its
         tensors have values: its example inputs are made up, and `verify` wants the model.
 
-        What was given may change afterwards: the pipeline has copies (but of first values it has those).
+        What a module's `get_extra_state` gave (`.._extra_state` in a state_dict) is left out. What was given
+        may change afterwards: the pipeline has copies (but of first values it has those).
 
         Raises InputError for a name that the model does not have, another shape, and unlike values under the
         names of one tied parameter; nothing is replaced then.
         """
         require_kind("tensors", tensors, Mapping, "a dict of tensors by name (a state_dict)")
+        tensors = {name: given for name, given in tensors.items() if not is_extra_state(name)}
         for name, tensor in tensors.items():
             require_kind(f"tensors[{name!r}]", tensor, Tensor, "a tensor")
         is_empty = any(tensor.is_meta for tensor in self._tensors.values())

@@ -105,3 +105,15 @@ def test_the_traceback_of_an_error_is_shown_wherever_that_is_said() -> None:
     for words in (["--debug", "show", "nowhere"], ["show", "nowhere", "--debug"]):
         with pytest.raises(UsageError, match="'nowhere' is no model of ours"):
             main(words)
+
+
+def test_a_run_of_other_stages_is_told_by_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, page = tmp_path / "mlp", str(tmp_path / "page.html")
+    pd2bw_fx.split(build("mlp"), cluster=3, costs="analytic", check=False).save(folder)
+    pd2bw_fx.Metrics("1f1b", 4, (1.0,), (1.0,), replicas=(2, 2)).save(folder / "metrics.json")
+
+    assert main(["report", str(folder), "-o", page]) == 2
+
+    assert "metrics.json is of a run of other stages (replicas is (2, 2)" in capsys.readouterr().err

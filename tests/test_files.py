@@ -1,6 +1,8 @@
 """Folders are whole or not there."""
 
 import ast
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from pd2bw_fx.errors import InputError, PlanMismatchError
-from pd2bw_fx.files import read_manifest, read_tensors, save_tensors, whole_folder, write_manifest
+from pd2bw_fx.files import read_manifest, read_tensors, save_tensors, whole_folder, write_manifest, writing
 
 
 def saved(folder: Path) -> Path:
@@ -190,6 +192,14 @@ def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match=r"file/out cannot be written: .*; give another folder"):
         saved(tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"), [(errno.ENOSPC, "make room, or"), (errno.EACCES, "in a folder")]
+)
+def test_what_to_do_is_told_of_a_file_that_cannot_be_written(number: int, advice: str) -> None:
+    with pytest.raises(InputError, match=rf"page\.html cannot be written: .* {advice}"), writing("page.html"):
+        raise OSError(number, os.strerror(number))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

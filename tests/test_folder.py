@@ -218,3 +218,46 @@ def test_weights_written_by_hand_are_loaded_and_unlike_ones_of_one_parameter_are
     save_file(weights[0] | {"layers.1.bias": torch.ones(8)}, folder / "stage_0.safetensors")
     save_file(weights[1] | both, folder / "stage_1.safetensors")
     assert (pd2bw_fx.load(folder, edited=True).state_dict()["layers.3.bias"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"layers.1.bias": torch.ones(9)},
+            r"has 'layers\.1\.bias' as torch\.float32 \(9,\); expected: .* \(8,\)",
+        ),
+        (
+            {"layers.1.bias": torch.ones(8).bfloat16()},
+            r".* as torch\.bfloat16 \(8,\); expected: torch\.float32",
+        ),
+        ({"layers.1.bais": torch.ones(8)}, r"has 'layers\.1\.bais', which is none of the stage's"),
+        ({"layers.1.bias": None}, r"has no 'layers\.1\.bias'; write every tensor"),
+    ],
+)
+def test_weights_written_by_hand_that_do_not_fit_are_named(
+    shared: tuple[Shared, Path], change: dict[str, Tensor | None], told: str, tmp_path: Path
+) -> None:
+    pd2bw_fx.load(shared[1]).save(tmp_path / "saved")
+    file = tmp_path / "saved" / "stage_0.safetensors"
+    edited = {**load_file(file), **change}
+    save_file({name: tensor for name, tensor in edited.items() if tensor is not None}, file)
+
+    with pytest.raises(pd2bw_fx.PlanMismatchError, match=rf"stage_0\.safetensors {told}"):
+        pd2bw_fx.load(tmp_path / "saved", edited=True)
+
+
+def test_a_tied_weight_may_be_no_number(shared: tuple[Shared, Path]) -> None:
+    pipe, none = pd2bw_fx.load(shared[1]), torch.full((8, 8), torch.nan)
+
+    pipe.load_tensors({"words.weight": none, "head.weight": none.clone()})
+
+    assert pipe.state_dict()["head.weight"].isnan().all()
+
+
+def test_what_is_no_tensor_of_a_state_dict_stays_the_models(shared: tuple[Shared, Path]) -> None:
+    pipe = pd2bw_fx.load(shared[1])
+
+    pipe.load_tensors({**pipe.state_dict(), "layers.0._extra_state": {"epoch": 3}})  # type: ignore[dict-item]
+
+    assert "layers.0._extra_state" not in pipe.state_dict()

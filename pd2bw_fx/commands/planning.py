@@ -26,7 +26,7 @@ from pd2bw_fx.commands.common import (
 )
 from pd2bw_fx.commands.options import plan_in, planning, search_options
 from pd2bw_fx.commands.progress import ProgressLine, in_workload_units
-from pd2bw_fx.errors import UsageError
+from pd2bw_fx.errors import InputError, UsageError
 from pd2bw_fx.folder import read_pipeline
 from pd2bw_fx.metrics import FILE, Metrics
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
@@ -307,12 +307,30 @@ def _report(options: argparse.Namespace) -> int:
             drawn.save(options.output)
     else:
         pipe, metrics = named_pipeline(options), _metrics(options)
-        if options.part is None:
-            pipe.report(options.output, metrics=metrics)
-        else:
-            pipe.draw(options.part, options.output, metrics=metrics)
+        try:
+            if options.part is None:
+                pipe.report(options.output, metrics=metrics)
+            else:
+                pipe.draw(options.part, options.output, metrics=metrics)
+        except InputError:
+            if metrics is not None:
+                _require_run_of(pipe, metrics, options.metrics or Path(str(options.model)) / FILE)
+            raise
     print(f"{options.output} written")
     return 0
+
+
+def _require_run_of(pipe: Pipeline, metrics: Metrics, file: Path) -> None:
+    """Raises InputError naming the file of a run that this plan cannot have: the model was split again."""
+    m, replicas = metrics.microbatches_per_update, metrics.replicas
+    try:
+        pipe.simulate(
+            method=metrics.method, microbatches_per_update=m, replicas=replicas, num_updates=1, slack="auto"
+        )
+    except InputError as error:
+        raise InputError(
+            f"{file} is of a run of other stages ({error}); move it away, or name this plan's with --metrics"
+        ) from error
 
 
 def _metrics(options: argparse.Namespace) -> Metrics | None:
