@@ -238,3 +238,105 @@ def test_a_second_loop_has_its_authors_names_where_the_first_is_done_with_them()
 
     for cell in ("up", "down"):
         assert f"outs = []\n        for t in range(6):\n            h = self.{cell}(x[:, t], h)" in source
+
+
+class Attending(nn.Module):
+    """Of its last round nobody reads the cell's state and the sum of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.query, self.out = nn.LSTMCell(16, 8), nn.Linear(8, 8), nn.Linear(16, 4)
+
+    def forward(self, frames: Tensor, memory: Tensor) -> Tensor:
+        hidden = cell = context = memory.new_zeros(memory.size(0), 8)
+        weights_sum = memory.new_zeros(memory.size(0), memory.size(1))
+        outputs = []
+        for t in range(frames.size(1)):
+            hidden, cell = self.cell(torch.cat((frames[:, t], context), -1), (hidden, cell))
+            energy = (self.query(hidden).unsqueeze(1) * memory).sum(-1) - weights_sum
+            weights = torch.softmax(energy, dim=1)
+            context = torch.bmm(weights.unsqueeze(1), memory).squeeze(1)
+            weights_sum = weights_sum + weights
+            outputs.append(self.out(torch.cat((hidden, context), 1)))
+        return torch.stack(outputs, 1).square().mean()
+
+
+def test_a_loop_takes_a_last_round_that_computes_what_nobody_reads() -> None:
+    source = _source(Attending(), torch.randn(3, 6, 8), torch.randn(3, 5, 8))
+    inside = _inside(source, "for t in range(6):")
+    assert inside[0].startswith("hidden, cell = self.cell(torch.cat([frames[:, t], context]")
+    assert inside[-2] == "weights_sum = weights_sum + weights"
+    assert source.count("self.cell(") == 1
+
+
+class Leaving(nn.Module):
+    """The author leaves out lines of the last round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mix = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for step in range(4):
+            y = torch.tanh(self.mix(x) + total.sin())
+            x = self.layer(y) * 2
+            if step < 3:
+                total = total * 0.5 + x.cos()
+        return x.square().mean()
+
+
+def test_what_the_author_leaves_out_of_the_last_round_is_not_computed() -> None:
+    source = _source(Leaving(), torch.randn(3, 8))
+    assert "total = total * 0.5 + x.cos()" in _inside(source, "for _ in range(3):")
+    assert source.count("self.layer(") == 2
+
+
+class Splines(nn.Module):
+    """The bases of KAN, whose first round has a longer name in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("grid", torch.linspace(-2, 2, 10).expand(4, -1).contiguous())
+        self.base, self.last, self.act = nn.Linear(4, 6), nn.Linear(24, 6), nn.SiLU()
+
+    def bases(self, x: Tensor) -> Tensor:
+        g = self.grid; x = x.unsqueeze(-1); b = ((x >= g[:, :-1]) & (x < g[:, 1:])).to(x.dtype)  # fmt: skip # noqa: E702
+        for k in range(1, 4): b = ((x-g[:,:-(k+1)])/(g[:,k:-1]-g[:,:-(k+1)])*b[:,:,:-1])+((g[:,k+1:]-x)/(g[:,k+1:]-g[:,1:(-k)])*b[:,:,1:])  # fmt: skip # noqa: E501, E701
+        return b.contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.base(self.act(x)) + self.last(self.bases(x).flatten(1))).square().mean()
+
+
+def test_rounds_are_written_alike_where_a_line_of_one_is_just_short_enough() -> None:
+    inside = _inside(_source(Splines(), torch.rand(3, 4)), "for k in range(1, 4):")
+    assert inside[0].startswith("ratio = (widened - self.grid[:, : -(k + 1)]) / ")
+    assert inside[-1] == "b = product + product_2"
+
+
+class Feeding(nn.Module):
+    """The first round begins with something else than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.first, self.feed, self.out = (
+            nn.GRUCell(8, 8), nn.Linear(8, 8), nn.Linear(4, 8), nn.Linear(8, 4),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.new_zeros(x.shape[0], 8)
+        frame, frames = x[:, 0], []
+        for t in range(5):
+            given = torch.tanh(self.first(frame)) if t == 0 else self.feed(frame)
+            hidden = self.cell(given, hidden)
+            mixed = hidden * 2 + x[:, t]
+            frame = self.out(mixed)
+            frames.append(frame)
+        return torch.stack(frames, 1).square().mean()
+
+
+def test_a_loop_begins_where_the_authors_rounds_begin() -> None:
+    inside = _inside(_source(Feeding(), torch.randn(3, 5, 8)), "for t in range(1, 5):")
+    assert inside[0].startswith("given = self.feed(")
+    assert inside[-1].startswith("frames.append(")

@@ -2,9 +2,10 @@
 
 `cut.py` says what a stage consists of, `scopes.py` and `stage_tree.py` lift it back to the model's own
 modules. `method.py` writes a forward: `body.py` says what is folded into what, `naming.py` what things are
-called, `spell.py`, `words.py` and `expression.py` how operators read. `attributes.py` and `layers.py` write
-an `__init__`, `write.py` the classes (each distinct one once), `layout.py` the lines, `document.py` the file.
-Everything that comes from the model passes through `literals.py`.
+called, `spell.py`, `words.py` and `expression.py` how operators read. `rolling.py` makes loops of rounds.
+`attributes.py` and `layers.py` write an `__init__`, `write.py` the classes (each distinct one once),
+`layout.py` the lines, `document.py` the file. Everything that comes from the model passes through
+`literals.py`.
 """
 
 from __future__ import annotations

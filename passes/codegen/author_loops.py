@@ -6,6 +6,7 @@ import ast
 import functools
 import linecache
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .literals import identifier
 from .scopes import Line
@@ -39,6 +40,46 @@ def list_of(line: Line) -> str:
     and `torch.stack(outs)`."""
     found = (appended_list(at.code) or joined_list(at.code) for at in reversed(line.chain))
     return next(filter(None, found), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Where a statement stands in the rounds of the author's loop around it: the loop, the line in it, and
+    whether each round comes by: no condition stands in between."""
+
+    loop: str = ""
+    number: int = 0
+    is_always: bool = False
+
+
+NO_ROUND = Round()
+
+
+def round_of(line: Line) -> Round:
+    """By the innermost loop of statements around the line, or around a call that led to it."""
+    is_always = True
+    for at in reversed(line.chain):
+        if at.module_of_torch is not None:
+            continue
+        loops, conditions = _blocks(at.file)
+        around = max((lines.start for lines in loops if at.number in lines), default=0)
+        is_always &= not any(at.number in lines and lines.start >= around for lines in conditions)
+        if around:
+            return Round(f"{at.file}:{around}", at.number, is_always)
+    return NO_ROUND
+
+
+@functools.lru_cache(maxsize=256)
+def _blocks(file: str) -> tuple[list[range], list[range]]:
+    """The lines of all loops, and of all conditions."""
+    kinds: tuple[tuple[type[ast.AST], ...], ...] = ((ast.For, ast.While), (ast.If, ast.IfExp, ast.Match))
+    found: tuple[list[range], list[range]] = ([], [])
+    for node in ast.walk(parsed(file)):
+        for kind, lines in zip(kinds, found, strict=True):
+            if isinstance(node, kind):
+                assert isinstance(node, ast.stmt | ast.expr)
+                lines.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return found
 
 
 @functools.lru_cache(maxsize=256)

@@ -158,6 +158,11 @@ class Body:
             o.requires_grad or o.is_random or o.writes_buffers or o.memory_group is not None for o in found
         )
 
+    def is_pure(self, item: fx.Node | Scope) -> bool:
+        """Whether it draws no random numbers and writes nothing."""
+        found = (self.tree.graph.operators[node.name] for node in _nodes(item))
+        return not any(o.is_random or o.writes_buffers or o.memory_group is not None for o in found)
+
     def is_recurrent(self, item: fx.Node | Scope) -> bool:
         """A whole LSTM, GRU, RNN or LSTMCell, which gives a tuple."""
         if not isinstance(item, Scope) or not self.tree.is_layer(item):
@@ -263,6 +268,11 @@ class Folding:
         while index < self.end and self.is_folded(index):
             index = self.users[self.results[index][0]][0]
         return index
+
+    def is_pure(self, index: int) -> bool:
+        """Whether the statement at this place is, with all that is folded into it."""
+        inside = (at for at in range(min(index + 1, self.end)) if at == index or self.is_folded(at))
+        return all(self.body.is_pure(self.items[at]) for at in inside if self.emitted_at(at) == index)
 
     def is_pending(self, index: int) -> bool:
         """Whether something before this place is written behind it."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .author_loops import counter_of, list_of
+from .alike import alike
+from .author_loops import NO_ROUND, Round, counter_of, list_of, round_of
 from .body import NO_REGION, Body, Folding, Region
 from .cut import is_size, size_symbol
 from .expression import Scene, Source
@@ -36,7 +37,7 @@ class Statement:
 
     `place` is the author's line, `shape` the result's, where it is another than the operand's. `named` is
     what the author calls the result, `counter` what a loop of theirs around it counts with, `listed` the list
-    that it fills or joins.
+    that it fills or joins. `round` is its place in that loop, `is_pure` whether once more would do no harm.
     """
 
     text: str
@@ -46,6 +47,8 @@ class Statement:
     named: str = ""
     counter: str = ""
     listed: str = ""
+    round: Round = NO_ROUND
+    is_pure: bool = False
 
     @property
     def comment(self) -> str:
@@ -95,7 +98,7 @@ def write_method(
             return method
         for node, index in draft.lost_sizes:
             size_readers.setdefault(node, set()).add(index)
-        kept |= draft.too_long
+        kept |= alike(draft.folding, draft.too_long)
 
 
 class _Draft:
@@ -165,7 +168,10 @@ class _Draft:
         listed = list_of(own) or list_returned(line) or ""
         results = self.body.results(item)
         named = self.body.author_name(item, results[0]) or "" if len(results) == 1 else ""
-        return replace(statement, named=named, counter=counter_of(own), listed=listed)
+        place = round_of(line)
+        is_pure = place.is_always and self.folding.is_pure(self.position)
+        statement = replace(statement, named=named, counter=counter_of(own), listed=listed)
+        return replace(statement, round=place, is_pure=is_pure)
 
     def _rename(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> None:
         """`residual = x` of the author's, before `x = self.norm(x)`: what was x is read again."""
