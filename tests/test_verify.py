@@ -220,3 +220,20 @@ def test_padded_positions_that_torchs_fast_path_sets_to_zero_are_told_of(
     told = [note for note in pipe.trace_report.notes if note.startswith("in evaluation without gradients")]
     assert ["'loss' is another one, by " in note for note in told] == [True] * is_told
     assert model.training
+
+
+class Limited(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).minimum(torch.tensor(0.5))).sum()
+
+
+def test_a_number_that_stands_in_the_code_is_no_buffer_of_a_loaded_pipeline(tmp_path: Path) -> None:
+    model = Limited()
+    pipe = pd2bw_fx.split(model, torch.randn(3, 8), cluster=2, num_stages=2, costs="analytic", check=False)
+    pipe.save(tmp_path / "saved")
+
+    assert pd2bw_fx.load(tmp_path / "saved").verify(model).exact

@@ -77,7 +77,7 @@ def of_the_loss(
     graph: OperatorGraph, tensors: Mapping[str, Tensor], live: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The buffers that are not the model's; its forward is given them beside the inputs."""
-    return {name: tensors[name] for name in graph.buffers if name not in live}
+    return {name: tensors[name] for name in graph.buffers if name not in live and name in tensors}
 
 
 @contextmanager
