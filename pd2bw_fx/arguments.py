@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pd2bw_fx.errors import InputError, shown
+
+WRAPPERS = (DataParallel, DistributedDataParallel)  # the class of compiled modules takes a second to import
 
 
 def plain(value: Any) -> Any:
@@ -30,6 +33,13 @@ def make_plain(frozen: Any, *names: str) -> None:
         several = isinstance(value, Sequence) and not isinstance(value, str)
         own = tuple(map(plain, value)) if several else plain(value)
         object.__setattr__(frozen, name, own)
+
+
+def forward_signature(model: nn.Module) -> inspect.Signature:
+    """The arguments that a model takes: wrappers of torch's hand on whatever they are given."""
+    while isinstance(model, WRAPPERS) or "_orig_mod" in model._modules:
+        model = getattr(model, "_orig_mod" if "_orig_mod" in model._modules else "module")
+    return inspect.signature(model.forward)
 
 
 def require_whole_number(name: str, value: Any, *, least: int = 1) -> None:

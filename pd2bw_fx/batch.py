@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from pd2bw_fx.arguments import forward_signature
 from pd2bw_fx.containers import entry_at, leaves_of, place_of
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import dtype_from_name, dtype_name
@@ -93,7 +94,7 @@ class BatchLayout:
         that most of them have. `microbatch_sizes` are those that the model was traced for, `sizes` by input
         those of single tensors. Raises InputError where a batch could not tell targets from an argument.
         """
-        signature = inspect.signature(model.forward)
+        signature = forward_signature(model)
         kinds = signature.parameters.values()
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         arguments = tuple(p.name for p in kinds if p.kind in positional)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from pd2bw_fx.arguments import require_kind, require_not_negative
+from pd2bw_fx.arguments import forward_signature, require_kind, require_not_negative
 from pd2bw_fx.batch import TARGETS
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
@@ -95,7 +94,7 @@ def _named_inputs(pipeline: Pipeline, example: Mapping[str, Tensor]) -> Mapping[
 def _plain_arguments(pipeline: Pipeline, model: nn.Module) -> Mapping[str, Tensor]:
     """The example inputs as keyword arguments of the model's forward."""
     assert pipeline.example is not None
-    accepted = set(inspect.signature(model.forward).parameters)
+    accepted = set(forward_signature(model).parameters)
     if pipeline.batch_layout is not None and pipeline.batch_layout.has_targets:
         accepted -= {TARGETS}  # another one than what loss_fn compares with
     strange = sorted(pipeline.example.keys() - accepted)

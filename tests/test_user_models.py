@@ -410,6 +410,8 @@ def test_a_wrapped_model_keeps_its_names_and_is_told_of_better_ones(
     assert any("for stages that read as the model does" in note for note in pipe.trace_report.notes)
     model.load_state_dict(pipe.state_dict())
     assert pipe.verify(model).exact
+    by_name = pipe.run({"x": rows()[0]})
+    assert all(torch.equal(value, by_name[name]) for name, value in pipe.run(rows()).items())
 
 
 def test_the_model_itself_is_compared_on_the_inputs_that_are_given() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from pd2bw_fx.arguments import forward_signature
 from pd2bw_fx.containers import hidden_tensor, look_into_dataclasses
 from pd2bw_fx.errors import InputError
 
@@ -92,7 +93,7 @@ def _offered(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     dummy = getattr(model, "dummy_inputs", None)
     if not isinstance(dummy, Mapping):
         return None
-    accepted = inspect.signature(model.forward).parameters
+    accepted = forward_signature(model).parameters
     kwargs = {name: value for name, value in dummy.items() if name in accepted}
     if not kwargs:
         return None
@@ -113,7 +114,7 @@ def without_cache(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     Hugging Face models else keep keys and values for generating; of a sliding window they keep the last ones,
     by slices that allow only some lengths.
     """
-    accepted = list(inspect.signature(model.forward).parameters)
+    accepted = list(forward_signature(model).parameters)
     if not model.training or "use_cache" not in accepted or "use_cache" in kwargs:
         return None
     return {**kwargs, "use_cache": False} if accepted.index("use_cache") >= len(args) else None
@@ -143,7 +144,7 @@ def flatten_arguments(
             f"example_args is a {type(args).__name__}, expected a tuple of the forward's positional "
             f"arguments; try example_args=(x,){by_name if isinstance(args, Mapping) else ''}"
         )
-    signature = inspect.signature(model.forward)
+    signature = forward_signature(model)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -183,7 +184,7 @@ def _require_plain(path: str, leaf: Any) -> None:
 
 def arguments_without_examples(model: nn.Module, *, has_targets: bool) -> FlatArguments:
     """One tensor for each argument that the forward cannot do without; the others have their defaults."""
-    signature = inspect.signature(model.forward)
+    signature = forward_signature(model)
     variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in variable]
     names = [parameter.name for parameter in needed]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
-
+from pd2bw_fx.arguments import WRAPPERS
 from pd2bw_fx.program import surrounding_autocast
 from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 
 from .program import Program
 from .watch import Change
-
-_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def notes_of(program: Program, batch_size: int | None) -> list[str]:
@@ -39,7 +36,7 @@ def notes_of(program: Program, batch_size: int | None) -> list[str]:
             "model fails"
         )
     is_compiled = "_orig_mod" in program.model._modules  # to import the class takes a second
-    if is_compiled or isinstance(program.model, _WRAPPERS):
+    if is_compiled or isinstance(program.model, WRAPPERS):
         inner = "_orig_mod" if is_compiled else "module"
         notes.append(
             f"the model is wrapped in {type(program.model).__name__}; split model.{inner} for stages that "
