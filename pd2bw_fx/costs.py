@@ -19,11 +19,6 @@ def ring_bytes(num_bytes: float, num_ranks: int) -> float:
     return 2 * (num_ranks - 1) / num_ranks * num_bytes
 
 
-def ring_s_per_byte(num_ranks: int, bytes_per_s: float, latency_s: float) -> float:
-    """Of gradients that r ranks add up in buckets: each step of the ring has a latency for each of them."""
-    return ring_bytes(1.0, num_ranks) / bytes_per_s + 2 * (num_ranks - 1) * latency_s / GRADIENT_BUCKET_BYTES
-
-
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
     """One operator at the costs' microbatch size on the costs' device.

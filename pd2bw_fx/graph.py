@@ -112,7 +112,7 @@ class Operator:
     writes_buffers: tuple[str, ...] = ()  # BatchNorm's running statistics
     is_view: bool = False  # its output shares storage with an operand
     is_random: bool = False  # draws from the generator
-    is_replicable: bool = False  # depends on inputs and sizes alone: recomputed wherever it is read
+    is_replicable: bool = False  # of inputs and sizes, or heavy results of them: done where it is read
     memory_group: str | None = None
 
     @property

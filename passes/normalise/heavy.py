@@ -15,50 +15,25 @@ from torch import fx
 
 from .nodes import operator_name
 
-_PRODUCTS = frozenset(
-    {
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "convolution",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-    }
-    | {"scaled_dot_product_attention", "embedding", "layer_norm", "batch_norm", "group_norm"}
-)
-_MANY_STEPS = frozenset(
-    {"cdist", "pdist", "topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "mode"}
-    | {"quantile", "nanquantile", "unique_consecutive", "stft", "istft", "cholesky", "inverse", "svd", "qr"}
-    | {"det", "logdet", "slogdet", "matrix_exp", "matrix_power", "pinverse", "lu_solve", "triangular_solve"}
-    | {
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "grid_sampler",
-        "grid_sample",
-        "interpolate",
-    }
-    | {"dot", "mv", "tensordot", "chain_matmul", "cov", "corrcoef", "histc", "local_response_norm"}
-)
+_PRODUCTS = frozenset({
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "convolution", "conv1d", "conv2d",
+    "conv3d", "scaled_dot_product_attention", "embedding", "layer_norm", "batch_norm", "group_norm",
+})  # fmt: skip
+_MANY_STEPS = frozenset({
+    "cdist", "pdist", "topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "mode",
+    "quantile", "nanquantile", "unique_consecutive", "histc", "stft", "istft", "cholesky", "inverse", "svd",
+    "qr", "det", "logdet", "slogdet", "matrix_exp", "matrix_power", "pinverse", "lu_solve",
+    "triangular_solve", "dot", "mv", "tensordot", "chain_matmul", "cov", "corrcoef", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d", "grid_sampler", "grid_sample", "interpolate",
+    "local_response_norm",
+})  # fmt: skip
 _MANY_STEPS_BEGIN = (
-    "fft_",
-    "linalg_",
-    "max_pool",
-    "avg_pool",
-    "adaptive_",
-    "lp_pool",
-    "upsample_",
-    "_upsample",
-)
-_REDUCTIONS = frozenset(
-    {"sum", "mean", "prod", "any", "all", "amax", "amin", "max", "min", "argmax", "argmin", "aminmax", "std"}
-    | {"var", "std_mean", "var_mean", "logsumexp", "norm", "count_nonzero", "nansum", "nanmean"}
-)
+    "fft_", "linalg_", "max_pool", "avg_pool", "adaptive_", "lp_pool", "upsample_", "_upsample",
+)  # fmt: skip
+_REDUCTIONS = frozenset({
+    "sum", "mean", "prod", "any", "all", "amax", "amin", "max", "min", "argmax", "argmin", "aminmax", "std",
+    "var", "std_mean", "var_mean", "logsumexp", "norm", "count_nonzero", "nansum", "nanmean",
+})  # fmt: skip
 
 _STEPS = 16  # of one of the many for each element
 _HEAVY_STEPS = 2**20  # about a millisecond of one core: more than a message's latency
