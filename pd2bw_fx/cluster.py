@@ -44,7 +44,7 @@ class Device:
     host: str = "localhost"
 
     def __post_init__(self) -> None:
-        for key, usual in USUAL_RATES.get(str(self.kind), {}).items():
+        for key, usual in USUAL_RATES.get(str(self.kind), USUAL_RATES["cpu"]).items():
             if getattr(self, key) is None:
                 object.__setattr__(self, key, usual)
         make_plain(self, "memory_bytes", "speed", "flops_per_s", "memory_bytes_per_s")
