@@ -58,7 +58,8 @@ def saved_by_autograd(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        *((name, method) for name in ("mlp", "gpt", "bert", "vgg", "moe", "resnet") for method in METHODS),
+        *((name, "analytic") for name in ("mlp", "gpt", "bert", "vgg", "moe", "resnet")),
+        *((name, "measured") for name in ("gpt", "resnet")),
         ("encdec", "measured"),  # a fake LSTM keeps less than a real one, which its costs' note says
     ],
 )

@@ -14,13 +14,13 @@ import pd2bw_fx
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime.reference import train_reference
 from pd2bw_fx.runtime.shared_memory import NO_PLACE, SharedPlaces
-from tests.torchrun import torchrun_of_forks
+from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files without a name are Linux's")
 
 
 def test_links_carry_the_same_with_and_without_a_free_place(tmp_path: Path) -> None:
-    ran = torchrun_of_forks(2, "transport.py", tmp_path / "result.json")
+    ran = torchrun(2, "transport.py", tmp_path / "result.json")
 
     assert ran.returncode == 0, ran.stderr[-2000:]
     told = json.loads((tmp_path / "result.json").read_text())
