@@ -16,24 +16,26 @@ from torch import Tensor, nn
 from pd2bw_fx.errors import InputError
 
 _DEEPEST = 4  # objects in one another
+_PLAIN = (Tensor, nn.Parameter)  # others may keep their own parts in attributes
 
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """What a traced forward assigns to its modules and to objects in them (tensors without data, counters),
-    puts into their caches or registers as a hook is undone: where a first call leaves a mark that it has, a
-    second would not."""
-    before = {module: dict(vars(module)) for module in model.modules()}
+    """What a traced forward assigns to its modules, to their parameters and buffers and to objects in them
+    (tensors without data, counters), puts into their caches or registers as a hook is undone: where a first
+    call leaves a mark that it has, a second would not."""
+    tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if type(tensor) in _PLAIN)
+    before = [(holder, dict(vars(holder))) for holder in (*model.modules(), *tensors)]
     contents = [
-        (held, copy.copy(held)) for attributes in before.values() for held in _containers(attributes, set())
+        (held, copy.copy(held)) for _, attributes in before for held in _containers(attributes, set())
     ]
     try:
         yield
     finally:
-        for module, attributes in before.items():
-            for name in [name for name in vars(module) if name not in attributes]:
-                del vars(module)[name]
-            vars(module).update(attributes)
+        for holder, attributes in before:
+            for name in [name for name in vars(holder) if name not in attributes]:
+                del vars(holder)[name]
+            vars(holder).update(attributes)
         for held, kept in contents:
             _put_back(held, kept)
 

@@ -41,6 +41,7 @@ from .mapped import write_out_vmap
 from .moved import moves_to_where_it_is_left_out
 from .named_values import values_named
 from .numbers_of_sizes import sizes_stay_open
+from .on_tensors import require_none_read
 from .parts_of_sizes import PartsStayOpen
 from .program import Answers, Program
 from .saved_values import saved_values_found
@@ -93,6 +94,7 @@ def _exported_and_checked(
     _require_open(exported, program, lengths)
     _require_single_operators(exported)
     _require_no_generator(exported)
+    require_none_read(exported.constants.values(), program.model)
     if program.watch.custom_functions:
         raise TraceError(_custom_function_message(program.watch.custom_functions[0]))
     require_the_same_again(program, _text(exported), lambda: _text(_exported(program, batch_size, lengths)))

@@ -16,6 +16,7 @@ from pd2bw_fx.traced import name_beside
 from .checkpointing import checkpointing_left_out
 from .conditions import Conditions
 from .inputs import FlatArguments, unique
+from .on_tensors import attributes_carried
 from .rebound import Remade, copied, require_no_gradient, require_values
 from .watch import Watch
 
@@ -66,14 +67,16 @@ class Program(nn.Module):
         self.answers = Answers()
         self.as_uncompiled = False
         self.training = model.training
+        self.originals = self._state()  # tracers put others in their places
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         _take_for_one_batch(tensors)
-        self.watch.before(self.model)
         before, remade = self._state(), list[Remade]()
-        with self.conditions.assumed():
-            results = self._run(tensors, before, remade)
-        self.watch.after(self.model, results)
+        with attributes_carried(self.originals, before):
+            self.watch.before(self.model)
+            with self.conditions.assumed():
+                results = self._run(tensors, before, remade)
+            self.watch.after(self.model, results)
         require_no_gradient(remade, results)
         return results
 

@@ -12,32 +12,41 @@ from typing import Any
 
 import torch
 
-from pd2bw_fx.attributes import attributes_kept
+from pd2bw_fx.attributes import attributes_kept, without_repeats
 from pd2bw_fx.drawing import SEED_OF_CHECKS
 from pd2bw_fx.errors import Pd2bwError, TraceError
 
 from .chance import calls_by_chance, random_numbers_kept
 from .diagnose import holds_data, state_kept
 from .inputs import common_batch_size
+from .on_tensors import set_on_a_tensor
 from .program import Program
 from .watch import Change, Watch
 
 # How far results of one computation are apart, relative to the largest entry.
 _ROUNDING = 1e-6
 _IN_ANY_ORDER = {torch.float32: 2e-5, torch.complex64: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# By what every other entry of a weight is multiplied: also the sign, where that leaves a result.
+_MOVES = ((1.25, -0.75), (1.25, 0.75))
+_MOVES_BEFORE = (0.75, 1.25)  # in the call that leaves something
+_FROM_ZERO = 2.0**-6
 _MANY = 1000  # calls, after which a condition on their number is another
 
 
 class OtherNextTimeError(TraceError):
-    """By attributes that the first call sets."""
+    """By attributes that the first call sets; `change` names one of them."""
 
-    def __init__(self, changes: Sequence[Change]) -> None:
-        super().__init__(
-            f"the model computes something else from call to call, by its {changes[0]}; a trace would keep "
-            "the first call for ever. Make it a buffer that the forward updates, or an argument of the "
-            "forward; if only a first call is another one, run the model once, then split it"
-        )
-        self.change = changes[0]
+    def __init__(self, message: str, change: str) -> None:
+        super().__init__(f"{message}; if only a first call is another one, run the model once, then split it")
+        self.change = change
+
+
+def _by_plain_values(changes: Sequence[Change]) -> OtherNextTimeError:
+    return OtherNextTimeError(
+        f"the model computes something else from call to call, by its {changes[0]}; a trace would keep the "
+        "first call for ever. Make it a buffer that the forward updates, or an argument of the forward",
+        str(changes[0]),
+    )
 
 
 @contextmanager
@@ -114,26 +123,74 @@ def require_the_same_again(program: Program, first: Any, traced_again: Callable[
 
 def require_nothing_kept(program: Program) -> None:
     """Raises TraceError where what a call leaves in attributes makes the next call another one: tensors, and
-    what is in lists and dicts.
+    what is in lists and dicts. OtherNextTimeError, if it follows from the weights: a trace of the second call
+    may have it as a constant.
 
-    Parameters, buffers and random numbers are the same in both. A trace has what was in such an attribute
-    before as a constant, or what the first of all calls puts there.
+    A call is compared with the same one after another, which had other inputs and other weights; buffers and
+    random numbers are the same. A trace has what was in such an attribute before as a constant, or makes what
+    the first of all calls puts there in every call.
     """
-    names = (*program.watch.assigned_tensors, *program.watch.filled)
-    if not names or not holds_data(program):
+    watch = program.watch
+    names = (*watch.assigned_tensors, *watch.on_layers, *watch.made_buffers, *watch.filled)
+    if not (names or watch.on_tensors) or not holds_data(program):
         return
     given = dict(zip(program.flat.names, program.flat.tensors, strict=True))
+    factors, first = _first(program, given)
+    # Other weights than the model has: after a first call an attribute may hold those.
+    later = _later(program, given, factors, before=factors and _MOVES_BEFORE)
+    if _are_alike(first, later):
+        return
+    if watch.on_tensors:
+        raise set_on_a_tensor(watch.on_tensors[0])
+    error = OtherNextTimeError(
+        "the model computes something else from call to call, by what its forward leaves in the attribute "
+        f"{names[0]}; the stages would keep what was there before for ever. Make it a buffer that the "
+        "forward writes, as self.buffer.copy_(..) does, or an argument of the forward",
+        f"attribute {names[0]}",
+    )
+    if _are_alike(first, _later(program, given, factors, before=factors)):
+        raise error
+    raise TraceError(str(error))
+
+
+_Factors = tuple[float, float] | None
+
+
+def _first(program: Program, given: Mapping[str, torch.Tensor]) -> tuple[_Factors, dict[str, torch.Tensor]]:
+    """How weights may be moved, and what the model gives with them in its first call. In evaluation they stay
+    as they are: what follows from them may be kept there. On a GPU they keep their signs: probabilities that
+    are none fail an assertion in a kernel."""
+    is_on_cpu = all(parameter.device.type == "cpu" for parameter in program.parameters())
+    moves = _MOVES if is_on_cpu else _MOVES[1:]
+    for factors in moves if program.model.training else ():
+        with suppress(Exception), attributes_kept(program.model):
+            results = results_of(program, given, factors)
+            if all(map(_tells_something, results.values())):
+                return factors, results
     with attributes_kept(program.model):
-        first = results_of(program, given)
-        with suppress(Exception):  # other inputs, which the model may not take
-            results_of(program, _others(program, given))
-        second = results_of(program, given)
-    if any(not _is_alike(first[name], second.get(name)) for name in first):
-        raise TraceError(
-            f"the model computes something else from call to call, by what its forward leaves in the "
-            f"attribute {names[0]}; the stages would keep what was there before for ever. Make it a "
-            "buffer that the forward writes, as self.buffer.copy_(..) does, or an argument of the forward"
-        )
+        return None, results_of(program, given)
+
+
+def _later(
+    program: Program, given: Mapping[str, torch.Tensor], factors: _Factors, *, before: _Factors
+) -> dict[str, torch.Tensor]:
+    """What it gives after a call of other inputs, with the weights moved by `before` in that one."""
+    with suppress(Exception), attributes_kept(program.model):  # inputs that the model may not take
+        results_of(program, _others(program, given), before)
+        return results_of(program, given, factors)
+    with attributes_kept(program.model):
+        results_of(program, given)
+        return results_of(program, given, factors)
+
+
+def _are_alike(first: Mapping[str, torch.Tensor], later: Mapping[str, torch.Tensor]) -> bool:
+    return all(_is_alike(result, later.get(name)) for name, result in first.items())
+
+
+def _tells_something(result: torch.Tensor) -> bool:
+    if not result.numel() or not (result.is_floating_point() or result.is_complex()):
+        return True
+    return not result.isnan().any().item() and bool(result.isfinite().any().item())
 
 
 def _others(program: Program, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -151,11 +208,29 @@ def _other(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def results_of(program: Program, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the model itself gives for these inputs, with the random numbers of checks."""
+def results_of(
+    program: Program, given: Mapping[str, torch.Tensor], factors: _Factors = None
+) -> dict[str, torch.Tensor]:
+    """What the model itself gives for these inputs, with the random numbers of checks, and with its trained
+    weights multiplied by the factors."""
     with state_kept(program), random_numbers_kept():
+        if factors is not None:
+            _move_weights(program, factors)
         torch.manual_seed(SEED_OF_CHECKS)
         return {name: value.detach().clone() for name, value in program.call(given).items()}
+
+
+def _move_weights(program: Program, factors: tuple[float, float]) -> None:
+    for parameter in program.parameters():
+        if not parameter.requires_grad or parameter.layout is not torch.strided:
+            continue
+        data = without_repeats(parameter.data)
+        moves = torch.empty(data.numel(), dtype=data.dtype, device=data.device)
+        moves[::2], moves[1::2] = factors
+        if data.any():
+            data.mul_(moves.view(data.shape))
+        else:
+            data.copy_(moves.view(data.shape)).mul_(_FROM_ZERO)
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor | None) -> bool:
@@ -180,9 +255,9 @@ def _require_equal(first: Any, traced_again: Callable[[], Any], changes: Sequenc
     except Exception as error:
         if not changes:
             raise
-        raise OtherNextTimeError(changes) from error
+        raise _by_plain_values(changes) from error
     if changes:
-        raise OtherNextTimeError(changes)
+        raise _by_plain_values(changes)
     raise TraceError(
         "the model draws Python or numpy random numbers in its forward and computes something else from "
         "call to call; a trace would keep one draw for ever. Draw with torch.rand, or set the rate "

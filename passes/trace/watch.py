@@ -22,6 +22,8 @@ from torch import fx, nn
 from pd2bw_fx.attributes import is_of_attributes
 from pd2bw_fx.modes import LAYERS_WITH_MODES
 
+from .on_tensors import attributes_on
+
 # What torch.library makes of a registered operator, and we of a custom function: the trace keeps them whole.
 _KEPT_WHOLE = (
     "torch._library.autograd",
@@ -67,25 +69,33 @@ class Watch:
     changes: tuple[Change, ...] = ()
     assigned_tensors: tuple[str, ...] = ()  # attributes that are no buffers: nothing keeps them
     drew_python_random: bool = False
+    on_layers: tuple[str, ...] = ()  # the same, of layers of torch's
+    on_tensors: tuple[str, ...] = ()  # attributes that were set of parameters and buffers themselves
     filled: tuple[str, ...] = ()  # attributes that are lists, dicts, objects, with something else in them
     made: tuple[str, ...] = ()  # parameters that were not there before
+    made_buffers: tuple[str, ...] = ()  # the same of buffers
     foreign: tuple[nn.Parameter, ...] = ()  # that results depend on, and that are none of the model's
     _parameters: frozenset[str] = frozenset()
+    _buffers: frozenset[str] = frozenset()
     _attributes: dict[int, dict[str, Any]] = field(default_factory=dict)
     _tensors: dict[int, dict[str, int]] = field(default_factory=dict)
     _contents: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _on_tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     _random: Any = None
 
     def before(self, model: nn.Module) -> None:
         self._parameters = frozenset(name for name, _ in model.named_parameters())
+        self._buffers = frozenset(name for name, _ in model.named_buffers())
         modules = {_identity(module): module for module in model.modules()}
         self._attributes = {key: _plain_attributes(module) for key, module in modules.items()}
         self._tensors = {key: _tensor_attributes(module) for key, module in modules.items()}
         self._contents = {key: _contents(module) for key, module in modules.items()}
+        self._on_tensors = _on_tensors(model)
         self._random = _random_state(), _own_generators(model)
 
     def after(self, model: nn.Module, results: Iterable[Any]) -> None:
         self.made = tuple(name for name, _ in model.named_parameters() if name not in self._parameters)
+        self.made_buffers = tuple(name for name, _ in model.named_buffers() if name not in self._buffers)
         self.drew_python_random = (_random_state(), _own_generators(model)) != self._random
         nodes = _autograd_nodes(results)
         self.custom_functions = tuple(_custom_functions(nodes))
@@ -95,14 +105,19 @@ class Watch:
         known: dict[int, tuple[str, nn.Module]] = {}
         for path, module in model.named_modules():
             known.setdefault(_identity(module), (path, module))
-        self.assigned_tensors = tuple(
-            f"{path}.{name}" if path else name
+        assigned = [
+            (f"{path}.{name}" if path else name, type(module).__module__.startswith("torch.nn."))
             for key, (path, module) in known.items()
-            if not type(module).__module__.startswith(
-                "torch.nn."
-            )  # weights, which hooks compute in each call
             for name, identity in _tensor_attributes(module).items()
-            if self._tensors.get(key, {}).get(name) != identity
+            if self._tensors.get(key, {}).get(name) != identity and not _is_of_a_hook(module, name)
+        ]
+        self.assigned_tensors = tuple(name for name, is_a_layers in assigned if not is_a_layers)
+        self.on_layers = tuple(name for name, is_a_layers in assigned if is_a_layers)
+        self.on_tensors = tuple(
+            f"{tensor}.{name}"
+            for tensor, attributes in _on_tensors(model).items()
+            for name, found in attributes.items()
+            if found != self._on_tensors.get(tensor, {}).get(name)
         )
         self.filled = tuple(
             f"{path}.{name}" if path else name
@@ -176,6 +191,19 @@ def _tensor_attributes(module: nn.Module) -> dict[str, int]:
     """By identity, tuples of tensors and what torch.fx has in place of tensors too; parameters and buffers
     are elsewhere."""
     return {name: id(value) for name, value in vars(module).items() if _is_of_tensors(value)}
+
+
+def _is_of_a_hook(module: nn.Module, name: str) -> bool:
+    """Whether it is a weight that weight_norm, spectral_norm or pruning compute in each call."""
+    return any(f"{name}_{kind}" in module._parameters for kind in ("g", "orig"))
+
+
+def _on_tensors(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The attributes of parameters and buffers themselves, to be compared."""
+    return {
+        name: {attribute: _held(value) for attribute, value in attributes_on(tensor).items()}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 def _is_of_tensors(value: Any) -> bool:
