@@ -16,22 +16,22 @@ from pd2bw_fx.models import build
 SPLIT = ["--cluster", "2", "--costs", "analytic"]
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["plan", "gpt", *words, "--costs", "analytic", "--json"]) == 0
+def planned(capsys: pytest.CaptureFixture[str], *words: str, model: str = "mlp") -> dict[str, Any]:
+    assert main(["plan", model, *words, "--costs", "analytic", "--json"]) == 0
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
     return plan
 
 
 @pytest.fixture(scope="module")
-def gpt() -> pd2bw_fx.Pipeline:
-    return pd2bw_fx.split(build("gpt"), cluster=2, costs="analytic", check=False)
+def mlp() -> pd2bw_fx.Pipeline:
+    return pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False)
 
 
 @pytest.mark.parametrize(
     ("words", "options"),
     [
         (["--cluster", "2", "--method", "1f1b", "--microbatches", "6"], {}),
-        (["--cluster", "2", "--method", "interleaved", "--chunks", "3"], {"chunks": 3}),
+        (["--cluster", "2", "--method", "interleaved", "--chunks", "2"], {"chunks": 2}),
         (["--cluster", "4", "--num-stages", "2"], {"num_stages": 2}),
         (["--cluster", "3", "--num-stages", "auto"], {"num_stages": "auto"}),
         (["--cluster", "4", "--replicas", "2"], {"replicas": 2}),
@@ -42,7 +42,7 @@ def gpt() -> pd2bw_fx.Pipeline:
     ],
 )
 def test_the_plan_is_the_one_of_split(
-    words: list[str], options: dict[str, Any], gpt: pd2bw_fx.Pipeline, capsys: pytest.CaptureFixture[str]
+    words: list[str], options: dict[str, Any], mlp: pd2bw_fx.Pipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = dict(zip(words[::2], words[1::2], strict=True))
     options = options | {
@@ -58,7 +58,7 @@ def test_the_plan_is_the_one_of_split(
     found = planned(capsys, *words)
 
     cluster = int(given["--cluster"])
-    plan = pd2bw_fx.split(gpt, cluster=cluster, costs="analytic", check=False, **options).plan
+    plan = pd2bw_fx.split(mlp, cluster=cluster, costs="analytic", check=False, **options).plan
     assert found["stages"] == json.loads(plan.dumps())["stages"]
     assert found["method"] == plan.method
     assert found["microbatches_per_update"] == plan.microbatches_per_update
@@ -71,7 +71,7 @@ def test_constraints_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
         'memory_bytes = { "cpu:1" = "1 GiB" }\n'
     )
 
-    stages = planned(capsys, "--cluster", "2", "--constraints", str(file))["stages"]
+    stages = planned(capsys, "--cluster", "2", "--constraints", str(file), model="gpt")["stages"]
 
     graph = pd2bw_fx.split(build("gpt"), cluster=2, costs="analytic", check=False).graph
     third = {name for name, operator in graph.operators.items() if "blocks.3" in operator.module_path}
