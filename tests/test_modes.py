@@ -211,6 +211,31 @@ def test_a_mode_and_a_rate_that_the_forward_sets_are_the_stages() -> None:
     ]
 
 
+class InBothModes(nn.Module):
+    """Its targets are what it says in evaluation itself, as those of virtual adversarial training are."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers.eval()
+        with torch.no_grad():
+            targets = self.layers(x)
+        self.layers.train()
+        return F.mse_loss(self.layers(x), targets)
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(), nn.BatchNorm1d(8), nn.RReLU()], ids=repr)
+def test_each_call_of_a_layer_is_in_the_mode_that_the_forward_has_put_it_in(layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    pipe = split(InBothModes(layer))
+
+    assert pipe.verify().exact
+    with pytest.raises(TraceError, match=r"(?s)layers.1 whole, which is in another mode.*test_modes.py:\d+"):
+        pd2bw_fx.split(InBothModes(layer), torch.randn(4, 8), cluster=2, costs="analytic", tracer="fx")
+
+
 class Following(nn.Module):
     """Moves a counter, a mean and a teacher while it trains; nothing that it returns shows it."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pd2bw_fx.graph import dtype_name
 from pd2bw_fx.modes import LAYERS_WITH_MODES
@@ -49,6 +49,8 @@ RECURRENT_CELLS = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 LAYERS_OF_PAIRS = (nn.LSTM, nn.LSTMCell)  # their state is (hidden, cell)
 LAYERS_GIVING_TUPLES = (*RECURRENT_LAYERS, nn.LSTMCell)
 _WITH_WEIGHT = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+# What operators call the mode that a layer is in.
+MODES = {"train", "training", "use_input_stats"}
 _SIZES_TO_KEEP = {"normalized_shape", "unflattened_size"}  # (8, 8) is not 8 there
 
 _BY_NAME = {"eps", "momentum"}  # of norms
@@ -74,6 +76,17 @@ def is_layer(module: nn.Module, *, training: bool) -> bool:
         and _has_the_sizes_it_says(module)
         and not (type(module) in LAYERS_OF_TWO and next(module.buffers(), None) is not None)
     )
+
+
+def is_in_evaluation(node: fx.Node) -> bool:
+    """Whether it is an operator of a layer that was not in training mode when it was called."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    for place, argument in enumerate(node.target._schema.arguments):
+        default = node.kwargs.get(argument.name, argument.default_value)
+        if argument.name in MODES and (node.args[place] if place < len(node.args) else default) is False:
+            return True
+    return False
 
 
 def _has_its_own_weights(module: nn.Module) -> bool:

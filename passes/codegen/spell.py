@@ -15,6 +15,7 @@ from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.errors import TraceError
 
 from .expression import INFIX, POWER, UNARY, Scene, Source, arguments, infix, subscript
+from .layers import MODES
 from .limits import with_limits
 from .literals import is_plain_name
 from .scopes import line_at, module_calls
@@ -183,8 +184,6 @@ def _by_dispatcher(target: torch._ops.OpOverload, values: Mapping[str, Any], sce
     return Source(f"{path}({_by_schema(target, values, scene)})")
 
 
-# Of dropout and recurrent layers: what the model was in when it was traced.
-_MODES = {"train", "training"}
 # Their `dim` may be one dimension or several.
 _OVER_ONE_OR_MORE = {
     f"aten::{name}"
@@ -218,7 +217,7 @@ def _by_schema(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: 
             value = tuple(value) if str(argument.type) in ("List[int]", "Optional[List[int]]") else value
         if argument.name == "dim" and isinstance(value, list | tuple) and len(value) == 1:
             value = value[0] if target._schema.name in _OVER_ONE_OR_MORE else value
-        is_mode = argument.name in _MODES and value is True and _has_statistics(target, values)
+        is_mode = argument.name in MODES and value is True and _has_statistics(target, values)
         text = scene.mode(value) if is_mode else scene.text(value)
         named = isinstance(value, bool) or (argument.name == "dim" and texts)
         positional = positional and not (argument.kwarg_only or named)

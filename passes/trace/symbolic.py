@@ -18,13 +18,14 @@ from torch import fx, nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pd2bw_fx.modes import LAYERS_WITH_MODES
 from pd2bw_fx.program import surrounding_autocast
 
 from .diagnose import is_the_authors, require_nothing_written
 from .held import ParametersReadInstead, require_untrained
 from .helper_frames import helpers_noted
 from .named_values import values_named
-from .program import Program
+from .program import MODEL_PREFIX, Program
 from .second_call import require_the_same_again
 
 # These are numbers of the program, as the sizes of layers are.
@@ -89,6 +90,7 @@ class _Tracer(fx.Tracer):
         self.proxy_buffer_attributes = True  # what is read of a buffer as a number would stay as it is now
         self.input_names = program.flat.names
         self.parameter_names = {id(parameter): name for name, parameter in program.named_parameters()}
+        self.modes = {module: module.training for module in program.modules()}
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         with ParametersReadInstead(self.of_parameter, but_data=True):
@@ -163,6 +165,11 @@ class _Tracer(fx.Tracer):
     ) -> Any:
         if isinstance(m, nn.Sequential) and all(m is not module for module in self.root.modules()):
             return forward(*args, **kwargs)  # a part of one, `layers[1:3]`, is no module of the model's
+        if isinstance(m, LAYERS_WITH_MODES) and self.modes.get(m, m.training) != m.training:
+            raise ValueError(
+                f"torch.fx keeps the layer {self.path_of_module(m).removeprefix(MODEL_PREFIX)} whole, which "
+                "is in another mode here than before the forward; give example_args, and tracer='export'"
+            )
         return super().call_module(m, forward, args, kwargs)
 
 
