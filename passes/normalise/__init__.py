@@ -37,6 +37,7 @@ from .lift import Draft, canonical_names, lift
 from .memory import find_memory_groups
 from .numbers import write_numbers
 from .one_sample import sizes_alike
+from .resized import make_at_their_size
 from .state import copy_written_state
 
 __all__ = ["normalise", "tensors"]
@@ -54,6 +55,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     name_augmented_assignments(draft)
     remove_detached_constants(draft)
     remove_broadcasts(draft)
+    make_at_their_size(draft)
     fill_empty(draft)
     remove_default_formats(draft)
     even_bounds(draft)
