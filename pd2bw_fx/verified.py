@@ -52,7 +52,9 @@ def verified(
     if model is not None and not is_own:
         kwargs = _plain_arguments(pipeline, model) if plain else example_kwargs or {}
         flat = flatten_arguments(model, example_args, kwargs, example_targets)
-        reference, original = Program(model, flat, loss_fn).call, model
+        program = Program(model, flat, loss_fn)
+        program.record.loss_of_one = pipeline.graph.loss is not None
+        reference, original = program.call, model
         given = dict(zip(flat.names, flat.tensors, strict=True))
         if example is None and not plain and given.keys() >= pipeline.graph.inputs.keys():
             example = given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -288,6 +289,31 @@ def test_a_loss_of_one_element_is_a_scalar_as_backward_takes_it() -> None:
     assert graph.loss == "loss"
     (loss,) = (graph.operators[output.value] for output in graph.outputs if output.name == "loss")
     assert loss.outputs[0].shape == ()
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_so_is_the_models_own_and_a_value_for_each_sample_is_none(batch_size: int) -> None:
+    class Returning(nn.Module):
+        def __init__(self, result: Callable[[Tensor], Any]) -> None:
+            super().__init__()
+            self.mlp, self.result = _mlp(), result
+
+        def forward(self, x: Tensor) -> Any:
+            return self.result(self.mlp(x))
+
+    for result, expected in (
+        (lambda out: torch.zeros(1) + out.mean(), {"loss": ()}),
+        (lambda out: {"out": out, "loss": out.mean().view(1)}, {"loss": (), "out": ("batch", 3)}),
+        (lambda out: out.sum(1), {"output": ("batch",)}),
+        (lambda out: {"loss": out.sum(1)}, {"output_loss": ("batch",)}),
+    ):
+        x = torch.randn(batch_size, 4)
+        traced = trace(Returning(result), (x,))
+        graph = normalise(traced)
+        found = {o.name: graph.operators[o.value].outputs[0].shape for o in graph.outputs}
+        assert found == expected
+        assert traced.call is not None
+        assert list(traced.call({"x": x})) == list(expected)
 
 
 def test_a_loss_function_must_give_a_scalar_and_own_nothing_trainable() -> None:

@@ -15,7 +15,7 @@ from pd2bw_fx.traced import name_beside
 
 from .checkpointing import checkpointing_left_out
 from .conditions import Conditions
-from .inputs import FlatArguments, unique
+from .inputs import FlatArguments, common_batch_size, unique
 from .on_tensors import attributes_carried
 from .rebound import Remade, copied, require_no_gradient, require_values
 from .watch import Watch
@@ -30,6 +30,7 @@ class Record:
     output_names: tuple[str, ...] = ()
     loss: str | None = None
     loss_place: int | None = None  # among the leaves of a tuple
+    loss_of_one: bool | None = None  # whether the model's own loss may have dimensions, of size 1
     left_out: tuple[str, ...] = ()
     rebound: frozenset[str] = frozenset()  # state that the forward made anew, as it was in shape
     resized: tuple[str, ...] = ()  # buffers that the forward made anew in another shape
@@ -136,7 +137,11 @@ class Program(nn.Module):
             # Without gradients a tuple does not show which of it is the loss; a run before did.
             place = loss_place(output) if torch.is_grad_enabled() else self.record.loss_place
             self.record.loss_place = place
-            named = named_outputs(output, has_loss=True, place=place)
+            of_one = self.record.loss_of_one
+            knows = of_one is None and self._are_several(tensors)
+            named = named_outputs(output, has_loss=True, place=place, of_one=knows or bool(of_one))
+            if knows:
+                self.record.loss_of_one = "loss" in dict(named)
         kept = [(name, value) for name, value in named if _is_value(value)]
         self.record.left_out = tuple(
             f"{name} ({type(value).__name__})"
@@ -149,6 +154,18 @@ class Program(nn.Module):
         self.record.output_names = tuple(names)
         self.record.loss = "loss" if names and names[0] == "loss" else None
         return tuple(value for _, value in kept)
+
+    def _are_several(self, tensors: Any) -> bool:
+        """Samples: of one alone what has one element may be a value for each sample, and no loss. Torch.fx
+        knows no shapes, and its trace is what other runs are held against."""
+        if not self.flat.tensors:
+            return False
+        batched = self.flat.batched(common_batch_size(self.flat))
+        pairs = zip(self.flat.names, tensors, strict=True)
+        sizes: list[Any] = [tensor.shape[0] for name, tensor in pairs if name in batched]
+        if any(isinstance(size, fx.Proxy) for size in sizes):
+            self.record.loss_of_one = False
+        return not any(isinstance(size, fx.Proxy) or (type(size) is int and size == 1) for size in sizes)
 
     def _found_a_checkpoint(self) -> None:
         self.record.has_checkpoints = True
@@ -208,13 +225,17 @@ def loss_place(output: Any) -> int | None:
     return places[0] if places and (places[0] == 0 or len(places) == 1) else None
 
 
-def named_outputs(output: Any, *, has_loss: bool, place: int | None = None) -> list[tuple[str, Any]]:
+def named_outputs(
+    output: Any, *, has_loss: bool, place: int | None = None, of_one: bool = False
+) -> list[tuple[str, Any]]:
     """Every leaf of what the model returned with its name, the loss first.
 
     With `has_loss`, one of them may be the model's own loss: a scalar returned alone, the entry "loss" of a
-    dict, the leaf of a tuple at `place`.
+    dict, the leaf of a tuple at `place`. `of_one`: a loss that is no leaf of a tuple may have dimensions, of
+    size 1.
     """
     if _is_value(output):
+        output = _one_element(output) if of_one else output
         return [("loss" if has_loss and _is_scalar(output) else "output", output)]
     keyed = _has_keys(output)
     named = [("_".join(p if keyed else ("output", *p)), value) for p, value in _leaves(output, ())]
@@ -222,6 +243,8 @@ def named_outputs(output: Any, *, has_loss: bool, place: int | None = None) -> l
         return [("output_loss" if name == "loss" else name, value) for name, value in named]
     if not keyed:
         return named if place is None else [("loss", named.pop(place)[1]), *named]
+    if of_one:
+        named = [(name, _one_element(value) if name == "loss" else value) for name, value in named]
     losses = [(name, value) for name, value in named if name == "loss" and _may_be_loss(value)]
     others = [
         ("output_loss" if name == "loss" else name, value)
