@@ -89,6 +89,14 @@ def test_gradients_are_those_of_the_model_itself(model: Any) -> None:
     assert any("torch.utils.checkpoint" in note for note in pipe.trace_report.notes)
 
 
+def test_that_running_statistics_move_once_is_told_where_there_are_some() -> None:
+    batch = torch.randn(4, 8), torch.tensor([0, 1, 2, 3])
+    for inner, is_told in ((Block(), True), (nn.Linear(8, 8), False)):
+        report = pd2bw_fx.split(Model(inner), batch, cluster=2, costs="analytic").trace_report
+        assert report is not None
+        assert any("running statistics move once" in note for note in report.notes) == is_told
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_hugging_face_model_with_gradient_checkpointing(use_reentrant: bool) -> None:
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=16)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from pd2bw_fx.arguments import WRAPPERS
 from pd2bw_fx.program import surrounding_autocast
 from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
@@ -25,6 +27,11 @@ def notes_of(program: Program, batch_size: int | None) -> list[str]:
             "the model's own activation checkpoints (torch.utils.checkpoint) are not in the stages; "
             'split(recompute=True) or recompute="auto" computes a stage\'s activations again'
         )
+        if any(map(_moves_statistics, program.model.modules())):
+            notes.append(
+                "running statistics move once in a step; the model's own backward moves those of a norm "
+                "within an activation checkpoint a second time"
+            )
     if surrounding_autocast():
         notes.append(
             "traced without the autocast around this call; enter torch.autocast in the model's forward to "
@@ -61,6 +68,12 @@ def notes_of(program: Program, batch_size: int | None) -> list[str]:
             "buffer if a later call reads it"
         )
     return notes
+
+
+def _moves_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase) and (
+        module.training and module.track_running_stats
+    )
 
 
 def _unbatched(name: str, shape: tuple[int, ...], batch_size: int) -> str:
