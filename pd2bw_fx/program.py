@@ -119,7 +119,7 @@ def _traced_on(node: fx.Node) -> str:
 
 
 @contextmanager
-def _fast_path(*, on: bool) -> Iterator[None]:
+def fast_path_set(*, on: bool) -> Iterator[None]:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(on)
     try:
@@ -158,7 +158,7 @@ def returned(
 ) -> dict[str, torch.Tensor]:
     """Copies of what a model returns. `fast_path`: torch's for encoder layers, which gives padded positions
     zeros; else every layer is as written."""
-    with torch.set_grad_enabled(gradients), _fast_path(on=fast_path):
+    with torch.set_grad_enabled(gradients), fast_path_set(on=fast_path):
         return {name: value.detach().clone() for name, value in forward(inputs).items()}
 
 

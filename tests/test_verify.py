@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Literal
 
@@ -220,6 +221,43 @@ def test_padded_positions_that_torchs_fast_path_sets_to_zero_are_told_of(
     told = [note for note in pipe.trace_report.notes if note.startswith("in evaluation without gradients")]
     assert ["'loss' is another one, by " in note for note in told] == [True] * is_told
     assert model.training
+
+
+class Preferring(nn.Module):
+    """Whether it is above its frozen reference, from which it begins, anywhere."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.policy, self.reference = layer, copy.deepcopy(layer).requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Preferring:
+        super().train(mode)
+        self.reference.eval()
+        return self
+
+    def forward(self, x: Tensor, padded: Tensor) -> dict[str, Tensor]:
+        found = self.policy(x, src_key_padding_mask=padded)
+        with torch.no_grad():
+            before = self.reference(x, src_key_padding_mask=padded)
+        return {"loss": (found - 2 * before).square().mean(), "above": (found > before).any().float()}
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested")
+def test_the_fast_path_of_a_part_in_evaluation_mode_is_no_difference_where_it_rounds_alone() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    padded = torch.zeros(3, 5, dtype=torch.bool)
+    padded[1, 3:] = True
+    batch = torch.randn(3, 5, 8), padded
+
+    model = Preferring(layer).train()
+    assert model(*batch)["above"] > 0  # by rounding alone
+    assert pd2bw_fx.split(model, batch, cluster=2, costs="analytic").verify().exact
+    assert torch.backends.mha.get_fastpath_enabled()
+    with pytest.raises(VerificationError, match=r"not without torch's fast path.*=False"):
+        pd2bw_fx.split(
+            Preferring(nn.TransformerEncoder(layer, 1)).train(), batch, cluster=2, costs="analytic"
+        )
 
 
 class Limited(nn.Module):

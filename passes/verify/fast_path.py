@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.graph import OperatorGraph
@@ -18,6 +19,21 @@ from .evaluation import outputs_differ
 from .sides import Forward, of_the_loss, randomness, weights_of
 
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def may_take_fast_path(model: nn.Module) -> bool:
+    """Whether it is on, and the model has encoders: one that is a frozen reference is in evaluation mode."""
+    return torch.backends.mha.get_fastpath_enabled() and _has(model, _WITH_FAST_PATH)
+
+
+def may_give_zeros(model: nn.Module) -> bool:
+    """Whether an encoder packs what is not padding: with others the fast path rounds otherwise, no more."""
+    encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))
+    return any(encoder.use_nested_tensor for encoder in encoders)
+
+
+def _has(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def note_on_fast_path(
@@ -31,7 +47,7 @@ def note_on_fast_path(
 ) -> str:
     """What a user should know where the model in evaluation returns something else with the fast path than
     without it on the example inputs, or ""."""
-    if not any(isinstance(module, _WITH_FAST_PATH) for module in model.modules()):
+    if not _has(model, _WITH_FAST_PATH):
         return ""
 
     def run(gradients: bool) -> list[Mapping[str, Tensor]]:
