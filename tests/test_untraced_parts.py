@@ -70,6 +70,48 @@ def tagger(rate: float = 0.0) -> tuple[nn.Module, nn.Module]:
     return model, before
 
 
+class ShakeShake(torch.autograd.Function):
+    """Mixes two branches by chance, and their gradients by another."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        share = torch.rand(len(one), 1, dtype=one.dtype)
+        return share * one + (1 - share) * other
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        share = torch.rand(len(gradient), 1, dtype=gradient.dtype)
+        return share * gradient, (1 - share) * gradient
+
+
+class Mixed(nn.Module):
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        mixed: Tensor = ShakeShake.apply(one, other)  # type: ignore[no-untyped-call]
+        return mixed
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.mixed = nn.Linear(8, 8), nn.Linear(8, 8), Mixed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.mixed(self.one(x), self.other(x))
+        return x + mixed
+
+
+def test_a_part_that_draws_in_its_backward_has_the_gradients_of_the_same_draws() -> None:
+    model = nn.Sequential(Branches(), nn.Dropout(0.1), Branches(), nn.Linear(8, 1))
+    with pytest.raises(TraceError, match=r"draws random numbers .* in its backward.*pd2bw_fx.untraced"):
+        split(model, (torch.randn(4, 8),))
+    for branches in (model[0], model[2]):
+        pd2bw_fx.untraced(branches.mixed, returns=lambda one, other: torch.empty_like(one))
+
+    before = torch.get_rng_state()
+    assert split(model, (torch.randn(4, 8, generator=torch.Generator()),)).verify().exact
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_packed_sequences_are_trained_as_by_the_model_itself() -> None:
     model, before = tagger()
     with pytest.raises(TraceError, match="pack"):

@@ -135,10 +135,10 @@ def run_stages(
     modules = stage_modules(graph, programs, tensors)
     with randomness(on=random):
         received, produced = run_forwards(programs, modules, example)
-    if not surrounding_autocast():  # of the caller's, which the model and its stages are both under
-        _require_types(programs, produced)
-    outputs = model_outputs(programs, produced)
-    _backward(graph, programs, received, produced)
+        if not surrounding_autocast():  # of the caller's, which the model and its stages are both under
+            _require_types(programs, produced)
+        outputs = model_outputs(programs, produced)
+        _backward(graph, programs, received, produced)  # of a part run as it is written, it may draw
     return Run(
         outputs={name: value.detach() for name, value in outputs.items()},
         gradients=_summed_gradients(graph, programs, modules),
