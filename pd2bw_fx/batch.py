@@ -193,7 +193,7 @@ class BatchLayout:
                 )
             each, right = size // num_microbatches, self.microbatch_sizes
             if each not in right:
-                nearest = num_microbatches * (right.least if each < right.least else right.most or each)
+                nearest = num_microbatches * right.nearest(each)
                 cut = f", {each} in each of {num_microbatches} microbatches" if num_microbatches > 1 else ""
                 raise InputError(
                     f"{name!r} has {size} samples{cut}; the model was traced for {right}: pass {nearest} "

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
 class SizeRange:
-    """From `least` to `most` samples, both included; without `most`, any number from `least` on."""
+    """From `least` to `most` samples, both included; without `most`, any number from `least` on. Of these the
+    multiples of `multiple_of` alone, and both ends are such ones."""
 
     least: int = 1
     most: int | None = None
+    multiple_of: int = 1
 
     @classmethod
     def only(cls, size: int) -> Self:
@@ -27,17 +29,32 @@ class SizeRange:
         return self.least <= 1 and self.most is None
 
     def __contains__(self, size: int) -> bool:
-        return self.least <= size and (self.most is None or size <= self.most)
+        is_between = self.least <= size and (self.most is None or size <= self.most)
+        return is_between and size % self.multiple_of == 0
+
+    def nearest(self, size: int) -> int:
+        """The right size next to this one; of two the larger."""
+        larger = max(size + (-size) % self.multiple_of, self.least)
+        return larger if self.most is None else min(larger, self.most)
 
     def __str__(self) -> str:
         if self.is_one_size:
             return f"{self.least} only"
+        if self.multiple_of > 1:
+            return f"multiples of {self.multiple_of}" + self._between()
         if self.most is None:
             return f"{self.least} or more"
         return f"{self.most} or fewer" if self.least <= 1 else f"{self.least} to {self.most}"
 
+    def _between(self) -> str:
+        """Where multiples begin and end."""
+        ends = replace(self, multiple_of=1)
+        if self.least > self.multiple_of or self.most is not None:
+            return f", {ends}"
+        return ""
+
     def to_json(self) -> list[int | None]:
-        return [self.least, self.most]
+        return [self.least, self.most, *([self.multiple_of] if self.multiple_of > 1 else [])]
 
 
 ANY_SIZE = SizeRange()

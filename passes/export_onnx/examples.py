@@ -33,7 +33,8 @@ def examples_of_other_sizes(
     takes is worth trying, for it is the farthest away.
 
     First dimensions have one more than twice as many samples (the first ones again), one more, or where that
-    is too many one less; others, which a model may bound, half as many entries, or all of them.
+    is too many one less, and where only multiples are right the next of these; others, which a model may
+    bound, half as many entries, or all of them.
     """
     sizes: dict[str, int] = {}
     firsts: set[str] = set()
@@ -45,7 +46,7 @@ def examples_of_other_sizes(
     shorter = {symbol: size // 2 for symbol, size in sizes.items() if symbol not in firsts and size >= 4}
     tried = []
     for times, more in ((2, 1), (1, 1), (1, -1)):
-        other = {symbol: times * sizes[symbol] + more for symbol in firsts}
+        other = {symbol: times * sizes[symbol] + more * batches.multiple_of for symbol in firsts}
         if all(size in batches for size in other.values()):
             tried += [other | shorter, other] if shorter else [other]
     return [_resized(specs, example, chosen) for chosen in tried if chosen]

@@ -88,7 +88,7 @@ def require_batch_size(
         shape = tensors[entry["tensor"]].shape
         if (entry["shape"] or [])[:1] == [axis] and shape[:1] and shape[0] not in right:
             cut = f" in one of {num_microbatches} microbatches" if num_microbatches > 1 else ""
-            nearest = right.least if shape[0] < right.least else right.most
+            nearest = right.nearest(shape[0])
             raise InputError(
                 f"{entry['name']!r} has {shape[0]} samples{cut}; the model was traced for {right}: pass "
                 f"{nearest}{' for each' if cut else ' samples'}, or export it from other example inputs"

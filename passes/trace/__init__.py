@@ -268,7 +268,8 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
     else:
         batch = None if name == "export-static" else batch_size
         graph = export(program, batch, with_lengths=name == "export-sequence")
-        sizes = ANY_SIZE if batch is None else batch_sizes(graph, _placeholders(graph, flat, batch))
+        if batch is not None:
+            sizes = batch_sizes(graph, _placeholders(graph, flat, batch), multiple_of=program.multiple_of)
         if batch is not None and sizes.least <= 1 and not is_right_for_one(graph, program, batch):
             sizes = replace(sizes, least=2)
             if batch == 1:

@@ -47,6 +47,7 @@ from .program import Answers, Program
 from .saved_values import saved_values_found
 from .second_call import require_the_same_again
 from .selected import selected_by_index
+from .size_guards import guards_hold_for, guards_noted, sizes_where_all_hold
 
 OF_GAMMAS = (
     "it made of Gammas, since torch traces no gradient of Beta and Dirichlet: of "
@@ -155,6 +156,7 @@ def foreign_operators(exported: ExportedProgram) -> list[str]:
 
 def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, str]) -> ExportedProgram:
     tensors, shapes = program.flat.tensors, None
+    program.multiple_of = 1
     if batch_size is not None:
         shapes = {"tensors": open_sizes(program.flat, batch_size, lengths)}
         if batch_size == 1:  # torch takes a size of 1 for a constant
@@ -164,6 +166,10 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
     except torch._dynamo.exc.UserError as error:  # not imported above: dynamo takes a second
         if (bounded := _bounded(str(error), shapes)) is not None:
             return _exported_with(program, tensors, bounded)
+        if batch_size is not None and not lengths:
+            exported = _exported_where_guards_hold(program, tensors, batch_size)
+            if exported is not None:
+                return exported
         # Where a number is made of the batch, by more than a product, torch cannot solve for the batch.
         is_bounded = batch_size is not None and str(error).startswith("Constraints violated (batch)")
         largest = largest_alike(program.answers, batch_size) if batch_size and is_bounded else None
@@ -177,6 +183,24 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
     assert batch_size is not None
     bounded = {"tensors": open_sizes(program.flat, batch_size, lengths, largest)}
     return _exported_with(program, tensors, bounded)
+
+
+def _exported_where_guards_hold(
+    program: Program, tensors: tuple[torch.Tensor, ...], batch_size: int
+) -> ExportedProgram | None:
+    """Once more, for all sizes that the last trace's guards hold for; None where these have an end."""
+    answers = program.answers
+    sizes = sizes_where_all_hold(answers.guards, batch_size)
+    if sizes is None:
+        return None
+    shapes = {"tensors": open_sizes(program.flat, batch_size, {}, least=sizes.least)}
+    program.multiple_of = sizes.multiple_of
+    try:
+        with guards_hold_for(sizes):
+            return _exported_with(program, tensors, shapes)
+    except (torch._dynamo.exc.UserError, AssertionError):  # with some that do not hold after all
+        program.answers, program.multiple_of = answers, 1
+        return None
 
 
 def _exported_with(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
@@ -236,6 +260,7 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         selected_by_index(),
         sizes_inferred(),
         answers_noted(program.answers),
+        guards_noted(program.answers.guards),
         other_flags_unasked(),
     ):
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
@@ -270,7 +295,7 @@ def _of_two_or_more(size: Any) -> Any:
     return Dim(size.__name__, min=max(size.min, _SMALLEST), max=size.max) if type(size) is Dim else size
 
 
-def batch_sizes(exported: ExportedProgram, batched: Iterable[str]) -> SizeRange:
+def batch_sizes(exported: ExportedProgram, batched: Iterable[str], *, multiple_of: int = 1) -> SizeRange:
     """How large a batch may be for the program to be right; `batched` are placeholders."""
     values = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
     symbols = (values[name].shape[0] for name in batched)
@@ -280,13 +305,20 @@ def batch_sizes(exported: ExportedProgram, batched: Iterable[str]) -> SizeRange:
     most = min(
         (int(found.upper) for found in ranges if not isinstance(found.upper, IntInfinity)), default=None
     )
-    return SizeRange(1 if least <= _SMALLEST else least, most)
+    if multiple_of == 1 and least <= _SMALLEST:
+        least = 1
+    return SizeRange(least, most, multiple_of)
 
 
 def open_sizes(
-    flat: FlatArguments, batch_size: int, lengths: Mapping[str, str], largest: int | None = None
+    flat: FlatArguments,
+    batch_size: int,
+    lengths: Mapping[str, str],
+    largest: int | None = None,
+    *,
+    least: int = _SMALLEST,
 ) -> tuple[dict[int, Any] | None, ...]:
-    batch, batched = Dim("batch", min=_SMALLEST, max=largest), flat.batched(batch_size)
+    batch, batched = Dim("batch", min=max(least, _SMALLEST), max=largest), flat.batched(batch_size)
     open_lengths = {name: Dim(name, min=2) for name in lengths.values()}
     return tuple(
         ({0: batch} | ({1: open_lengths[lengths[name]]} if name in lengths else {}))

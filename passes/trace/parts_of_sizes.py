@@ -45,6 +45,11 @@ def _sizes(tensor: Any, how: Any, dim: int, *, is_number: bool) -> list[Any] | N
         is_multiple = how > 0 and statically_known_true(total % how == 0)
         return [total // how] * how if is_multiple else None
     for number in range(1, _MOST_PARTS):
-        if statically_known_true(total == number * how):
+        if statically_known_true(total == number * how) or _is_quotient(how, total, number):
             return [how] * number
     return None
+
+
+def _is_quotient(how: Any, total: Any, number: int) -> bool:
+    """`x.split(x.shape[0] // 2)` of an even batch."""
+    return statically_known_true(total % number == 0) and statically_known_true(how == total // number)

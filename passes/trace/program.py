@@ -40,11 +40,12 @@ class Record:
 
 @dataclass(slots=True)
 class Answers:
-    """Conditions on sizes, and how each came out in the last trace; and numbers that were made of sizes. A
-    thing of its own, as `record` is."""
+    """Conditions on sizes, and how each came out in the last trace; numbers that were made of sizes; and all
+    that torch has noted of them. A thing of its own, as `record` is."""
 
     given: list[tuple[Any, bool]] = field(default_factory=list)
     numbers: list[tuple[Any, int]] = field(default_factory=list)
+    guards: list[Any] = field(default_factory=list)
 
 
 class Program(nn.Module):
@@ -54,7 +55,8 @@ class Program(nn.Module):
     assigns to a module. For the same reason a buffer that the forward assigns anew (`self.count = self.count
     + 1`) is written back in place here, and so is a parameter (see rebound.py). A buffer that it makes in
     another shape, as a cache of what follows from the sizes, is made again in every call.
-    `as_uncompiled`: is_compiling() is false to it, see compiling.py.
+    `as_uncompiled`: is_compiling() is false to it, see compiling.py. `multiple_of`: what batches of an open
+    size are multiples of.
     """
 
     def __init__(self, model: nn.Module, flat: FlatArguments, loss_fn: Callable[..., Any] | None) -> None:
@@ -67,11 +69,12 @@ class Program(nn.Module):
         self.conditions = Conditions()
         self.answers = Answers()
         self.as_uncompiled = False
+        self.multiple_of = 1
         self.training = model.training
         self.originals = self._state()  # tracers put others in their places
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        _take_for_one_batch(tensors)
+        _take_for_one_batch(tensors, self.multiple_of)
         before, remade = self._state(), list[Remade]()
         with attributes_carried(self.originals, before):
             self.watch.before(self.model)
@@ -206,12 +209,14 @@ def _require_shape(name: str, value: Any) -> None:
         )
 
 
-def _take_for_one_batch(tensors: Sequence[torch.Tensor]) -> None:
+def _take_for_one_batch(tensors: Sequence[torch.Tensor], multiple_of: int) -> None:
     """Inputs have a symbol each for the batch's size while they are traced, which are one from here on."""
     sizes: list[Any] = [t.shape[0] for t in tensors if isinstance(t, torch.Tensor) and t.dim()]
     symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
     for symbol in symbols:
         torch._check(symbol == symbols[0])  # type: ignore[no-untyped-call]
+    if symbols and multiple_of > 1:
+        torch._check(symbols[0] % multiple_of == 0)  # type: ignore[no-untyped-call]
 
 
 def loss_place(output: Any) -> int | None:

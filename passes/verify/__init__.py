@@ -200,9 +200,9 @@ def _of_another_size(graph: OperatorGraph, shape: Sequence[int | str] | None, te
         if not isinstance(size, str) or not size.isidentifier():
             continue
         if dimension == 0:
-            before, flipped = tensor.shape[0], tensor.flip(0)
-            sizes = [size for size in (before + 1, before - 1) if size in graph.batch_sizes and size]
-            tensor = torch.cat([flipped, flipped[-1:]])[: sizes[0] if sizes else before]
+            before, flipped, step = tensor.shape[0], tensor.flip(0), graph.batch_sizes.multiple_of
+            sizes = [size for size in (before + step, before - step) if size in graph.batch_sizes and size]
+            tensor = torch.cat([flipped, flipped[-step:]])[: sizes[0] if sizes else before]
         elif tensor.shape[dimension] > 2:
             tensor = tensor.narrow(dimension, 0, tensor.shape[dimension] - 1)
     return tensor

@@ -99,7 +99,8 @@ def evaluation_pieces(job: Job, batch: Any, wanted: Sequence[str]) -> list[dict[
     flat = layout.flatten(batch)
     size = next((flat[known.name].shape[0] for known in layout.inputs if known.batched), 1)
     if not layout.microbatch_sizes.is_one_size:
-        return layout.cut(flat, 1 if apart is not None or size % count else count)
+        is_cut = apart is None and size % count == 0 and size // count in layout.microbatch_sizes
+        return layout.cut(flat, count if is_cut else 1)
     if apart is not None and count > 1:
         raise InputError(
             f"the output {apart!r} has no dimension of the batch, so that those of {count} microbatches "

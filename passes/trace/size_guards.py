@@ -1,0 +1,151 @@
+"""Of which batch sizes a trace's own questions about sizes have the example's answers.
+
+bs = x.shape[0] // 2                    torch notes `s // 2 <= s`, which holds for every size, `s // 2 != 1`,
+chosen, rejected = x[:bs], x[bs:]       which does from 4 on, and `s // 2 == s - s // 2`, of even sizes
+
+torch.export solves none of these for a batch that has a name, and would fix it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sympy
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from pd2bw_fx.size_range import SizeRange
+
+_LONGEST_PERIOD = 32  # of the answers, from one size to the next
+_SMALL = 64
+_LARGE = tuple(2**power for power in range(7, 33))
+_SIDES = {sympy.Eq: (0,), sympy.Le: (-1, 0), sympy.Lt: (-1,), sympy.Ge: (0, 1), sympy.Gt: (1,)}
+
+
+@contextmanager
+def guards_noted(guards: list[Any]) -> Iterator[None]:
+    """While it lasts, what a trace has asked of sizes is added to `guards`, before torch solves for them."""
+
+    def noted(shape_env: Any) -> None:
+        guards.extend(guard.expr for guard in shape_env.guards)
+
+    with _before_guards_are_solved(noted):
+        yield
+
+
+@contextmanager
+def guards_hold_for(sizes: SizeRange) -> Iterator[None]:
+    """While it lasts, torch does not solve for what holds for all of these sizes."""
+
+    def dropped(shape_env: Any) -> None:
+        shape_env.guards = [guard for guard in shape_env.guards if not _hold([guard.expr], sizes)]
+
+    with _before_guards_are_solved(dropped):
+        yield
+
+
+@contextmanager
+def _before_guards_are_solved(done: Callable[[Any], None]) -> Iterator[None]:
+    kind: Any = ShapeEnv
+    plain = kind.produce_guards
+
+    def produce_guards(shape_env: Any, *args: Any, **kwargs: Any) -> Any:
+        done(shape_env)
+        return plain(shape_env, *args, **kwargs)
+
+    kind.produce_guards = produce_guards
+    try:
+        yield
+    finally:
+        kind.produce_guards = plain
+
+
+def sizes_where_all_hold(guards: Sequence[Any], batch_size: int) -> SizeRange | None:
+    """All sizes from some on, or all multiples of a divisor of the batch's; None where no such ones are
+    found. `guards` are of the batch size alone."""
+    period = _period(guards)
+    if not guards or period is None:
+        return None
+    for multiple in range(1, period + 1):
+        if period % multiple or batch_size % multiple:
+            continue
+        small = range(batch_size, 0, -multiple)
+        wrong = next((size for size in small if not _hold_at(guards, size)), 0)
+        sizes = SizeRange(wrong + multiple, None, multiple)
+        if wrong < batch_size and _hold(guards, sizes):
+            return sizes
+    return None
+
+
+def is_for_many_sizes(text: str, batch_size: int) -> bool:
+    """Whether a guard as torch prints it, `Ne((s77//2), 1)`, has the example's answer for many other sizes:
+    by itself it does not fix the batch's."""
+    try:
+        guard = sympy.sympify(text)
+        if isinstance(guard, sympy.Eq) and not len(guard.free_symbols) - 2 and guard.lhs.is_Symbol:
+            return bool(guard.rhs.is_Symbol)  # two inputs have one batch
+        return sizes_where_all_hold([guard], batch_size) is not None
+    except Exception:  # a function that sympy has no name for
+        return False
+
+
+def _hold(guards: Iterable[Any], sizes: SizeRange) -> bool:
+    """Whether they do for all of `sizes`, which have no end.
+
+    Each is a comparison of sums, products, quotients and remainders: far from the smallest sizes it repeats
+    itself, period by period, or goes on as it is. An inequality may fail at a single size, so no side of it
+    may be the larger one at first and the smaller one later.
+    """
+    guards = list(guards)
+    period = _period(guards)
+    if period is None:
+        return False
+    step = sizes.multiple_of
+    starts = [start + (-start) % step for start in _LARGE if start > sizes.least + _SMALL]
+    tried = [
+        *range(sizes.least, sizes.least + max(_SMALL, 2 * period), step),
+        *(size for start in starts for size in range(start, start + period, step)),
+    ]
+    return all(_holds_throughout(guard, tried) for guard in guards)
+
+
+def _holds_throughout(guard: Any, sizes: Sequence[int]) -> bool:
+    sides = {_side(guard, size) for size in sizes}
+    return len(sides - {0}) == len(sides) == 1 if isinstance(guard, sympy.Ne) else sides <= _right(guard)
+
+
+def _hold_at(guards: Iterable[Any], size: int) -> bool:
+    return all(
+        _side(guard, size) not in (0, None)
+        if isinstance(guard, sympy.Ne)
+        else _side(guard, size) in _right(guard)
+        for guard in guards
+    )
+
+
+def _right(guard: Any) -> set[int]:
+    return set(_SIDES[type(guard)])
+
+
+def _side(guard: Any, size: int) -> int | None:
+    """Whether the left side is smaller (-1), as large (0) or larger (1) for this size."""
+    found = (guard.lhs - guard.rhs).xreplace(dict.fromkeys(guard.free_symbols, sympy.Integer(size)))
+    if not found.is_number or not found.is_real:
+        return None
+    return int(sympy.sign(found))
+
+
+def _period(guards: Iterable[Any]) -> int | None:
+    """The sizes from one to the next that what is divided has the same remainder for; None where that is
+    too long, or where it is not known how these guards go on."""
+    period = 1
+    for guard in guards:
+        if type(guard) not in (*_SIDES, sympy.Ne) or len(guard.free_symbols) != 1 or guard.atoms(sympy.Float):
+            return None
+        divisors = [part.args[1] for part in guard.atoms(sympy.Function) if len(part.args) == 2]
+        whole = [int(divisor) for divisor in divisors if divisor.is_Integer and divisor != 0]
+        whole += [int(number.q) for number in guard.atoms(sympy.Rational)]
+        period = math.lcm(period, *whole)
+    return period if period <= _LONGEST_PERIOD else None

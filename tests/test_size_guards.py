@@ -1,0 +1,136 @@
+"""A batch that the forward cuts in parts stays open, for the sizes that can be cut so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import sympy
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.passes.trace import trace
+from pd2bw_fx.passes.trace.size_guards import is_for_many_sizes, sizes_where_all_hold
+from pd2bw_fx.size_range import SizeRange
+from tests.programs.returns_more import sgd
+
+
+class Halves(nn.Module):
+    """A reward model's batch: chosen samples first, then as many rejected ones; `kind` says how it is cut."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        half = x.shape[0] // 2
+        if self.kind == "chunk":
+            left, right = hidden.chunk(2)
+        elif self.kind == "split":
+            left, right = hidden.split(half)
+        elif self.kind == "view":
+            left, right = hidden.view(2, half, 8).unbind(0)
+        elif self.kind == "stride":
+            left, right = hidden[0::2], hidden[1::2]
+        elif self.kind == "swapped":
+            left, right = hidden, torch.cat([hidden[half:], hidden[:half]])
+        else:
+            left, right = hidden[:half], hidden[half:]
+        if self.kind == "asked":
+            left = left * (2 if x.shape[0] == 1000 else 3)
+        return (left - self.second(right)).square().mean()
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
+
+
+def split(model: nn.Module, count: int) -> pd2bw_fx.Pipeline:
+    return pd2bw_fx.split(model, rows(count), cluster=2, num_stages=2, costs="analytic")
+
+
+@pytest.mark.parametrize("kind", ["slice", "chunk", "split", "view", "stride"])
+def test_a_batch_in_halves_may_have_any_even_size(kind: str, tmp_path: Path) -> None:
+    model = Halves(kind)
+    split(model, 6).save(tmp_path / "pipe")
+    pipe = pd2bw_fx.load(tmp_path / "pipe")
+
+    assert pipe.graph.batch_sizes == SizeRange(4, None, 2)
+    for count in (4, 10):
+        assert pipe.verify(model, example={"x": rows(count)}).exact
+    with pytest.raises(InputError, match=r"traced for multiples of 2, 4 or more: pass 8 samples"):
+        pipe.run(rows(7))
+    if kind in ("slice", "split"):
+        assert pipe.export_onnx(tmp_path / "onnx")["batch_sizes_checked"] == [6, 14]
+
+
+def test_parts_of_unequal_sizes_are_right_for_odd_batches_too() -> None:
+    model = Halves("swapped")
+    pipe = split(model, 6)
+
+    assert pipe.graph.batch_sizes == SizeRange(4)
+    assert pipe.verify(model, example={"x": rows(7)}).exact
+
+
+def test_a_batch_whose_microbatches_would_have_wrong_sizes_is_evaluated_whole() -> None:
+    model = Halves("slice")
+    pipe = pd2bw_fx.split(model, rows(6), cluster=1, num_stages=1, costs="analytic")
+
+    with pipe.engine(optimizer=sgd, microbatches_per_update=4) as engine:
+        found = engine.outputs(rows(12), "loss")["loss"]
+
+    torch.testing.assert_close(found, model(rows(12)))
+
+
+def test_a_line_that_leaves_many_sizes_is_not_said_to_fix_the_batch() -> None:
+    notes = trace(Halves("asked"), (rows(6),)).report.notes
+
+    fixing = [note for note in notes if "fixes it" in note]
+    assert len(fixing) == 1
+    assert "x.shape[0] == 1000" in fixing[0]
+
+
+n = sympy.Symbol("n", integer=True, positive=True)
+
+
+@pytest.mark.parametrize(
+    ("guards", "sizes"),
+    [
+        ([sympy.Ne(sympy.floor(n / 2), 1)], SizeRange(4)),
+        ([sympy.Eq(2 * sympy.floor(n / 2), n), sympy.Ne(n, 2)], SizeRange(4, None, 2)),
+        ([sympy.Eq(sympy.Mod(n, 3), 0)], SizeRange(3, None, 3)),
+        ([sympy.Le(n, 100000)], None),
+        ([sympy.Ne(8 * n, 80000)], None),
+        ([sympy.Eq(n, 6)], None),
+        ([sympy.Ne(sympy.Mod(n, 97), 1)], None),
+    ],
+)
+def test_guards_hold_for_all_sizes_from_some_on_or_are_not_taken_to(
+    guards: list[sympy.Basic], sizes: SizeRange | None
+) -> None:
+    assert sizes_where_all_hold(guards, 6) == sizes
+
+
+def test_a_guard_is_read_as_torch_prints_it() -> None:
+    assert is_for_many_sizes("Ne((s77//2), 1)", 6)
+    assert is_for_many_sizes("Eq(s87, s95)", 6)
+    assert not is_for_many_sizes("Eq(24*s87, 144)", 6)
+    assert not is_for_many_sizes("Eq(unknown(s87), 3, 4)", 6)
+
+
+def test_multiples_say_what_they_are() -> None:
+    ranges = [SizeRange(2, None, 2), SizeRange(6, None, 3), SizeRange(2, 8, 2)]
+
+    assert [str(found) for found in ranges] == [
+        "multiples of 2", "multiples of 3, 6 or more", "multiples of 2, 2 to 8",
+    ]  # fmt: skip
+    assert [[size for size in range(1, 10) if size in found] for found in ranges] == [
+        [2, 4, 6, 8], [6, 9], [2, 4, 6, 8],
+    ]  # fmt: skip
+    assert [found.nearest(5) for found in ranges] == [6, 6, 6]
+    assert not any(found.is_open or found.is_one_size for found in ranges)
+    assert [SizeRange(*found.to_json()) for found in ranges] == ranges  # type: ignore[arg-type]
