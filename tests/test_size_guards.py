@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sympy
@@ -11,10 +13,11 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.graph import TensorSpec
 from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.passes.trace.size_guards import is_for_many_sizes, sizes_where_all_hold
+from pd2bw_fx.runtime.results import evaluation_pieces
 from pd2bw_fx.size_range import SizeRange
-from tests.programs.returns_more import sgd
 
 
 class Halves(nn.Module):
@@ -76,14 +79,18 @@ def test_parts_of_unequal_sizes_are_right_for_odd_batches_too() -> None:
     assert pipe.verify(model, example={"x": rows(7)}).exact
 
 
-def test_a_batch_whose_microbatches_would_have_wrong_sizes_is_evaluated_whole() -> None:
-    model = Halves("slice")
-    pipe = pd2bw_fx.split(model, rows(6), cluster=1, num_stages=1, costs="analytic")
+@pytest.mark.parametrize(("count", "sizes"), [(16, [4, 4, 4, 4]), (12, [12])])
+def test_a_batch_whose_microbatches_would_have_a_wrong_size_is_evaluated_whole(
+    count: int, sizes: list[int]
+) -> None:
+    pipe = split(Halves("slice"), 6)
+    job: Any = SimpleNamespace(
+        layout=pipe.batch_layout, microbatches_per_update=4, outputs={"loss": TensorSpec((), torch.float32)}
+    )
 
-    with pipe.engine(optimizer=sgd, microbatches_per_update=4) as engine:
-        found = engine.outputs(rows(12), "loss")["loss"]
+    pieces = evaluation_pieces(job, rows(count), ["loss"])
 
-    torch.testing.assert_close(found, model(rows(12)))
+    assert [piece["x"].shape[0] for piece in pieces] == sizes
 
 
 def test_a_line_that_leaves_many_sizes_is_not_said_to_fix_the_batch() -> None:
