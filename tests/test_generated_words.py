@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from pd2bw_fx import split
 from pd2bw_fx.passes.codegen import generate
-from tests.stages import case_of, compared, planned
+from tests.stages import case_of, compared, planned, ruff_faults
 
 _Function = Callable[[Tensor, Tensor], Tensor]
 
@@ -260,4 +261,51 @@ def test_a_tensor_of_one_number_is_made_where_it_is_read() -> None:
         assert "self.one(torch.full((1,), 1.5, device=" in text
         assert 'torch.full((), float("-inf"), device=' in text
         assert "torch.full((), 4, dtype=torch.int16, device=" in text
-        assert sum(len(program.buffers) for program in programs) == 1  # of two numbers
+        assert "torch.tensor([1, 2]).to(" in text
+        assert sum(len(program.buffers) for program in programs) == 0
+
+
+class _FewNumbers(nn.Module):
+    """Tensors of a few numbers, which two blocks have others of, one is read often, and one is long."""
+
+    class Block(nn.Module):
+        def __init__(self, taps: list[float]) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.taps = taps
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * torch.tensor(self.taps, device=x.device).sum()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            self.Block([0.1, tap, float("inf") if tap > 9 else 3e10]) for tap in (2, 4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        often = torch.tensor([0.485, 0.456])
+        for _ in range(3):
+            x = x + torch.outer(often, often).sum()
+        many = torch.tensor([[n / 7 for n in range(4)] for _ in range(4)], dtype=torch.float64)
+        return (x[:, :4] @ many.to(x.dtype)).mean() + torch.arange(40).sum() + torch.tensor([0.5] * 17).sum()
+
+
+def test_a_tensor_of_a_few_numbers_has_them_in_the_code(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    case = case_of(_FewNumbers(), (torch.randn(3, 8),))
+
+    for num_stages in (1, 2):
+        plan = planned(case, num_stages)
+        programs = generate(case.graph, plan)
+        text = "".join(program.source for program in programs)
+        assert compared(case, plan, programs).exact
+        (tmp_path / f"{num_stages}.py").write_text(programs[0].source)
+        assert not ruff_faults(tmp_path)
+        assert "torch.tensor([0.1, " in text
+        assert "[0.0, 0.14285714285714285, 0.2857142857142857, 0.42857142857142855]," in text
+        assert ", torch.tensor([0.485, 0.456]))" in text
+        assert "torch.empty(17)" in text
+    assert "Block(2.0), Block(4.0)" in generate(case.graph, planned(case, 1))[0].source

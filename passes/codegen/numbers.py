@@ -1,9 +1,15 @@
-"""Constants of one number, written where they are read: torch.full((), 100.0, device=x.device)."""
+"""Constants of one number, or a few, written where they are read: torch.full((), 100.0, device=x.device),
+torch.tensor([0.1, 0.2]).to(x.device, non_blocking=True).
+
+Those that are read more often are buffers that are built from their numbers.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +24,8 @@ _TYPES_WRITTEN = (
 )  # fmt: skip
 _TYPES_OF_NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float32}
 _DIGITS = range(1, 18)  # of a float64, at most
+_A_FEW = 16
+_MOST_READERS = 2  # that a tensor of a few numbers is made anew for
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +51,81 @@ class Number:
         return is_default and self.dtype == _TYPES_OF_NUMBERS[type(self.value)]
 
 
-def numbers(graph: OperatorGraph) -> dict[str, Number]:
-    """By name, the constants that are one number and nothing else: no attribute of the model's, and neither
-    written nor returned as they are."""
+@dataclass(frozen=True, slots=True)
+class FewNumbers:
+    """A tensor's numbers in lists, each with the fewest digits that make it."""
+
+    values: list[Any]
+    dtype: torch.dtype
+
+    def spelled(self, device: str) -> str:
+        """With device=, torch.tensor would wait until a GPU has done all that it was given before."""
+        dtype = "" if self.is_of_their_type else f", dtype={literal(self.dtype)}"
+        return f"torch.tensor({literal(self.values)}{dtype}).to({device}, non_blocking=True)"
+
+    @property
+    def is_of_their_type(self) -> bool:
+        """Whether torch.tensor would take that type for them."""
+        return self.made(None).dtype == self.dtype and torch.get_default_dtype() == torch.float32
+
+    def made(self, dtype: torch.dtype | None) -> Tensor:
+        return torch.tensor(self.values, dtype=dtype, device="cpu")
+
+
+def few_numbers(graph: OperatorGraph, name: str) -> FewNumbers | None:
+    """The numbers of a constant that the forward makes; None where it is another tensor, or has many."""
+    value = None if graph.fx is None else graph.fx.values.get(name)
+    if not isinstance(value, Tensor) or not _is_made_in_the_forward(graph, name) or not _is_plain(value):
+        return None
+    if not value.dim() or not 1 <= value.numel() <= _A_FEW:
+        return None
+    found = [_number(number) for number in value.detach().reshape(-1)]
+    if any(number is None for number in found):
+        return None
+    plain = iter([number.value for number in found if number is not None])
+    few = FewNumbers(_in_lists(plain, value.shape), value.dtype)
+    return few if torch.equal(_bits(few.made(value.dtype)), _bits(value)) else None
+
+
+def _in_lists(values: Iterator[float], shape: Sequence[int]) -> list[Any]:
+    return [next(values) if len(shape) == 1 else _in_lists(values, shape[1:]) for _ in range(shape[0])]
+
+
+def numbers(graph: OperatorGraph) -> dict[str, Number | FewNumbers]:
+    """By name, the constants that are their numbers and nothing else: no attribute of the model's, and
+    neither written nor returned as they are."""
     values = {} if graph.fx is None else graph.fx.values
-    found: dict[str, Number] = {}
+    found: dict[str, Number | FewNumbers] = {}
     for name in graph.buffers:
         value = values.get(name)
-        if not isinstance(value, Tensor) or not re.fullmatch(r"constant_\d+", name):
+        if not isinstance(value, Tensor) or not _is_made_in_the_forward(graph, name):
             continue
-        number = None if hasattr(graph.root, name) else _number(value)
+        number = _number(value) or few_numbers(graph, name)
         if number is not None:
             found[name] = number
     returned = {output.value for output in graph.outputs}
     for node in () if graph.fx is None or not found else graph.fx.graph.find_nodes(op="get_attr"):
         operators = [graph.operators[user.name] for user in node.users if user.name in graph.operators]
         is_kept = any(o.memory_group is not None or o.writes_buffers for o in operators)
+        is_read_often = len(operators) > _MOST_READERS
+        is_kept = is_kept or (is_read_often and isinstance(found.get(str(node.target)), FewNumbers))
         if is_kept or node.name in returned or len(operators) < len(node.users):
             found.pop(str(node.target), None)
     return found
 
 
-def _number(constant: Tensor) -> Number | None:
+def _is_made_in_the_forward(graph: OperatorGraph, name: str) -> bool:
+    return re.fullmatch(r"constant_\d+", name) is not None and not hasattr(graph.root, name)
+
+
+def _is_plain(constant: Tensor) -> bool:
     if type(constant) is not Tensor or constant.is_meta or constant.layout is not torch.strided:
-        return None
-    if constant.numel() != 1 or constant.requires_grad or constant.dtype not in _TYPES_WRITTEN:
+        return False
+    return not constant.requires_grad and constant.dtype in _TYPES_WRITTEN
+
+
+def _number(constant: Tensor) -> Number | None:
+    if not _is_plain(constant) or constant.numel() != 1:
         return None
     value = constant.item()
     shortened = [float(f"{value:.{digits}g}") for digits in _DIGITS] if isinstance(value, float) else []
@@ -81,5 +139,8 @@ def _is_same(number: Number, constant: Tensor) -> bool:
         made = number.made()
     except RuntimeError:  # rounded up, beyond what the type holds
         return False
-    bits = (tensor.cpu().reshape(1).view(torch.uint8) for tensor in (made, constant))
-    return torch.equal(*bits)
+    return torch.equal(_bits(made), _bits(constant))
+
+
+def _bits(constant: Tensor) -> Tensor:
+    return constant.cpu().reshape(-1).view(torch.uint8)

@@ -16,6 +16,7 @@ from .layers import constructor, is_layer, sequential
 from .layout import WIDTH, signature_lines, written
 from .literals import identifier, plain, quoted
 from .method import Method, reference, write_method
+from .numbers import few_numbers
 from .rolling import in_rounds
 from .scopes import Scope, line_at, walk
 from .stage_tree import StageTree
@@ -209,11 +210,15 @@ class StageWriter:
     def _tensor(self, name: str) -> tuple[Template, str]:
         """What builds a parameter or buffer that no layer holds."""
         spec = self._spec(name)
+        few = few_numbers(self.tree.graph, spec.name)
+        if few is not None:
+            typed = () if few.is_of_their_type else (_typed(dtype_name(few.dtype)),)
+            return Call("torch.tensor", (Part(Leaf("values", few.values)), *typed)), "buffer"
         shape = spec.spec.example_shape or tuple(int(size) for size in spec.spec.shape or ())
         dtype = dtype_name(spec.spec.dtype)
         parts = [Part(Leaf("size", int(size))) for size in shape]
         parts += [] if shape else [Part(Fixed("()"))]
-        parts += [] if dtype == "float32" else [Part(Fixed(f"torch.{dtype}"), "dtype", by_name=True)]
+        parts += [] if dtype == "float32" else [_typed(dtype)]
         empty = Call("torch.empty", tuple(parts))
         if spec.name in self.tree.graph.buffers:
             return empty, "buffer"
@@ -267,6 +272,10 @@ class StageWriter:
         for names in self.tree.owned.values():
             held |= {name: self._spec(name).name for name in sorted(names)}
         return held
+
+
+def _typed(dtype: str) -> Part:
+    return Part(Fixed(f"torch.{dtype}"), "dtype", by_name=True)
 
 
 def _relative(name: str, path: str) -> str:
