@@ -429,3 +429,20 @@ def test_what_buffers_decide_needs_no_leave_and_is_asserted() -> None:
     pipe.load_tensors(pipe.state_dict() | {"doubling": torch.tensor(False)})
     with pytest.raises(RuntimeError, match="values go another way than in the trace"):
         pipe.run(inputs())
+
+
+class Latent(Asserting):
+    """A distribution checks what it is given more than once on one line."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.distributions.Normal(self.first(x), 1.0).log_prob(x)
+        drawn = torch.distributions.Categorical(logits=found).sample((2,))
+        return self.second(found[drawn[0] % len(found)] + drawn.sum()).mean()
+
+
+def test_a_line_that_asks_several_times_has_one_note() -> None:
+    pipe = pd2bw_fx.split(model_of(Latent), inputs(), cluster=1, costs="analytic")
+
+    assert pipe.trace_report is not None
+    asserted = [note for note in pipe.trace_report.notes if "which the stages assert" in note]
+    assert len(asserted) == len(set(asserted)) == 2

@@ -91,9 +91,10 @@ class Conditions:
                 raise ValueError(f"chooses a way by values, which is for you to allow, at {place}")
 
     def notes(self) -> tuple[str, ...]:
+        """Once for a line, whatever it asks in functions of torch's."""
         return tuple(
             f"traced with the way that the example inputs take, which the stages assert, at {place}"
-            for place in dict.fromkeys(self.asked)
+            for place in dict.fromkeys(map(str, self.asked))
         )
 
     @contextmanager
