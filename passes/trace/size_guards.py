@@ -84,7 +84,7 @@ def is_for_many_sizes(text: str, batch_size: int) -> bool:
     by itself it does not fix the batch's."""
     try:
         guard = sympy.sympify(text)
-        if isinstance(guard, sympy.Eq) and not len(guard.free_symbols) - 2 and guard.lhs.is_Symbol:
+        if isinstance(guard, sympy.Eq) and len(guard.free_symbols) == 2 and guard.lhs.is_Symbol:
             return bool(guard.rhs.is_Symbol)  # two inputs have one batch
         return sizes_where_all_hold([guard], batch_size) is not None
     except Exception:  # a function that sympy has no name for
