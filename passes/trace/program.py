@@ -161,14 +161,14 @@ class Program(nn.Module):
     def _are_several(self, tensors: Any) -> bool:
         """Samples: of one alone what has one element may be a value for each sample, and no loss. Torch.fx
         knows no shapes, and its trace is what other runs are held against."""
-        if not self.flat.tensors:
+        if any(isinstance(tensor, fx.Proxy) for tensor in tensors):
+            self.record.loss_of_one = False
+        if not self.flat.tensors or self.record.loss_of_one is False:
             return False
         batched = self.flat.batched(common_batch_size(self.flat))
         pairs = zip(self.flat.names, tensors, strict=True)
         sizes: list[Any] = [tensor.shape[0] for name, tensor in pairs if name in batched]
-        if any(isinstance(size, fx.Proxy) for size in sizes):
-            self.record.loss_of_one = False
-        return not any(isinstance(size, fx.Proxy) or (type(size) is int and size == 1) for size in sizes)
+        return not any(type(size) is int and size == 1 for size in sizes)
 
     def _found_a_checkpoint(self) -> None:
         self.record.has_checkpoints = True
