@@ -356,14 +356,14 @@ def test_a_batch_that_does_not_fit_is_refused(model: nn.Module, pipe: pd2bw_fx.P
 
 
 def test_a_loss_that_is_no_scalar_is_told_with_what_to_try() -> None:
-    class OfOneNumber(nn.Linear):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": super().forward(x).square().mean(0)}
+    class InATuple(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(x).square().mean(0), x
 
-    pipe = pd2bw_fx.split(OfOneNumber(4, 1), torch.randn(2, 4), cluster=1, costs="analytic")
+    pipe = pd2bw_fx.split(InATuple(4, 1), torch.randn(2, 4), cluster=1, costs="analytic")
 
     with pytest.raises(
-        pd2bw_fx.InputError, match=r"^what OfOneNumber returns as 'loss' has shape \(1,\), .*\.mean"
+        pd2bw_fx.InputError, match=r"^what InATuple returns as '0' has shape \(1,\), .*\.mean"
     ):
         pipe.train_local([], optimizer=sgd)
 
