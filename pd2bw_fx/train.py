@@ -12,7 +12,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,12 +88,13 @@ def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
 
     Raises the error of the rank that failed first, WorkerError where it could not tell.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores_each(num_processes)))
-    os.environ[STARTED_BY] = str(os.getpid())
+    threads = os.environ.get("OMP_NUM_THREADS", str(cores_each(num_processes)))
+    of_ranks = {"OMP_NUM_THREADS": threads, STARTED_BY: str(os.getpid())}
     # What it would say of a failure is said once, by whoever catches it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as logs:  # the launcher leaves them behind
+        # The launcher leaves its logs behind.
+        with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as logs, _environment(of_ranks):
             setting = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -111,6 +113,21 @@ def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise SystemExit(128 + error.sigval) from None
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """For the processes that are started meanwhile, and no others."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _reason(failures: Mapping[int, ProcessFailure]) -> Pd2bwError:

@@ -19,6 +19,7 @@ from torch import nn
 import pd2bw_fx
 from pd2bw_fx.cli import main
 from pd2bw_fx.models import build
+from pd2bw_fx.runtime.failure import STARTED_BY
 from tests.torchrun import torchrun_of_forks
 
 PACKAGE = Path(pd2bw_fx.__file__).parent
@@ -200,6 +201,7 @@ def test_train_starts_processes_tells_the_loss_and_goes_on_from_a_checkpoint(
     assert main(["train", "gpt", *common, "--updates", "15"]) == 0
     second = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
 
+    assert STARTED_BY not in os.environ  # which would keep the ranks of another run silent
     assert [report["update"] for report in first] == list(range(1, 11))
     assert [report["update"] for report in second] == list(range(11, 16))
     assert second[-1]["loss"] < first[0]["loss"] - 0.3
