@@ -34,7 +34,7 @@ def exported(model: nn.Module, folder: Path, *example: Tensor, **options: Any) -
     return folder
 
 
-def require_alike(folder: Path, model: nn.Module, atol: float = 1e-6, **inputs: Tensor) -> None:
+def assert_alike(folder: Path, model: nn.Module, atol: float = 1e-6, **inputs: Tensor) -> None:
     with torch.no_grad():
         expected = model(**inputs)
     results = expected if isinstance(expected, tuple) else (expected,)
@@ -58,7 +58,7 @@ def test_scans_over_the_batch_are_right_at_any_size(function: Any, tmp_path: Pat
     folder = exported(model, tmp_path / "onnx", torch.randn(5, 4))
 
     for size in (1, 2, 9, 40):
-        require_alike(folder, model, x=torch.randn(size, 4))
+        assert_alike(folder, model, x=torch.randn(size, 4))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_large_and_small_numbers_come_out_as_torchs(function: Any, tmp_path: Pat
     folder = exported(model, tmp_path / "onnx", torch.randn(5, 4))
 
     for scale in (1.0, 1e-3, 300.0):
-        require_alike(folder, model, x=scale * torch.randn(7, 4))
+        assert_alike(folder, model, x=scale * torch.randn(7, 4))
 
 
 class Attending(nn.Module):
@@ -119,7 +119,7 @@ def test_a_sample_of_which_nothing_is_seen_gets_what_torch_gives(
 
     none = torch.ones(2, 6, dtype=torch.bool)
     none[1] = False
-    require_alike(folder, model, x=torch.randn(2, 6, 8), hidden=none)
+    assert_alike(folder, model, x=torch.randn(2, 6, 8), hidden=none)
 
 
 def test_quotient_and_remainder_are_two_outputs(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_quotient_and_remainder_are_two_outputs(tmp_path: Path) -> None:
         return h, best // 2, best % 2
 
     model = Ending(places).eval()
-    require_alike(exported(model, tmp_path / "onnx", torch.randn(3, 4)), model, x=torch.randn(7, 4))
+    assert_alike(exported(model, tmp_path / "onnx", torch.randn(3, 4)), model, x=torch.randn(7, 4))
 
 
 def test_an_encoder_with_padding_is_not_held_against_torchs_fast_path(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_equal_values_stay_in_order_where_a_sort_is_stable(tmp_path: Path) -> No
 
     model = Ending(order).eval()
     folder = exported(model, tmp_path / "onnx", torch.randn(4, 4))
-    require_alike(folder, model, x=torch.randn(50, 4))
+    assert_alike(folder, model, x=torch.randn(50, 4))
 
 
 def test_one_bound_leaves_infinities_as_they_are(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_one_bound_leaves_infinities_as_they_are(tmp_path: Path) -> None:
 
     model = Ending(bounded).eval()
     folder = exported(model, tmp_path / "onnx", torch.randn(4, 4))
-    require_alike(folder, model, x=4 * torch.randn(9, 4))
+    assert_alike(folder, model, x=4 * torch.randn(9, 4))
 
 
 class Halving(nn.Module):
@@ -299,7 +299,7 @@ def test_floats_are_rounded_down_where_they_are_multiples_too(tmp_path: Path) ->
     model = Binning().eval()
     folder = exported(model, tmp_path / "onnx", torch.rand(4, 8))
 
-    require_alike(folder, model, x=torch.arange(-40, 40).reshape(10, 8) / 10)
+    assert_alike(folder, model, x=torch.arange(-40, 40).reshape(10, 8) / 10)
 
 
 def _of_no_numbers(x: Tensor) -> tuple[Tensor, ...]:

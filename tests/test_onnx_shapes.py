@@ -41,7 +41,7 @@ def shapes(pipe: OnnxPipeline) -> dict[str, list[int | str]]:
     return {port["tensor"]: port["shape"] for port in ports}
 
 
-def require_same(pipe: OnnxPipeline, path: Path, inputs: Arrays) -> None:
+def assert_same(pipe: OnnxPipeline, path: Path, inputs: Arrays) -> None:
     """From the stages one after another, and put together again."""
     merged = path.with_name("merged.onnx")
     pipe.merge(merged)
@@ -72,7 +72,7 @@ def test_axes_of_two_names_stay_two(tmp_path: Path) -> None:
     assert shapes(pipe)["a"] == ["memory", 2]
     assert shapes(pipe)["x"] == ["time", 2]
     for memory, time in ((3, 5), (9, 4), (1, 30)):
-        require_same(pipe, path, {"a": rows(memory), "x": rows(time)})
+        assert_same(pipe, path, {"a": rows(memory), "x": rows(time)})
 
 
 def test_axes_that_must_be_equal_may_have_two_names(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_axes_that_must_be_equal_may_have_two_names(tmp_path: Path) -> None:
     pipe = stages_of(path)
 
     assert shapes(pipe)["x"] == ["other", 2]
-    require_same(pipe, path, {"a": rows(7), "x": rows(7)})
+    assert_same(pipe, path, {"a": rows(7), "x": rows(7)})
 
 
 COUNTED = """counted (float[b, 2] x, int64 n) => (float[rows, 2] y) <float[2, 2] w> {
@@ -126,7 +126,7 @@ def test_a_size_that_goes_by_values_stays_open(
 
     assert shapes(pipe)["y"] == ["y_axis_0", 2]
     for value in values:
-        require_same(pipe, path, {"x": rows(3), name: value})
+        assert_same(pipe, path, {"x": rows(3), name: value})
 
 
 def test_a_constant_that_the_file_returns_costs_nothing(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_constant_that_the_file_returns_costs_nothing(tmp_path: Path) -> None:
         c = Constant <value = float[2] {1.0, 2.0}> ()
     }"""
     path = written(text, tmp_path / "constant.onnx")
-    require_same(stages_of(path), path, {"x": rows(4)})
+    assert_same(stages_of(path), path, {"x": rows(4)})
 
 
 HALVES = """halves (float[b, 2] x) => (float[b, 2] y, {kind}[b, 2] c) <float[2, 2] w> {{
@@ -151,7 +151,7 @@ def test_a_type_that_numpy_has_not_stays_within_a_stage(tmp_path: Path) -> None:
     path = written(HALVES.format(kind="float", code=1), tmp_path / "halves.onnx")
     pipe = stages_of(path)
     assert "a" not in shapes(pipe)
-    require_same(pipe, path, {"x": rows(4)})
+    assert_same(pipe, path, {"x": rows(4)})
 
     leaving = written(HALVES.format(kind="bfloat16", code=16), tmp_path / "leaving.onnx")
     with pytest.raises(ExportError, match=r"'c' leaves a stage and is no tensor .* bfloat16"):
@@ -172,8 +172,8 @@ def test_an_axis_is_not_the_batchs_for_having_its_sizes_twice(tmp_path: Path) ->
 
     assert pipe.manifest["outputs"][0]["shape"] == ["y_axis_0", "batch", 2]
     x = np.linspace(-1, 1, 3 * 2 * 8, dtype=np.float32).reshape(3, 2, 8)
-    require_same(pipe, path, {"x": x})
-    require_same(pipe, path, {"x": x[:1].repeat(9, axis=2)})
+    assert_same(pipe, path, {"x": x})
+    assert_same(pipe, path, {"x": x[:1].repeat(9, axis=2)})
 
 
 def test_what_has_not_always_as_many_axes_is_not_sent(tmp_path: Path) -> None:
@@ -190,4 +190,4 @@ def test_what_has_not_always_as_many_axes_is_not_sent(tmp_path: Path) -> None:
 
     assert pipe.manifest["stages"][1]["inputs"][0]["tensor"] in ("a", "r")
     for batch, heads in ((3, 5), (3, 1), (1, 4)):
-        require_same(pipe, path, {"x": rows(batch * heads).reshape(batch, heads, 2)})
+        assert_same(pipe, path, {"x": rows(batch * heads).reshape(batch, heads, 2)})

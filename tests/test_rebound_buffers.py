@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -40,6 +40,18 @@ class Scaled(Layers):
         return self.last(hidden).square().mean()
 
 
+def alone(optimizer: torch.optim.Optimizer, losses_of: Sequence[Callable[[], Tensor]]) -> list[float]:
+    """One process's losses, an update for each."""
+    losses = []
+    for loss_of in losses_of:
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.parametrize("kind", [Contrast, Scaled])
 def test_stages_have_the_models_gradients_and_its_buffer(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -53,13 +65,7 @@ def test_stages_have_the_models_gradients_and_its_buffer(kind: type[nn.Module]) 
     assert model.get_buffer("queue") is queue
     assert torch.equal(queue, before)
     trained = pipe.train_local(batches, optimizer=sgd, method="1f1b", microbatches_per_update=1)
-    optimizer, losses = sgd(own.parameters()), []
-    for x in batches:
-        optimizer.zero_grad()
-        loss = own(x)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = alone(sgd(own.parameters()), [functools.partial(own, x) for x in batches])
     assert trained.losses == pytest.approx(losses, rel=1e-4)
     torch.testing.assert_close(pipe.state_dict()["queue"], own.get_buffer("queue"))
 
@@ -100,13 +106,7 @@ def test_a_loss_goes_on_with_its_buffer_while_stages_train(how: str) -> None:
 
     assert not loss_fn.centre.any()
     trained = pipe.train_local([(x, y)] * batches, optimizer=sgd, method="1f1b", microbatches_per_update=1)
-    optimizer, losses = sgd(own.parameters()), []
-    for _ in range(batches):
-        optimizer.zero_grad()
-        loss = own_loss(own(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = alone(sgd(own.parameters()), [lambda: own_loss(own(x), y)] * batches)
     assert trained.losses == pytest.approx(losses, rel=1e-4)
     torch.testing.assert_close(pipe.tensors()["loss_fn.centre"], own_loss.centre)
     pipe.verify()  # the model with the buffer that its loss has by now
@@ -147,13 +147,7 @@ def test_parameters_that_are_made_anew_are_written_and_compared() -> None:
     assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
     assert "parameter codes.weight" in {apart.name for apart in pipe.verify().differences}
     trained = pipe.train_local(batches, optimizer=adamw, microbatches_per_update=1)
-    optimizer, losses = adamw(own.parameters()), []
-    for x in batches:
-        optimizer.zero_grad()
-        loss = own(x)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = alone(adamw(own.parameters()), [functools.partial(own, x) for x in batches])
     assert trained.losses == pytest.approx(losses, rel=1e-5)
     for name, tensor in own.state_dict().items():
         torch.testing.assert_close(pipe.state_dict()[name], tensor)
