@@ -1,16 +1,25 @@
-"""`pd2bw-fx train` of a model whose own file the ranks need, which load its saved stages."""
+"""`pd2bw-fx train`: what it prints and writes, where it goes on, and what ranks need of a model's file."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import pd2bw_fx
 from pd2bw_fx.cli import main
 from pd2bw_fx.errors import UsageError
 from pd2bw_fx.models import build
+from pd2bw_fx.runtime.failure import STARTED_BY
+from tests.torchrun import torchrun_of_forks
+
+PACKAGE = Path(pd2bw_fx.__file__).parent
 
 OWN = """
 import torch
@@ -117,3 +126,122 @@ def test_a_run_of_other_stages_is_told_by_its_file(
     assert main(["report", str(folder), "-o", page]) == 2
 
     assert "metrics.json is of a run of other stages (replicas is (2, 2)" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    saved = tmp_path_factory.mktemp("cli") / "mlp"
+    pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False).save(saved)
+    return saved
+
+
+def test_train_starts_processes_tells_the_loss_and_goes_on_from_a_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--cluster", "2", "--microbatches", "2", "--optimizer", "muon", "--lr", "1e-3", "--json"]
+    common += ["--checkpoint", str(tmp_path / "run"), "--every", "5"]
+
+    assert main(["train", "gpt", *common, "--updates", "10"]) == 0
+    first = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    common += ["--trace", str(tmp_path / "trace.json"), "-o", str(tmp_path / "w.safetensors")]
+    assert main(["train", "gpt", *common, "--updates", "15"]) == 0
+    second = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+
+    assert STARTED_BY not in os.environ  # which would keep the ranks of another run silent
+    assert [report["update"] for report in first] == list(range(1, 11))
+    assert [report["update"] for report in second] == list(range(11, 16))
+    assert second[-1]["loss"] < first[0]["loss"] - 0.3
+    metrics = pd2bw_fx.Metrics.load(tmp_path / "run")
+    assert metrics.losses == tuple(report["loss"] for report in first + second)
+    build("gpt").load_state_dict(load_file(tmp_path / "w.safetensors"))
+    assert metrics.timeline is not None
+    assert metrics.timeline.num_ranks == 2
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    took = {(e["tid"], e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in trace if e["ph"] == "X"}
+    assert {f"{kind}{microbatch}" for kind in "FB" for microbatch in (22, 29)} <= {name for _, name in took}
+    for microbatch in range(22, 30):  # on one clock nobody reads what is not written yet
+        assert took[0, f"F{microbatch}"][1] <= took[1, f"F{microbatch}"][1]
+        assert took[1, f"B{microbatch}"][1] <= took[0, f"B{microbatch}"][1]
+
+
+def test_torchruns_summary_ends_with_the_mistake(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "wide.py").write_text(
+        "import torch\ndef batches():\n    yield torch.zeros(8, 33), torch.zeros(8, dtype=torch.long)\n"
+    )
+    words = [str(folder), "--data", "wide:batches", "--updates", "2"]
+    path = os.pathsep.join([str(PACKAGE.parent), str(tmp_path)])
+
+    ended = torchrun_of_forks(2, PACKAGE / "__main__.py", "train", *words, PYTHONPATH=path)
+
+    assert ended.returncode == 1
+    last = [line.strip() for line in ended.stderr.splitlines() if line.strip("= ")][-1]
+    assert last.startswith("traceback : InputError: batch 0: the batch's features has shape (8, 33)")
+
+
+def test_a_mistake_in_training_is_one_line(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wide.py").write_text(
+        "import torch\ndef batches():\n    yield torch.zeros(8, 33), torch.zeros(8, dtype=torch.long)\n"
+    )
+
+    assert main(["train", str(folder), "--data", "wide:batches", "--updates", "2"]) == 2
+
+    error = capfd.readouterr().err
+    assert error.startswith("InputError: batch 0: the batch's features has shape (8, 33)")
+    assert len(error.splitlines()) == 1
+
+
+def test_training_goes_on_where_its_reader_has_seen_enough_and_in_any_folder(
+    folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "selectors.py").write_text("raise ImportError('not the one of Python')")
+    (tmp_path / "many.py").write_text(
+        "import torch\nbatches = lambda: [(torch.zeros(16, 32), torch.zeros(16, dtype=torch.long))] * 40\n"
+    )
+    shutil.copytree(folder, tmp_path / "saved")
+    words = "train saved --data many.py:batches --updates 40 -o w.safetensors"
+
+    ended = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{Path(sys.executable).parent}/pd2bw-fx {words} | head -n 1"],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("update 2: loss ")
+    assert (tmp_path / "w.safetensors").is_file()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_training_writes_a_last_checkpoint_and_says_where_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.py").write_text(
+        "import torch\n\n\ndef batches():\n"
+        "    for _ in range(9):\n        yield torch.zeros(8, 32), torch.zeros(8, dtype=torch.long)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    pd2bw_fx.split(build("mlp"), cluster=1, costs="analytic", check=False).save(tmp_path / "whole")
+    words = [
+        "train",
+        str(tmp_path / "whole"),
+        "--data",
+        "rows:batches",
+        "--checkpoint",
+        str(tmp_path / "run"),
+    ]
+    words += ["--metrics", str(tmp_path / "metrics.json")]
+
+    for updates, said in ((3, ""), (4, "has 3 updates: goes on"), (4, "has 4 updates: nothing is left")):
+        assert main([*words, "--updates", str(updates)]) == 0
+        assert said in capsys.readouterr().out
+    assert main([*words, "--updates", "5", "--optimizer", "sgd"]) != 0
+    assert "is of a run with AdamW, and this one has SGD; go on with" in capsys.readouterr().err
