@@ -364,3 +364,23 @@ def test_a_layer_whose_weight_has_another_size_than_it_says_is_written_out() -> 
     source = _source(Extended(), (torch.randn(4, 1, 8, 8), torch.tensor([1, 11, 3, 10])))
     for line in ("F.embedding(", "F.conv2d(", "F.batch_norm(", "F.linear(", "torch.empty(12, 8)"):
         assert line in source
+
+
+def test_a_number_that_a_forward_sets_for_one_call_and_puts_back_is_that_calls() -> None:
+    class Annealed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.drop, self.leaky = nn.Dropout(0.1), nn.LeakyReLU(0.2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.drop.p, self.leaky.negative_slope = 0.7, 0.01
+            h = self.drop(self.leaky(self.a(x)))
+            self.drop.p, self.leaky.negative_slope = 0.1, 0.2
+            return self.drop(self.leaky(self.b(h))).square().mean()
+
+    text = _source(Annealed(), (torch.randn(4, 8),))
+    assert "F.dropout(input_, 0.7, training=self.training)" in text, text
+    assert "F.dropout(input_, 0.1, training=self.training)" in text, text
+    assert "F.leaky_relu(input_)\n" in text, text  # 0.01 is torch's own
+    assert "F.leaky_relu(input_, negative_slope=0.2)" in text, text

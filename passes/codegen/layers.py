@@ -89,6 +89,20 @@ def is_in_evaluation(node: fx.Node) -> bool:
     return False
 
 
+def has_other_numbers(module: nn.Module, node: fx.Node) -> bool:
+    """Whether a layer's operator was called with another number than the layer has now: the forward has set
+    it for this call (`self.drop.p = 0.7`) and put it back."""
+    if not isinstance(node.target, torch._ops.OpOverload) or isinstance(module, nn.LocalResponseNorm):
+        return False  # several operators, with an alpha of their own
+    places = node.target._schema.arguments
+    given = {place.name: place.default_value for place in places}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    return any(
+        isinstance(own := vars(module).get(name), float) and isinstance(value, float | int) and own != value
+        for name, value in given.items()
+    )
+
+
 def _has_its_own_weights(module: nn.Module) -> bool:
     """Weights may be computed in every call, of others that the layer or somebody else holds instead."""
     if any(isinstance(value, torch.Tensor) for value in vars(module).values()):

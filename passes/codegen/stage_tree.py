@@ -19,7 +19,7 @@ from pd2bw_fx.program import autocast_of
 
 from .cut import Cut, is_size, size_symbol, spec_of, tensors_read
 from .layer_calls import takes_and_gives_what_the_layer_does
-from .layers import is_in_evaluation, is_layer, is_sequential
+from .layers import has_other_numbers, is_in_evaluation, is_layer, is_sequential
 from .numbers import numbers
 from .scopes import Scope, lift, module_calls, walk
 from .unread_results import LAYERS_OF_TORCH, operators_of, returned_unread
@@ -291,6 +291,8 @@ class StageTree:
             return False
         if module.training and any(map(is_in_evaluation, scope.nodes)):
             return False  # the forward has put it in that mode for this call
+        if any(has_other_numbers(module, node) for node in scope.nodes):
+            return False
         whole = self._whole_calls[scope.key]
         own = {n.name for n in scope.nodes if not self.graph.operators[n.name].is_replicable}
         return whole == own and takes_and_gives_what_the_layer_does(self, scope, module)
