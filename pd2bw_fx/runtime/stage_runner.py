@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pd2bw_fx.actions import Action, Kind
-from pd2bw_fx.runtime.again import WrittenState, other_state
+from pd2bw_fx.runtime.recompute import WrittenState, other_state
 from pd2bw_fx.runtime.channel import Inbox, Outbox
 from pd2bw_fx.runtime.draws import Draws
 from pd2bw_fx.runtime.job import Job
