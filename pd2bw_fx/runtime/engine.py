@@ -29,7 +29,7 @@ from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
-from pd2bw_fx.runtime.course import Course
+from pd2bw_fx.runtime.action_stream import ActionStream
 from pd2bw_fx.runtime.failure import shared_fate, told_to_launcher, translated
 from pd2bw_fx.runtime.fate import Fate
 from pd2bw_fx.runtime.groups import Groups
@@ -91,7 +91,7 @@ class Engine:
             corrections=corrections,
         )
         self.job = job = replace(job, tensors={})  # the weights are the store's now
-        self._course = Course(job, synchronous_updates=synchronous_updates)
+        self._actions = ActionStream(job, synchronous_updates=synchronous_updates)
         self._results = Results(job, group=self._control)
         weights.optimize_with(
             options.optimizer,
@@ -206,7 +206,7 @@ class Engine:
     @property
     def updates(self) -> int:
         """The steps so far."""
-        return self._course.updates
+        return self._actions.updates
 
     @property
     def loss_scale(self) -> float:
@@ -252,8 +252,8 @@ class Engine:
             )
         with self._fate.shared(f"in update {update}", on=sizes_of(microbatches)):
             self._add(microbatches, training=True)
-            actions = self._course.next_update()
-            elsewhere = self._course.elsewhere() if self._groups.is_nccl else None
+            actions = self._actions.next_update()
+            elsewhere = self._actions.elsewhere() if self._groups.is_nccl else None
             self._runner.run(actions, elsewhere)
             return self._told(self._losses.of_update(update))
 
@@ -305,7 +305,7 @@ class Engine:
         with self._fate.shared("in an evaluation"):
             self._weights.train(on=False)
             numbers = self._add(microbatches, training=False)
-            self._runner.run(self._course.evaluation(numbers), training=False)
+            self._runner.run(self._actions.evaluation(numbers), training=False)
             self._runner.settle()
             self._weights.train(on=True)
             loss = self._losses.of_evaluation(self.updates)
@@ -315,10 +315,10 @@ class Engine:
     def flush(self) -> None:
         """Bring the microbatches in flight home and apply the last update. Training may go on afterwards."""
         with self._fate.shared("at the end of the pipeline"):
-            if not self._course.is_empty:
-                elsewhere = self._course.elsewhere_on_the_way_home() if self._groups.is_nccl else None
-                self._runner.run(self._course.way_home(), elsewhere)
-                self._course.go_on_after(self.updates)
+            if not self._actions.is_empty:
+                elsewhere = self._actions.elsewhere_draining() if self._groups.is_nccl else None
+                self._runner.run(self._actions.drain(), elsewhere)
+                self._actions.go_on_after(self.updates)
             self._runner.finish_update()
             self._runner.settle()
             self._losses.flushed(self.updates)
@@ -379,7 +379,7 @@ class Engine:
             if (header.num_stages, header.num_ranks) == (self.job.shape.num_stages, self.job.num_ranks):
                 restore_random_state(checkpoint.random(self.rank), self.device)
             self._draw_by(header.seed)
-            self._course.go_on_after(header.updates)
+            self._actions.go_on_after(header.updates)
             self._losses.flushed(self.updates)
             self._to_compare = _UPDATES_COMPARED  # where each rank goes on in its data is seen now
             return header.updates
@@ -410,7 +410,7 @@ class Engine:
             return
         if dist.is_initialized():
             self._groups.close()
-        if self._course.is_empty:
+        if self._actions.is_empty:
             # gloo's threads are joined with the last reference to their group. One that lets go of a tensor
             # while the interpreter ends aborts the process.
             del (
@@ -454,7 +454,7 @@ class Engine:
         """Give each stage its microbatches of this update, or of the evaluation before it; their numbers."""
         numbers = range(self.updates * len(microbatches), (self.updates + 1) * len(microbatches))
         self._results.expect(self.updates, numbers, training=training)
-        self._runner.add(numbers, microbatches, is_new=self._course.is_new)
+        self._runner.add(numbers, microbatches, is_new=self._actions.is_new)
         return numbers
 
     def _kept(self, tensor: Tensor) -> Tensor:
@@ -484,7 +484,7 @@ def _close_at_exit(known: weakref.ref[Engine]) -> None:
         return
     if error is not None:
         engine._tell_of(error)
-    if engine._course.is_empty or engine._fate.is_broken:
+    if engine._actions.is_empty or engine._fate.is_broken:
         engine.close()
     else:
         engine._fate.leave_torn()

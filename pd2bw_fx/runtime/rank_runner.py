@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import torch
 
 from pd2bw_fx.actions import Action, Kind
-from pd2bw_fx.runtime.course import Elsewhere
+from pd2bw_fx.runtime.action_stream import Elsewhere
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.recorder import Recorder
 from pd2bw_fx.runtime.stage_runner import Microbatch, StageRunner

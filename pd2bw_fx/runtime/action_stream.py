@@ -20,7 +20,7 @@ class Elsewhere:
     joined: int
 
 
-class Course:
+class ActionStream:
     """Counts the updates of a rank, and gives their actions one after another.
 
     The first `synchronous_updates` are as 1f1b has them, flushed each (PipeMare may begin so).
@@ -55,7 +55,7 @@ class Course:
         """In the update that was begun last; to be asked in every one."""
         return self._elsewhere(range(self.updates - 1, self.updates), drain=False)
 
-    def elsewhere_on_the_way_home(self) -> Elsewhere:
+    def elsewhere_draining(self) -> Elsewhere:
         return self._elsewhere(range(self.updates, self.updates), drain=True)
 
     def _elsewhere(self, updates: range, *, drain: bool) -> Elsewhere:
@@ -69,7 +69,7 @@ class Course:
         sends = [action for actions in of_places for action in actions if action.kind in _SENDS]
         return Elsewhere(tuple(sends), min(self._made.values()))
 
-    def way_home(self) -> tuple[Action, ...]:
+    def drain(self) -> tuple[Action, ...]:
         """What brings in all that is in flight."""
         return self._actions(range(self.updates, self.updates), self._job.place, drain=True)
 
