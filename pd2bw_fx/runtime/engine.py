@@ -30,8 +30,8 @@ from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
 from pd2bw_fx.runtime.action_stream import ActionStream
-from pd2bw_fx.runtime.failure import shared_fate, told_to_launcher, translated
-from pd2bw_fx.runtime.fate import Fate
+from pd2bw_fx.runtime.failure import share_failure, told_to_launcher, translated
+from pd2bw_fx.runtime.shared_calls import SharedCalls
 from pd2bw_fx.runtime.groups import Groups
 from pd2bw_fx.runtime.inference import ordinary, ordinary_tensors
 from pd2bw_fx.runtime.job import Job, merged_tensors
@@ -81,7 +81,7 @@ class Engine:
             job.num_ranks, options.timeout_s, device=self.device, backend=options.backend
         )
         self._control = groups.control
-        self._fate = Fate(job, self._control)
+        self._calls = SharedCalls(job, self._control)
         self._weights = weights = make_weights(
             job,
             self.device,
@@ -103,7 +103,7 @@ class Engine:
             job,
             weights,
             self._results,
-            self._fate,
+            self._calls,
             clips=options.max_gradient_norm is not None,
             synchronous_updates=synchronous_updates,
         )
@@ -190,12 +190,12 @@ class Engine:
             with world.watch, ordinary_tensors():
                 with told_to_launcher():
                     job = job_of_this_rank(pipeline, wanted)
-                with shared_fate(job.rank, job.described(), "making its engine", world.watch.lost):
+                with share_failure(job.rank, job.described(), "making its engine", world.watch.lost):
                     engine = cls(job, chosen)
         except BaseException:
             world.leave()
             raise
-        engine._fate.join(world, engine.job.name_of, engine.doing)
+        engine._calls.join(world, engine.job.name_of, engine.doing)
         atexit.register(_close_at_exit, weakref.ref(engine))
         return engine
 
@@ -211,7 +211,7 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """fp16's, for the newest weights; 1 without."""
-        with self._fate.shared("reading the loss scale", alone=True):
+        with self._calls.shared("reading the loss scale", alone=True):
             return self._weights.loss_scale(self._weights.newest)
 
     @property
@@ -230,7 +230,7 @@ class Engine:
         engine is as before. WorkerError with the reason of a rank that failed.
         """
         layout = self.job.layout
-        with self._fate.reading_a_batch(f"in update {self.updates}", self.updates):
+        with self._calls.reading_a_batch(f"in update {self.updates}", self.updates):
             flat = layout.flat_batches(batch, self.job.microbatches_per_update)
             # What this rank reads may be in flight when the caller fills its tensors anew.
             flat = [one | {name: self._kept(one[name]) for name in self.job.inputs()} for one in flat]
@@ -250,7 +250,7 @@ class Engine:
             raise InputError(
                 f"{counted(len(microbatches), 'microbatch')} were given; an update has {expected}"
             )
-        with self._fate.shared(f"in update {update}", on=sizes_of(microbatches)):
+        with self._calls.shared(f"in update {update}", on=sizes_of(microbatches)):
             self._add(microbatches, training=True)
             actions = self._actions.next_update()
             elsewhere = self._actions.elsewhere() if self._groups.is_nccl else None
@@ -284,14 +284,14 @@ class Engine:
         microbatches = self._pieces(batch, wanted)
         self._results.keep(wanted)
         _, numbers = self._evaluated(microbatches)
-        with self._fate.shared("collecting what the model returns"):
+        with self._calls.shared("collecting what the model returns"):
             everyone = collected(self._results.take(), self._control)
         return joined(self.job, everyone, numbers, wanted)
 
     def _pieces(self, batch: Any, wanted: Sequence[str]) -> list[Microbatch]:
         self._require_evaluation()
         self.flush()
-        with self._fate.reading_a_batch("in an evaluation", self.updates):
+        with self._calls.reading_a_batch("in an evaluation", self.updates):
             pieces = evaluation_pieces(self.job, batch, wanted)
             # What a stage does not read need be no copy.
             own = self.job.inputs()
@@ -302,7 +302,7 @@ class Engine:
         """Their loss, which has arrived, and their numbers."""
         self._require_evaluation()
         self.flush()
-        with self._fate.shared("in an evaluation"):
+        with self._calls.shared("in an evaluation"):
             self._weights.train(on=False)
             numbers = self._add(microbatches, training=False)
             self._runner.run(self._actions.evaluation(numbers), training=False)
@@ -314,7 +314,7 @@ class Engine:
 
     def flush(self) -> None:
         """Bring the microbatches in flight home and apply the last update. Training may go on afterwards."""
-        with self._fate.shared("at the end of the pipeline"):
+        with self._calls.shared("at the end of the pipeline"):
             if not self._actions.is_empty:
                 elsewhere = self._actions.elsewhere_draining() if self._groups.is_nccl else None
                 self._runner.run(self._actions.drain(), elsewhere)
@@ -330,7 +330,7 @@ class Engine:
         Flushes first. All ranks must call it.
         """
         self.flush()
-        with self._fate.shared("collecting the weights"):
+        with self._calls.shared("collecting the weights"):
             everyone = collected(self._weights.tensors(), self._control)
         return merged_tensors(self.job, [everyone])
 
@@ -343,7 +343,7 @@ class Engine:
         before; WorkerError for weights that are not finite, unless `stop_at_nan` is False.
         """
         self.flush()
-        with self._fate.agreeing("writing a checkpoint") as together:
+        with self._calls.agreeing("writing a checkpoint") as together:
             job = self.job
             broken = self._weights.first_not_finite() if self._stop_at_nan else None
             if broken is not None:
@@ -370,9 +370,9 @@ class Engine:
         it is missing.
         """
         self.flush()
-        with self._fate.reading_a_batch("looking for a checkpoint", self.updates):
+        with self._calls.reading_a_batch("looking for a checkpoint", self.updates):
             checkpoint = Checkpoint(folder, rank=self.rank)
-        with self._fate.shared("reading a checkpoint"):
+        with self._calls.shared("reading a checkpoint"):
             header = checkpoint.header
             checkpoint.require_model(self.job.parameters, self.job.buffers)
             self._weights.load(checkpoint)
@@ -394,19 +394,19 @@ class Engine:
 
         All ranks call it. `pd2bw_fx.metrics.timeline_of` makes a picture of them.
         """
-        if not self._fate.is_closed and self._losses.may_be_held_up:
+        if not self._calls.is_closed and self._losses.may_be_held_up:
             self.flush()  # others may be in a step that needs what this one would do in its next
-        with self._fate.shared("collecting the records"), translated(None):
+        with self._calls.shared("collecting the records"), translated(None):
             gathered: list[Any] = [None] * self.job.num_ranks
             dist.all_gather_object(gathered, list(self._recorder or ()), group=self._control)
         return tuple(Record(*record) for records in gathered for record in records)
 
     def close(self) -> None:
         """Give up the engine's process groups; the last one open, the world that engines have joined."""
-        if self._fate.is_closed:
+        if self._calls.is_closed:
             return
-        self._fate.close()
-        if self._fate.is_broken:
+        self._calls.close()
+        if self._calls.is_broken:
             return
         if dist.is_initialized():
             self._groups.close()
@@ -433,14 +433,14 @@ class Engine:
         try:
             if error is not None:
                 self._tell_of(error)
-            elif not self._fate.is_closed:
+            elif not self._calls.is_closed:
                 self.flush()
         finally:
             self.close()
 
     def _tell_of(self, error: BaseException) -> None:
         """To ranks that may wait for this one, whose program has failed outside of these calls."""
-        self._fate.tell(error, f"after {self.updates} updates")
+        self._calls.tell(error, f"after {self.updates} updates")
 
     def _require_evaluation(self) -> None:
         if self.job.evaluation:
@@ -484,7 +484,7 @@ def _close_at_exit(known: weakref.ref[Engine]) -> None:
         return
     if error is not None:
         engine._tell_of(error)
-    if engine._actions.is_empty or engine._fate.is_broken:
+    if engine._actions.is_empty or engine._calls.is_broken:
         engine.close()
     else:
-        engine._fate.leave_torn()
+        engine._calls.leave_torn()

@@ -114,7 +114,7 @@ def note_full_memory(error: BaseException, doing: str = "") -> None:
 
 
 @contextlib.contextmanager
-def shared_fate(
+def share_failure(
     rank: int,
     stages: str,
     doing: str,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.runtime.fate import Fate
+from pd2bw_fx.runtime.shared_calls import SharedCalls
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.loss import Loss, Means
 from pd2bw_fx.runtime.results import Results
@@ -69,7 +69,7 @@ class LossReader:
         job: Job,
         weights: WeightStore,
         results: Results,
-        fate: Fate,
+        calls: SharedCalls,
         *,
         clips: bool,
         synchronous_updates: int,
@@ -77,7 +77,7 @@ class LossReader:
         self._job = job
         self._weights = weights
         self._results = results
-        self._fate = fate
+        self._calls = calls
         self._synchronous_updates = synchronous_updates
         self._links = _links(job, clips=clips)
         self.may_be_held_up = updates_apart(job, clips=clips) > 0
@@ -106,9 +106,9 @@ class LossReader:
 
     def _waited_for(self, means: Means, update: int, needs: list[_Need]) -> Means:
         def wait() -> None:
-            if not self._fate.is_closed:
+            if not self._calls.is_closed:
                 self._require_given(update, needs)
-            with self._fate.shared("waiting for the loss", alone=True):
+            with self._calls.shared("waiting for the loss", alone=True):
                 for need in needs:
                     self._weights.progress(needed=need.version)
                 means.wait()

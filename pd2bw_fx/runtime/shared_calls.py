@@ -14,7 +14,7 @@ from pd2bw_fx.runtime.failure import (
     forget,
     is_met_by_all,
     note_full_memory,
-    shared_fate,
+    share_failure,
     tell,
     tell_launcher,
     translated,
@@ -28,7 +28,7 @@ Together = Callable[[], AbstractContextManager[None]]  # a part of a call, which
 _NOBODY = Watch(None, 0, 1, silence_s=0.0)
 
 
-class Fate:
+class SharedCalls:
     """What has become of an engine, and whether it can still be called.
 
     `world` is what a torchrun engine has joined; None where others care for the ranks.
@@ -70,7 +70,7 @@ class Fate:
             watch = _NOBODY if self.world is None else self.world.watch
             if not alone:
                 watch.begin(doing, on)
-            told = shared_fate(self._rank, self._described, doing, watch.lost, engine=self._name)
+            told = share_failure(self._rank, self._described, doing, watch.lost, engine=self._name)
             with watch, told, ordinary_tensors():
                 try:
                     yield
