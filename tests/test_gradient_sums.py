@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from pd2bw_fx.runtime.ties import TiedParameter, in_buckets
+from pd2bw_fx.runtime.gradient_sums import TiedParameter, in_buckets
 from tests.torchrun import torchrun_of_forks
 
 MEBI = 2**20

@@ -27,11 +27,10 @@ from torch import Tensor
 from pd2bw_fx.actions import Wanted
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Record
+from pd2bw_fx.runtime.action_stream import ActionStream
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
-from pd2bw_fx.runtime.action_stream import ActionStream
 from pd2bw_fx.runtime.failure import share_failure, told_to_launcher, translated
-from pd2bw_fx.runtime.shared_calls import SharedCalls
 from pd2bw_fx.runtime.groups import Groups
 from pd2bw_fx.runtime.inference import ordinary, ordinary_tensors
 from pd2bw_fx.runtime.job import Job, merged_tensors
@@ -42,6 +41,7 @@ from pd2bw_fx.runtime.reading import LossReader
 from pd2bw_fx.runtime.reports import LossLog
 from pd2bw_fx.runtime.results import Results, evaluation_pieces, joined
 from pd2bw_fx.runtime.setup import make_recorder, make_runner, make_weights
+from pd2bw_fx.runtime.shared_calls import SharedCalls
 from pd2bw_fx.runtime.stage_runner import Microbatch, sizes_of
 from pd2bw_fx.runtime.world import (
     World,

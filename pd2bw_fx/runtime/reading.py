@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.runtime.shared_calls import SharedCalls
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.loss import Loss, Means
 from pd2bw_fx.runtime.results import Results
+from pd2bw_fx.runtime.shared_calls import SharedCalls
 from pd2bw_fx.runtime.weights import WeightStore
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.corrections import Correction, Corrector
 from pd2bw_fx.runtime.failure import translated
+from pd2bw_fx.runtime.gradient_sums import join_ties
 from pd2bw_fx.runtime.groups import Groups
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Connections, ways_of
@@ -19,7 +20,6 @@ from pd2bw_fx.runtime.rank_runner import RankRunner
 from pd2bw_fx.runtime.recorder import Recorder, offset_to_first_rank
 from pd2bw_fx.runtime.shared_memory import ranks_in_reach
 from pd2bw_fx.runtime.stage_runner import OnOutput, StageRunner
-from pd2bw_fx.runtime.ties import join_ties
 from pd2bw_fx.runtime.update import Clipping, LossScale
 from pd2bw_fx.runtime.weights import WeightStore
 

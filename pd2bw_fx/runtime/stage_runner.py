@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pd2bw_fx.actions import Action, Kind
-from pd2bw_fx.runtime.recompute import WrittenState, other_state
 from pd2bw_fx.runtime.channel import Inbox, Outbox
 from pd2bw_fx.runtime.draws import Draws
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Handover, Link, Links
+from pd2bw_fx.runtime.recompute import WrittenState, other_state
 from pd2bw_fx.runtime.split_backward import WeightHalf, input_half, reaches
 from pd2bw_fx.runtime.weights import WeightStore
 from pd2bw_fx.source_check import uses_vary

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pd2bw_fx.runtime.ties import GradientSums, UseQuestion, start_adding, wait_for
+from pd2bw_fx.runtime.gradient_sums import GradientSums, UseQuestion, start_adding, wait_for
 
 
 @dataclass(frozen=True, slots=True)

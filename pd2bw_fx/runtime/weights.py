@@ -31,6 +31,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ParameterSpec
 from pd2bw_fx.runtime.checkpoint import Checkpoint, RankState, random_state
 from pd2bw_fx.runtime.corrections import Corrector
+from pd2bw_fx.runtime.gradient_sums import GradientSums, TiedParameter, UseQuestion, in_buckets
 from pd2bw_fx.runtime.optimizing import (
     OptimizerFactory,
     ParameterOptions,
@@ -38,7 +39,6 @@ from pd2bw_fx.runtime.optimizing import (
     SchedulerFactory,
 )
 from pd2bw_fx.runtime.slots import Slots
-from pd2bw_fx.runtime.ties import GradientSums, TiedParameter, UseQuestion, in_buckets
 from pd2bw_fx.runtime.update import Clipping, GradientNorm, LossScale, PendingUpdate, Step
 from pd2bw_fx.stage import StageProgram
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-from pd2bw_fx.runtime import ties
+from pd2bw_fx.runtime import gradient_sums
 
 
 def main() -> None:
@@ -29,13 +29,13 @@ def main() -> None:
         replicas=2,
     )
     sent: dict[int, list[tuple[str, int]]] = {}
-    start = ties.start_adding
+    start = gradient_sums.start_adding
 
     def watched(among: Any, tensor: Tensor) -> dist.Work:
         sent.setdefault(engine.updates, []).append((str(engine._runner.current), tensor.numel()))
         return start(among, tensor)
 
-    ties.start_adding = watched
+    gradient_sums.start_adding = watched
     for _ in range(4):
         engine.step(model.example_inputs(batch_size=4))
     engine.flush()
