@@ -35,9 +35,9 @@ from pd2bw_fx.runtime.groups import Groups
 from pd2bw_fx.runtime.inference import ordinary, ordinary_tensors
 from pd2bw_fx.runtime.job import Job, merged_tensors
 from pd2bw_fx.runtime.loss import Loss
+from pd2bw_fx.runtime.loss_reader import LossReader
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
-from pd2bw_fx.runtime.reading import LossReader
 from pd2bw_fx.runtime.reports import LossLog
 from pd2bw_fx.runtime.results import Results, evaluation_pieces, joined
 from pd2bw_fx.runtime.setup import make_recorder, make_runner, make_weights

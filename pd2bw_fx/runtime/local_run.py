@@ -22,6 +22,7 @@ from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Metrics, told_losses
 from pd2bw_fx.runtime.failure import how_ended
 from pd2bw_fx.runtime.job import Job
+from pd2bw_fx.runtime.loss_reader import updates_apart
 from pd2bw_fx.runtime.messages import (
     BEAT_S,
     SILENCE_S,
@@ -36,7 +37,6 @@ from pd2bw_fx.runtime.messages import (
     receive,
 )
 from pd2bw_fx.runtime.nursery import Nursery, Process
-from pd2bw_fx.runtime.reading import updates_apart
 from pd2bw_fx.runtime.stage_runner import Microbatch
 from pd2bw_fx.runtime.wire import encoded, encoded_with_code
 from pd2bw_fx.units import counted
