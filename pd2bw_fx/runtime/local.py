@@ -20,7 +20,7 @@ from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.module import require_operators
 from pd2bw_fx.passes.schedule import registered_method
 from pd2bw_fx.process_settings import ProcessSettings
-from pd2bw_fx.runtime.foreign import foreign_operators
+from pd2bw_fx.runtime.custom_operators import custom_operators
 from pd2bw_fx.runtime.groups import require_gpus
 from pd2bw_fx.runtime.job import jobs, work_for
 from pd2bw_fx.runtime.local_run import LocalRun, TrainResult
@@ -94,7 +94,9 @@ def train_local(
                 seed=drawn,
                 num_threads=threads,
                 settings=ProcessSettings.of_this_process(),
-                foreign=foreign_operators((program.source for program in job.programs), pipeline.graph.root),
+                custom_operators=custom_operators(
+                    (program.source for program in job.programs), pipeline.graph.root
+                ),
                 method=registered_method(method),
             )
             for job in prepared

@@ -15,7 +15,7 @@ from torch import Tensor
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.passes.schedule import Method
 from pd2bw_fx.process_settings import ProcessSettings
-from pd2bw_fx.runtime.foreign import ForeignOperators
+from pd2bw_fx.runtime.custom_operators import CustomOperators
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.wire import decoded
@@ -34,7 +34,7 @@ class Start:
     seed: int
     num_threads: int
     settings: ProcessSettings
-    foreign: ForeignOperators
+    custom_operators: CustomOperators
     method: Method | None  # one of the user's own
 
 

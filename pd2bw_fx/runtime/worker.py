@@ -120,7 +120,7 @@ def _work(received: list[bytes], parent: _Parent, messages: queue.SimpleQueue[An
     torch.set_num_threads(start.num_threads)
     start.settings.take_over()
     torch.manual_seed(start.seed + job.rank)
-    start.foreign.register()
+    start.custom_operators.register()
     if start.method is not None:
         register_method(start.method)
     _meet(start.rendezvous, job.rank, job.num_ranks)

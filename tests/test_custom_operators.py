@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.errors import ExportError, WorkerError
-from pd2bw_fx.runtime.foreign import foreign_operators
+from pd2bw_fx.runtime.custom_operators import custom_operators
 
 _MODULE = """
 import torch
@@ -172,13 +172,13 @@ def test_only_what_is_not_torchs_own_is_told() -> None:
         "return torch.ops.aten._softmax.default(x, 0, False)",
     ]
 
-    assert foreign_operators(lines[:1], None).modules == (__name__,)
-    assert foreign_operators(lines[:1], None).definitions == ()
-    assert foreign_operators(lines[1:], None).modules == ()
+    assert custom_operators(lines[:1], None).modules == (__name__,)
+    assert custom_operators(lines[:1], None).definitions == ()
+    assert custom_operators(lines[1:], None).modules == ()
 
 
 def test_of_an_operator_without_a_module_the_models_and_the_scripts_are_imported() -> None:
-    found = foreign_operators(["return torch.ops.unknown.operator(x)"], Negated()).modules
+    found = custom_operators(["return torch.ops.unknown.operator(x)"], Negated()).modules
 
     assert __name__ in found
     assert not any(module.partition(".")[0] in ("torch", "pd2bw_fx") for module in found)

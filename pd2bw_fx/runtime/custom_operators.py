@@ -55,7 +55,7 @@ _KEPT: list[Any] = []  # torch itself holds them weakly
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignOperators:
+class CustomOperators:
     """Modules to import, and operators to define."""
 
     modules: tuple[str, ...]
@@ -68,7 +68,7 @@ class ForeignOperators:
             definition.register()
 
 
-def foreign_operators(sources: Iterable[str], model: nn.Module | None) -> ForeignOperators:
+def custom_operators(sources: Iterable[str], model: nn.Module | None) -> CustomOperators:
     """What the stages of these sources call by `torch.ops`, as it is known in this process.
 
     Of an operator that was not defined by `custom_op` the namespace is taken for the name of its module, as
@@ -90,7 +90,7 @@ def foreign_operators(sources: Iterable[str], model: nn.Module | None) -> Foreig
         elif namespace not in NAMESPACES_OF_TORCH:
             known = list(_to_import([module])) or list(_to_import(_holders(namespace, name)))
             modules |= dict.fromkeys(known or _to_import([*_modules_of(model), *_imported_by_the_script()]))
-    return ForeignOperators(tuple(modules), tuple(definitions))
+    return CustomOperators(tuple(modules), tuple(definitions))
 
 
 def _holders(namespace: str, name: str) -> Iterator[str]:
