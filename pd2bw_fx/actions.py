@@ -99,7 +99,7 @@ def require_microbatches(microbatches_per_update: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RunRequest:
     """How a plan is to be run: None is as it was planned. `replicas`: for each stage, or one for all."""
 
     method: str | None = None

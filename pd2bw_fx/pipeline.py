@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from torch import Tensor, nn
 
-from pd2bw_fx.actions import Schedule, Shape, Wanted
+from pd2bw_fx.actions import RunRequest, Schedule, Shape
 from pd2bw_fx.arguments import plain, require_choice, require_kind, require_path, require_whole_number
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
@@ -299,7 +299,7 @@ class Pipeline:
         """
         return simulated(
             self,
-            Wanted(method, microbatches_per_update, slack, replicas, vertical_sync),
+            RunRequest(method, microbatches_per_update, slack, replicas, vertical_sync),
             num_updates=num_updates,
             cluster=self.cluster if cluster is None else Cluster.of(cluster),
             **options,
@@ -323,12 +323,12 @@ class Pipeline:
         """
         return simulated_peak_bytes(self, timeline)
 
-    def shape(self, wanted: Wanted | None = None) -> Shape:
+    def shape(self, wanted: RunRequest | None = None) -> Shape:
         """What the schedule is built for, as it was planned or as it is wanted.
 
         zb-auto searches with the plan's times where it is not as it was planned.
         """
-        return shape_for(self, wanted or Wanted(), self.plan)
+        return shape_for(self, wanted or RunRequest(), self.plan)
 
     def report(self, path: str | Path, *, metrics: Metrics | None = None) -> None:
         """Write one HTML page that needs no network: the plan, its graph, its time and memory, its code.

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pd2bw_fx.actions import Shape, Wanted, require_microbatches
+from pd2bw_fx.actions import RunRequest, Shape, require_microbatches
 from pd2bw_fx.arguments import plain, require_kind, require_replicas, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import MemoryModel
@@ -27,7 +27,7 @@ _MOST_MICROBATCHES = 1_000_000  # of all updates together: on two stages the bet
 
 def simulated(
     pipeline: Pipeline,
-    wanted: Wanted,
+    wanted: RunRequest,
     *,
     num_updates: int | None,
     cluster: Cluster,
@@ -38,7 +38,7 @@ def simulated(
     num_updates = plain(num_updates)
     if num_updates is not None:
         require_whole_number("num_updates", num_updates)
-    if num_updates is not None or wanted != Wanted():
+    if num_updates is not None or wanted != RunRequest():
         method = wanted.method or plan.method
         if method_of(method).placing is Placing.WHOLE and plan.num_stages > 1:
             wanted = replace(wanted, replicas=wanted.replicas or plan.num_stages)
@@ -72,7 +72,7 @@ def simulated_peak_bytes(pipeline: Pipeline, timeline: Timeline) -> tuple[int, .
     return peak_memory_bytes(timeline, plan, _memory_model(pipeline))
 
 
-def shape_for(pipeline: Pipeline, wanted: Wanted, plan: Plan) -> Shape:
+def shape_for(pipeline: Pipeline, wanted: RunRequest, plan: Plan) -> Shape:
     """What the method's schedule is built for on a plan of the pipeline's stages."""
     method, slack, replicas = wanted.method or plan.method, wanted.slack, wanted.replicas
     m = wanted.microbatches_per_update

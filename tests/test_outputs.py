@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
-from pd2bw_fx.actions import Wanted
+from pd2bw_fx.actions import RunRequest
 from pd2bw_fx.runtime.job import Job, jobs, work_for
 from pd2bw_fx.runtime.results import evaluation_pieces, joined
 from tests.programs.returns_more import Autoencoder, sgd
@@ -150,7 +150,7 @@ class OfOneSize(nn.Module):
 
 def _job(model: nn.Module, batch: Tensor) -> Job:
     pipe = pd2bw_fx.split(model, (batch,), cluster=2, num_stages=2, costs="analytic", check=False)
-    return jobs(pipe, work_for(pipe, Wanted(microbatches_per_update=4)))[0]
+    return jobs(pipe, work_for(pipe, RunRequest(microbatches_per_update=4)))[0]
 
 
 def test_outputs_of_a_model_of_one_size(batches: list[Tensor]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import pd2bw_fx
-from pd2bw_fx.actions import Wanted
+from pd2bw_fx.actions import RunRequest
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime.job import jobs, work_for
 
@@ -31,7 +31,7 @@ def test_every_rank_has_a_gpu_of_its_own(
     options = {"cluster": gpus, "method": method, "microbatches_per_update": 4, **split}
     pipe = pd2bw_fx.split(model, model.example_inputs(), costs="analytic", check=False, **options)
 
-    made = jobs(pipe, work_for(pipe, Wanted(method, 4, 0.0, replicas, False)))
+    made = jobs(pipe, work_for(pipe, RunRequest(method, 4, 0.0, replicas, False)))
 
     assert [job.device.index for job in made] == expected
     assert {job.device.ranks_of_host for job in made} == {len(expected)}

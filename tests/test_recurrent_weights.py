@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import pd2bw_fx
 from pd2bw_fx import program
-from pd2bw_fx.actions import Wanted
+from pd2bw_fx.actions import RunRequest
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.job import jobs, work_for
 from pd2bw_fx.runtime.options import EngineOptions
@@ -46,7 +46,7 @@ def test_an_optimizer_steps_the_weights_that_a_recurrent_layer_computes_with(
     expected = train_reference(model, batches, optimizer=SGD, microbatches_per_update=2)
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", moved_as_by_cudnn)
 
-    (job,) = jobs(pipe, work_for(pipe, Wanted("2bw", 2, 0.0, None, False)))
+    (job,) = jobs(pipe, work_for(pipe, RunRequest("2bw", 2, 0.0, None, False)))
     with Engine(job, EngineOptions(optimizer=SGD)) as engine:
         losses = [float(engine.step(batch)) for batch in batches]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import pd2bw_fx
-from pd2bw_fx.actions import Action, Kind, Schedule, Shape, Wanted
+from pd2bw_fx.actions import Action, Kind, RunRequest, Schedule, Shape
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import InputError, ScheduleError
 from pd2bw_fx.models import build as build_model
@@ -147,7 +147,9 @@ def test_automatic_slack_goes_as_far_as_two_versions_allow(
     timeline = planned.simulate(num_updates=6, slack="auto")
 
     assert timeline.in_flight_peak == in_flight
-    assert work_for(planned, Wanted(slack="auto")).shape.slack == pytest.approx((in_flight[0] - d) / (d - 1))
+    assert work_for(planned, RunRequest(slack="auto")).shape.slack == pytest.approx(
+        (in_flight[0] - d) / (d - 1)
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])

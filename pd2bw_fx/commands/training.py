@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from pd2bw_fx.actions import Wanted
+from pd2bw_fx.actions import RunRequest
 from pd2bw_fx.commands.common import (
     called,
     check_folder,
@@ -168,7 +168,7 @@ def _train(options: argparse.Namespace) -> int:
 def _train_here(options: argparse.Namespace) -> int:
     """Split once, and have torchrun's launcher start one process for each rank."""
     pipe = named_pipeline(options)
-    wanted = Wanted(options.method, options.microbatches, "auto", options.replicas)
+    wanted = RunRequest(options.method, options.microbatches, "auto", options.replicas)
     num_ranks = work_for(pipe, wanted).num_ranks
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         pipe.save(Path(folder) / "pipeline")

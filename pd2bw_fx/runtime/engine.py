@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pd2bw_fx.actions import Wanted
+from pd2bw_fx.actions import RunRequest
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.action_stream import ActionStream
@@ -184,7 +184,7 @@ class Engine:
         """
         with told_to_launcher():
             chosen = EngineOptions.of({"optimizer": optimizer, **options}, "silence_s")
-            wanted = Wanted(method, microbatches_per_update, slack, replicas, vertical_sync)
+            wanted = RunRequest(method, microbatches_per_update, slack, replicas, vertical_sync)
             world = World(timeout_s=chosen.timeout_s, silence_s=silence_s)
         try:
             with world.watch, ordinary_tensors():

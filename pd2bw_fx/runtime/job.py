@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pd2bw_fx.actions import Shape, Wanted
+from pd2bw_fx.actions import RunRequest, Shape
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec, TensorSpec
@@ -147,7 +147,7 @@ class Job:
         return f"rank {rank} ({self.described(rank)})"
 
 
-def work_for(pipeline: Pipeline, wanted: Wanted) -> Work:
+def work_for(pipeline: Pipeline, wanted: RunRequest) -> Work:
     """What a pipeline, and what a user wants otherwise than it was planned, come to.
 
     Raises InputError for a method that does not train, and for numbers that do not go with the method;

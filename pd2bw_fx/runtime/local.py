@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pd2bw_fx.actions import Wanted
+from pd2bw_fx.actions import RunRequest
 from pd2bw_fx.arguments import plain, require_function, require_kind, require_whole_number
 from pd2bw_fx.cluster import cores_each
 from pd2bw_fx.errors import InputError, WorkerError
@@ -64,7 +64,7 @@ def train_local(
     pipeline has the weights so far; a second Ctrl-C does not wait for them.
     """
     require_no_worker("train_local")
-    wanted = Wanted(method, microbatches_per_update, slack, replicas, vertical_sync)
+    wanted = RunRequest(method, microbatches_per_update, slack, replicas, vertical_sync)
     work = work_for(pipeline, wanted)
     prepared = jobs(pipeline, work)
     for program in pipeline.programs:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported later, its defaults would keep the world of that time
 from torch import Tensor
 
-from pd2bw_fx.actions import Wanted
+from pd2bw_fx.actions import RunRequest
 from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
 from pd2bw_fx.runtime.failure import first_line, forget, translated
 from pd2bw_fx.runtime.job import Job, Planned, Work, jobs, work_for
@@ -117,7 +117,7 @@ def _initialise(meeting: Meeting, timeout_s: float) -> None:
         ) from error
 
 
-def job_of_this_rank(pipeline: Pipeline | None, wanted: Wanted) -> Job:
+def job_of_this_rank(pipeline: Pipeline | None, wanted: RunRequest) -> Job:
     """Rank 0 sends every rank its job, or the error that all of them raise.
 
     One rank after another: beside the model rank 0 holds its own job and one more, not all of them.
@@ -159,7 +159,7 @@ def _received_job() -> Job:
     return job
 
 
-def _checked_work(pipeline: Pipeline, world_size: int, wanted: Wanted) -> Work:
+def _checked_work(pipeline: Pipeline, world_size: int, wanted: RunRequest) -> Work:
     """Where the number of processes is wrong too, that is said first."""
     try:
         work = work_for(pipeline, wanted)
