@@ -323,12 +323,12 @@ class Pipeline:
         """
         return simulated_peak_bytes(self, timeline)
 
-    def shape(self, wanted: RunRequest | None = None) -> Shape:
-        """What the schedule is built for, as it was planned or as it is wanted.
+    def shape(self, request: RunRequest | None = None) -> Shape:
+        """What the schedule is built for, as it was planned or as it is request.
 
         zb-auto searches with the plan's times where it is not as it was planned.
         """
-        return shape_for(self, wanted or RunRequest(), self.plan)
+        return shape_for(self, request or RunRequest(), self.plan)
 
     def report(self, path: str | Path, *, metrics: Metrics | None = None) -> None:
         """Write one HTML page that needs no network: the plan, its graph, its time and memory, its code.

@@ -52,7 +52,7 @@ class _Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _ProbeTransport:
     """How tensors go between ranks, as they do in training: on the device, or over the host's memory."""
 
     group: dist.ProcessGroup
@@ -88,7 +88,7 @@ def probe(kind: str, *, tolerance: float = 0.1, sizes: Sequence[int] = SIZES) ->
     with translated(None):
         dist.all_gather_object(seen, own)
         groups = Groups(dist.get_world_size(), _TIMEOUT_S, device=device)
-        links = _fitted_links(_Way(groups.of_all(), device, groups.wire), sizes)
+        links = _fitted_links(_ProbeTransport(groups.of_all(), device, groups.wire), sizes)
         groups.close()
     return _cluster(seen, links, tolerance)
 
@@ -163,34 +163,36 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _fitted_links(way: _Way, sizes: Sequence[int]) -> dict[tuple[int, int], tuple[float, float]]:
+def _fitted_links(
+    transport: _ProbeTransport, sizes: Sequence[int]
+) -> dict[tuple[int, int], tuple[float, float]]:
     """Latency and bandwidth of each link.
 
     Where one gave no line, all are timed again, and the shortest of all times count: on a machine where
     something else computes on every core, most messages wait for a turn of the scheduler, which is as long
     for few bytes as for many. Every rank has the times of all, so that all do the same.
     """
-    seconds = _links(way, sizes, _lower_quartile)
+    seconds = _links(transport, sizes, _lower_quartile)
     for _ in range(_MORE_TRIES):
         try:
             return {pair: _fitted(pair, sizes, points) for pair, points in seconds.items()}
         except ClusterError:
-            again = _links(way, sizes, min)
+            again = _links(transport, sizes, min)
             seconds = {pair: list(map(min, points, again[pair])) for pair, points in seconds.items()}
     return {pair: _fitted(pair, sizes, points) for pair, points in seconds.items()}
 
 
 def _links(
-    way: _Way, sizes: Sequence[int], summary: Callable[[Sequence[float]], float]
+    transport: _ProbeTransport, sizes: Sequence[int], summary: Callable[[Sequence[float]], float]
 ) -> dict[tuple[int, int], list[float]]:
     """Seconds for each size there and a few bytes back, by (sender, receiver), each the summary of many."""
     rank, count = dist.get_rank(), dist.get_world_size()
-    buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=way.device) for num_bytes in sizes]
+    buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=transport.device) for num_bytes in sizes]
     own: dict[tuple[int, int], list[float]] = {}
     for first, second in itertools.combinations(range(count), 2):
         if rank in (first, second):
             other = second if rank == first else first
-            samples = _to_and_fro(way, buffers, other, goes_first=rank == first)
+            samples = _to_and_fro(transport, buffers, other, goes_first=rank == first)
             own[rank, other] = [summary(each[2:]) for each in samples]  # the first ones open the connection
         dist.barrier()
     gathered = [own] * count
@@ -198,22 +200,24 @@ def _links(
     return {pair: seconds for part in gathered for pair, seconds in part.items()}
 
 
-def _to_and_fro(way: _Way, buffers: Sequence[Tensor], other: int, *, goes_first: bool) -> list[list[float]]:
+def _to_and_fro(
+    transport: _ProbeTransport, buffers: Sequence[Tensor], other: int, *, goes_first: bool
+) -> list[list[float]]:
     """Seconds of each buffer to the other rank, time after time; both directions in turns."""
-    answer = torch.zeros(8, dtype=torch.uint8, device=way.device)
+    answer = torch.zeros(8, dtype=torch.uint8, device=transport.device)
     samples: list[list[float]] = [[] for _ in buffers]
     for sends in (goes_first, not goes_first) * _ROUNDS:
         for buffer, own in zip(buffers, samples, strict=True):
             if sends:
                 _wait(buffer.device)
                 began = time.perf_counter()
-                way.send(buffer, other)
-                way.receive(answer, other)
+                transport.send(buffer, other)
+                transport.receive(answer, other)
                 _wait(buffer.device)
                 own.append(time.perf_counter() - began)
             else:
-                way.receive(buffer, other)
-                way.send(answer, other)
+                transport.receive(buffer, other)
+                transport.send(answer, other)
     return samples
 
 

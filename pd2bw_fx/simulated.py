@@ -27,7 +27,7 @@ _MOST_MICROBATCHES = 1_000_000  # of all updates together: on two stages the bet
 
 def simulated(
     pipeline: Pipeline,
-    wanted: RunRequest,
+    request: RunRequest,
     *,
     num_updates: int | None,
     cluster: Cluster,
@@ -38,12 +38,12 @@ def simulated(
     num_updates = plain(num_updates)
     if num_updates is not None:
         require_whole_number("num_updates", num_updates)
-    if num_updates is not None or wanted != RunRequest():
-        method = wanted.method or plan.method
+    if num_updates is not None or request != RunRequest():
+        method = request.method or plan.method
         if method_of(method).placing is Placing.WHOLE and plan.num_stages > 1:
-            wanted = replace(wanted, replicas=wanted.replicas or plan.num_stages)
+            request = replace(request, replicas=request.replicas or plan.num_stages)
             plan = _in_one_stage(pipeline)
-        shape = shape_for(pipeline, replace(wanted, method=method), plan)
+        shape = shape_for(pipeline, replace(request, method=method), plan)
         count = len(pipeline.schedule.updates) if num_updates is None else num_updates
         if count * shape.microbatches_per_update > _MOST_MICROBATCHES:
             raise InputError(
@@ -72,10 +72,10 @@ def simulated_peak_bytes(pipeline: Pipeline, timeline: Timeline) -> tuple[int, .
     return peak_memory_bytes(timeline, plan, _memory_model(pipeline))
 
 
-def shape_for(pipeline: Pipeline, wanted: RunRequest, plan: Plan) -> Shape:
+def shape_for(pipeline: Pipeline, request: RunRequest, plan: Plan) -> Shape:
     """What the method's schedule is built for on a plan of the pipeline's stages."""
-    method, slack, replicas = wanted.method or plan.method, wanted.slack, wanted.replicas
-    m = wanted.microbatches_per_update
+    method, slack, replicas = request.method or plan.method, request.slack, request.replicas
+    m = request.microbatches_per_update
     m = plan.microbatches_per_update if m is None else m
     require_microbatches(m)
     if slack != "auto":
@@ -89,7 +89,7 @@ def shape_for(pipeline: Pipeline, wanted: RunRequest, plan: Plan) -> Shape:
         plan is not pipeline.plan
         or slack not in (0.0, planned_slack)
         or replicas
-        or wanted.vertical_sync
+        or request.vertical_sync
         or method != plan.method
     )
     if own is not None and not is_another and m == own.microbatches_per_update:
@@ -101,7 +101,7 @@ def shape_for(pipeline: Pipeline, wanted: RunRequest, plan: Plan) -> Shape:
         microbatches_per_update=m,
         slack=slack,
         replicas=None if counts is None else tuple(counts),
-        vertical_sync=wanted.vertical_sync,
+        vertical_sync=request.vertical_sync,
     )
 
 

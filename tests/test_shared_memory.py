@@ -13,13 +13,13 @@ import torch
 import pd2bw_fx
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime.reference import train_reference
-from pd2bw_fx.runtime.shared_memory import NO_PLACE, SharedPlaces
+from pd2bw_fx.runtime.shared_memory import NO_BUFFER, SharedBuffers
 from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files without a name are Linux's")
 
 
-def test_links_carry_the_same_with_and_without_a_free_place(tmp_path: Path) -> None:
+def test_links_carry_the_same_with_and_without_a_free_buffer(tmp_path: Path) -> None:
     ran = torchrun(2, "transport.py", tmp_path / "result.json")
 
     assert ran.returncode == 0, ran.stderr[-2000:]
@@ -27,15 +27,15 @@ def test_links_carry_the_same_with_and_without_a_free_place(tmp_path: Path) -> N
     assert told == {"reach": [0], "differing": [], "shared": [1, 2, 3, 5, 6], "late": True}
 
 
-def test_places_are_given_out_until_none_is_free() -> None:
-    sender = SharedPlaces.make(torch.float32, (10, 100))
-    receiver = SharedPlaces.attach(sender.ticket, torch.float32, (10, 100))
+def test_buffers_are_given_out_until_none_is_free() -> None:
+    sender = SharedBuffers.make(torch.float32, (10, 100))
+    receiver = SharedBuffers.attach(sender.ticket, torch.float32, (10, 100))
     tensors = [torch.randn(10, 100) for _ in range(4)]
 
-    places = [sender.put(tensor) for tensor in tensors]
-    taken = receiver.take(places[1])
+    buffers = [sender.put(tensor) for tensor in tensors]
+    taken = receiver.take(buffers[1])
 
-    assert places == [0, 1, 2, NO_PLACE]
+    assert buffers == [0, 1, 2, NO_BUFFER]
     assert torch.equal(taken, tensors[1])
     assert sender.put(tensors[3]) == 1
 

@@ -168,8 +168,8 @@ def _train(options: argparse.Namespace) -> int:
 def _train_here(options: argparse.Namespace) -> int:
     """Split once, and have torchrun's launcher start one process for each rank."""
     pipe = named_pipeline(options)
-    wanted = RunRequest(options.method, options.microbatches, "auto", options.replicas)
-    num_ranks = work_for(pipe, wanted).num_ranks
+    request = RunRequest(options.method, options.microbatches, "auto", options.replicas)
+    num_ranks = work_for(pipe, request).num_ranks
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         pipe.save(Path(folder) / "pipeline")
         words = _words(options, Path(folder) / "pipeline")

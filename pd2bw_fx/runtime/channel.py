@@ -25,7 +25,7 @@ from torch import Tensor
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import dtype_name
 from pd2bw_fx.runtime.failure import translated
-from pd2bw_fx.runtime.shared_memory import NO_PLACE, Notes, SharedPlaces
+from pd2bw_fx.runtime.shared_memory import NO_BUFFER, Notes, SharedBuffers
 from pd2bw_fx.strides import Order, order_of, packed, packed_shape, unpacked
 
 _DTYPES = (
@@ -93,7 +93,7 @@ class Route:
         with translated(self.peer):
             work.wait()
 
-    def place(self, notes: Notes, microbatch: int, position: int) -> int:
+    def shared_buffer(self, notes: Notes, microbatch: int, position: int) -> int:
         """Wait until a tensor is in shared memory, or is not going to be."""
         with translated(self.peer):
             return notes.take(microbatch, position, timeout_s=self.timeout_s)
@@ -104,7 +104,7 @@ Layout = tuple[Entry | None, ...]  # None: a value that is not sent
 Orders = tuple[Order, ...]
 Ticket = tuple[int, int, int]  # a process, and its descriptors of memory and of notes
 _NO_TICKET: Ticket = (0, 0, 0)
-Shared = dict[tuple[Hashable, int], SharedPlaces]  # by size of the microbatch, and position of the value
+Shared = dict[tuple[Hashable, int], SharedBuffers]  # by size of the microbatch, and position of the value
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class Outbox:
             self._notes = Notes.make()
             for position, (entry, order) in enumerate(zip(layout, orders, strict=True), start=1):
                 if entry is not None and 0 not in entry[1]:
-                    self._shared[size, position] = SharedPlaces.make(entry[0], packed_shape(entry[1], order))
+                    self._shared[size, position] = SharedBuffers.make(entry[0], packed_shape(entry[1], order))
         self._agreed[size] = layout
         tickets = [
             (*shared.ticket, self._notes[0].ticket[1])
@@ -180,9 +180,9 @@ class Outbox:
         if at not in self._shared:
             return False
         assert self._notes is not None
-        place = self._shared[at].put(tensor)
-        self._notes[1].put(microbatch, at[1], place)
-        return place != NO_PLACE
+        buffer = self._shared[at].put(tensor)
+        self._notes[1].put(microbatch, at[1], buffer)
+        return buffer != NO_BUFFER
 
     def settle(self, microbatch: int | None = None) -> None:
         """Wait until everything, or everything up to a microbatch, has been received."""
@@ -287,7 +287,7 @@ class Inbox:
             process, memory, notes = row[-3:]
             if entry is not None and process:
                 with translated(self.route.peer):  # it may have ended meanwhile
-                    self._shared[size, position] = SharedPlaces.attach((process, memory), *entry)
+                    self._shared[size, position] = SharedBuffers.attach((process, memory), *entry)
                     self._notes = self._notes or Notes.attach((process, notes))
         if any(row[-3] for row in header):
             self.route.wait(
@@ -300,9 +300,9 @@ class Inbox:
             buffer = posted.buffers[position - 1]
             return None if buffer is None else posted.route.taken(buffer)
         assert self._notes is not None
-        place = self.route.place(self._notes, microbatch, position)
-        if place != NO_PLACE:
-            return shared.take(place).to(self.route.device)  # a GPU beside a rank that computes on the CPU
+        buffer = self.route.shared_buffer(self._notes, microbatch, position)
+        if buffer != NO_BUFFER:
+            return shared.take(buffer).to(self.route.device)  # a GPU beside a rank that computes on the CPU
         entry = self._agreed[posted.size][position - 1]
         assert entry is not None
         tensor = torch.empty(entry[1], dtype=entry[0])  # the tensor itself follows

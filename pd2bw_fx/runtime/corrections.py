@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.runtime.slots import Flat, Place
+from pd2bw_fx.runtime.slots import Flat, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class Corrector:
         self.newest: Flat = {}
         self._change: Flat = {}  # of the last update, or the running mean; for what looks ahead or back by it
 
-    def watch(self, seen: Flat, places: Mapping[str, Place]) -> None:
-        """`seen` is the slot that modules compute with, laid out in `places`."""
+    def watch(self, seen: Flat, spans: Mapping[str, Span]) -> None:
+        """`seen` is the slot that modules compute with, laid out in `spans`."""
         self._seen = seen
-        self._places = places
+        self._spans = spans
         goes_back = self._pipemare is not None and self._pipemare.decay is not None
         if self._delay == 0 or (self._prediction is None and not goes_back):
             self.newest = seen
@@ -152,12 +152,12 @@ class Corrector:
 
     def state(self) -> dict[str, Tensor]:
         """What a correction remembers, by parameter."""
-        return {name: place.view(self._change) for name, place in self._places.items() if self._change}
+        return {name: span.view(self._change) for name, span in self._spans.items() if self._change}
 
     def load(self, kept: Mapping[str, Tensor], updates: int) -> None:
-        for name, place in self._places.items():
+        for name, span in self._spans.items():
             if name in kept and self._change:
-                place.view(self._change).copy_(kept[name])
+                span.view(self._change).copy_(kept[name])
         self._updates = updates
         if self.newest is not self._seen:
             for dtype, flat in self._seen.items():
@@ -195,10 +195,10 @@ class Corrector:
             for parameter in group["params"]
             if optimizer is not None
         }
-        for place in self._places.values():
-            lr, velocity = velocities.get(place.view(self.newest).data_ptr(), (0.0, None))
+        for span in self._spans.values():
+            lr, velocity = velocities.get(span.view(self.newest).data_ptr(), (0.0, None))
             if velocity is not None:
-                place.view(self._seen).add_(velocity, alpha=-lr * self._delay)
+                span.view(self._seen).add_(velocity, alpha=-lr * self._delay)
 
     def _compensate(self, optimizer: Optimizer) -> None:
         """From w - lr v, which SGD has made, to w - lr (a v + b g)."""

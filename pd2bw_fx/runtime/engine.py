@@ -184,12 +184,12 @@ class Engine:
         """
         with told_to_launcher():
             chosen = EngineOptions.of({"optimizer": optimizer, **options}, "silence_s")
-            wanted = RunRequest(method, microbatches_per_update, slack, replicas, vertical_sync)
+            request = RunRequest(method, microbatches_per_update, slack, replicas, vertical_sync)
             world = World(timeout_s=chosen.timeout_s, silence_s=silence_s)
         try:
             with world.watch, ordinary_tensors():
                 with told_to_launcher():
-                    job = job_of_this_rank(pipeline, wanted)
+                    job = job_of_this_rank(pipeline, request)
                 with share_failure(job.rank, job.described(), "making its engine", world.watch.lost):
                     engine = cls(job, chosen)
         except BaseException:

@@ -25,8 +25,8 @@ from pd2bw_fx.runtime.failure import translated
 Backend = Literal["auto", "gloo", "nccl"]
 
 
-class Way(NamedTuple):
-    """What one stage sends to another in one direction (`back`: gradients), from a rank to a rank."""
+class DirectedLink(NamedTuple):
+    """One direction between two stages (`back`: the one of gradients), from one rank to another."""
 
     sender: int
     receiver: int
@@ -60,7 +60,7 @@ class Groups:
 
     @property
     def wire(self) -> torch.device:
-        """Where what goes over links is, on its way."""
+        """Where what goes over links is, on its link."""
         return self._device if self.is_nccl else torch.device("cpu")
 
     def of_all(self) -> dist.ProcessGroup:
@@ -76,26 +76,26 @@ class Groups:
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         return group
 
-    def of_links(self, own: Iterable[Way]) -> Mapping[Way, dist.ProcessGroup]:
-        """A group for each of this rank's ways.
+    def of_links(self, own: Iterable[DirectedLink]) -> Mapping[DirectedLink, dist.ProcessGroup]:
+        """A group for each of this rank's directed links.
 
-        gloo tells messages apart by their tags and has a thread for every group that wakes a hundred times a
-        second: there, `control` does for all. nccl carries out what it is given on a group in its order (a
-        send waits behind a receive), and knows no tags: each way has a group of its own. Both of its ranks
-        stand still until they have first used it, which they do here, all in one order: at work each would
-        wait for the other at another one.
+        gloo tells messages apart by their tags, and each of its groups has a thread that wakes a hundred
+        times a second: `control` carries all links. nccl knows no tags and works through a group's calls in
+        order, so that a send waits behind a receive: each directed link has a group of its own. The first
+        use of such a group blocks both of its ranks until the other one has come. It is made here, in one
+        order for all: during training two ranks could each wait for the other at a different link.
         """
         if not self.is_nccl:
             return dict.fromkeys(own, self.control)
         everyone: list[Any] = [None] * len(self._ranks)
         with translated(None):
             dist.all_gather_object(everyone, list(own), group=self.control)
-        made: dict[Way, dist.ProcessGroup] = {}
-        for way in sorted({Way(*way) for ways in everyone for way in ways}):
-            group = self._new(sorted((way.source, way.target)), "nccl")
-            if dist.get_rank() in (way.source, way.target):
-                made[way] = group
-                self._use(way, group)
+        made: dict[DirectedLink, dist.ProcessGroup] = {}
+        for link in sorted({DirectedLink(*link) for links in everyone for link in links}):
+            group = self._new(sorted((link.source, link.target)), "nccl")
+            if dist.get_rank() in (link.source, link.target):
+                made[link] = group
+                self._use(link, group)
         torch.cuda.synchronize(self._device)
         return made
 
@@ -112,14 +112,14 @@ class Groups:
             self._made.append(group)
         return group
 
-    def _use(self, way: Way, group: dist.ProcessGroup) -> None:
+    def _use(self, link: DirectedLink, group: dist.ProcessGroup) -> None:
         token = torch.zeros(1, device=self._device)
-        if dist.get_rank() == way.source:
-            with translated(way.target):
-                dist.send(token, way.target, group=group)
+        if dist.get_rank() == link.source:
+            with translated(link.target):
+                dist.send(token, link.target, group=group)
         else:
-            with translated(way.source):
-                dist.recv(token, way.source, group=group)
+            with translated(link.source):
+                dist.recv(token, link.source, group=group)
 
     def _chosen(self, wanted: Backend) -> bool:
         everyone: list[Any] = [None] * len(self._ranks)

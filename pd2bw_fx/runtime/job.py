@@ -134,8 +134,8 @@ class Job:
 
     def inputs(self) -> tuple[str, ...]:
         """The model's inputs that this rank's stages read."""
-        wanted = {port.value: None for p in self.programs for port in p.inputs if port.source is None}
-        return tuple(wanted)
+        values = {port.value: None for p in self.programs for port in p.inputs if port.source is None}
+        return tuple(values)
 
     def described(self, rank: int | None = None) -> str:
         """The stages of this rank, or of another."""
@@ -147,21 +147,21 @@ class Job:
         return f"rank {rank} ({self.described(rank)})"
 
 
-def work_for(pipeline: Pipeline, wanted: RunRequest) -> Work:
+def work_for(pipeline: Pipeline, request: RunRequest) -> Work:
     """What a pipeline, and what a user wants otherwise than it was planned, come to.
 
     Raises InputError for a method that does not train, and for numbers that do not go with the method;
     ScheduleError for a schedule that cannot be run.
     """
-    name = pipeline.plan.method if wanted.method is None else wanted.method
+    name = pipeline.plan.method if request.method is None else request.method
     if name not in METHODS or not METHODS[name].trains:
         trained = ", ".join(known for known, rules in METHODS.items() if rules.trains)
         what = "does not train" if name in METHODS else "is unknown"
         raise InputError(f"method {name!r} {what}; expected one of {trained}")
     rules = method_of(name)
-    if isinstance(wanted.replicas, int) and wanted.replicas < 1:
-        raise InputError(f"replicas={wanted.replicas}; at least one process for each stage was expected")
-    shape = pipeline.shape(replace(wanted, replicas=None) if wanted.replicas == 1 else wanted)
+    if isinstance(request.replicas, int) and request.replicas < 1:
+        raise InputError(f"replicas={request.replicas}; at least one process for each stage was expected")
+    shape = pipeline.shape(replace(request, replicas=None) if request.replicas == 1 else request)
     _require_runnable(rules, shape)
     return Work(rules.name, shape)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pd2bw_fx.runtime.channel import TAGS_A_LINK, Inbox, Outbox, Route
-from pd2bw_fx.runtime.groups import Way
+from pd2bw_fx.runtime.groups import DirectedLink
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.stage import Port, StageProgram
 
@@ -97,7 +97,7 @@ class Connections:
     that moves what is on the host."""
 
     job: Job
-    groups: Mapping[Way, dist.ProcessGroup]
+    groups: Mapping[DirectedLink, dist.ProcessGroup]
     control: dist.ProcessGroup
     device: torch.device
     wire: torch.device
@@ -124,7 +124,7 @@ class Connections:
             if rank == self.job.rank:
                 ends[rank] = self._handover(sender, own, back)
             else:
-                ends[rank] = Inbox(self._route(Way(sender, own, back, rank, self.job.rank)), values)
+                ends[rank] = Inbox(self._route(DirectedLink(sender, own, back, rank, self.job.rank)), values)
         return Link(values, sender, self.job, ends)
 
     def _outgoing(
@@ -136,30 +136,30 @@ class Connections:
             if rank == self.job.rank:
                 ends[rank] = self._handover(own, receiver, back)
             else:
-                way = Way(own, receiver, back, self.job.rank, rank)
-                ends[rank] = Outbox(self._route(way), values, window)
+                link = DirectedLink(own, receiver, back, self.job.rank, rank)
+                ends[rank] = Outbox(self._route(link), values, window)
         return Link(values, receiver, self.job, ends)
 
     def _handover(self, sender: int, receiver: int, back: bool) -> Handover:
         return self._handovers.setdefault((sender, receiver, back), Handover())
 
-    def _route(self, way: Way) -> Route:
+    def _route(self, link: DirectedLink) -> Route:
         """The tags of a link are its own among all those between the same two ranks."""
         theirs, mine = (
             self.job.work.rules.stages_of(self.job.shape, self.job.ranks.index(rank))
-            for rank in (way.source, way.target)
+            for rank in (link.source, link.target)
         )
-        number = theirs.index(way.sender) * len(mine) + mine.index(way.receiver)
+        number = theirs.index(link.sender) * len(mine) + mine.index(link.receiver)
         # The two directions may share a group with each other and with tags below those of any link.
-        first_tag = (1 + 2 * number + way.back) * TAGS_A_LINK
-        peer = way.source if way.target == self.job.rank else way.target
+        first_tag = (1 + 2 * number + link.back) * TAGS_A_LINK
+        peer = link.source if link.target == self.job.rank else link.target
         shares = peer in self.in_reach and self.device.type == "cpu"
         host = torch.device("cpu")
         by_host = Route(peer, self.control, self.device, host, first_tag, shares, self.timeout_s)
-        if self.groups[way] is self.control:
+        if self.groups[link] is self.control:
             return by_host
         return replace(
-            by_host, group=self.groups[way], wire=self.wire, receiving=self.receiving, by_host=by_host
+            by_host, group=self.groups[link], wire=self.wire, receiving=self.receiving, by_host=by_host
         )
 
     @property
@@ -182,15 +182,19 @@ class Connections:
         return rules.in_flight(shape, receiver) - rules.in_flight(shape, own) + 1
 
 
-def ways_of(job: Job) -> set[Way]:
-    """All that this rank sends to others, and they to it."""
-    found: set[Way] = set()
+def directed_links(job: Job) -> set[DirectedLink]:
+    """Returns every link over which this rank sends to another one, or receives from it."""
+    found: set[DirectedLink] = set()
     for program in job.programs:
         own, (sources, targets, coming, returning) = program.stage, _values_of(program)
         for back, senders, receivers in ((False, sources, targets), (True, coming, returning)):
-            found |= {Way(s, own, back, rank, job.rank) for s, _ in senders for rank in job.ranks_of(s)}
-            found |= {Way(own, r, back, job.rank, rank) for r, _ in receivers for rank in job.ranks_of(r)}
-    return {way for way in found if way.source != way.target}
+            for sender, _ in senders:
+                found |= {DirectedLink(sender, own, back, rank, job.rank) for rank in job.ranks_of(sender)}
+            for receiver, _ in receivers:
+                found |= {
+                    DirectedLink(own, receiver, back, job.rank, rank) for rank in job.ranks_of(receiver)
+                }
+    return {link for link in found if link.source != link.target}
 
 
 _Ends = list[tuple[int, tuple[str, ...]]]  # stages, and what goes between them and this one

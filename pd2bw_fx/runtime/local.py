@@ -64,8 +64,8 @@ def train_local(
     pipeline has the weights so far; a second Ctrl-C does not wait for them.
     """
     require_no_worker("train_local")
-    wanted = RunRequest(method, microbatches_per_update, slack, replicas, vertical_sync)
-    work = work_for(pipeline, wanted)
+    request = RunRequest(method, microbatches_per_update, slack, replicas, vertical_sync)
+    work = work_for(pipeline, request)
     prepared = jobs(pipeline, work)
     for program in pipeline.programs:
         require_operators(program)

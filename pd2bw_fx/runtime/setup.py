@@ -14,7 +14,7 @@ from pd2bw_fx.runtime.failure import translated
 from pd2bw_fx.runtime.gradient_sums import join_ties
 from pd2bw_fx.runtime.groups import Groups
 from pd2bw_fx.runtime.job import Job
-from pd2bw_fx.runtime.links import Connections, ways_of
+from pd2bw_fx.runtime.links import Connections, directed_links
 from pd2bw_fx.runtime.options import Precision
 from pd2bw_fx.runtime.rank_runner import RankRunner
 from pd2bw_fx.runtime.recorder import Recorder, offset_to_first_rank
@@ -122,7 +122,7 @@ def make_runner(
         in_reach = ranks_in_reach(groups.control, job.rank, job.num_ranks)
     connections = Connections(
         job,
-        groups.of_links(ways_of(job)),
+        groups.of_links(directed_links(job)),
         groups.control,
         device,
         groups.wire,

@@ -1,11 +1,11 @@
-"""Tensors between CPU ranks of one host: through memory that both see, rather than through a socket.
+"""Tensors between CPU ranks of one host, through memory that both see rather than through a socket.
 
-    sender     copies into a free place, writes a note of it       receiver   copies out, marks the place free
-               no place is free: a note of that, then the tensor
+    sender     copies into a free buffer, writes a note of it      receiver   copies out, marks it free
+               no buffer is free: a note of that, then the tensor
 
-The memory is an open file without a name, and the notes go through a pipe: both are opened by the receiver
-through the sender's process entry, and gone when the processes end, however they end. No thread but the two
-that compute has a part in it, where a socket's has to be given a core first.
+The memory is an anonymous file and the notes go through a pipe. The receiver opens both through the sender's
+entry in /proc, and both are gone when the processes end, however they end. Only the two threads that compute
+take part; a socket's thread would first have to be given a core.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_PLACES = 3
-NO_PLACE = -1
+_NUM_BUFFERS = 3
+NO_BUFFER = -1
 _PAGE_BYTES = 4096
 _FREE, _FULL = 0, 1
 _TOKEN_BYTES = 16
@@ -34,23 +34,28 @@ _NOTE = struct.Struct("<qii")
 _NOTES_READ = 64
 
 
-class SharedPlaces:
-    """Places for `_PLACES` tensors of one type and shape. `ticket` is what another process attaches by."""
+class SharedBuffers:
+    """`_NUM_BUFFERS` buffers in shared memory, each for one tensor of the same type and shape.
+
+    `ticket` is what another process attaches by.
+    """
 
     def __init__(self, descriptor: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.ticket = os.getpid(), descriptor
         count, pitch = torch.Size(shape).numel(), _pitch(dtype, shape)
-        memory = mmap.mmap(descriptor, _PAGE_BYTES + _PLACES * pitch)
-        self._states = memoryview(memory)[: 8 * _PLACES].cast("q")
-        self._places = [
-            torch.frombuffer(memory, dtype=dtype, count=count, offset=_PAGE_BYTES + place * pitch).view(shape)
-            for place in range(_PLACES)
+        memory = mmap.mmap(descriptor, _PAGE_BYTES + _NUM_BUFFERS * pitch)
+        self._states = memoryview(memory)[: 8 * _NUM_BUFFERS].cast("q")
+        self._buffers = [
+            torch.frombuffer(memory, dtype=dtype, count=count, offset=_PAGE_BYTES + number * pitch).view(
+                shape
+            )
+            for number in range(_NUM_BUFFERS)
         ]
 
     @classmethod
     def make(cls, dtype: torch.dtype, shape: tuple[int, ...]) -> Self:
         descriptor = os.memfd_create("pd2bw_fx", os.MFD_CLOEXEC)
-        os.truncate(descriptor, _PAGE_BYTES + _PLACES * _pitch(dtype, shape))
+        os.truncate(descriptor, _PAGE_BYTES + _NUM_BUFFERS * _pitch(dtype, shape))
         made = cls(descriptor, dtype, shape)
         weakref.finalize(made, os.close, descriptor)
         return made
@@ -65,28 +70,28 @@ class SharedPlaces:
             os.close(descriptor)
 
     def put(self, tensor: Tensor) -> int:
-        """The place where the tensor is now, or NO_PLACE: none is free."""
-        for place in range(_PLACES):
-            if self._states[place] == _FREE:
-                self._places[place].copy_(tensor)
-                self._states[place] = _FULL
-                return place
-        return NO_PLACE
+        """Copies the tensor into a free buffer and returns its number, or NO_BUFFER if none is free."""
+        for number, buffer in enumerate(self._buffers):
+            if self._states[number] == _FREE:
+                buffer.copy_(tensor)
+                self._states[number] = _FULL
+                return number
+        return NO_BUFFER
 
-    def take(self, place: int) -> Tensor:
-        """A copy of what is there."""
-        taken = self._places[place].clone()
-        self._states[place] = _FREE
+    def take(self, number: int) -> Tensor:
+        """Returns a copy of the tensor in a buffer, which is free again."""
+        taken = self._buffers[number].clone()
+        self._states[number] = _FREE
         return taken
 
 
 def _pitch(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Bytes from one place to the next: whole pages."""
+    """Returns the bytes from one buffer to the next, in whole pages."""
     return -(-torch.Size(shape).numel() * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
 
 
 class Notes:
-    """A pipe that tells where tensors are: (microbatch, position among the values, place)."""
+    """A pipe that tells where tensors are: (microbatch, position among the values, number of the buffer)."""
 
     def __init__(self, descriptor: int, *, process: int) -> None:
         self.ticket = process, descriptor
@@ -107,11 +112,11 @@ class Notes:
         """Another process's end to read. Raises OSError where that cannot be looked into."""
         return cls(os.open(_entry(*ticket), os.O_RDONLY | os.O_CLOEXEC), process=ticket[0])
 
-    def put(self, microbatch: int, position: int, place: int) -> None:
-        os.write(self._descriptor, _NOTE.pack(microbatch, position, place))
+    def put(self, microbatch: int, position: int, buffer: int) -> None:
+        os.write(self._descriptor, _NOTE.pack(microbatch, position, buffer))
 
     def take(self, microbatch: int, position: int, *, timeout_s: float) -> int:
-        """The place of a tensor. Raises EOFError where the other process is gone, TimeoutError."""
+        """The buffer of a tensor. Raises EOFError where the other process is gone, TimeoutError."""
         key = microbatch, position
         while key not in self._known:
             if not self._waiting.poll(timeout_s * 1e3):
@@ -119,8 +124,8 @@ class Notes:
             read = os.read(self._descriptor, _NOTES_READ * _NOTE.size)
             if not read:
                 raise EOFError("the process at the other end is gone")
-            for number, at, place in _NOTE.iter_unpack(read):
-                self._known[number, at] = place
+            for number, at, buffer in _NOTE.iter_unpack(read):
+                self._known[number, at] = buffer
         return self._known.pop(key)
 
 
@@ -140,7 +145,7 @@ def ranks_in_reach(group: dist.ProcessGroup, rank: int, num_ranks: int) -> froze
 
 
 def _offer(token: bytes, stack: contextlib.ExitStack) -> tuple[int, int] | None:
-    # A place is given back by a plain store, which other processors may make visible before what was read.
+    # A buffer is given back by a plain store, which other processors may make visible before what was read.
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "i686"):
         return None
     descriptor = os.memfd_create("pd2bw_fx", os.MFD_CLOEXEC)

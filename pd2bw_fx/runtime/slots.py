@@ -26,7 +26,7 @@ Flat = dict[torch.dtype, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Span:
     """Where a parameter lies in the flat buffers of its type."""
 
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Place:
 class Slot:
     """One version of the rank's trainable parameters, and its stages' modules that compute with them.
 
-    A parameter that several of the rank's stages hold is one place in memory and one Parameter for each.
+    A parameter that several of the rank's stages hold is one span in memory and one Parameter for each.
     """
 
     flat: Flat
@@ -88,13 +88,13 @@ class Slots:
         held: dict[str, nn.Parameter] = {}
         for program in programs:
             held |= held_parameters(program, trees[0][program.stage])
-        self.places = _lay_out({name: p for name, p in held.items() if name in trainable})
-        self._slots = [Slot(empty_flat(self.places, device), tree) for tree in trees]
+        self.spans = _lay_out({name: p for name, p in held.items() if name in trainable})
+        self._slots = [Slot(empty_flat(self.spans, device), tree) for tree in trees]
         shared = self._shared(held)
         for slot in self._slots:
             for program in programs:
                 _share(slot.modules[program.stage], program, shared)
-                _move_in(slot, program, self.places)
+                _move_in(slot, program, self.spans)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -125,34 +125,34 @@ class Slots:
 
     def _shared(self, held: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """What exists once: buffers and frozen parameters."""
-        frozen = {name: parameter for name, parameter in held.items() if name not in self.places}
+        frozen = {name: parameter for name, parameter in held.items() if name not in self.spans}
         return {**frozen, **self.buffers()}
 
 
-def empty_flat(places: Mapping[str, Place], device: torch.device) -> Flat:
+def empty_flat(spans: Mapping[str, Span], device: torch.device) -> Flat:
     sizes: dict[torch.dtype, int] = {}
-    for place in places.values():
-        sizes[place.dtype] = max(place.end, sizes.get(place.dtype, 0))
+    for span in spans.values():
+        sizes[span.dtype] = max(span.end, sizes.get(span.dtype, 0))
     return {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
 
 
-def _lay_out(parameters: Mapping[str, nn.Parameter]) -> dict[str, Place]:
-    places, ends = dict[str, Place](), dict[torch.dtype, int]()
+def _lay_out(parameters: Mapping[str, nn.Parameter]) -> dict[str, Span]:
+    spans, ends = dict[str, Span](), dict[torch.dtype, int]()
     for name, parameter in parameters.items():
         dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
         stride = parameter.stride() if dense else parameter.contiguous().stride()
-        places[name] = Place(parameter.dtype, ends.get(parameter.dtype, 0), parameter.shape, stride)
-        ends[parameter.dtype] = places[name].end
-    return places
+        spans[name] = Span(parameter.dtype, ends.get(parameter.dtype, 0), parameter.shape, stride)
+        ends[parameter.dtype] = spans[name].end
+    return spans
 
 
-def _move_in(slot: Slot, program: StageProgram, places: Mapping[str, Place]) -> None:
+def _move_in(slot: Slot, program: StageProgram, spans: Mapping[str, Span]) -> None:
     """Give a stage's trainable parameters their values in the flat buffer; the others are frozen."""
     module = slot.modules[program.stage]
     for name, parameter in held_parameters(program, module).items():
-        parameter.requires_grad_(name in places)
-        if name in places:
-            view = places[name].view(slot.flat)
+        parameter.requires_grad_(name in spans)
+        if name in spans:
+            view = spans[name].view(slot.flat)
             view.copy_(parameter.detach())
             parameter.data = view
             slot.parameters.setdefault(name, []).append(parameter)

@@ -75,21 +75,21 @@ class WeightStore:
         self._device = device
         self._keeps_versions = keeps_versions
         self._slots = Slots(programs, tensors, trainable=set(trainable), count=num_versions, device=device)
-        self._places = self._slots.places
-        self._ties = tuple(tied for tied in ties if tied.name in self._places)
+        self._spans = self._slots.spans
+        self._ties = tuple(tied for tied in ties if tied.name in self._spans)
         self._uses_vary = uses_vary
         self._joined = joined
         self._clipping = clipping
         self._loss_scale = loss_scale
         self._corrector = corrector
         if corrector is not None:
-            corrector.watch(self._slots[0].flat, self._places)
+            corrector.watch(self._slots[0].flat, self._spans)
         self._pending: deque[PendingUpdate] = deque()
         self._steps: deque[Step] = deque(maxlen=_MOST_PENDING + 1)
         self._rates: dict[int, tuple[float, ...]] = {}  # by version, of the last
         self._norms: dict[int, GradientNorm] = {}  # where gradients are clipped
         stepped = [slot.flat if corrector is None else corrector.newest for slot in self._slots]
-        self._stepped = [{name: p.view(flat) for name, p in self._places.items()} for flat in stepped]
+        self._stepped = [{name: p.view(flat) for name, p in self._spans.items()} for flat in stepped]
         # The optimizer's parameters: stepped in the slot that is being made.
         self._aliases = {name: nn.Parameter(view) for name, view in self._stepped[0].items()}
         self._users = [0] * num_versions
@@ -357,10 +357,10 @@ class WeightStore:
         """An optimizer may give its parameters other memory (`p.data = p.data - lr * p.grad`)."""
         assert self._optimizer.optimizer is not None
         self._optimizer.optimizer.step()
-        for name, place in self._stepped[target].items():
+        for name, view in self._stepped[target].items():
             alias = self._aliases[name]
-            if alias.data_ptr() != place.data_ptr():
-                place.copy_(alias.detach())
+            if alias.data_ptr() != view.data_ptr():
+                view.copy_(alias.detach())
 
     def _taken_gradients(self) -> dict[str, Tensor]:
         """Of all slots: with one version an update, as in 2BW, one of them has everything."""

@@ -117,7 +117,7 @@ def _initialise(meeting: Meeting, timeout_s: float) -> None:
         ) from error
 
 
-def job_of_this_rank(pipeline: Pipeline | None, wanted: RunRequest) -> Job:
+def job_of_this_rank(pipeline: Pipeline | None, request: RunRequest) -> Job:
     """Rank 0 sends every rank its job, or the error that all of them raise.
 
     One rank after another: beside the model rank 0 holds its own job and one more, not all of them.
@@ -129,7 +129,7 @@ def job_of_this_rank(pipeline: Pipeline | None, wanted: RunRequest) -> Job:
     try:
         if pipeline is None:
             raise InputError("rank 0 must have the pipeline; the other ranks may pass None")
-        work = _checked_work(pipeline, dist.get_world_size(), wanted)
+        work = _checked_work(pipeline, dist.get_world_size(), request)
         made = jobs(pipeline, work)
         own = encoded(made[0])  # the others' differ from it by their programs and tensors
     except Exception as error:
@@ -159,13 +159,13 @@ def _received_job() -> Job:
     return job
 
 
-def _checked_work(pipeline: Pipeline, world_size: int, wanted: RunRequest) -> Work:
+def _checked_work(pipeline: Pipeline, world_size: int, request: RunRequest) -> Work:
     """Where the number of processes is wrong too, that is said first."""
     try:
-        work = work_for(pipeline, wanted)
+        work = work_for(pipeline, request)
     except InputError:
         num_devices = len({stage.device for stage in pipeline.plan.stages})
-        if wanted.replicas is None and world_size != num_devices:
+        if request.replicas is None and world_size != num_devices:
             raise _wrong_size(pipeline.plan.num_stages, num_devices, world_size) from None
         raise
     if world_size != work.num_ranks:
