@@ -36,13 +36,13 @@ from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.local import train_local
 from pd2bw_fx.runtime.local_run import TrainResult
 from pd2bw_fx.runtime.options import LocalOptions, RankOptions
-from pd2bw_fx.simulated import shape_for, simulated, simulated_peak_bytes
+from pd2bw_fx.simulation import shape_for, simulate_pipeline, simulated_peak_bytes
 from pd2bw_fx.stage import Stage, StageProgram, build_module, run_in_turn
 from pd2bw_fx.state import accepted, as_state_dict, is_extra_state, made_up, require_values, state_of
 from pd2bw_fx.strides import laid_as
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.traced import TraceReport
-from pd2bw_fx.verified import verified
+from pd2bw_fx.verification import verify_pipeline
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -211,7 +211,7 @@ class Pipeline:
         Raises VerificationError naming the first tensor that differs by more, InputError without a model, or
         where arguments are given and the model that they are for is not.
         """
-        return verified(
+        return verify_pipeline(
             self,
             model,
             example_args=example_args,
@@ -297,7 +297,7 @@ class Pipeline:
         Raises InputError for a schedule that cannot be, such as fewer microbatches than stages for 2bw, or
         a method that needs another plan (interleaved).
         """
-        return simulated(
+        return simulate_pipeline(
             self,
             RunRequest(method, microbatches_per_update, slack, replicas, vertical_sync),
             num_updates=num_updates,

@@ -180,9 +180,9 @@ class Outbox:
         if at not in self._shared:
             return False
         assert self._notes is not None
-        buffer = self._shared[at].put(tensor)
-        self._notes[1].put(microbatch, at[1], buffer)
-        return buffer != NO_BUFFER
+        number = self._shared[at].put(tensor)
+        self._notes[1].put(microbatch, at[1], number)
+        return number != NO_BUFFER
 
     def settle(self, microbatch: int | None = None) -> None:
         """Wait until everything, or everything up to a microbatch, has been received."""
@@ -300,9 +300,9 @@ class Inbox:
             buffer = posted.buffers[position - 1]
             return None if buffer is None else posted.route.taken(buffer)
         assert self._notes is not None
-        buffer = self.route.shared_buffer(self._notes, microbatch, position)
-        if buffer != NO_BUFFER:
-            return shared.take(buffer).to(self.route.device)  # a GPU beside a rank that computes on the CPU
+        number = self.route.shared_buffer(self._notes, microbatch, position)
+        if number != NO_BUFFER:
+            return shared.take(number).to(self.route.device)  # a GPU beside a rank that computes on the CPU
         entry = self._agreed[posted.size][position - 1]
         assert entry is not None
         tensor = torch.empty(entry[1], dtype=entry[0])  # the tensor itself follows

@@ -25,7 +25,7 @@ _TIMES_IN_FLIGHT = 12  # microbatches
 _MOST_MICROBATCHES = 1_000_000  # of all updates together: on two stages the better part of a minute
 
 
-def simulated(
+def simulate_pipeline(
     pipeline: Pipeline,
     request: RunRequest,
     *,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
 
-def verified(
+def verify_pipeline(
     pipeline: Pipeline,
     model: nn.Module | None,
     *,
