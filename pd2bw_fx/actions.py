@@ -7,6 +7,7 @@ times and the report draws.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -34,6 +35,30 @@ class Kind(StrEnum):
     SEND_GRADIENT = "SB"
     UPDATE = "U"
     ALL_REDUCE = "AR"  # in timelines: waiting for the ranks that hold the same stage
+
+
+@functools.cache  # asked for every action of a simulation
+def prerequisites(kind: Kind, *, has_input: bool, has_gradient: bool, is_split: bool) -> tuple[Kind, ...]:
+    """Returns what a rank must have done for a microbatch of a stage before an action of this kind.
+
+    `has_input`: an earlier stage sends it activations. `has_gradient`: a later one sends it gradients.
+    `is_split`: this microbatch's backward is done in two halves.
+    """
+    received = (Kind.RECEIVE_ACTIVATION,) if has_input else ()
+    gradient = (Kind.RECEIVE_GRADIENT,) if has_gradient else ()
+    match kind:
+        case Kind.FORWARD:
+            return received
+        case Kind.SEND_ACTIVATION:
+            return (Kind.FORWARD,)
+        case Kind.BACKWARD | Kind.INPUT_GRADIENT:
+            return (Kind.FORWARD, *gradient)
+        case Kind.WEIGHT_GRADIENT:
+            return (Kind.INPUT_GRADIENT,)
+        case Kind.SEND_GRADIENT:
+            return (Kind.INPUT_GRADIENT,) if is_split else (Kind.BACKWARD,)
+        case _:
+            return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from pd2bw_fx.arguments import forward_signature
 from pd2bw_fx.containers import entry_at, leaves_of, place_of
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import dtype_from_name, dtype_name
+from pd2bw_fx.names import free_name, name_of_path
 from pd2bw_fx.plain_values import PlainValue, plain_values, require_plain
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 from pd2bw_fx.units import counted
@@ -116,7 +116,7 @@ class BatchLayout:
         batch_size = max(counts, key=lambda size: counts[size]) if counts else 0
         inputs: list[BatchInput] = []
         for argument, path, tensor in found:
-            name = _distinct(_joined(argument, path), [known.name for known in inputs])
+            name = free_name(name_of_path(argument, path), [known.name for known in inputs], first=1)
             is_batched = tensor.dim() > 0 and (
                 tensor.shape[0] == batch_size if batched is None else name in batched
             )
@@ -369,20 +369,6 @@ def _counts(path: tuple[str | int, ...], leaf: Any) -> bool:
 
 def _tensors(argument: str, value: Any) -> list[tuple[str, tuple[str | int, ...], Tensor]]:
     return [(argument, path, leaf) for path, leaf in leaves_of(value) if isinstance(leaf, Tensor)]
-
-
-def _joined(argument: str, path: Sequence[str | int]) -> str:
-    """The same words joined as the trace joins them."""
-    name = re.sub(r"\W", "_", "_".join([argument, *map(str, path)]))
-    return name if name.isidentifier() else f"_{name}"
-
-
-def _distinct(name: str, taken: Sequence[str]) -> str:
-    candidate, count = name, 0
-    while candidate in taken:
-        count += 1
-        candidate = f"{name}_{count}"
-    return candidate
 
 
 def _names(call: Mapping[str, Any]) -> str:

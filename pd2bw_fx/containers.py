@@ -62,11 +62,19 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, list | tuple | dict) and not value
 
 
-def _step(key: Any) -> str | int:
+def step_of(key: Any) -> str | int | None:
+    """Returns what an entry of a path of torch's pytree stands for: a dict's key, an index, or the name of an
+    attribute. None for an entry that a class of the user's own makes in another form."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             found: str | int = getattr(key, attribute)
             return found
+    return None
+
+
+def _step(key: Any) -> str | int:
+    if (found := step_of(key)) is not None:
+        return found
     raise InputError(f"an example input is nested in a way that has no path ({key!r}); use tuples and dicts")
 
 

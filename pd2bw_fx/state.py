@@ -120,8 +120,9 @@ def is_extra_state(name: str) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Which NaN is, too."""
+    """Returns whether two tensors hold the same bits, so that a NaN equals itself."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    # A conjugate may be one by a mark alone, beside bits that are not its own.
     whole = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in (one, other))
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in whole))

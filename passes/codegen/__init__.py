@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pd2bw_fx.graph import OperatorGraph, TensorSpec
+from pd2bw_fx.names import free_name
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.source_check import check_source
 from pd2bw_fx.stage import Port, StageProgram
@@ -20,7 +21,7 @@ from pd2bw_fx.stage import Port, StageProgram
 from .cut import Cut, cut
 from .document import document
 from .layout import WIDTH
-from .literals import free_name, identifier
+from .literals import identifier
 from .method import Method
 from .naming import argument_name
 from .stage_tree import StageTree

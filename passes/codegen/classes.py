@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import nn
 
+from pd2bw_fx.names import free_name
+
 from .attributes import Attributes
 from .layout import laid_out, signature_lines, written
-from .literals import free_name, identifier, is_plain_name, literal
+from .literals import identifier, is_plain_name, literal
 from .members import rolled
 from .method import Method, Statement
 from .rolling import in_rounds
@@ -175,7 +177,7 @@ class _Writer:
         taken = {draft.base for family in families for draft in family.members if not draft.path}
         taken |= taken_already
         for family in families:
-            family.name = free_name(family.members[0].base, taken if family.members[0].path else (), "")
+            family.name = free_name(family.members[0].base, taken if family.members[0].path else (), joint="")
             taken.add(family.name)
             self._name_arguments(family)
 

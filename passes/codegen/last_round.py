@@ -17,9 +17,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pd2bw_fx.names import free_name
+
 from .entries import Entry, entry_text, outline
 from .layout import Loop
-from .literals import free_name
 from .method import Statement
 from .tokens import Flow, line_of, text_of
 

@@ -6,7 +6,7 @@ import builtins
 import keyword
 import math
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -116,15 +116,6 @@ def is_guarded(name: str) -> bool:
 def are_numbered(names: Iterable[str]) -> bool:
     """Whether names count from 0 up: those of a list's members."""
     return all(name == str(place) for place, name in enumerate(names))
-
-
-def free_name(name: str, taken: Container[str], joint: str = "_") -> str:
-    """The name, or with the first number behind it that makes it another one than those."""
-    candidate, count = name, 1
-    while candidate in taken:
-        count += 1
-        candidate = f"{name}{joint}{count}"
-    return candidate
 
 
 def identifier(text: str, *, fallback: str = "value") -> str:

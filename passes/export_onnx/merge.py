@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.files import writing
+from pd2bw_fx.names import free_name
 from pd2bw_fx.onnx_model import subgraphs
 from pd2bw_fx.onnx_session import first_line, require
 
@@ -148,7 +149,7 @@ class _Initializers:
             ir.convenience.replace_all_uses_with(value, twin)
             return twin
         if name in taken and not is_promised:
-            value.name = _unused(f"{name}_stage_{stage}", taken)
+            value.name = free_name(f"{name}_stage_{stage}", taken)
         taken.add(value.name or "")
         self._kept[value.name or ""] = value
         return value
@@ -184,12 +185,12 @@ def _rename(node: ir.Node, stage: int, own: set[int], taken: set[str]) -> None:
         if id(value) in own or not value.name:
             continue
         if value.name in taken:
-            value.name = _unused(f"{value.name}_stage_{stage}", taken)
+            value.name = free_name(f"{value.name}_stage_{stage}", taken)
         taken.add(value.name or "")
     for inner in subgraphs(node):
         for value in inner.inputs:
             if value.name in taken:
-                value.name = _unused(f"{value.name}_stage_{stage}", taken)
+                value.name = free_name(f"{value.name}_stage_{stage}", taken)
             taken.add(value.name or "")
         for child in inner:
             _rename(child, stage, own, taken)
@@ -244,11 +245,3 @@ def _opsets(models: Any) -> dict[str, int]:
 def _ports(manifest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     inner = [port for entry in manifest["stages"] for port in (*entry["inputs"], *entry["outputs"])]
     return [*manifest["inputs"], *manifest["outputs"], *inner]
-
-
-def _unused(name: str, taken: set[str]) -> str:
-    number, candidate = 1, name
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}_{number}"
-    return candidate

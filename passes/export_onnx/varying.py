@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.graph import Operator
-from pd2bw_fx.stage import StageProgram, held_buffers, held_parameters
+from pd2bw_fx.stage import StageProgram, held_tensors
 
 from .original import Original
 from .run import run_modules
@@ -24,9 +24,9 @@ def written_by(
 ) -> str | None:
     """A buffer or parameter that one more run of the stages changes."""
     pairs = list(zip(programs, modules, strict=True))
-    before = [{name: held.clone() for name, held in _held(*pair).items()} for pair in pairs]
+    before = [{name: held.clone() for name, held in held_tensors(*pair).items()} for pair in pairs]
     run_modules(programs, modules, fed)
-    both = zip(before, (_held(*pair) for pair in pairs), strict=True)
+    both = zip(before, (held_tensors(*pair) for pair in pairs), strict=True)
     return next((n for old, new in both for n, held in old.items() if not torch.equal(held, new[n])), None)
 
 
@@ -55,10 +55,6 @@ def why_it_varies(value: str, written: str | None, original: Original | None, *,
         "`if self.training` is traced in the mode that the model is in when it is split: split "
         "`model.eval()`, and export that"
     )
-
-
-def _held(program: StageProgram, module: nn.Module) -> dict[str, Tensor]:
-    return {**held_buffers(program, module), **held_parameters(program, module)}
 
 
 def _is_off_in_evaluation(operator: Operator) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pd2bw_fx.actions import Action, Kind, Schedule, Shape
+from pd2bw_fx.actions import Action, Kind, Schedule, Shape, prerequisites
 from pd2bw_fx.errors import ScheduleError
 
 from .method import Method
@@ -153,18 +153,13 @@ class _StageCheck:
             return f"it overwrites W{overwritten}, which microbatch {min(users)} needs for its backward"
         return None
 
-    def _needs(self, kind: Kind, microbatch: int) -> list[Kind]:
-        received = [Kind.RECEIVE_ACTIVATION] if self.stage > 0 else []
-        gradient = [Kind.RECEIVE_GRADIENT] if self.stage < self.schedule.num_stages - 1 else []
-        is_split = (Kind.INPUT_GRADIENT, microbatch) in self.done
-        return {
-            Kind.FORWARD: received,
-            Kind.SEND_ACTIVATION: [Kind.FORWARD],
-            Kind.BACKWARD: [Kind.FORWARD, *gradient],
-            Kind.INPUT_GRADIENT: [Kind.FORWARD, *gradient],
-            Kind.WEIGHT_GRADIENT: [Kind.INPUT_GRADIENT],
-            Kind.SEND_GRADIENT: [Kind.INPUT_GRADIENT if is_split else Kind.BACKWARD],
-        }.get(kind, [])
+    def _needs(self, kind: Kind, microbatch: int) -> tuple[Kind, ...]:
+        return prerequisites(
+            kind,
+            has_input=self.stage > 0,
+            has_gradient=self.stage < self.schedule.num_stages - 1,
+            is_split=(Kind.INPUT_GRADIENT, microbatch) in self.done,
+        )
 
     @property
     def _trains(self) -> bool:

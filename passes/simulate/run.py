@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pd2bw_fx.actions import Action, Kind, Schedule
+from pd2bw_fx.actions import Action, Kind, Schedule, prerequisites
 from pd2bw_fx.arguments import require_kind, require_not_negative, require_share
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Calibration
@@ -104,33 +104,27 @@ def simulate_durations(
 
 
 def _check_order(schedule: Schedule, durations: Durations) -> None:
-    """No rank works on what it has not received: such a list would be timed too fast."""
+    """Raises ScheduleError where a rank works on what it has not received: that would be timed too fast."""
     with_input = {link.target for link in durations.links}
     with_gradient = {link.source for link in durations.links if link.gradient_s is not None}
     done: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in Kind}
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
-            kind, piece = action.kind, (action.stage, action.microbatch)
-            needed: list[Kind] = []
-            if kind is Kind.FORWARD and action.stage in with_input:
-                needed = [Kind.RECEIVE_ACTIVATION]
-            elif kind is Kind.SEND_ACTIVATION:
-                needed = [Kind.FORWARD]
-            elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-                gradient = [Kind.RECEIVE_GRADIENT] if action.stage in with_gradient else []
-                needed = [Kind.FORWARD, *gradient]
-            elif kind is Kind.WEIGHT_GRADIENT:
-                needed = [Kind.INPUT_GRADIENT]
-            elif kind is Kind.SEND_GRADIENT:
-                needed = [Kind.INPUT_GRADIENT if piece in done[Kind.INPUT_GRADIENT] else Kind.BACKWARD]
-            for before in needed:
-                if piece not in done[before]:
-                    raise ScheduleError(
-                        f"rank {rank}, action {position}: {action} comes before its {before.value}"
-                        f"{action.microbatch}; put it later, or start the simulation at the first update "
-                        "(schedule.then joins segments)"
-                    )
-            done[kind].add(piece)
+            piece = (action.stage, action.microbatch)
+            needed = prerequisites(
+                action.kind,
+                has_input=action.stage in with_input,
+                has_gradient=action.stage in with_gradient,
+                is_split=piece in done[Kind.INPUT_GRADIENT],
+            )
+            missing = next((before for before in needed if piece not in done[before]), None)
+            if missing is not None:
+                raise ScheduleError(
+                    f"rank {rank}, action {position}: {action} comes before its {missing.value}"
+                    f"{action.microbatch}; put it later, or start the simulation at the first update "
+                    "(schedule.then joins segments)"
+                )
+            done[action.kind].add(piece)
 
 
 class _Mailbox:

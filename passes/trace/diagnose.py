@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from pd2bw_fx.attributes import attributes_kept, without_repeats
 from pd2bw_fx.drawing import gpus
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
+from pd2bw_fx.state import same_bits
 
 from .conditions import Conditions
 from .program import MODEL_PREFIX, Program
@@ -218,7 +219,7 @@ def state_kept(module: nn.Module) -> Iterator[list[str]]:
             for name, tensor in tensors.items():
                 data, before = held[name]
                 is_there = (tensor.shape, tensor.data_ptr()) == (data.shape, data.data_ptr())
-                if not is_there or not _same_bits(data, before):
+                if not is_there or not same_bits(data, before):
                     written.append(name)
                     without_repeats(data).copy_(without_repeats(before, data))
                     tensor.data = data
@@ -229,12 +230,6 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in vars(part).items():
             if type(value) is torch.Tensor and value.layout is torch.strided:
                 yield f"{path}.{name}" if path else name, value
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # A conjugate may be one by a mark alone, beside bits that are not its own.
-    whole = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in (one, other))
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in whole))
 
 
 def require_nothing_written(names: list[str], *, how: str = "through .data") -> None:

@@ -12,10 +12,10 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from pd2bw_fx.errors import InputError, TraceError
+from pd2bw_fx.names import free_name
 from pd2bw_fx.traced import Traced, TraceReport
 
 from .exported import batch_sizes
-from .inputs import unique
 from .mapped import has_transforms
 from .program import loss_place, named_outputs
 
@@ -142,7 +142,7 @@ def _names(output: Any) -> tuple[tuple[str, ...], str | None]:
     named = named_outputs(output, has_loss=True, place=0 if loss_place(output) == 0 else None)
     names: list[str] = []
     for name, _ in named:
-        names.append(unique(name, names))
+        names.append(free_name(name, names, first=1))
     return tuple(names), "loss" if names and names[0] == "loss" else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pd2bw_fx.arguments import forward_signature
-from pd2bw_fx.containers import hidden_tensor, look_into_dataclasses
+from pd2bw_fx.containers import hidden_tensor, look_into_dataclasses, step_of
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.names import free_name, name_of_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def flatten_arguments(
             _require_plain(path, leaf)
             continue
         leaves[position] = _Slot(len(tensors))
-        names.append(unique(path, names))
+        names.append(free_name(path, names, first=1))
         tensors.append(leaf.detach().clone())
     return FlatArguments(tuple(names), tuple(tensors), tuple(leaves), spec)
 
@@ -236,24 +236,9 @@ def _named_arguments(bound: inspect.BoundArguments) -> list[str]:
 
 def _paths(root: str, value: Any) -> list[str]:
     keyed, _ = pytree.tree_flatten_with_path(value)
-    return [_joined(root, [_step(key) for key in path]) for path, _ in keyed]
+    return [name_of_path(root, [_step(key) for key in path]) for path, _ in keyed]
 
 
-def _step(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
-def _joined(root: str, steps: Sequence[str]) -> str:
-    name = re.sub(r"\W", "_", "_".join([root, *steps]))
-    return name if name.isidentifier() else f"_{name}"
-
-
-def unique(name: str, taken: Sequence[str]) -> str:
-    candidate, count = name, 0
-    while candidate in taken:
-        count += 1
-        candidate = f"{name}_{count}"
-    return candidate
+def _step(key: Any) -> str | int:
+    step = step_of(key)
+    return str(key) if step is None else step

@@ -11,11 +11,12 @@ import torch
 from torch import fx, nn
 
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.names import free_name
 from pd2bw_fx.traced import name_beside
 
 from .checkpointing import checkpointing_left_out
 from .conditions import Conditions
-from .inputs import FlatArguments, common_batch_size, unique
+from .inputs import FlatArguments, common_batch_size
 from .on_tensors import attributes_carried
 from .rebound import Remade, copied, require_no_gradient, require_values
 from .watch import Watch
@@ -153,7 +154,7 @@ class Program(nn.Module):
         )
         names: list[str] = []
         for name, _ in kept:
-            names.append(unique(name, names))
+            names.append(free_name(name, names, first=1))
         self.record.output_names = tuple(names)
         self.record.loss = "loss" if names and names[0] == "loss" else None
         return tuple(value for _, value in kept)
