@@ -17,10 +17,10 @@ from .baselines import Baseline, baselines
 from .check import check_plan
 from .constrain import capped, devices_meant
 from .explain import explain
-from .face import partition, require_blocks
 from .instance import evaluate
 from .kept import METHODS
 from .placement import Placement, plan_workload
+from .plan_problem import partition, require_blocks
 from .replicas import partition_replicated
 from .sweep import sweep
 

@@ -22,11 +22,11 @@ from pd2bw_fx.units import format_bytes, format_seconds
 from .asked import Keeping, and_another, one_device_more
 from .choices import Choices, Deadline
 from .constrain import constrain
-from .face import partition
 from .gradient_sums import GradientSums
 from .handing_on import search_with_routes
 from .instance import Flags, Instance, Integers, Loads, evaluate
 from .kept import METHODS
+from .plan_problem import partition
 from .reader import Reader, check_problem, topological_order
 from .replicas import KeepingCopies, partition_replicated, shared_out, stashing
 from .route import routed

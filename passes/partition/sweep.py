@@ -22,8 +22,8 @@ from pd2bw_fx.problem import Problem
 from pd2bw_fx.sweep import Setting, Sweep
 
 from .constrain import capped
-from .face import partition
 from .gradient_sums import GradientSums
+from .plan_problem import partition
 from .reader import topological_order
 
 
