@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pd2bw_fx.passes.partition import placement, search, standing
+from pd2bw_fx.passes.partition import placement, search, search_state
 from pd2bw_fx.passes.partition.choices import Choices, Deadline
 from pd2bw_fx.passes.partition.downsets import DownSets, Kind, OutOfTime
 from pd2bw_fx.passes.partition.intervals import best_cut
@@ -41,9 +41,11 @@ def test_each_order_of_the_devices_is_cut_however_little_time_programs_have(
         time.sleep(0.02)
         return best_cut(*args)
 
-    monkeypatch.setattr(standing, "best_cut", slow_cut)
+    monkeypatch.setattr(search_state, "best_cut", slow_cut)
     monkeypatch.setattr(search, "_FIRST_SHARE_OF_WORKLOADS", 1e-4)  # 6 ms
-    monkeypatch.setattr(standing.Standing, "ask_least_loads", lambda state, gap: seen_s.extend(state.seen_s))
+    monkeypatch.setattr(
+        search_state.SearchState, "ask_least_loads", lambda state, gap: seen_s.extend(state.seen_s)
+    )
 
     placement.plan_workload(workload)
 
@@ -167,7 +169,7 @@ def test_a_time_that_means_never_changes_no_answer(seed: int, never_s: float) ->
 
 def test_no_bound_is_looked_for_that_says_nothing() -> None:
     choices, _ = choices_of(drawn_workload(1))
-    state = standing.Standing(choices, solver="highs", deadline=Deadline(30.0), report=None, kinds=())
+    state = search_state.SearchState(choices, solver="highs", deadline=Deadline(30.0), report=None, kinds=())
     state.first_assignments()
     state.floor_s = 0.0
     asked_s: list[float] = []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.costs import Kept, MemoryModel
 from pd2bw_fx.errors import InfeasibleError
-from pd2bw_fx.passes.partition import baselines, partition, search, standing
+from pd2bw_fx.passes.partition import baselines, partition, search, search_state
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 from tests.brute_force import brute_force
@@ -155,7 +155,7 @@ def test_what_large_problems_are_refuted_by_is_right_on_small_ones(
     if best is None:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standing, "_SMALL", 0)
+        patch.setattr(search_state, "_SMALL", 0)
         plan = with_momentum(problem, cluster, kept, overlap=overlap, recompute=recompute)
     assert plan.bottleneck_s <= best * (1 + 1.01e-4)
     assert is_handed_on(plan) or plan.bottleneck_s == pytest.approx(best, rel=1.01e-4)

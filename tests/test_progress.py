@@ -15,7 +15,7 @@ import pytest
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.commands.progress import ProgressLine
 from pd2bw_fx.passes.partition import partition, placement
-from pd2bw_fx.passes.partition.standing import Standing
+from pd2bw_fx.passes.partition.search_state import SearchState
 from pd2bw_fx.plan import Progress
 from pd2bw_fx.problem import Block, Problem, Value
 from pd2bw_fx.workload import workload_from_json
@@ -88,14 +88,14 @@ def test_ctrl_c_before_there_is_any_plan_gives_a_first_one(monkeypatch: pytest.M
 
     monkeypatch.undo()
     asked = iter([KeyboardInterrupt()])
-    cut = Standing.first_assignments
+    cut = SearchState.first_assignments
 
-    def interrupted_once(standing: Standing) -> None:
+    def interrupted_once(standing: SearchState) -> None:
         for interruption in asked:
             raise interruption
         cut(standing)
 
-    monkeypatch.setattr(Standing, "first_assignments", interrupted_once)
+    monkeypatch.setattr(SearchState, "first_assignments", interrupted_once)
     again = placement.plan_workload(workload_from_json(hard(), name="hard"))
     assert 0 < again.bound <= again.objective
 

@@ -3,7 +3,7 @@
 `reader.py` and `placement.py` turn a problem or a published workload into numbers (`instance.py`), with the
 user's wishes in them (`constrain.py`), once for each order of the devices that is tried (`devices.py`,
 `choices.py`). `search.py` has the order of the steps that find the fastest assignment and prove it,
-`standing.py` the steps (`intervals.py` upper bounds by cutting `orders.py`, `windows.py` reductions,
+`search_state.py` the steps (`intervals.py` upper bounds by cutting `orders.py`, `windows.py` reductions,
 `least.py` a bound from single nodes, `relaxation.py` and `downsets.py` enumeration where there is little to
 enumerate, `company.py`, `satellites.py` and `milder.py` so that there is little, `program.py` the integer
 program); `handing_on.py` looks once more, for plans whose values go by other stages (`route.py`).

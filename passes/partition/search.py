@@ -7,7 +7,7 @@ proven something.
 
 What programs leave open in their first share of the time is then approached from both sides without them:
 all that milder rules allow is enumerated, other topological orders are cut, and a bound is asked for of
-single nodes. Programs have the rest. What each step does is in `standing.py`.
+single nodes. Programs have the rest. What each step does is in `search_state.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pd2bw_fx.plan import Progress
 
 from .choices import Choices, Deadline, Found
 from .downsets import Kind
-from .standing import Answer, Standing
+from .search_state import Answer, SearchState
 
 _FINEST_GAP = 3e-6  # what could not be told from a solver's tolerance is not asked for
 _FIRST_SHARE = 0.2  # of the time, for first cuts, and programs before anything else is tried
@@ -94,7 +94,7 @@ def search_faster(
     """As `search`, for one that is faster than something that is known; and the bound on all there are.
     Ctrl-C stops the deadline."""
     first = Deadline(min(deadline.left_s * _FIRST_SHARE, _FIRST_TIME_S))
-    state = Standing(choices, solver=solver, deadline=first, report=report, kinds=kinds)
+    state = SearchState(choices, solver=solver, deadline=first, report=report, kinds=kinds)
     state.bottleneck_s = faster_than_s
     finest = max(max_gap, _FINEST_GAP)
     try:

@@ -42,7 +42,7 @@ Question = Callable[[float, Deadline], Answer]
 known there may be one too, which does not keep to the target."""
 
 
-class Standing:
+class SearchState:
     """The incumbent, and for each choice the largest target that is known to be out of its reach."""
 
     def __init__(
