@@ -90,10 +90,10 @@ def test_ctrl_c_before_there_is_any_plan_gives_a_first_one(monkeypatch: pytest.M
     asked = iter([KeyboardInterrupt()])
     cut = SearchState.first_assignments
 
-    def interrupted_once(standing: SearchState) -> None:
+    def interrupted_once(state: SearchState) -> None:
         for interruption in asked:
             raise interruption
-        cut(standing)
+        cut(state)
 
     monkeypatch.setattr(SearchState, "first_assignments", interrupted_once)
     again = placement.plan_workload(workload_from_json(hard(), name="hard"))

@@ -19,7 +19,6 @@ from pd2bw_fx.plan import Plan, StagePlan
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes, format_seconds
 
-from .asked import Keeping, and_another, one_device_more
 from .choices import Choices, Deadline
 from .constrain import constrain
 from .gradient_sums import GradientSums
@@ -29,6 +28,7 @@ from .kept import METHODS
 from .plan_problem import partition
 from .reader import Reader, check_problem, topological_order
 from .replicas import KeepingCopies, partition_replicated, shared_out, stashing
+from .request import Keeping, and_another, one_device_more
 from .route import routed
 from .search import search
 

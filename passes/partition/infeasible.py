@@ -13,13 +13,13 @@ from pd2bw_fx.errors import InfeasibleError, SolverError
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes
 
-from .asked import Asked
 from .choices import Choices, Deadline
 from .constrain import Pin
 from .devices import DeviceOrders
 from .instance import Instance
 from .nearest import nearest_changes
 from .reader import topological_order
+from .request import SearchRequest
 from .search import search
 from .shortfall import least_shortfall
 
@@ -27,32 +27,34 @@ _EXPLAIN_TIME_S = 2.0
 _PLENTY_BYTES = 10**18
 
 
-def infeasible_error(asked: Asked, choices: Choices, orders: DeviceOrders, *, solver: str) -> InfeasibleError:
+def infeasible_error(
+    request: SearchRequest, choices: Choices, orders: DeviceOrders, *, solver: str
+) -> InfeasibleError:
     """The error to raise: a block too large for any device, else wishes that exclude one another, else the
     devices whose limits do, what they would need, and the nearest limits with which all fits."""
     return (
-        _block_too_large(asked.problem, asked.cluster, choices[0])
-        or _pins_exclude_one_another(asked, solver=solver)
-        or _least_excess(asked, choices, orders, solver=solver)
+        _block_too_large(request.problem, request.cluster, choices[0])
+        or _pins_exclude_one_another(request, solver=solver)
+        or _least_excess(request, choices, orders, solver=solver)
     )
 
 
 class _Question:
     """Is there an assignment under some of the reasons for which there is none?"""
 
-    def __init__(self, asked: Asked, *, solver: str) -> None:
-        self.asked = asked
+    def __init__(self, request: SearchRequest, *, solver: str) -> None:
+        self.request = request
         self.solver = solver
 
     def is_possible(self, pins: Sequence[Pin], devices: Sequence[int]) -> bool:
         """With these pins, and the memory of these devices limited; also where the time did not tell."""
-        others = set(range(len(self.asked.cluster))) - set(devices)
-        asked = replace(self.asked, pins=tuple(pins)).with_memory(dict.fromkeys(others, _PLENTY_BYTES))
+        others = set(range(len(self.request.cluster))) - set(devices)
+        request = replace(self.request, pins=tuple(pins)).with_memory(dict.fromkeys(others, _PLENTY_BYTES))
         # A gap of nearly one: any assignment will do.
         deadline = Deadline(_EXPLAIN_TIME_S)
         try:
             found = search(
-                asked.choices(asked.orders()), solver=self.solver, max_gap=0.999, deadline=deadline
+                request.choices(request.orders()), solver=self.solver, max_gap=0.999, deadline=deadline
             )
         except SolverError:
             return True
@@ -68,7 +70,7 @@ class _Question:
         needed: list[int] = []
         for device in tuple(limited):
             # One that is like a device that cannot be left out cannot be either.
-            if len(self.asked.one_of_each([*needed, device])) == len(self.asked.one_of_each(needed)):
+            if len(self.request.one_of_each([*needed, device])) == len(self.request.one_of_each(needed)):
                 continue
             if self.is_possible(of(names), [other for other in limited if other != device]):
                 needed.append(device)
@@ -86,13 +88,13 @@ def _wishes(pins: Sequence[Pin]) -> str:
     return ", ".join(dict.fromkeys(f"{pin.name!r} on {pin.where}" for pin in pins)) + company
 
 
-def _pins_exclude_one_another(asked: Asked, *, solver: str) -> InfeasibleError | None:
-    question = _Question(asked, solver=solver)
-    if not asked.pins or question.is_possible(asked.pins, ()):
+def _pins_exclude_one_another(request: SearchRequest, *, solver: str) -> InfeasibleError | None:
+    question = _Question(request, solver=solver)
+    if not request.pins or question.is_possible(request.pins, ()):
         return None
-    fewest, _ = question.fewest(asked.pins, ())
+    fewest, _ = question.fewest(request.pins, ())
     return InfeasibleError(
-        f"these cannot be granted together on {asked.num_stages} stages, whatever the memory: "
+        f"these cannot be granted together on {request.num_stages} stages, whatever the memory: "
         f"{_wishes(fewest)}; any one of them less and there is a plan"
     )
 
@@ -119,8 +121,10 @@ def _block_too_large(problem: Problem, cluster: Cluster, instance: Instance) -> 
     )
 
 
-def _least_excess(asked: Asked, choices: Choices, orders: DeviceOrders, *, solver: str) -> InfeasibleError:
-    cluster = asked.cluster
+def _least_excess(
+    request: SearchRequest, choices: Choices, orders: DeviceOrders, *, solver: str
+) -> InfeasibleError:
+    cluster = request.cluster
     again = 'recompute="auto", ' if choices[0].recompute is False else ""
     advice = f"try more stages, {again}a smaller microbatch, or devices with more memory"
     nearest = least_shortfall(choices, solver=solver)
@@ -130,14 +134,14 @@ def _least_excess(asked: Asked, choices: Choices, orders: DeviceOrders, *, solve
     need, choice = nearest.need_bytes, nearest.choice
     stage = int((need / choices[choice].limit_bytes).argmax())
     device = cluster.devices[orders[choice][stage]]
-    question = _Question(asked, solver=solver)
-    fewest, limited = question.fewest(asked.pins, asked.order or range(len(cluster)))
+    question = _Question(request, solver=solver)
+    fewest, limited = question.fewest(request.pins, request.order or range(len(cluster)))
     needs = {orders[choice][at]: float(amount) for at, amount in enumerate(need)}
     reasons = [_reason(cluster, other, needs.get(other)) for other in limited]
     if fewest:
         reasons.append(_wishes(fewest))
     tried = "" if orders.are_all else f" ({len(orders)} of more orders of the devices were tried)"
-    changes = nearest_changes(asked, choices, limited, solver=solver)
+    changes = nearest_changes(request, choices, limited, solver=solver)
     enough = f"With {', or '.join(changes)} it fits. " if changes else ""
     best = "at best" if nearest.is_least else "in the best of what there was time to look at,"
     return InfeasibleError(

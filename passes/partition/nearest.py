@@ -10,9 +10,9 @@ import numpy as np
 from pd2bw_fx.errors import InputError, SolverError
 from pd2bw_fx.units import format_bytes, format_seconds
 
-from .asked import Asked
 from .choices import Choices, Deadline, Found
 from .instance import evaluate
+from .request import SearchRequest
 from .search import search
 
 _TIME_S, _STAGES_TIME_S = 4.0, 4.0
@@ -24,7 +24,7 @@ _STAGES_TRIED = 8
 
 
 def nearest_changes(
-    asked: Asked,
+    request: SearchRequest,
     choices: Choices,
     devices: Sequence[int],
     *,
@@ -32,10 +32,10 @@ def nearest_changes(
 ) -> list[str]:
     """One line for each change that is enough by itself: so much more memory on one of `devices`,
     recomputation where it was off, the fewest stages more."""
-    cluster, deadline = asked.cluster, Deadline(_TIME_S)
+    cluster, deadline = request.cluster, Deadline(_TIME_S)
     changes = []
-    for device in asked.one_of_each(devices)[:_DEVICES_TRIED]:
-        more = _least_more(asked, device, solver=solver, deadline=deadline)
+    for device in request.one_of_each(devices)[:_DEVICES_TRIED]:
+        more = _least_more(request, device, solver=solver, deadline=deadline)
         if more is not None:
             name = cluster.devices[device].name
             changes.append(f"{_rounded_up(more[0])} more on {name} ({_time(more[1])})")
@@ -44,43 +44,45 @@ def nearest_changes(
         found = search_within(again, _FINE, solver=solver, deadline=deadline)
         if found is not None:
             changes.append(f'recompute="auto" ({_time(found)})')
-    more_stages = _fewest_stages_more(asked, solver=solver)
+    more_stages = _fewest_stages_more(request, solver=solver)
     return changes if more_stages is None else [*changes, more_stages]
 
 
-def _fewest_stages_more(asked: Asked, *, solver: str) -> str | None:
+def _fewest_stages_more(request: SearchRequest, *, solver: str) -> str | None:
     """On free devices first, then on others like the last. One number of stages after another: what fits on
     some need not fit on more, for more are then in flight."""
-    if asked.order is not None:
+    if request.order is not None:
         return None  # The method has places for so many stages only.
     deadline = Deadline(_STAGES_TIME_S)
-    for more in range(1, min(_STAGES_TRIED, len(asked.problem.blocks) - asked.num_stages) + 1):
-        larger = asked.with_stages(asked.num_stages + more)
+    for more in range(1, min(_STAGES_TRIED, len(request.problem.blocks) - request.num_stages) + 1):
+        larger = request.with_stages(request.num_stages + more)
         try:
             orders = larger.orders()
             found = search_within(larger.choices(orders), _FINE, solver=solver, deadline=deadline)
         except InputError:
             continue  # The method cannot have so many.
         if found is not None:
-            return f"{_stages_more(asked, more)} ({_time(found)})"
+            return f"{_stages_more(request, more)} ({_time(found)})"
     return None
 
 
-def _stages_more(asked: Asked, more: int) -> str:
+def _stages_more(request: SearchRequest, more: int) -> str:
     stages = f"{more} stage{'s' * (more > 1)} more"
-    devices = asked.num_stages + more - len(asked.cluster)
+    devices = request.num_stages + more - len(request.cluster)
     if devices <= 0:
-        return f"{stages} on devices that are free (num_stages={asked.num_stages + more})"
-    return f"{stages} on {devices} more device{'s' * (devices > 1)} like {asked.cluster.devices[-1].name}"
+        return f"{stages} on devices that are free (num_stages={request.num_stages + more})"
+    return f"{stages} on {devices} more device{'s' * (devices > 1)} like {request.cluster.devices[-1].name}"
 
 
-def _least_more(asked: Asked, device: int, *, solver: str, deadline: Deadline) -> tuple[int, Found] | None:
+def _least_more(
+    request: SearchRequest, device: int, *, solver: str, deadline: Deadline
+) -> tuple[int, Found] | None:
     """The fewest bytes that this device needs besides its own, to a hundredth or so, and a plan with them."""
-    own_bytes = asked.cluster.devices[device].memory_bytes
+    own_bytes = request.cluster.devices[device].memory_bytes
 
     def planned(more_bytes: int, gap: float) -> tuple[int, Found] | None:
         """What of these bytes is needed, and the plan."""
-        larger = asked.with_memory({device: own_bytes + more_bytes})
+        larger = request.with_memory({device: own_bytes + more_bytes})
         orders = larger.orders()
         choices = larger.choices(orders)
         found = search_within(choices, gap, solver=solver, deadline=deadline)

@@ -17,7 +17,6 @@ from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import counted
 
-from .asked import Asked, Keeping
 from .choices import Deadline
 from .constrain import constrain
 from .handing_on import search_with_routes
@@ -25,6 +24,7 @@ from .infeasible import infeasible_error
 from .kept import METHODS, kept_by
 from .planning import plan_of, proven_for
 from .reader import check_problem
+from .request import Keeping, SearchRequest
 
 
 def partition(
@@ -71,7 +71,7 @@ def partition(
     check_solver(solver)
     deadline = Deadline(time_limit_s)
     constrained = constrain(problem, cluster, constraints or Constraints(), num_stages=k)
-    asked = Asked(
+    request = SearchRequest(
         constrained.problem,
         constrained.cluster,
         k,
@@ -82,19 +82,19 @@ def partition(
         recompute=recompute,
         order=None if order is None else tuple(order),
     )
-    orders = asked.orders()
-    choices = asked.choices(orders)
+    orders = request.orders()
+    choices = request.choices(orders)
     found = search_with_routes(choices, solver=solver, max_gap=max_gap, deadline=deadline, report=progress)
     if found is None:
-        raise infeasible_error(asked, choices, orders, solver=solver)
+        raise infeasible_error(request, choices, orders, solver=solver)
     plan = plan_of(
-        asked.problem,
-        asked.cluster,
+        request.problem,
+        request.cluster,
         choices[found.choice],
         found,
         order=orders[found.choice],
         memory_model=memory_model,
-        kept=asked.kept,
+        kept=request.kept,
         method=method,
         microbatches_per_update=m,
         solver=solver,
@@ -108,7 +108,7 @@ def partition(
         overlap=overlap,
         constraints=constraints,
         recompute=recompute,
-        order=asked.order,
+        order=request.order,
     )
     return replace(plan, bound_for=key)
 

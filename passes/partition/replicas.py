@@ -94,9 +94,11 @@ def partition_replicated(
     bound_s, ran_out = np.inf, False
     for shares in tried:
         constrained = constrain(problem, cluster, wishes, num_stages=len(shares[0]))
-        asked = _Asked(constrained, microbatches_per_update, kept, memory_model, recompute, tuple(shares))
+        request = ReplicaRequest(
+            constrained, microbatches_per_update, kept, memory_model, recompute, tuple(shares)
+        )
         try:
-            choices = asked.choices()
+            choices = request.choices()
             left = Deadline(max(deadline.left_s, 1e-3))
             found = search(choices, solver=solver, max_gap=max_gap, deadline=left, report=progress)
         except SolverError:
@@ -106,7 +108,7 @@ def partition_replicated(
             continue
         bound_s = min(bound_s, found.bound_s)
         if best is None or found.bottleneck_s < best.bottleneck_s:
-            best = asked.plan(choices, found, method=method, solver=solver)
+            best = request.plan(choices, found, method=method, solver=solver)
     if best is None and ran_out:
         raise SolverError("the time limit passed before any plan was found; raise time_limit_s")
     if best is None:
@@ -181,7 +183,7 @@ def _shares(num_devices: int, num_stages: int, m: int | None) -> Iterator[tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class ReplicaRequest:
     """The same number of stages under every share."""
 
     constrained: Constrained

@@ -21,7 +21,7 @@ Keeping: TypeAlias = Callable[[int], Sequence[Kept]]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SearchRequest:
     """A problem whose wishes are in it already; `order` is the device of each stage where the method says."""
 
     problem: Problem
@@ -64,7 +64,7 @@ class Asked:
     def _pinned(self) -> set[int]:
         return {device for pin in self.pins for device in pin.devices or ()}
 
-    def with_memory(self, num_bytes: Mapping[int, int]) -> Asked:
+    def with_memory(self, num_bytes: Mapping[int, int]) -> SearchRequest:
         """Devices with so much instead. Those that were alike may be no longer: `orders` are others then."""
         devices = tuple(
             replace(device, memory_bytes=num_bytes.get(at, device.memory_bytes))
@@ -89,7 +89,7 @@ class Asked:
             work_s=reader.work_s,
         )
 
-    def with_stages(self, num_stages: int) -> Asked:
+    def with_stages(self, num_stages: int) -> SearchRequest:
         """So many stages, on devices that are free and then on more like the last one."""
         problem, cluster, last = self.problem, self.cluster, len(self.cluster) - 1
         for number in range(2, 2 + max(0, num_stages - len(cluster))):
