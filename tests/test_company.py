@@ -9,7 +9,7 @@ import pytest
 
 from pd2bw_fx.passes.partition import placement, search
 from pd2bw_fx.passes.partition.choices import Deadline
-from pd2bw_fx.passes.partition.company import in_company, with_followers
+from pd2bw_fx.passes.partition.dominance import in_company, with_followers
 from pd2bw_fx.passes.partition.downsets import down_sets
 from pd2bw_fx.passes.partition.groups import groups_of
 from pd2bw_fx.passes.solver import Status

@@ -2,7 +2,7 @@
 
 Milder are these: a tensor costs each stage that has a part of it once, whoever sends it to whom; memory is no
 concern, nor what is chosen to run again for it; a stage may be empty. Then nodes go with others at no loss
-(`company.py`), as an encoder-decoder's operands of cross-attention go with the layers that read them. What is
+(`dominance.py`), as an encoder-decoder's operands of cross-attention go with the layers that read them. What is
 impossible so is impossible; what is possible is often as fast by the real rules.
 
 Not so mild is the sum over all stages. A stage that reads a tensor of another receives it once, from the one
@@ -25,7 +25,7 @@ from pd2bw_fx.passes.solver import Status
 
 from .chains import Room, RoomInAll, RoomToHandOn, roomiest_chain
 from .choices import Deadline
-from .company import leaders_of
+from .dominance import leaders_of
 from .downsets import DownSets, Kind, OutOfTime
 from .instance import Instance, Integers, Net
 from .route import links_are_alike, loads_of

@@ -25,7 +25,7 @@ from pd2bw_fx.plan import Progress
 from pd2bw_fx.workload import Workload
 
 from .choices import Choices, Deadline
-from .company import in_company, with_followers
+from .dominance import in_company, with_followers
 from .downsets import DownSets, Kind, OutOfTime, down_sets
 from .groups import Groups, Milder, Totals, groups_of, tensors_between, totals
 from .instance import Instance, Integers, Net, evaluate
