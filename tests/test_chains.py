@@ -14,8 +14,8 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Kept, MemoryModel
 from pd2bw_fx.passes.partition.choices import Deadline
 from pd2bw_fx.passes.partition.instance import Instance
-from pd2bw_fx.passes.partition.milder import MilderRules
 from pd2bw_fx.passes.partition.reader import Reader
+from pd2bw_fx.passes.partition.relaxed_bound import RelaxedBound
 from pd2bw_fx.passes.partition.route import loads_of
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.problem import Block, Problem, Value
@@ -60,7 +60,7 @@ def fastest_s(instance: Instance) -> float:
 
 def proposed_s(instance: Instance) -> tuple[float, float]:
     """The fastest that milder rules propose, and what they refute, where the target is halved in between."""
-    rules = MilderRules.of(instance, Deadline(30.0))
+    rules = RelaxedBound.of(instance, Deadline(30.0))
     assert rules is not None
     low_s, high_s, best_s = 0.0, 100.0, np.inf
     while high_s - low_s > 1e-3:

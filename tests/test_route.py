@@ -12,7 +12,7 @@ import pytest
 
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.passes.partition import handing_on, milder, partition, search
+from pd2bw_fx.passes.partition import handing_on, partition, relaxed_bound, search
 from pd2bw_fx.passes.partition.choices import Deadline
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.plan import Progress, Transfer
@@ -148,15 +148,15 @@ def test_what_milder_rules_refute_no_assignment_with_any_routes_reaches(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem, cluster = _drawn(random.Random(seed), num_blocks=6, alike=True)
-    refuted_s, ask = [0.0], milder.MilderRules.__call__
+    refuted_s, ask = [0.0], relaxed_bound.RelaxedBound.__call__
 
-    def noted(rules: milder.MilderRules, target_s: float, deadline: Deadline) -> Any:
+    def noted(rules: relaxed_bound.RelaxedBound, target_s: float, deadline: Deadline) -> Any:
         answer = ask(rules, target_s, deadline)
         if answer[0] is Status.INFEASIBLE:
             refuted_s.append(target_s)
         return answer
 
-    monkeypatch.setattr(milder.MilderRules, "__call__", noted)
+    monkeypatch.setattr(relaxed_bound.RelaxedBound, "__call__", noted)
     monkeypatch.setattr(search, "_FIRST_SHARE", 0.0)  # no time for programs before them
     plan = partition(problem, cluster, num_stages=3)
 

@@ -16,10 +16,10 @@ from .downsets import DownSets, Kind, OutOfTime
 from .instance import Instance, Integers, respects_edges, within_reach
 from .intervals import best_cut, rough_cut
 from .least import LeastLoads, kinds_of
-from .milder import MilderRules
 from .orders import Shuffler, topological_orders
 from .program import FeasibilityProgram
 from .relaxation import is_refuted
+from .relaxed_bound import RelaxedBound
 from .route import loads_of
 from .windows import Reach, windows_for
 
@@ -190,10 +190,10 @@ class SearchState:
         self._offer(choice, stage_of, or_as_good=True)
         return bool(self.bottleneck_s < before_s * (1.0 - gap))
 
-    def ask_milder_rules(self, gap: float) -> None:
+    def ask_relaxed_bound(self, gap: float) -> None:
         """A bound, where there is one choice and its stages are alike."""
         if len(self.choices) == 1 and not self.is_proven(gap) and np.isfinite(self.bottleneck_s):
-            rules = MilderRules.of(within_reach(self.choices[0], self.bottleneck_s), self.deadline)
+            rules = RelaxedBound.of(within_reach(self.choices[0], self.bottleneck_s), self.deadline)
             if rules is not None:
                 self.enumerate(rules, gap)
 

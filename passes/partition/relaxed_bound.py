@@ -33,7 +33,7 @@ from .route import links_are_alike, loads_of
 _MAX_DOWN_SETS = 40_000
 
 
-class MilderRules:
+class RelaxedBound:
     """All that they allow, to be asked about one target after another."""
 
     def __init__(self, instance: Instance, sets: DownSets, number_of: Integers) -> None:
@@ -42,7 +42,7 @@ class MilderRules:
         self._number_of = number_of  # the joined node that each one is part of
 
     @classmethod
-    def of(cls, instance: Instance, deadline: Deadline) -> MilderRules | None:
+    def of(cls, instance: Instance, deadline: Deadline) -> RelaxedBound | None:
         """None where stages differ, links run beside the work, or there are too many down-sets still."""
         alike = links_are_alike(instance) and (instance.work_s == instance.work_s[0]).all()
         if not alike or not instance.per_destination or instance.overlap or instance.num_stages < 2:
