@@ -12,7 +12,7 @@ import pytest
 
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.passes.partition import handing_on, partition, relaxed_bound, search
+from pd2bw_fx.passes.partition import partition, relaxed_bound, search, search_with_routes
 from pd2bw_fx.passes.partition.choices import Deadline
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.plan import Progress, Transfer
@@ -242,7 +242,7 @@ def test_an_interrupt_ends_both_searches(monkeypatch: pytest.MonkeyPatch) -> Non
     def interrupt(_: Progress) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(handing_on, "search_faster", once_more)
+    monkeypatch.setattr(search_with_routes, "search_faster", once_more)
     draw = random.Random(3)
     names = [f"b{at}" for at in range(6)]
     blocks = tuple(Block(name, (name,), (draw.uniform(1, 3),) * 3, (0.0,) * 3) for name in names)

@@ -22,7 +22,6 @@ from pd2bw_fx.units import format_bytes, format_seconds
 from .choices import Choices, Deadline
 from .constrain import constrain
 from .gradient_sums import GradientSums
-from .handing_on import search_with_routes
 from .instance import Flags, Instance, Integers, Loads, evaluate
 from .kept import METHODS
 from .plan_problem import partition
@@ -31,6 +30,7 @@ from .replicas import KeepingCopies, partition_replicated, shared_out, stashing
 from .request import Keeping, and_another, one_device_more
 from .route import routed
 from .search import search
+from .search_with_routes import search_with_routes
 
 GIB = 2**30
 _LINKS_TRIED = 3

@@ -9,7 +9,7 @@ Routes are chosen for an assignment: a value is handed on where that takes its l
 makes no stage a slower bottleneck, or where it makes the slowest stage faster. Where links are all alike only
 the second can be, and whoever has a value by then sends it to a reader (`sharing.py`): what an encoder gives
 to every stage of a decoder is no longer its last stage's to send. How the search goes about routes:
-`handing_on.py`.
+`search_with_routes.py`.
 """
 
 from __future__ import annotations
