@@ -18,7 +18,7 @@ from .check import check_plan
 from .constrain import capped, devices_meant
 from .explain import explain
 from .instance import evaluate
-from .kept import METHODS
+from .memory_kept import METHODS
 from .placement import Placement, plan_workload
 from .plan_problem import partition, require_blocks
 from .replicas import partition_replicated

@@ -18,7 +18,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.problem import Problem
 
 from .instance import Floats, Integers, evaluate
-from .kept import kept_by
+from .memory_kept import kept_by
 from .reader import Reader, check_problem, topological_order
 
 RULES = ("equal", "parameters", "time", "pipedream")

@@ -23,7 +23,7 @@ from .choices import Choices, Deadline
 from .constrain import constrain
 from .gradient_sums import GradientSums
 from .instance import Flags, Instance, Integers, Loads, evaluate
-from .kept import METHODS
+from .memory_kept import METHODS
 from .plan_problem import partition
 from .reader import Reader, check_problem, topological_order
 from .replicas import KeepingCopies, partition_replicated, shared_out, stashing

@@ -20,7 +20,7 @@ from pd2bw_fx.units import counted
 from .choices import Deadline
 from .constrain import constrain
 from .infeasible import infeasible_error
-from .kept import METHODS, kept_by
+from .memory_kept import METHODS, kept_by
 from .planning import plan_of, proven_for
 from .reader import check_problem
 from .request import Keeping, SearchRequest
