@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pd2bw_fx.passes.partition import placement, satellites, search
+from pd2bw_fx.passes.partition import placement, search, side_branches
 from pd2bw_fx.passes.partition.choices import Deadline
 from pd2bw_fx.passes.partition.downsets import down_sets
 from pd2bw_fx.passes.partition.groups import groups_of
 from pd2bw_fx.passes.partition.instance import evaluate
-from pd2bw_fx.passes.partition.satellites import moved_ahead, with_satellites
+from pd2bw_fx.passes.partition.side_branches import moved_ahead, with_satellites
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.workload import Workload, WorkloadEdge, WorkloadNode
 
@@ -70,7 +70,7 @@ def test_what_is_left_out_never_excludes_what_there_is(
     workload = fed(seed, num_cpus=num_cpus)
     expected = placement.plan_workload(workload)
     assert expected.gap <= 1e-5
-    monkeypatch.setattr(satellites, "_MOST_OF_A_DEVICE", np.inf)
+    monkeypatch.setattr(side_branches, "_MOST_OF_A_DEVICE", np.inf)
     found = with_satellites(workload, groups_of(workload))
     orders = list(placement._device_orders(workload.num_accelerators, num_cpus))
     milder = placement._choices(workload, found.groups, orders, found.asked)
@@ -94,7 +94,7 @@ def test_with_little_left_out_the_optimum_is_that_of_all_placements(
     monkeypatch.setattr(
         placement, "_has_few_down_sets", lambda groups, few: len(groups.members) < all_groups - 1
     )
-    monkeypatch.setattr(satellites, "_MOST_OF_A_DEVICE", np.inf)
+    monkeypatch.setattr(side_branches, "_MOST_OF_A_DEVICE", np.inf)
     found = placement.plan_workload(workload)
 
     assert found.objective == pytest.approx(expected.objective, rel=1.1e-5)

@@ -5,7 +5,7 @@ user's wishes in them (`constrain.py`), once for each order of the devices that 
 `choices.py`). `search.py` has the order of the steps that find the fastest assignment and prove it,
 `search_state.py` the steps (`intervals.py` upper bounds by cutting `orders.py`, `windows.py` reductions,
 `least.py` a bound from single nodes, `relaxation.py` and `downsets.py` enumeration where there is little to
-enumerate, `dominance.py`, `satellites.py` and `relaxed_bound.py` so that there is little, `program.py` the integer
+enumerate, `dominance.py`, `side_branches.py` and `relaxed_bound.py` so that there is little, `program.py` the integer
 program); `search_with_routes.py` looks once more, for plans whose values go by other stages (`route.py`).
 `planning.py` writes the plan. `infeasible.py` says why there is none, `shortfall.py` by how much,
 `nearest.py` what would be enough, `explain.py` why it is as it is, `check.py` what an edited one costs;

@@ -29,8 +29,8 @@ from .dominance import in_company, with_followers
 from .downsets import DownSets, Kind, OutOfTime, down_sets
 from .groups import Groups, Milder, Totals, groups_of, tensors_between, totals
 from .instance import Instance, Integers, Net, evaluate
-from .satellites import moved_ahead, with_satellites
 from .search import Enumeration, search
+from .side_branches import moved_ahead, with_satellites
 
 _FEW_DOWN_SETS = 10_000
 _MAX_DOWN_SETS = 400_000
