@@ -11,7 +11,7 @@ import pytest
 
 from pd2bw_fx.passes.partition import placement, search, search_state
 from pd2bw_fx.passes.partition.choices import Choices, Deadline
-from pd2bw_fx.passes.partition.downsets import DownSets, Kind, OutOfTime
+from pd2bw_fx.passes.partition.downsets import DeviceKind, DownSets, OutOfTime
 from pd2bw_fx.passes.partition.intervals import best_cut
 from pd2bw_fx.passes.partition.relaxation import is_refuted
 from pd2bw_fx.passes.solver import Status
@@ -55,7 +55,7 @@ def test_each_order_of_the_devices_is_cut_however_little_time_programs_have(
 @pytest.mark.parametrize("seed", range(20))
 def test_no_order_of_the_devices_is_refuted_that_is_as_fast(seed: int) -> None:
     choices, _ = choices_of(drawn_workload(seed))
-    sets = DownSets.of([Kind(choices[0], 0, 1)], max_sets=10**5)
+    sets = DownSets.of([DeviceKind(choices[0], 0, 1)], max_sets=10**5)
     assert sets is not None
     for choice in range(len(choices)):
         own = Choices(1, lambda _, choice=choice: choices[choice])  # type: ignore[misc]
@@ -68,7 +68,7 @@ def test_stages_that_must_have_a_node_each_have_more_to_pay() -> None:
     edges = [{"sourceId": at, "destId": at + 1, "cost": cost} for at, cost in enumerate([5.0, 0.0])]
     data = {"nodes": nodes, "edges": edges, "maxFPGAs": 3, "maxCPUs": 0, "maxSizePerFPGA": 1.0}
     instance = replace(choices_of(workload_from_json(data, name="row"))[0][0], may_be_empty=True)
-    sets = DownSets.of([Kind(instance, 0, 3)], max_sets=100)
+    sets = DownSets.of([DeviceKind(instance, 0, 3)], max_sets=100)
     assert sets is not None
 
     assert not is_refuted(instance, sets, 2.0, Deadline(30.0))  # the first two nodes on one stage
@@ -137,7 +137,9 @@ def test_a_set_comes_behind_all_within_it_whatever_the_last_digits_of_their_sums
     edges = [{"sourceId": u, "destId": v, "cost": 0.0} for u, v in ends]
     data = {"nodes": nodes, "edges": edges, "maxFPGAs": 2, "maxCPUs": 0, "maxSizePerFPGA": 25.0}
 
-    sets = DownSets.of([Kind(choices_of(workload_from_json(data, name="row"))[0][0], 0, 2)], max_sets=1000)
+    sets = DownSets.of(
+        [DeviceKind(choices_of(workload_from_json(data, name="row"))[0][0], 0, 2)], max_sets=1000
+    )
 
     assert sets is not None
     for at, member in enumerate(sets.member):

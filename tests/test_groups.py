@@ -11,7 +11,7 @@ import pytest
 
 from pd2bw_fx.errors import InfeasibleError
 from pd2bw_fx.passes.partition import plan_workload
-from pd2bw_fx.passes.partition.dominance import with_followers
+from pd2bw_fx.passes.partition.dominance import join_dominated_pairs
 from pd2bw_fx.passes.partition.groups import groups_of, tensors_between
 from pd2bw_fx.workload import Workload, workload_from_json
 
@@ -123,7 +123,7 @@ def chain(work: float, cost: float, size: float = 0.0, limit: float = 10.0) -> W
 def test_a_node_at_the_rim_goes_with_its_neighbour_where_nothing_is_lost(
     workload: Workload, left: int
 ) -> None:
-    groups = with_followers(workload, groups_of(workload), with_cpus=False)
+    groups = join_dominated_pairs(workload, groups_of(workload), with_cpus=False)
 
     assert len(groups.members) == left
     assert sorted(node for nodes in groups.members for node in nodes) == [0, 1, 2, 3, 4]
@@ -133,8 +133,8 @@ def test_beside_a_cpu_a_node_goes_with_its_neighbour_only_if_it_takes_the_cpu_no
     workload = chain(work=0.5, cost=1.0)
     free = replace(workload, nodes=tuple(replace(node, cpu_time=0.0) for node in workload.nodes))
 
-    assert len(with_followers(workload, groups_of(workload), with_cpus=True).members) == 5
-    assert len(with_followers(free, groups_of(free), with_cpus=True).members) == 3
+    assert len(join_dominated_pairs(workload, groups_of(workload), with_cpus=True).members) == 5
+    assert len(join_dominated_pairs(free, groups_of(free), with_cpus=True).members) == 3
 
 
 def test_a_tensor_that_the_neighbour_has_a_part_of_too_is_no_obstacle() -> None:
@@ -153,7 +153,7 @@ def test_a_tensor_that_the_neighbour_has_a_part_of_too_is_no_obstacle() -> None:
     }
     workload = workload_from_json(data, name="tied")
 
-    groups = with_followers(workload, groups_of(workload), with_cpus=False)
+    groups = join_dominated_pairs(workload, groups_of(workload), with_cpus=False)
 
     assert tensors_between(workload, groups_of(workload)) == {(0, 2): 1.0, (1, 2): 1.0, (0, 1, 2): 1.0}
     assert sorted(groups.members) == [(0, 3), (1, 4, 2, 5)]

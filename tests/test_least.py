@@ -9,7 +9,7 @@ import pytest
 
 from pd2bw_fx.passes.partition import placement
 from pd2bw_fx.passes.partition.choices import Deadline
-from pd2bw_fx.passes.partition.downsets import Kind
+from pd2bw_fx.passes.partition.downsets import DeviceKind
 from pd2bw_fx.passes.partition.instance import Instance, evaluate, respects_edges
 from pd2bw_fx.passes.partition.intervals import best_cut
 from pd2bw_fx.passes.partition.least import LeastLoads
@@ -19,12 +19,12 @@ from pd2bw_fx.workload import Workload, workload_from_json
 from tests.drawn_workloads import choices_of, drawn_workload
 
 
-def kinds_of(workload: Workload) -> tuple[Kind, ...]:
+def kinds_of(workload: Workload) -> tuple[DeviceKind, ...]:
     choices, orders = choices_of(workload)
     return tuple(placement._Enumeration(choices, orders).kinds())
 
 
-def least_by_hand(kind: Kind) -> np.ndarray:
+def least_by_hand(kind: DeviceKind) -> np.ndarray:
     """For each node the least load of all stages of this kind that hold it, and every node between two."""
     instance, stage = kind.instance, kind.stage
     n = instance.num_nodes
@@ -82,7 +82,7 @@ def row(work_s: list[float], cost_s: list[float], num_stages: int) -> Instance:
 def test_a_node_between_dear_tensors_drags_its_neighbours_along_or_pays_for_them() -> None:
     def floor_s(cost_s: list[float], target_s: float) -> float:
         instance = row([1.0, 1.0, 5.0, 1.0, 1.0], cost_s, 5)
-        least_loads = LeastLoads([Kind(instance, 0, 5)], Reach(5, instance.edges))
+        least_loads = LeastLoads([DeviceKind(instance, 0, 5)], Reach(5, instance.edges))
         return least_loads.floor_s(target_s, Deadline(30.0))
 
     assert floor_s([9.0, 0.25, 0.25, 9.0], 8.0) == pytest.approx(5.5)  # alone, with both tensors
@@ -99,7 +99,7 @@ def test_what_is_too_far_away_for_one_stage_does_not_save_a_transfer() -> None:
     data = {"nodes": nodes, "edges": edges, "maxFPGAs": 3, "maxCPUs": 0, "maxSizePerFPGA": 1.0}
     choices, _ = choices_of(workload_from_json(data, name="far"))
     instance = choices[0]
-    least_loads = LeastLoads([Kind(instance, 0, 3)], Reach(instance.num_nodes, instance.edges))
+    least_loads = LeastLoads([DeviceKind(instance, 0, 3)], Reach(instance.num_nodes, instance.edges))
     # All six nodes within the target: of nodes 0, 1 and 5 each may count on the other two.
     assert least_loads.floor_s(12.0, Deadline(30.0)) == pytest.approx(7.0)
     # Not within it: 1 and 5 have the tensor to pay, and one of 0.5.

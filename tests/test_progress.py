@@ -81,7 +81,7 @@ def test_ctrl_c_before_there_is_any_plan_gives_a_first_one(monkeypatch: pytest.M
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(placement, "in_company", interrupt)
+    monkeypatch.setattr(placement, "join_dominated", interrupt)
     found = placement.plan_workload(workload_from_json(hard(), name="hard"))
     assert 0 < found.bound <= found.objective
     assert len(found.assignment) == 400

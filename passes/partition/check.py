@@ -16,7 +16,7 @@ from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes
 
-from .choices import Found
+from .choices import SearchResult
 from .constrain import Pin, constrain
 from .gradient_sums import GradientSums
 from .instance import Integers, evaluate
@@ -198,7 +198,7 @@ def _priced(
         problem,
         cluster,
         instance,
-        Found(0, stage_of, loads.bottleneck_s, 0.0),
+        SearchResult(0, stage_of, loads.bottleneck_s, 0.0),
         order=order,
         memory_model=memory_model,
         kept=[stage.kept for stage in plan.stages],

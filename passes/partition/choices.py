@@ -15,7 +15,7 @@ _CACHED_INSTANCES = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class SearchResult:
     """The best assignment, on which of the instances, and a bound that no assignment on any of them beats."""
 
     choice: int

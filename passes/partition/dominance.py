@@ -26,7 +26,7 @@ import numpy as np
 from pd2bw_fx.workload import Workload
 
 from .choices import Deadline
-from .groups import Groups, Milder, joined, tensors_between, totals
+from .groups import Groups, RelaxedGroups, joined, tensors_between, totals
 from .load_network import LoadNetwork
 
 _BALL = 40  # nodes of a neighbourhood
@@ -34,7 +34,7 @@ _RADIUS = 4
 _ELSEWHERE = -1  # all nodes outside of it
 
 
-def with_followers(workload: Workload, groups: Groups, *, with_cpus: bool) -> Groups:
+def join_dominated_pairs(workload: Workload, groups: Groups, *, with_cpus: bool) -> Groups:
     """Groups joined to a neighbour where the two are a least load around that one: found in no time.
 
     Beside a CPU only what takes none of its time is joined.
@@ -44,7 +44,9 @@ def with_followers(workload: Workload, groups: Groups, *, with_cpus: bool) -> Gr
     return joined(groups, quotient.leaders())
 
 
-def in_company(workload: Workload, groups: Groups, deadline: Deadline, *, min_beside: int = 0) -> Milder:
+def join_dominated(
+    workload: Workload, groups: Groups, deadline: Deadline, *, min_beside: int = 0
+) -> RelaxedGroups:
     """Groups joined to whatever has the least load with them around it, as accelerators see it.
 
     A CPU is asked for the least that it may have of them.
@@ -58,7 +60,7 @@ def in_company(workload: Workload, groups: Groups, deadline: Deadline, *, min_be
     leaders = quotient.leaders()
     company = joined(groups, leaders)
     own_cpu_time = np.array([quotient.own_cpu_time[at] for at in sorted(set(leaders))])
-    return Milder(company, replace(totals(workload, company), cpu_time=own_cpu_time))
+    return RelaxedGroups(company, replace(totals(workload, company), cpu_time=own_cpu_time))
 
 
 def leaders_of(

@@ -30,7 +30,7 @@ _FAR = 10**6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kind:
+class DeviceKind:
     """Devices that are alike, as the stage of an instance that has one: `count` of them."""
 
     instance: Instance
@@ -56,7 +56,7 @@ class DownSets:
     `kinds` are one or two, the first of them the one with more devices; `member` says which nodes a set has.
     """
 
-    def __init__(self, kinds: Sequence[Kind], member: Flags) -> None:
+    def __init__(self, kinds: Sequence[DeviceKind], member: Flags) -> None:
         self.kinds = tuple(kinds)
         instance = kinds[0].instance
         work = member @ _in_whole_parts(instance.work_s[kinds[0].stage])
@@ -72,7 +72,7 @@ class DownSets:
         self.rate = _rate(self.kinds)
 
     @classmethod
-    def of(cls, kinds: Sequence[Kind], *, max_sets: int) -> DownSets | None:
+    def of(cls, kinds: Sequence[DeviceKind], *, max_sets: int) -> DownSets | None:
         """None where there are more than `max_sets`, or the tables would not fit."""
         instance = kinds[0].instance
         width = max(instance.num_nodes, len(instance.nets), 1)
@@ -228,7 +228,7 @@ def _in_whole_parts(work_s: Floats) -> Integers:
     return np.round(work_s * (2.0**61 / total_s if total_s > 0 else 0.0)).astype(np.int64)
 
 
-def _rate(kinds: Sequence[Kind]) -> float:
+def _rate(kinds: Sequence[DeviceKind]) -> float:
     """Seconds of the first kind's work that the second kind does in one of its own, at most."""
     if len(kinds) == 1:
         return 0.0
@@ -242,7 +242,7 @@ def _rate(kinds: Sequence[Kind]) -> float:
 class _Table:
     """What each down-set adds up to on one kind of device."""
 
-    def __init__(self, kind: Kind, member: Flags, partly: Flags) -> None:
+    def __init__(self, kind: DeviceKind, member: Flags, partly: Flags) -> None:
         instance, stage = kind.instance, kind.stage
         self.work_s: Floats = member @ instance.work_s[stage]
         self.num_bytes: Floats = member @ instance.static_bytes[stage]

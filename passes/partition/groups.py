@@ -33,7 +33,7 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class Milder:
+class RelaxedGroups:
     """Groups of groups, and what a device is asked for at least that has one: what is impossible so is
     impossible.
 

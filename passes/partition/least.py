@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .downsets import Kind
+from .downsets import DeviceKind
 from .instance import Floats, Instance, Integers
 from .load_network import LoadNetwork
 from .windows import Reach
@@ -26,14 +26,14 @@ _NEAR = 0.5  # of a target: what may come over it once some nodes are kept away
 _TRIES = 3
 
 
-def kinds_of(instance: Instance) -> tuple[Kind, ...]:
+def kinds_of(instance: Instance) -> tuple[DeviceKind, ...]:
     """The stages of an instance that differ in what they cost."""
     stages: dict[bytes, list[int]] = {}
     for stage in range(instance.num_stages):
         barred = b"" if instance.forbidden is None else instance.forbidden[stage].tobytes()
         key = instance.work_s[stage].tobytes() + _cheapest_s(instance, stage).tobytes() + barred
         stages.setdefault(key, []).append(stage)
-    return tuple(Kind(instance, alike[0], len(alike)) for alike in stages.values())
+    return tuple(DeviceKind(instance, alike[0], len(alike)) for alike in stages.values())
 
 
 def _cheapest_s(instance: Instance, stage: int) -> Floats:
@@ -46,8 +46,8 @@ def _cheapest_s(instance: Instance, stage: int) -> Floats:
 class LeastLoads:
     """To be asked about one target after another. Loads are sums: not for links that run beside the work."""
 
-    def __init__(self, kinds: Sequence[Kind], reach: Reach) -> None:
-        self._kinds = [_Kind(kind, reach) for kind in kinds]
+    def __init__(self, kinds: Sequence[DeviceKind], reach: Reach) -> None:
+        self._kinds = [_KindLoads(kind, reach) for kind in kinds]
 
     def floor_s(self, target_s: float, deadline: Any) -> float:
         """No assignment is faster than this, which is the target at most."""
@@ -56,10 +56,10 @@ class LeastLoads:
         return min(target_s, float(np.min(by_kind, axis=0).max()) / units)
 
 
-class _Kind:
+class _KindLoads:
     """The nodes as devices of one kind see them."""
 
-    def __init__(self, kind: Kind, reach: Reach) -> None:
+    def __init__(self, kind: DeviceKind, reach: Reach) -> None:
         instance, stage = kind.instance, kind.stage
         self._reach = reach
         self._work_s = instance.work_s[stage]

@@ -10,7 +10,7 @@ import numpy as np
 from pd2bw_fx.errors import InputError, SolverError
 from pd2bw_fx.units import format_bytes, format_seconds
 
-from .choices import Choices, Deadline, Found
+from .choices import Choices, Deadline, SearchResult
 from .instance import evaluate
 from .request import SearchRequest
 from .search import search
@@ -76,11 +76,11 @@ def _stages_more(request: SearchRequest, more: int) -> str:
 
 def _least_more(
     request: SearchRequest, device: int, *, solver: str, deadline: Deadline
-) -> tuple[int, Found] | None:
+) -> tuple[int, SearchResult] | None:
     """The fewest bytes that this device needs besides its own, to a hundredth or so, and a plan with them."""
     own_bytes = request.cluster.devices[device].memory_bytes
 
-    def planned(more_bytes: int, gap: float) -> tuple[int, Found] | None:
+    def planned(more_bytes: int, gap: float) -> tuple[int, SearchResult] | None:
         """What of these bytes is needed, and the plan."""
         larger = request.with_memory({device: own_bytes + more_bytes})
         orders = larger.orders()
@@ -103,7 +103,7 @@ def _least_more(
     return None if some is None else (enough, some[1])
 
 
-def search_within(choices: Choices, gap: float, *, solver: str, deadline: Deadline) -> Found | None:
+def search_within(choices: Choices, gap: float, *, solver: str, deadline: Deadline) -> SearchResult | None:
     """None also where the time did not tell: what is named as enough was planned."""
     if deadline.left_s <= 0:
         return None
@@ -113,7 +113,7 @@ def search_within(choices: Choices, gap: float, *, solver: str, deadline: Deadli
         return None
 
 
-def _time(found: Found) -> str:
+def _time(found: SearchResult) -> str:
     return f"bottleneck {format_seconds(found.bottleneck_s)}"
 
 

@@ -25,18 +25,18 @@ from pd2bw_fx.plan import Progress
 from pd2bw_fx.workload import Workload
 
 from .choices import Choices, Deadline
-from .dominance import in_company, with_followers
-from .downsets import DownSets, Kind, OutOfTime, down_sets
-from .groups import Groups, Milder, Totals, groups_of, tensors_between, totals
+from .dominance import join_dominated, join_dominated_pairs
+from .downsets import DeviceKind, DownSets, OutOfTime, down_sets
+from .groups import Groups, RelaxedGroups, Totals, groups_of, tensors_between, totals
 from .instance import Instance, Integers, Net, evaluate
 from .search import Enumeration, search
-from .side_branches import moved_ahead, with_satellites
+from .side_branches import join_side_branches, moved_ahead
 
 _FEW_DOWN_SETS = 10_000
 _MAX_DOWN_SETS = 400_000
 _FEW_WITH_CPUS = 40_000
 _MOST_ORDERS = 200_000  # of accelerators and CPUs
-_COMPANY_SHARE = 0.25  # of the time, to find it
+_JOINING_SHARE = 0.25  # of the time limit, for joining groups
 _SHARES_BESIDE = (1 / 4, 1 / 6, 1 / 8, 1 / 10, 1 / 12, 1 / 16, 1 / 32, 1 / 64, 0)
 
 
@@ -97,13 +97,14 @@ def plan_workload(
     if workload.num_accelerators + num_cpus == 0:
         raise InputError("the workload has no accelerators; plan it with its CPUs")
     deadline = Deadline(time_limit_s)
-    groups = with_followers(workload, groups_of(workload), with_cpus=num_cpus > 0)
-    milder = None
+    groups = join_dominated_pairs(workload, groups_of(workload), with_cpus=num_cpus > 0)
+    relaxed = None
     try:
-        share = Deadline(deadline.left_s * _COMPANY_SHARE)
+        share = Deadline(deadline.left_s * _JOINING_SHARE)
         if num_cpus == 0 and not _has_few_down_sets(groups, _FEW_DOWN_SETS):
-            groups = in_company(workload, groups, share).groups  # at no loss, where no CPU sees it otherwise
-        milder = _milder(workload, groups, share, with_cpus=num_cpus > 0)
+            # No optimum is lost by it where there is no CPU, which pays for no tensor.
+            groups = join_dominated(workload, groups, share).groups
+        relaxed = _relaxed_groups(workload, groups, share, with_cpus=num_cpus > 0)
     except KeyboardInterrupt:
         deadline = Deadline(0.0)  # for a first placement, which is the best so far
     most = len(groups.members)  # devices of a kind that can have a node
@@ -111,10 +112,10 @@ def plan_workload(
     choices = _choices(workload, groups, orders)
     of_groups = _Enumeration(choices, orders)
     enumerations: list[Enumeration] = [of_groups]
-    if milder is not None:
-        of_milder = _Enumeration(_choices(workload, milder.groups, orders, milder.asked), orders)
-        together = [milder.groups.of[members[0]] for members in groups.members]
-        enumerations.insert(0, _OfMilder(of_milder, together, milder.trees, choices))
+    if relaxed is not None:
+        of_relaxed = _Enumeration(_choices(workload, relaxed.groups, orders, relaxed.asked), orders)
+        together = [relaxed.groups.of[members[0]] for members in groups.members]
+        enumerations.insert(0, _RelaxedEnumeration(of_relaxed, together, relaxed.trees, choices))
     found = search(
         choices,
         solver=solver,
@@ -152,27 +153,29 @@ def _does_not_fit(workload: Workload, *, with_cpus: bool) -> InfeasibleError:
     )
 
 
-def _milder(workload: Workload, groups: Groups, deadline: Deadline, *, with_cpus: bool) -> Milder | None:
+def _relaxed_groups(
+    workload: Workload, groups: Groups, deadline: Deadline, *, with_cpus: bool
+) -> RelaxedGroups | None:
     """What has few down-sets where the groups have not."""
     if _has_few_down_sets(groups, _FEW_DOWN_SETS):
         return None
-    satellites = with_satellites(workload, groups)
-    if _has_few_down_sets(satellites.groups, _FEW_DOWN_SETS):
-        return satellites
-    return _company(workload, groups, deadline) if with_cpus else None
+    trunk = join_side_branches(workload, groups)
+    if _has_few_down_sets(trunk.groups, _FEW_DOWN_SETS):
+        return trunk
+    return _fewest_joined(workload, groups, deadline) if with_cpus else None
 
 
 def _has_few_down_sets(groups: Groups, few: int) -> bool:
     return down_sets(len(groups.members), groups.edges, few) is not None
 
 
-def _company(workload: Workload, groups: Groups, deadline: Deadline) -> Milder:
-    """As few groups in company as leave few down-sets: each makes a CPU milder than it is."""
+def _fewest_joined(workload: Workload, groups: Groups, deadline: Deadline) -> RelaxedGroups:
+    """Joins no more groups than it takes to leave few down-sets: each joined group asks less of a CPU."""
     for share in _SHARES_BESIDE:
-        company = in_company(workload, groups, deadline, min_beside=int(share * len(groups.members)))
-        if _has_few_down_sets(company.groups, _FEW_WITH_CPUS) or deadline.left_s == 0:
+        joined = join_dominated(workload, groups, deadline, min_beside=int(share * len(groups.members)))
+        if _has_few_down_sets(joined.groups, _FEW_WITH_CPUS) or deadline.left_s == 0:
             break
-    return company
+    return joined
 
 
 class _Enumeration:
@@ -216,12 +219,12 @@ class _Enumeration:
         """By kind: accelerators first, where there are any."""
         return sorted(set(self._orders[0]))
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[DeviceKind]:
         instance, order = self._choices[0], self._orders[0]
-        return [Kind(instance, order.index(flag), order.count(flag)) for flag in self._is_cpu]
+        return [DeviceKind(instance, order.index(flag), order.count(flag)) for flag in self._is_cpu]
 
 
-class _OfMilder:
+class _RelaxedEnumeration:
     """The down-sets of groups that devices are asked less for: what is impossible so is impossible, and what
     is found may be as fast on the real ones.
 
@@ -230,21 +233,21 @@ class _OfMilder:
 
     def __init__(
         self,
-        milder: _Enumeration,
+        relaxed: _Enumeration,
         together: Sequence[int],
         trees: Sequence[tuple[int, ...]],
         choices: Choices,
     ) -> None:
-        self._milder = milder
+        self._relaxed = relaxed
         self._together = list(together)
         self._trees = trees
         self._choices = choices
 
     def is_short(self) -> bool:
-        return self._milder.is_short()
+        return self._relaxed.is_short()
 
     def __call__(self, target_s: float, deadline: Deadline) -> tuple[Status, int, Integers | None]:
-        status, choice, found = self._milder(target_s, deadline)
+        status, choice, found = self._relaxed(target_s, deadline)
         if found is None:
             return status, choice, None
         instance = self._choices[choice]

@@ -12,7 +12,7 @@ from pd2bw_fx.costs import Kept, MemoryModel, StageMemory
 from pd2bw_fx.plan import Plan, StagePlan, Transfer
 from pd2bw_fx.problem import Block, ParameterSize, Problem
 
-from .choices import Found
+from .choices import SearchResult
 from .instance import Hops, Instance, Integers, Loads, evaluate
 from .reader import crossing_values, topological_order, transfer_s
 from .route import hops_of, routed
@@ -43,7 +43,7 @@ def plan_of(
     problem: Problem,
     cluster: Cluster,
     instance: Instance,
-    found: Found,
+    found: SearchResult,
     *,
     order: Sequence[int],
     memory_model: MemoryModel,

@@ -26,7 +26,7 @@ from pd2bw_fx.passes.solver import Status
 from .chains import Room, RoomInAll, RoomToHandOn, roomiest_chain
 from .choices import Deadline
 from .dominance import leaders_of
-from .downsets import DownSets, Kind, OutOfTime
+from .downsets import DeviceKind, DownSets, OutOfTime
 from .instance import Instance, Integers, Net
 from .route import links_are_alike, loads_of
 
@@ -47,8 +47,8 @@ class RelaxedBound:
         alike = links_are_alike(instance) and (instance.work_s == instance.work_s[0]).all()
         if not alike or not instance.per_destination or instance.overlap or instance.num_stages < 2:
             return None
-        joined, number_of = _in_company(instance, deadline)
-        sets = DownSets.of([Kind(joined, 0, instance.num_stages)], max_sets=_MAX_DOWN_SETS)
+        joined, number_of = _joined_instance(instance, deadline)
+        sets = DownSets.of([DeviceKind(joined, 0, instance.num_stages)], max_sets=_MAX_DOWN_SETS)
         return None if sets is None else cls(instance, sets, number_of)
 
     def __call__(self, target_s: float, deadline: Deadline) -> tuple[Status, int, Integers | None]:
@@ -73,7 +73,7 @@ class RelaxedBound:
         return None if chain is None else chain.stage_of[self._number_of]
 
 
-def _in_company(instance: Instance, deadline: Deadline) -> tuple[Instance, Integers]:
+def _joined_instance(instance: Instance, deadline: Deadline) -> tuple[Instance, Integers]:
     """The instance of joined nodes under the milder rules, and by node the joined one."""
     work_s = instance.work_s[0] + (instance.again_s[0] if instance.recompute is True else 0.0)
     apart = _tensors(instance, range(instance.num_nodes))

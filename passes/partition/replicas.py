@@ -28,7 +28,7 @@ from pd2bw_fx.passes.solver import check_solver
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 
-from .choices import Choices, Deadline, Found
+from .choices import Choices, Deadline, SearchResult
 from .constrain import Constrained, constrain
 from .gradient_sums import GradientSums
 from .instance import Instance
@@ -220,7 +220,7 @@ class ReplicaRequest:
 
         return Choices(len(self.shares), of)
 
-    def plan(self, choices: Choices, found: Found, *, method: str, solver: str) -> Plan:
+    def plan(self, choices: Choices, found: SearchResult, *, method: str, solver: str) -> Plan:
         share = self.shares[found.choice]
         return plan_of(
             self.constrained.problem,

@@ -27,7 +27,7 @@ _LEAST_GAIN = 1e-6  # of a value's time on its links: equal ways are direct ones
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class RouteOption:
     """A value's hops and the seconds that its links need for them; `saved_s` against sending directly."""
 
     net: int
@@ -43,10 +43,10 @@ def routed(instance: Instance, stage_of: Integers) -> tuple[dict[int, Hops], Loa
     if links_are_alike(instance):
         return shared_out(instance, stage_of, straight)
     cheap: tuple[dict[int, Hops], Loads] = {}, straight
-    for way in sorted(_cheaper_ways(instance, stage_of), key=lambda way: (-way.saved_s, way.net)):
-        tried = evaluate(instance, stage_of, cheap[0] | {way.net: way.hops})
+    for option in sorted(_cheaper_options(instance, stage_of), key=lambda each: (-each.saved_s, each.net)):
+        tried = evaluate(instance, stage_of, cheap[0] | {option.net: option.hops})
         if tried.bottleneck_s <= cheap[1].bottleneck_s and (tried.fits or not cheap[1].fits):
-            cheap = {**cheap[0], way.net: way.hops}, tried
+            cheap = {**cheap[0], option.net: option.hops}, tried
     first, second = _relieved(instance, stage_of, *cheap), _relieved(instance, stage_of, {}, straight)
     is_better = second[1].bottleneck_s < first[1].bottleneck_s * (1 - _LEAST_GAIN)
     return second if is_better else first
@@ -71,7 +71,7 @@ def _relief(
         taken = hops_of(instance, stage_of, routes, net)
         if not any(slowest in hop for hop in taken):
             continue
-        for hops in _other_ways(instance, stage_of, net, slowest):
+        for hops in _other_hops(instance, stage_of, net, slowest):
             changed = {**routes, net: hops}
             tried = evaluate(instance, stage_of, changed)
             best_s = loads.bottleneck_s * (1 - _LEAST_GAIN) if found is None else found[1].bottleneck_s
@@ -80,7 +80,7 @@ def _relief(
     return found
 
 
-def _other_ways(instance: Instance, stage_of: Integers, net: int, shunned: int) -> list[Hops]:
+def _other_hops(instance: Instance, stage_of: Integers, net: int, shunned: int) -> list[Hops]:
     """Straight, the cheapest way, and the one that keeps the links of a stage busy for the least time."""
     straight = direct_hops(instance.nets[net], stage_of)
     if straight[-1][1] - straight[0][0] < 2:
@@ -111,8 +111,8 @@ def hops_of(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops], 
     return routes.get(net) or direct_hops(instance.nets[net], stage_of)
 
 
-def _cheaper_ways(instance: Instance, stage_of: Integers) -> list[_Way]:
-    ways = []
+def _cheaper_options(instance: Instance, stage_of: Integers) -> list[RouteOption]:
+    options = []
     for net in range(len(instance.nets)):
         direct = direct_hops(instance.nets[net], stage_of)
         if not direct or direct[-1][1] - direct[0][0] < 2:
@@ -121,8 +121,8 @@ def _cheaper_ways(instance: Instance, stage_of: Integers) -> list[_Way]:
         hops = _handed_on(costs, direct[0][0], [target for _, target in direct])
         direct_s, handed_s = _seconds(costs, direct), _seconds(costs, hops)
         if handed_s < (1 - _LEAST_GAIN) * direct_s:
-            ways.append(_Way(net, hops, direct_s - handed_s))
-    return ways
+            options.append(RouteOption(net, hops, direct_s - handed_s))
+    return options
 
 
 def _seconds(costs: Floats, hops: Hops) -> float:

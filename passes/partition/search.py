@@ -20,15 +20,15 @@ import numpy as np
 from pd2bw_fx.errors import SolverError
 from pd2bw_fx.plan import Progress
 
-from .choices import Choices, Deadline, Found
-from .downsets import Kind
+from .choices import Choices, Deadline, SearchResult
+from .downsets import DeviceKind
 from .search_state import Answer, SearchState
 
 _FINEST_GAP = 3e-6  # what could not be told from a solver's tolerance is not asked for
 _FIRST_SHARE = 0.2  # of the time, for first cuts, and programs before anything else is tried
 _FIRST_TIME_S = 5.0  # and no more than this
 _FIRST_SHARE_OF_WORKLOADS = 0.02  # for programs: their down-sets may be enumerated instead
-_MILDER_SHARE = 0.5  # of what is left then, for a bound by milder rules
+_RELAXED_SHARE = 0.5  # of what is left then, for a bound by milder rules
 _SECOND_SHARE = 0.2  # of what is left then, for programs once more
 _ORDERS_SHARE = 0.1  # of what is left then
 _FEW_ORDERS = 25  # that brought nothing, where down-sets are soon enumerated
@@ -53,8 +53,8 @@ def search(
     deadline: Deadline,
     report: Callable[[Progress], None] | None = None,
     enumerations: Sequence[Enumeration] = (),
-    kinds: Sequence[Kind] = (),
-) -> Found | None:
+    kinds: Sequence[DeviceKind] = (),
+) -> SearchResult | None:
     """The fastest assignment over all choices, proven to `max_gap` unless the time runs out.
 
     `report` hears of every step, and every second of a long one. Ctrl-C ends the search as the deadline does.
@@ -89,8 +89,8 @@ def search_faster(
     deadline: Deadline,
     report: Callable[[Progress], None] | None = None,
     enumerations: Sequence[Enumeration] = (),
-    kinds: Sequence[Kind] = (),
-) -> tuple[Found | None, float]:
+    kinds: Sequence[DeviceKind] = (),
+) -> tuple[SearchResult | None, float]:
     """As `search`, for one that is faster than something that is known; and the bound on all there are.
     Ctrl-C stops the deadline."""
     first = Deadline(min(deadline.left_s * _FIRST_SHARE, _FIRST_TIME_S))
@@ -110,7 +110,7 @@ def search_faster(
             state.ask_least_loads(finest)
         state.ask_programs(finest)
         if not enumerations:
-            state.deadline = Deadline(deadline.left_s * _MILDER_SHARE)
+            state.deadline = Deadline(deadline.left_s * _RELAXED_SHARE)
             state.ask_milder_rules(finest)
             state.deadline = Deadline(deadline.left_s * _SECOND_SHARE)
             state.ask_programs(finest)
@@ -137,4 +137,4 @@ def search_faster(
             state.first_assignments()  # one of them: something to take
     if state.stage_of is None:
         return None, state.bound_s()
-    return Found(state.choice, state.stage_of, state.bottleneck_s, state.bound_s()), state.bound_s()
+    return SearchResult(state.choice, state.stage_of, state.bottleneck_s, state.bound_s()), state.bound_s()

@@ -12,7 +12,7 @@ from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.plan import Progress
 
 from .choices import FEW_CHOICES, Choices, Deadline, floor_of
-from .downsets import DownSets, Kind, OutOfTime
+from .downsets import DeviceKind, DownSets, OutOfTime
 from .instance import Instance, Integers, respects_edges, within_reach
 from .intervals import best_cut, rough_cut
 from .least import LeastLoads, kinds_of
@@ -52,7 +52,7 @@ class SearchState:
         solver: str,
         deadline: Deadline,
         report: Callable[[Progress], None] | None,
-        kinds: Sequence[Kind],
+        kinds: Sequence[DeviceKind],
     ) -> None:
         self.choices = choices
         self.report = report
@@ -252,7 +252,7 @@ class SearchState:
             return False
         if not self.is_enumerated:
             self.is_enumerated = True
-            self.down_sets = DownSets.of([Kind(instance, 0, 1)], max_sets=_FEW_DOWN_SETS)
+            self.down_sets = DownSets.of([DeviceKind(instance, 0, 1)], max_sets=_FEW_DOWN_SETS)
         if self.down_sets is None:
             return False
         self.down_sets = self.down_sets.within_reach(target_s)

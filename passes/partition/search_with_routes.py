@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from pd2bw_fx.plan import Progress
 
-from .choices import Choices, Deadline, Found
+from .choices import Choices, Deadline, SearchResult
 from .route import links_are_alike, routed
 from .search import search, search_faster
 
@@ -28,7 +28,7 @@ def search_with_routes(
     max_gap: float,
     deadline: Deadline,
     report: Callable[[Progress], None] | None = None,
-) -> Found | None:
+) -> SearchResult | None:
     """What `search` finds, or what is faster with its routes. The bound is of assignments with theirs."""
     started_s = time.perf_counter()
     handing_on = choices.changed(lambda instance: replace(instance, hands_on=True))

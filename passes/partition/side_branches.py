@@ -17,13 +17,13 @@ from collections.abc import Sequence
 
 from pd2bw_fx.workload import Workload
 
-from .groups import Groups, Milder, Totals, joined, tensors_between, totals
+from .groups import Groups, RelaxedGroups, Totals, joined, tensors_between, totals
 from .instance import Instance, Integers, evaluate
 
 _MOST_OF_A_DEVICE = 0.05  # of what each would have to do if all had the same
 
 
-def with_satellites(workload: Workload, groups: Groups) -> Milder:
+def join_side_branches(workload: Workload, groups: Groups) -> RelaxedGroups:
     """Groups with the trees that lead to them alone, where these are a small part of what a device does and
     something else leads there too."""
     of = totals(workload, groups)
@@ -40,7 +40,7 @@ def with_satellites(workload: Workload, groups: Groups) -> Milder:
         leader[at] = leader[reader]
     leads = sorted(set(leader))
     asked = Totals(accelerator_time[leads], of.cpu_time[leads], of.num_bytes[leads], of.is_barred[leads])
-    return Milder(joined(groups, leader), asked, tuple(trees[at] for at in sorted(reader_of)))
+    return RelaxedGroups(joined(groups, leader), asked, tuple(trees[at] for at in sorted(reader_of)))
 
 
 def _readers(workload: Workload, groups: Groups, of: Totals) -> dict[int, int]:

@@ -24,12 +24,12 @@ from .method import Method, Placing, StageMethod
 from .methods import METHODS, method_of, register_method, registered_method
 from .of_plan import keeping, keeping_copies, shape_of
 from .times import Times
-from .zb_auto import Found, find_orders
+from .zb_auto import FoundOrders, find_orders
 
 __all__ = [
     "METHODS",
     "BaPipe",
-    "Found",
+    "FoundOrders",
     "SYNCHRONOUS",
     "StageMethod",
     "Method",

@@ -29,7 +29,7 @@ _MARGIN = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundOrders:
     """`cost_s`: the longest time of a stage from its first piece to its last; none is below `bound_s`."""
 
     orders: tuple[str, ...]
@@ -95,7 +95,7 @@ def _read(order: str) -> _Order:
 
 
 @lru_cache(maxsize=64)
-def find_orders(num_microbatches: int, times: Times, *, time_limit_s: float = 5.0) -> Found:
+def find_orders(num_microbatches: int, times: Times, *, time_limit_s: float = 5.0) -> FoundOrders:
     """The best order known for every stage, and what is proven about all others.
 
     Programs of more than 3,000 binary choices (8 stages with 16 microbatches have 2,880) are not tried; then,
@@ -121,7 +121,7 @@ def find_orders(num_microbatches: int, times: Times, *, time_limit_s: float = 5.
         if better is not None and (better_s := _cost_s(better, times)) < cost_s:
             orders, cost_s = better, better_s
     texts = tuple(" ".join(f"{kind.value}{k}" for kind, k in order) for order in orders)
-    return Found(texts, cost_s, min(bound_s, cost_s))
+    return FoundOrders(texts, cost_s, min(bound_s, cost_s))
 
 
 def _like_the_handmade(d: int, m: int, times: Times) -> Iterator[tuple[_Order, ...]]:

@@ -9,7 +9,7 @@ import pytest
 
 from pd2bw_fx.passes.partition import placement, search
 from pd2bw_fx.passes.partition.choices import Deadline
-from pd2bw_fx.passes.partition.dominance import in_company, with_followers
+from pd2bw_fx.passes.partition.dominance import join_dominated, join_dominated_pairs
 from pd2bw_fx.passes.partition.downsets import down_sets
 from pd2bw_fx.passes.partition.groups import groups_of
 from pd2bw_fx.passes.solver import Status
@@ -50,14 +50,14 @@ def attention(num_layers: int) -> Workload:
 
 @pytest.mark.parametrize("num_cpus", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(40))
-def test_in_company_the_optimum_is_that_of_all_placements(
+def test_joined_by_dominance_the_optimum_is_that_of_all_placements(
     seed: int, num_cpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workload = branchy(seed, num_cpus=num_cpus)
-    expected = placement.plan_workload(workload)  # as there are few down-sets, without company
+    expected = placement.plan_workload(workload)  # nothing is joined: there are few down-sets
     assert expected.gap <= 1e-5
 
-    # No time for programs, and every workload has too many down-sets: what is proven is so in company.
+    # No time for programs, and every workload has too many down-sets: the proof is over joined groups.
     monkeypatch.setattr(search, "_FIRST_SHARE_OF_WORKLOADS", 0.0)
     monkeypatch.setattr(placement, "_FEW_DOWN_SETS", 0)
     monkeypatch.setattr(placement, "_SHARES_BESIDE", (0,))
@@ -70,27 +70,27 @@ def test_in_company_the_optimum_is_that_of_all_placements(
 
 @pytest.mark.parametrize("num_cpus", [1, 2])
 @pytest.mark.parametrize("seed", range(40))
-def test_cpus_in_company_never_exclude_what_there_is(seed: int, num_cpus: int) -> None:
+def test_joined_groups_never_exclude_a_placement_with_cpus(seed: int, num_cpus: int) -> None:
     workload = branchy(seed, num_cpus=num_cpus)
     objective = placement.plan_workload(workload).objective
-    company = in_company(workload, groups_of(workload), Deadline(60.0))
+    joined = join_dominated(workload, groups_of(workload), Deadline(60.0))
     orders = list(placement._device_orders(workload.num_accelerators, num_cpus))
-    milder = placement._choices(workload, company.groups, orders, company.asked)
+    relaxed = placement._choices(workload, joined.groups, orders, joined.asked)
 
-    status, _, _ = placement._Enumeration(milder, orders)(objective * (1 + 1e-9), Deadline(60.0))
+    status, _, _ = placement._Enumeration(relaxed, orders)(objective * (1 + 1e-9), Deadline(60.0))
 
     assert status is Status.FEASIBLE
 
 
 def test_operands_go_with_the_layer_that_reads_them() -> None:
     workload = attention(num_layers=12)
-    groups = with_followers(workload, groups_of(workload), with_cpus=False)
+    groups = join_dominated_pairs(workload, groups_of(workload), with_cpus=False)
     assert down_sets(len(groups.members), groups.edges, 100_000) is None
 
-    company = in_company(workload, groups, Deadline(60.0))
+    joined = join_dominated(workload, groups, Deadline(60.0))
 
-    assert len(company.groups.members) == 1 + 2 * 12  # a layer's query may be elsewhere than the rest of it
-    assert len(down_sets(25, company.groups.edges, 100_000) or []) == 26
+    assert len(joined.groups.members) == 1 + 2 * 12  # a layer's query may be elsewhere than the rest of it
+    assert len(down_sets(25, joined.groups.edges, 100_000) or []) == 26
     found = placement.plan_workload(replace(workload, num_cpus=0))
     assert found.gap <= 1e-5
     for layer in range(12):
@@ -102,29 +102,29 @@ def test_what_is_not_joined_when_the_time_is_up_stays_apart() -> None:
     workload = attention(num_layers=12)
     groups = groups_of(workload)
 
-    joined_in_pairs = with_followers(workload, groups, with_cpus=False)
+    joined_in_pairs = join_dominated_pairs(workload, groups, with_cpus=False)
 
-    assert in_company(workload, groups, Deadline(0.0)).groups == joined_in_pairs
+    assert join_dominated(workload, groups, Deadline(0.0)).groups == joined_in_pairs
 
 
 def test_only_what_many_are_beside_goes_with_another_where_that_is_asked_for() -> None:
     workload = attention(num_layers=12)
     groups = groups_of(workload)
 
-    few = in_company(workload, groups, Deadline(60.0), min_beside=40)
+    few = join_dominated(workload, groups, Deadline(60.0), min_beside=40)
 
-    assert len(in_company(workload, groups, Deadline(60.0)).groups.members) == 25
+    assert len(join_dominated(workload, groups, Deadline(60.0)).groups.members) == 25
     assert 25 < len(few.groups.members) < len(groups.members)
 
 
-def test_a_cpu_is_asked_for_all_that_could_lead_the_company() -> None:
+def test_a_cpu_is_asked_for_every_node_that_could_lead_the_group() -> None:
     """Two nodes in a row with a large tensor between them: either would have the other one beside it."""
     nodes = tuple(WorkloadNode(at, 1.0, 7.0 + at, 0.0) for at in range(2))
     pair = Workload("pair", 2, 1, 1.0, nodes, (WorkloadEdge(0, 1, 3.0),))
 
-    assert in_company(pair, groups_of(pair), Deadline(60.0)).asked.cpu_time.tolist() == [15.0]
+    assert join_dominated(pair, groups_of(pair), Deadline(60.0)).asked.cpu_time.tolist() == [15.0]
     two_cpus = replace(pair, num_cpus=2)
-    assert in_company(two_cpus, groups_of(pair), Deadline(60.0)).asked.cpu_time.tolist() == [8.0]
+    assert join_dominated(two_cpus, groups_of(pair), Deadline(60.0)).asked.cpu_time.tolist() == [8.0]
 
 
 def test_nothing_goes_with_a_node_that_others_may_have_to_be_between() -> None:
@@ -133,4 +133,4 @@ def test_nothing_goes_with_a_node_that_others_may_have_to_be_between() -> None:
     edges = (WorkloadEdge(0, 1, 0.5), WorkloadEdge(0, 2, 0.5), WorkloadEdge(1, 2, 0.1))
     workload = Workload("between", 2, 0, 1.0, nodes, edges)
 
-    assert len(in_company(workload, groups_of(workload), Deadline(60.0)).groups.members) == 3
+    assert len(join_dominated(workload, groups_of(workload), Deadline(60.0)).groups.members) == 3

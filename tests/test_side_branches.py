@@ -14,7 +14,7 @@ from pd2bw_fx.passes.partition.choices import Deadline
 from pd2bw_fx.passes.partition.downsets import down_sets
 from pd2bw_fx.passes.partition.groups import groups_of
 from pd2bw_fx.passes.partition.instance import evaluate
-from pd2bw_fx.passes.partition.side_branches import moved_ahead, with_satellites
+from pd2bw_fx.passes.partition.side_branches import join_side_branches, moved_ahead
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.workload import Workload, WorkloadEdge, WorkloadNode
 
@@ -71,11 +71,11 @@ def test_what_is_left_out_never_excludes_what_there_is(
     expected = placement.plan_workload(workload)
     assert expected.gap <= 1e-5
     monkeypatch.setattr(side_branches, "_MOST_OF_A_DEVICE", np.inf)
-    found = with_satellites(workload, groups_of(workload))
+    found = join_side_branches(workload, groups_of(workload))
     orders = list(placement._device_orders(workload.num_accelerators, num_cpus))
-    milder = placement._choices(workload, found.groups, orders, found.asked)
+    relaxed = placement._choices(workload, found.groups, orders, found.asked)
 
-    status, _, _ = placement._Enumeration(milder, orders)(expected.objective * (1 + 1e-9), Deadline(60.0))
+    status, _, _ = placement._Enumeration(relaxed, orders)(expected.objective * (1 + 1e-9), Deadline(60.0))
 
     assert status is Status.FEASIBLE
 
@@ -106,7 +106,7 @@ def test_tables_of_layers_leave_as_many_down_sets_as_a_row_has() -> None:
     groups = groups_of(workload)
     assert down_sets(len(groups.members), groups.edges, 20_000) is None
 
-    found = with_satellites(workload, groups)
+    found = join_side_branches(workload, groups)
 
     assert len(down_sets(len(found.groups.members), found.groups.edges, 400_000) or []) == 22
     assert len(found.trees) == 40
@@ -135,7 +135,7 @@ def test_what_leads_to_a_row_alone_is_no_tree_nor_is_what_two_read_nor_what_is_m
     )
     workload = Workload("row", 2, 0, 1.0, nodes, edges)
 
-    found = with_satellites(workload, groups_of(workload))
+    found = join_side_branches(workload, groups_of(workload))
 
     assert found.trees == ()
     assert found.groups == groups_of(workload)
@@ -145,7 +145,7 @@ def test_moved_ahead_is_what_the_target_asks_for_and_the_other_device_has_time_f
     """Two layers and three, and their tables: a whole table ahead would be too much, half of one is not."""
     workload = tables(5)
     groups = groups_of(workload)
-    trees = with_satellites(workload, groups).trees
+    trees = join_side_branches(workload, groups).trees
     instance = placement._choices(workload, groups, [(False,) * 2])[0]
     stage_of = np.array([0] * 7 + [1] * 9)
     assert evaluate(instance, stage_of).load_s.tolist() == pytest.approx([3.62, 3.68])
@@ -164,7 +164,7 @@ def test_what_the_nearest_device_has_no_time_for_is_on_one_before() -> None:
     nodes[6] = replace(nodes[6], accelerator_time=1.5)
     workload = replace(workload, nodes=tuple(nodes))
     groups = groups_of(workload)
-    trees = with_satellites(workload, groups).trees
+    trees = join_side_branches(workload, groups).trees
     instance = placement._choices(workload, groups, [(False,) * 3])[0]
     stage_of = np.array([0] + [1] * 6 + [2] * 9)
     assert evaluate(instance, stage_of).load_s.tolist() == pytest.approx([1.5, 3.62, 3.68])
