@@ -12,10 +12,10 @@ import pytest
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Kept, MemoryModel
+from pd2bw_fx.passes.partition.bounds.relaxed_bound import RelaxedBound
 from pd2bw_fx.passes.partition.choices import Deadline
 from pd2bw_fx.passes.partition.instance import Instance
 from pd2bw_fx.passes.partition.reader import Reader
-from pd2bw_fx.passes.partition.relaxed_bound import RelaxedBound
 from pd2bw_fx.passes.partition.route import loads_of
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.problem import Block, Problem, Value

@@ -12,7 +12,8 @@ import pytest
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.errors import InfeasibleError, InputError
-from pd2bw_fx.passes.partition import infeasible, nearest, partition, shortfall
+from pd2bw_fx.passes.partition import partition
+from pd2bw_fx.passes.partition.infeasibility import infeasible, nearest, shortfall
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
 

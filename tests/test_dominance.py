@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from pd2bw_fx.passes.partition import placement, search
+from pd2bw_fx.passes.partition import placement
+from pd2bw_fx.passes.partition.bounds.dominance import join_dominated, join_dominated_pairs
+from pd2bw_fx.passes.partition.bounds.downsets import down_sets
 from pd2bw_fx.passes.partition.choices import Deadline
-from pd2bw_fx.passes.partition.dominance import join_dominated, join_dominated_pairs
-from pd2bw_fx.passes.partition.downsets import down_sets
 from pd2bw_fx.passes.partition.groups import groups_of
+from pd2bw_fx.passes.partition.search import search
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.workload import Workload, WorkloadEdge, WorkloadNode
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from pd2bw_fx.passes.partition import placement, search, search_state
+from pd2bw_fx.passes.partition import placement
+from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind, DownSets, OutOfTime
+from pd2bw_fx.passes.partition.bounds.relaxation import is_refuted
 from pd2bw_fx.passes.partition.choices import Choices, Deadline
-from pd2bw_fx.passes.partition.downsets import DeviceKind, DownSets, OutOfTime
-from pd2bw_fx.passes.partition.intervals import best_cut
-from pd2bw_fx.passes.partition.relaxation import is_refuted
+from pd2bw_fx.passes.partition.search import search, search_state
+from pd2bw_fx.passes.partition.search.intervals import best_cut
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.workload import Workload, workload_from_json
 from tests.drawn_workloads import choices_of, drawn_workload

@@ -11,7 +11,7 @@ import pytest
 
 from pd2bw_fx.errors import InfeasibleError
 from pd2bw_fx.passes.partition import plan_workload
-from pd2bw_fx.passes.partition.dominance import join_dominated_pairs
+from pd2bw_fx.passes.partition.bounds.dominance import join_dominated_pairs
 from pd2bw_fx.passes.partition.groups import groups_of, tensors_between
 from pd2bw_fx.workload import Workload, workload_from_json
 

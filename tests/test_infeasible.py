@@ -9,7 +9,8 @@ import pytest
 
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.errors import InfeasibleError
-from pd2bw_fx.passes.partition import infeasible, nearest, partition, shortfall
+from pd2bw_fx.passes.partition import partition
+from pd2bw_fx.passes.partition.infeasibility import infeasible, nearest, shortfall
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
 

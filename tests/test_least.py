@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from pd2bw_fx.passes.partition import placement
+from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind
+from pd2bw_fx.passes.partition.bounds.least_load import LeastLoads
+from pd2bw_fx.passes.partition.bounds.windows import Reach
 from pd2bw_fx.passes.partition.choices import Deadline
-from pd2bw_fx.passes.partition.downsets import DeviceKind
 from pd2bw_fx.passes.partition.instance import Instance, evaluate, respects_edges
-from pd2bw_fx.passes.partition.intervals import best_cut
-from pd2bw_fx.passes.partition.least import LeastLoads
-from pd2bw_fx.passes.partition.orders import Shuffler, topological_orders
-from pd2bw_fx.passes.partition.windows import Reach
+from pd2bw_fx.passes.partition.search.intervals import best_cut
+from pd2bw_fx.passes.partition.search.orders import Shuffler, topological_orders
 from pd2bw_fx.workload import Workload, workload_from_json
 from tests.drawn_workloads import choices_of, drawn_workload
 

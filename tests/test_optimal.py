@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.costs import Kept, MemoryModel
 from pd2bw_fx.errors import InfeasibleError
-from pd2bw_fx.passes.partition import baselines, partition, search, search_state
+from pd2bw_fx.passes.partition import baselines, partition
+from pd2bw_fx.passes.partition.search import search, search_state
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 from tests.brute_force import brute_force

@@ -15,7 +15,7 @@ import pytest
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.commands.progress import ProgressLine
 from pd2bw_fx.passes.partition import partition, placement
-from pd2bw_fx.passes.partition.search_state import SearchState
+from pd2bw_fx.passes.partition.search.search_state import SearchState
 from pd2bw_fx.plan import Progress
 from pd2bw_fx.problem import Block, Problem, Value
 from pd2bw_fx.workload import workload_from_json

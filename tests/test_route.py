@@ -12,8 +12,10 @@ import pytest
 
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.passes.partition import partition, relaxed_bound, search, search_with_routes
+from pd2bw_fx.passes.partition import partition
+from pd2bw_fx.passes.partition.bounds import relaxed_bound
 from pd2bw_fx.passes.partition.choices import Deadline
+from pd2bw_fx.passes.partition.search import search, search_with_routes
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.plan import Progress, Transfer
 from pd2bw_fx.problem import Block, Problem, Value

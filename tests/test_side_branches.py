@@ -9,12 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pd2bw_fx.passes.partition import placement, search, side_branches
+from pd2bw_fx.passes.partition import placement
+from pd2bw_fx.passes.partition.bounds import side_branches
+from pd2bw_fx.passes.partition.bounds.downsets import down_sets
+from pd2bw_fx.passes.partition.bounds.side_branches import join_side_branches, moved_ahead
 from pd2bw_fx.passes.partition.choices import Deadline
-from pd2bw_fx.passes.partition.downsets import down_sets
 from pd2bw_fx.passes.partition.groups import groups_of
 from pd2bw_fx.passes.partition.instance import evaluate
-from pd2bw_fx.passes.partition.side_branches import join_side_branches, moved_ahead
+from pd2bw_fx.passes.partition.search import search
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.workload import Workload, WorkloadEdge, WorkloadNode
 

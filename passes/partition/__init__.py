@@ -1,16 +1,37 @@
-"""partition: blocks to stages and stages to devices, by an integer program with a proof.
+"""partition: puts blocks on stages and stages on devices, by a search that proves how good its plan is.
 
-`reader.py` and `placement.py` turn a problem or a published workload into numbers (`instance.py`), with the
-user's wishes in them (`constrain.py`), once for each order of the devices that is tried (`devices.py`,
-`choices.py`). `search.py` has the order of the steps that find the fastest assignment and prove it,
-`search_state.py` the steps (`intervals.py` upper bounds by cutting `orders.py`, `windows.py` reductions,
-`least.py` a bound from single nodes, `relaxation.py` and `downsets.py` enumeration where there is little to
-enumerate, `dominance.py`, `side_branches.py` and `relaxed_bound.py` so that there is little, `program.py` the integer
-program); `search_with_routes.py` looks once more, for plans whose values go by other stages (`route.py`).
-`planning.py` writes the plan. `infeasible.py` says why there is none, `shortfall.py` by how much,
-`nearest.py` what would be enough, `explain.py` why it is as it is, `check.py` what an edited one costs;
-`sweep.py` chooses what is around the program, `replicas.py` the copies of single stages, `baselines.py`
-prices what others would have done.
+An `Instance` holds a problem as plain numbers, for one order of the devices. The search keeps an incumbent,
+the fastest assignment so far, and a lower bound that no assignment beats. It ends when the two meet.
+
+    what is asked
+        plan_problem.py       `partition`: a problem on a cluster
+        placement.py          `plan_workload`: a published workload on accelerators and CPUs
+        replicas.py           `partition_replicated`: stages with several copies
+        sweep.py              `sweep`: number of stages, replicas, microbatch size
+        request.py            what the planner is asked for, also with more memory or more stages
+        constrain.py          the user's constraints as changes of the problem: joined, pinned, capped
+        memory_kept.py        weight versions and microbatches that each built-in method keeps
+        gradient_sums.py      the time that copies of a stage need to sum their gradients
+    numbers for the search
+        instance.py           `Instance`, and what an assignment costs it
+        reader.py             a problem and a cluster as an instance
+        groups.py             nodes of a workload that are planned as one
+        devices.py            the device orders to try
+        choices.py            the instances of all those orders, `SearchResult`, `Deadline`
+        route.py, sharing.py  how a value travels to the stages that read it
+    search/                   incumbent, order of the steps, cuts of topological orders
+    bounds/                   lower bounds and refutations without an integer program
+    integer_program/          feasibility at a target, as an integer program
+    infeasibility/            why there is no plan, and what would be enough
+    what comes out
+        planning.py           the plan of an assignment
+        check.py              `check_plan`: an edited plan, priced again
+        explain.py            `explain`: why a plan is as it is
+        baselines.py          `baselines`: what other planners would choose, at the same costs
+
+Many bounds relax the rules: a stage then has at most as much to do as it really has. So a target that is
+infeasible under relaxed rules is infeasible. An assignment that is feasible under them may be slower by the
+real rules, and is evaluated again. The modules of `bounds/` say what they relax, and rely on this.
 """
 
 from .baselines import Baseline, baselines

@@ -29,8 +29,8 @@ from .reader import Reader, check_problem, topological_order
 from .replicas import KeepingCopies, partition_replicated, shared_out, stashing
 from .request import Keeping, and_another, one_device_more
 from .route import routed
-from .search import search
-from .search_with_routes import search_with_routes
+from .search.search import search
+from .search.search_with_routes import search_with_routes
 
 GIB = 2**30
 _LINKS_TRIED = 3

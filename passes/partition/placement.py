@@ -24,13 +24,13 @@ from pd2bw_fx.passes.solver import Status, check_solver
 from pd2bw_fx.plan import Progress
 from pd2bw_fx.workload import Workload
 
+from .bounds.dominance import join_dominated, join_dominated_pairs
+from .bounds.downsets import DeviceKind, DownSets, OutOfTime, down_sets
+from .bounds.side_branches import join_side_branches, moved_ahead
 from .choices import Choices, Deadline
-from .dominance import join_dominated, join_dominated_pairs
-from .downsets import DeviceKind, DownSets, OutOfTime, down_sets
 from .groups import Groups, RelaxedGroups, Totals, groups_of, tensors_between, totals
 from .instance import Instance, Integers, Net, evaluate
-from .search import Enumeration, search
-from .side_branches import join_side_branches, moved_ahead
+from .search.search import Enumeration, search
 
 _FEW_DOWN_SETS = 10_000
 _MAX_DOWN_SETS = 400_000

@@ -19,12 +19,12 @@ from pd2bw_fx.units import counted
 
 from .choices import Deadline
 from .constrain import constrain
-from .infeasible import infeasible_error
+from .infeasibility.infeasible import infeasible_error
 from .memory_kept import METHODS, kept_by
 from .planning import plan_of, proven_for
 from .reader import check_problem
 from .request import Keeping, SearchRequest
-from .search_with_routes import search_with_routes
+from .search.search_with_routes import search_with_routes
 
 
 def partition(

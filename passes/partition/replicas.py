@@ -34,7 +34,7 @@ from .gradient_sums import GradientSums
 from .instance import Instance
 from .planning import plan_of, proven_for
 from .reader import Reader, check_problem
-from .search import search
+from .search.search import search
 
 _MOST_DEVICES = 10  # two to the power of it are the ways to share them out
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pd2bw_fx.passes.partition.instance import Flags, Instance, Integers
 from pd2bw_fx.passes.solver import IntegerProgram, Outcome, Variable
-
-from .instance import Flags, Instance, Integers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,20 +8,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pd2bw_fx.errors import SolverError
+from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind, DownSets, OutOfTime
+from pd2bw_fx.passes.partition.bounds.least_load import LeastLoads, kinds_of
+from pd2bw_fx.passes.partition.bounds.relaxation import is_refuted
+from pd2bw_fx.passes.partition.bounds.relaxed_bound import RelaxedBound
+from pd2bw_fx.passes.partition.bounds.windows import Reach, windows_for
+from pd2bw_fx.passes.partition.choices import FEW_CHOICES, Choices, Deadline, floor_of
+from pd2bw_fx.passes.partition.instance import Instance, Integers, respects_edges, within_reach
+from pd2bw_fx.passes.partition.integer_program.feasibility import FeasibilityProgram
+from pd2bw_fx.passes.partition.route import loads_of
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.plan import Progress
 
-from .choices import FEW_CHOICES, Choices, Deadline, floor_of
-from .downsets import DeviceKind, DownSets, OutOfTime
-from .instance import Instance, Integers, respects_edges, within_reach
 from .intervals import best_cut, rough_cut
-from .least import LeastLoads, kinds_of
 from .orders import Shuffler, topological_orders
-from .program import FeasibilityProgram
-from .relaxation import is_refuted
-from .relaxed_bound import RelaxedBound
-from .route import loads_of
-from .windows import Reach, windows_for
 
 _TOLERANCE = 2e-6  # solvers keep their rows to a millionth: twice that is no fault of theirs
 _BROKEN = 1e-3  # of a target: more than all tolerances together, or large constants, let through

@@ -10,17 +10,17 @@ import numpy as np
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import InfeasibleError, SolverError
+from pd2bw_fx.passes.partition.choices import Choices, Deadline
+from pd2bw_fx.passes.partition.constrain import Pin
+from pd2bw_fx.passes.partition.devices import DeviceOrders
+from pd2bw_fx.passes.partition.instance import Instance
+from pd2bw_fx.passes.partition.reader import topological_order
+from pd2bw_fx.passes.partition.request import SearchRequest
+from pd2bw_fx.passes.partition.search.search import search
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes
 
-from .choices import Choices, Deadline
-from .constrain import Pin
-from .devices import DeviceOrders
-from .instance import Instance
 from .nearest import nearest_changes
-from .reader import topological_order
-from .request import SearchRequest
-from .search import search
 from .shortfall import least_shortfall
 
 _EXPLAIN_TIME_S = 2.0

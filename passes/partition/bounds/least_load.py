@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from pd2bw_fx.passes.partition.instance import Floats, Instance, Integers
+
 from .downsets import DeviceKind
-from .instance import Floats, Instance, Integers
 from .load_network import LoadNetwork
 from .windows import Reach
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .assignment import Windows
-from .instance import Flags, Floats, Instance, Integers
+from pd2bw_fx.passes.partition.instance import Flags, Floats, Instance, Integers
+from pd2bw_fx.passes.partition.integer_program.assignment import Windows
 
 _ROUNDS = 3
 # Capacities a hair larger than they are, so that rounding never cuts off what fits exactly.

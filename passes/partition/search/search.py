@@ -18,10 +18,10 @@ from typing import Protocol
 import numpy as np
 
 from pd2bw_fx.errors import SolverError
+from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind
+from pd2bw_fx.passes.partition.choices import Choices, Deadline, SearchResult
 from pd2bw_fx.plan import Progress
 
-from .choices import Choices, Deadline, SearchResult
-from .downsets import DeviceKind
 from .search_state import Answer, SearchState
 
 _FINEST_GAP = 3e-6  # what could not be told from a solver's tolerance is not asked for
@@ -111,7 +111,7 @@ def search_faster(
         state.ask_programs(finest)
         if not enumerations:
             state.deadline = Deadline(deadline.left_s * _RELAXED_SHARE)
-            state.ask_milder_rules(finest)
+            state.ask_relaxed_bound(finest)
             state.deadline = Deadline(deadline.left_s * _SECOND_SHARE)
             state.ask_programs(finest)
         state.deadline = Deadline(deadline.left_s * _ORDERS_SHARE)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pd2bw_fx.passes.partition.instance import Floats, Instance
 from pd2bw_fx.passes.solver import Variable
 
 from .assignment import Assignment, Row, Windows
-from .instance import Floats, Instance
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from pd2bw_fx.passes.partition.instance import Flags, Floats, Instance, Integers
+
 from .downsets import DownSets, OutOfTime
-from .instance import Flags, Floats, Instance, Integers
 
 _SLACK = 1 + 1e-9
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .instance import Flags, Floats, Instance, Integers
+from pd2bw_fx.passes.partition.instance import Flags, Floats, Instance, Integers
 
 _NEVER = np.inf
 _MAX_PLACES = 1000

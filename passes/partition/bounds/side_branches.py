@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pd2bw_fx.passes.partition.groups import Groups, RelaxedGroups, Totals, joined, tensors_between, totals
+from pd2bw_fx.passes.partition.instance import Instance, Integers, evaluate
 from pd2bw_fx.workload import Workload
-
-from .groups import Groups, RelaxedGroups, Totals, joined, tensors_between, totals
-from .instance import Instance, Integers, evaluate
 
 _MOST_OF_A_DEVICE = 0.05  # of what each would have to do if all had the same
 

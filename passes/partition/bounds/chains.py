@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pd2bw_fx.passes.partition.instance import Floats, Integers
+
 from .downsets import Chain, DownSets, OutOfTime
-from .instance import Floats, Integers
 
 _MANY = 8  # readers, which are on several stages then
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import networkx as nx
 
-from .instance import Instance, Integers
+from pd2bw_fx.passes.partition.instance import Instance, Integers
 
 _MOVED = (0, 0, 0, 1, 2, 4, 8)  # branches that leave their stage, in orders that come by turns
 _ONE_STAGE = 1.5

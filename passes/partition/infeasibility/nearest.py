@@ -8,12 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from pd2bw_fx.errors import InputError, SolverError
+from pd2bw_fx.passes.partition.choices import Choices, Deadline, SearchResult
+from pd2bw_fx.passes.partition.instance import evaluate
+from pd2bw_fx.passes.partition.request import SearchRequest
+from pd2bw_fx.passes.partition.search.search import search
 from pd2bw_fx.units import format_bytes, format_seconds
-
-from .choices import Choices, Deadline, SearchResult
-from .instance import evaluate
-from .request import SearchRequest
-from .search import search
 
 _TIME_S, _STAGES_TIME_S = 4.0, 4.0
 _HALVINGS = 7

@@ -1,17 +1,19 @@
-"""A bound on stages that are all alike, under rules so mild that a graph has few down-sets left.
+"""A lower bound for stages that are all alike, by rules so relaxed that few down-sets are left.
 
-Milder are these: a tensor costs each stage that has a part of it once, whoever sends it to whom; memory is no
-concern, nor what is chosen to run again for it; a stage may be empty. Then nodes go with others at no loss
-(`dominance.py`), as an encoder-decoder's operands of cross-attention go with the layers that read them. What is
-impossible so is impossible; what is possible is often as fast by the real rules.
+The relaxed rules: a tensor costs each stage that has a part of it once, whoever sends it to whom; memory is
+unlimited, so nothing is recomputed for it; a stage may be empty. Under these rules nodes can be joined at no
+loss (`dominance.py`): an encoder-decoder's operands of cross-attention are joined to the layers that read
+them. What is feasible is often as fast by the real rules.
 
-Not so mild is the sum over all stages. A stage that reads a tensor of another receives it once, from the one
-that made it or one that hands it on, which sends it once for that. So the work, and for every tensor of cost
-c another 2c for each stage but one that has a part of it, are d times the target for d stages at most. In
-company that holds too. Let M move to the stage X of a node x: f(M) <= f(X & M), for M has the least load
-around x. So the tensors that M shares with other nodes and X & M did not, of which X may gain a part, cost no
-more than those that X & M shared and M has whole, of which another stage loses its part. What moves whole
-costs as before.
+A second rule bounds the sum over all stages. A stage that reads a tensor of another one receives it once, from
+the stage that made it or from one that hands it on, and that stage sends it once for this. So the total of
+
+    the work of all stages + 2 c (stages that have a part of the tensor - 1), for every tensor of cost c
+
+is at most d times the target for d stages. This holds for joined nodes too. Let a joined set M move to the
+stage X of one of its nodes. f(M) <= f(X & M), because M has the least load around that node. So the tensors
+that M shares with other nodes and X & M did not, of which X may gain a part, cost no more than those that
+X & M shared and M has whole, of which another stage loses its part. What moves whole costs as before.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from pd2bw_fx.passes.partition.choices import Deadline
+from pd2bw_fx.passes.partition.instance import Instance, Integers, Net
+from pd2bw_fx.passes.partition.route import links_are_alike, loads_of
 from pd2bw_fx.passes.solver import Status
 
 from .chains import Room, RoomInAll, RoomToHandOn, roomiest_chain
-from .choices import Deadline
 from .dominance import leaders_of
 from .downsets import DeviceKind, DownSets, OutOfTime
-from .instance import Instance, Integers, Net
-from .route import links_are_alike, loads_of
 
 _MAX_DOWN_SETS = 40_000
 

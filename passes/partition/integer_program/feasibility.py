@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from pd2bw_fx.passes.partition.instance import Floats, Instance, Integers, evaluate
 from pd2bw_fx.passes.solver import IntegerProgram, Status
 
 from .assignment import Assignment, Row, Windows
-from .instance import Floats, Instance, Integers, evaluate
 from .memory_rows import MemoryRows
 
 

@@ -9,13 +9,12 @@ from functools import partial
 import numpy as np
 
 from pd2bw_fx.errors import SolverError
+from pd2bw_fx.passes.partition.choices import Choices, Deadline
+from pd2bw_fx.passes.partition.instance import Floats, Instance, Integers, evaluate
+from pd2bw_fx.passes.partition.integer_program.assignment import Windows
+from pd2bw_fx.passes.partition.integer_program.feasibility import FeasibilityProgram
+from pd2bw_fx.passes.partition.search.search import search
 from pd2bw_fx.passes.solver import Status
-
-from .assignment import Windows
-from .choices import Choices, Deadline
-from .instance import Floats, Instance, Integers, evaluate
-from .program import FeasibilityProgram
-from .search import search
 
 _PROGRAM_TIME_S = 2.0
 _ORDERS_TIME_S = 4.0

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .instance import Flags, Floats, Instance, Integers, within_reach
+from pd2bw_fx.passes.partition.instance import Flags, Floats, Instance, Integers, within_reach
 
 _MAX_CELLS = 200_000_000  # down-sets times nodes or tensors: bytes that the tables take
 _FAR = 10**6

@@ -23,10 +23,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from pd2bw_fx.passes.partition.choices import Deadline
+from pd2bw_fx.passes.partition.groups import Groups, RelaxedGroups, joined, tensors_between, totals
 from pd2bw_fx.workload import Workload
 
-from .choices import Deadline
-from .groups import Groups, RelaxedGroups, joined, tensors_between, totals
 from .load_network import LoadNetwork
 
 _BALL = 40  # nodes of a neighbourhood

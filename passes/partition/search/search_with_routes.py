@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from pd2bw_fx.passes.partition.choices import Choices, Deadline, SearchResult
+from pd2bw_fx.passes.partition.route import links_are_alike, routed
 from pd2bw_fx.plan import Progress
 
-from .choices import Choices, Deadline, SearchResult
-from .route import links_are_alike, routed
 from .search import search, search_faster
 
 _FIRST_SHARE = 0.7  # of the time, where there is a second search

@@ -1,0 +1,12 @@
+"""Lower bounds, and refutations of a target without an integer program.
+
+windows.py        the stages that each node can be on within a target
+least_load.py     the least load of any stage that holds a given node, as a minimum cut
+load_network.py   the network of those cuts
+downsets.py       all assignments of a graph with few down-sets, by dynamic programming
+relaxation.py     the same with relaxed rules for a tensor's cost and for memory
+relaxed_bound.py  a bound for stages that are all alike, over joined nodes
+chains.py         the chain of down-sets that leaves most room, for relaxed_bound.py
+dominance.py      joins nodes that may share a device at no loss, so that fewer down-sets are left
+side_branches.py  leaves small branches out, for the same reason
+"""

@@ -1,0 +1,6 @@
+"""The error that says why there is no plan.
+
+infeasible.py  which block, constraints or devices exclude every assignment
+shortfall.py   by how many bytes the memory limits are too small
+nearest.py     the smallest changes with which there is a plan
+"""

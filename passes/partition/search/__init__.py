@@ -1,0 +1,8 @@
+"""The search for the fastest assignment, and for the proof that none is faster.
+
+search.py              the order of the steps, and the share of the time that each may take
+search_state.py        the steps themselves, on the incumbent and the bound
+search_with_routes.py  a second search, over plans whose stages hand values on
+intervals.py           the best way to cut a topological order into stages
+orders.py              the topological orders that are cut
+"""
