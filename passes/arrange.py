@@ -24,7 +24,7 @@ from pd2bw_fx.problem import Problem
 
 from .partition import METHODS as TUNED
 from .partition import partition, partition_replicated, require_blocks
-from .places import places_for
+from .device_slots import slots_for
 from .schedule import (
     BaPipe,
     Placing,
@@ -42,7 +42,7 @@ _BAPIPE = (("1f1b", 0.0), ("1f1b", 1.0), ("gpipe", 0.0))  # base and slack: 1.0 
 _UPDATES_TIMED = 3
 
 
-def wished_shape(
+def requested_shape(
     method: str,
     cluster: Cluster,
     *,
@@ -77,19 +77,19 @@ def arrange(
     *,
     memory_model: MemoryModel,
     options: Mapping[str, Any],
-    **setting: Any,
+    **planning_options: Any,
 ) -> tuple[Plan, Shape]:
     """The fastest plan for the method, and the shape of its schedule. `options` and what else is given are
     those of `partition`.
 
-    Where a device has several stages, each may use its equal share of the memory (`places.py`).
+    Where a device has several stages, each may use its equal share of the memory (`device_slots.py`).
     Raises what `partition` raises, and InputError where the cluster is too small.
     """
-    options = {**options, **setting}
+    options = {**options, **planning_options}
     chosen = method_of(method)
     if isinstance(chosen, BaPipe):
         return _explored(problem, cluster, shape, memory_model=memory_model, options=options)
-    settings: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "num_stages": shape.num_stages,
         "microbatches_per_update": shape.microbatches_per_update,
         "method": method,
@@ -97,18 +97,18 @@ def arrange(
         "kept": keeping(method, shape),
         **options,
     }
-    places = places_for(
+    slots = slots_for(
         problem,
         cluster,
         chosen.placing,
-        settings.get("constraints"),
+        arguments.get("constraints"),
         num_stages=shape.num_stages,
         chunks=shape.chunks,
     )
     if chosen.placing is Placing.ROUND:
         require_blocks(problem, shape.num_stages)
-    settings |= {"constraints": places.constraints, "order": places.order}
-    plan = places.of_plan(partition(places.problem, places.cluster, **settings))
+    arguments |= {"constraints": slots.constraints, "order": slots.order}
+    plan = slots.of_plan(partition(slots.problem, slots.cluster, **arguments))
     if chosen.placing in (Placing.ROUND, Placing.BOTH_WAYS):
         plan = by_device(plan)
     return plan, shape_of(
@@ -125,7 +125,7 @@ def share_out(
     num_stages: int | None,
     microbatches_per_update: int | None,
     options: Mapping[str, Any],
-    **setting: Any,
+    **planning_options: Any,
 ) -> tuple[Plan, Shape]:
     """The fastest plan whose stages have replicas (as many each, or one number for each stage, or what is
     fastest), and the shape of its schedule. Left out, an update has as many microbatches as the method needs.
@@ -163,7 +163,7 @@ def share_out(
         kept=keeping_copies(method),
         method=method,
         **options,
-        **setting,
+        **planning_options,
     )
     return plan, shape_of(plan, method, microbatches_per_update=plan.microbatches_per_update)
 

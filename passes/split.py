@@ -21,12 +21,12 @@ from pd2bw_fx.program import one_at_a_time
 
 from .coarsen import coarsen
 from .codegen import generate
-from .profiled import Inputs, Pricing, profiled, profiled_before
+from .trace_and_profile import Inputs, Pricing, profile_of_pipeline, trace_and_profile
 from .schedule import check_schedule, registered_method, schedule_of
 from .split_onnx import takes_onnx_too
 from .trace.diagnose import blaming_the_model
 from .verify import another_example, draws_in_evaluation, evaluation_of, note_on_fast_path
-from .wish import Wish
+from .plan_request import PlanRequest
 
 _UPDATES_SHOWN = 3
 
@@ -110,7 +110,7 @@ def split(
     ClusterError, InfeasibleError if no assignment fits in memory, VerificationError if the stages were wrong.
     """
     chosen = Cluster.of(cluster)
-    wish = Wish(
+    request = PlanRequest(
         cluster=chosen,
         method=method,
         num_stages=num_stages,
@@ -130,10 +130,10 @@ def split(
     inputs = Inputs(example_args, example_kwargs, loss_fn, example_targets, tracer)
     pricing = Pricing(costs, chosen.devices[0], profile_cache, chosen.threads_each)
     if isinstance(model, Pipeline):
-        known = profiled_before(model, inputs, pricing)
+        known = profile_of_pipeline(model, inputs, pricing)
     else:
-        known = profiled(model, inputs, pricing)
-    plan, shape = wish.granted(coarsen(known.graph, known.costs, chosen))
+        known = trace_and_profile(model, inputs, pricing)
+    plan, shape = request.plan_and_shape(coarsen(known.graph, known.costs, chosen))
     schedule = schedule_of(plan.method, shape, updates=range(_UPDATES_SHOWN), drain=True)
     if registered_method(plan.method) is not None:
         check_schedule(schedule)  # those of ours are held to their rules by tests
@@ -149,7 +149,7 @@ def split(
         example=known.example,
         trace_report=known.trace_report,
         reference=known.reference,
-        setting=wish.setting_of(plan, shape),
+        planning_options=request.explain_options(plan, shape),
     )
     if check and any(tensor.is_meta for tensor in pipeline.tensors().values()):
         _tell_of_the_meta_device(pipeline)

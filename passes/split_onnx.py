@@ -59,7 +59,7 @@ def split_onnx(
     chosen = Cluster.of(cluster)
     model = read_onnx(path, examples)
     priced = onnx_costs(model, device=chosen.devices[0], method=costs)
-    setting: dict[str, Any] = {"memory_model": _INFERENCE, "constraints": constraints}
+    planning_options: dict[str, Any] = {"memory_model": _INFERENCE, "constraints": constraints}
     plan = partition(
         coarsen(model.graph, priced, chosen),
         chosen,
@@ -69,13 +69,13 @@ def split_onnx(
         max_gap=max_gap,
         time_limit_s=time_limit_s,
         progress=progress,
-        **setting,
+        **planning_options,
     )
     plan = replace(plan, method="inference")
     held = TemporaryDirectory(prefix="pd2bw_fx_") if folder is None else None
     written = Path(held.name if held is not None else str(folder))
     manifest = export_parts(model, plan, written, tolerance=tolerance)
-    return OnnxPipeline(model.graph, priced, chosen, plan, written, manifest, setting, held)
+    return OnnxPipeline(model.graph, priced, chosen, plan, written, manifest, planning_options, held)
 
 
 class Split(Protocol[P]):

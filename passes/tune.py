@@ -21,7 +21,7 @@ from pd2bw_fx.sweep import Sweep
 
 from .coarsen import coarsen
 from .partition import METHODS, sweep
-from .profiled import Inputs, Pricing, profiled
+from .trace_and_profile import Inputs, Pricing, trace_and_profile
 from .trace import find_example_inputs
 
 
@@ -72,7 +72,7 @@ def tune(
         require_whole_number("each of microbatch_sizes", size)
         size = plain(size)
         sized_args, sized_kwargs, targets = _sized((args, kwargs, example_targets), given, size)
-        known = profiled(model, Inputs(sized_args, sized_kwargs, loss_fn, targets, "auto"), pricing)
+        known = trace_and_profile(model, Inputs(sized_args, sized_kwargs, loss_fn, targets, "auto"), pricing)
         problems[size] = coarsen(known.graph, known.costs, chosen)
     return sweep(
         problems,

@@ -119,7 +119,7 @@ def read_pipeline(folder: str | Path, *, edited: bool = False) -> dict[str, Any]
         "batch_layout": _read(folder / "batch.json", lambda data: data and BatchLayout.from_json(data)),
         "example": _read_tensors(example) if example.is_file() else None,
         "trace_report": _read(trace, TraceReport.from_json) if trace.is_file() else None,
-        "setting": _read(folder / "setting.json", _setting),
+        "planning_options": _read(folder / "setting.json", _planning_options),
     }
 
 
@@ -133,8 +133,8 @@ def require_plan_of_stages(folder: str | Path) -> None:
         )
 
 
-def _setting(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What the plan was asked for with; where nothing was said, nothing."""
+def _planning_options(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that the plan was made with: those that were given, no defaults."""
     made = {"memory_model": lambda model: MemoryModel(**model), "constraints": Constraints.from_json}
     return {
         name: made[name](value) if value is not None and name in made else value
@@ -155,7 +155,7 @@ def _parts(pipeline: Pipeline) -> dict[str, Any]:
         "schedule": pipeline.schedule.to_json(),
         "stages": [program.to_json() for program in pipeline.programs],
         "batch": None if layout is None else layout.to_json(),
-        "setting": {name: _plain(value) for name, value in pipeline.setting.items()},
+        "setting": {name: _plain(value) for name, value in pipeline.planning_options.items()},
     }
 
 

@@ -41,7 +41,7 @@ class OnnxPipeline:
     plan: Plan
     folder: Path
     manifest: Mapping[str, Any]
-    setting: Mapping[str, Any] = field(default_factory=dict, repr=False)  # what the planner was told
+    planning_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # what the planner was told
     _held: TemporaryDirectory[str] | None = field(default=None, repr=False, compare=False)
 
     def run(self, inputs: Mapping[str, Tensor | Array]) -> dict[str, Array]:
@@ -77,7 +77,7 @@ class OnnxPipeline:
         """
         problem = coarsen(self.graph, self.costs, self.cluster)
         planned = replace(self.plan, method=PLANNED_AS)
-        return explain(planned, problem, self.cluster, **{**self.setting, **options})
+        return explain(planned, problem, self.cluster, **{**self.planning_options, **options})
 
     def __str__(self) -> str:
         return plan_table(self.graph, self.costs, self.plan)

@@ -19,7 +19,7 @@ from pd2bw_fx.files import writing
 from pd2bw_fx.folder import read_pipeline, require_plan_of_stages, save_pipeline
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.metrics import Metrics
-from pd2bw_fx.passes.checked import checked
+from pd2bw_fx.passes.check_given_plan import check_given_plan
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.export_onnx import EXTERNAL_ABOVE_BYTES, Form, Original, export_onnx
 from pd2bw_fx.passes.partition import explain
@@ -72,7 +72,7 @@ class Pipeline:
         example: Mapping[str, Tensor] | None = None,
         trace_report: TraceReport | None = None,
         reference: Forward | None = None,
-        setting: Mapping[str, Any] | None = None,
+        planning_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.graph = graph
         self.costs = costs
@@ -84,7 +84,7 @@ class Pipeline:
         self.example = None if example is None else dict(example)
         self.trace_report = trace_report
         self.reference = reference
-        self.setting = dict(setting or {})
+        self.planning_options = dict(planning_options or {})
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._stages: tuple[Stage, ...] = ()
         self._state_of_stages: tuple[tuple[int, ...], ...] = ()
@@ -171,8 +171,7 @@ class Pipeline:
         problem = coarsen(self.graph, self.costs, self.cluster)
         method = self.plan.method
         kept = keeping(method, self.shape()) if self.plan.replicas is None else keeping_copies(method)
-        setting = {"kept": kept, **self.setting, **options}
-        return explain(self.plan, problem, self.cluster, **setting)
+        return explain(self.plan, problem, self.cluster, **{"kept": kept, **self.planning_options, **options})
 
     def check_plan(self, plan: Plan) -> Plan:
         """What another plan for this model would cost on this cluster, with the memory and constraints that
@@ -182,10 +181,9 @@ class Pipeline:
         """
         require_kind("plan", plan, Plan, "a Plan (Plan.loads(text) reads one)")
         problem = coarsen(self.graph, self.costs, self.cluster)
-        setting = {
-            name: self.setting[name] for name in ("memory_model", "constraints") if name in self.setting
-        }
-        return checked(plan, problem, self.cluster, **setting)
+        known = self.planning_options
+        priced_with = {name: known[name] for name in ("memory_model", "constraints") if name in known}
+        return check_given_plan(plan, problem, self.cluster, **priced_with)
 
     def verify(
         self,

@@ -128,5 +128,5 @@ def _in_one_stage(pipeline: Pipeline) -> Plan:
 
 
 def _memory_model(pipeline: Pipeline) -> MemoryModel:
-    model: MemoryModel = pipeline.setting.get("memory_model", MemoryModel())
+    model: MemoryModel = pipeline.planning_options.get("memory_model", MemoryModel())
     return model

@@ -178,7 +178,7 @@ def test_a_saved_pipeline_checks_plans_with_what_it_was_asked_for(tmp_path: Path
 
     loaded = pd2bw_fx.load(tmp_path / "saved")
 
-    assert loaded.setting == pipe.setting
+    assert loaded.planning_options == pipe.planning_options
     assert loaded.check_plan(loaded.plan).proof == pipe.plan.proof
     assert loaded.check_plan(loaded.plan).stages == pipe.plan.stages
 

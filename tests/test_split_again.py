@@ -11,7 +11,7 @@ import torch
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-from pd2bw_fx.passes import profiled
+from pd2bw_fx.passes import trace_and_profile
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def test_it_is_planned_as_the_model_would_be_and_not_traced_again(
     assert model is not None
     wanted: dict[str, Any] = {"cluster": 3, "method": "1f1b", "microbatches_per_update": 5}
     expected = pd2bw_fx.split(model, costs="analytic", **wanted)
-    monkeypatch.setattr(profiled, "trace", None)
-    monkeypatch.setattr(profiled, "profile", None)
+    monkeypatch.setattr(trace_and_profile, "trace", None)
+    monkeypatch.setattr(trace_and_profile, "profile", None)
 
     again = pd2bw_fx.split(pipe, **wanted)
 

@@ -38,10 +38,10 @@ def check_plan(
 ) -> Plan:
     """The plan with the times, memory and transfers that its assignment really has.
 
-    What counts is which operators a stage lists, its device, whether it recomputes, and what its method keeps
-    there (`passes.checked` knows that of every method); everything else is computed anew. The bound stays
-    where it was proven for the same costs, cluster, memory, constraints and wish to recompute; for others
-    nothing is proven (`bound_s` is 0).
+    Four things are read from each stage: its operators, its device, whether it recomputes and what its method
+    keeps there (`passes.check_given_plan` works that out for every method). All else is computed anew. The
+    bound stays where it was proven for the same costs, cluster, memory model, constraints and `recompute`;
+    otherwise nothing is proven (`bound_s` is 0).
 
     Raises PlanMismatchError for operators that are missing, unknown, listed twice or torn from what they
     belong to, for values that would run to an earlier stage, for devices that cannot be and for what the

@@ -85,7 +85,7 @@ def explain(
     names = [block.name for block in blocks]
     cuts = _Cuts(instance, stage_of, names, plan, solver=solver, max_gap=max_gap)
     per_cut_s = time_limit_s / 2 / max(1, plan.num_stages - 1)
-    setting: dict[str, Any] = {
+    options: dict[str, Any] = {
         "microbatches_per_update": plan.microbatches_per_update,
         "memory_model": memory_model,
         "method": plan.method,
@@ -95,12 +95,12 @@ def explain(
         "constraints": wishes,
     }
     if plan.replicas is not None:
-        what_ifs = list(_what_ifs_of_copies(plan, problem, cluster, setting | {"kept": kept or stashing}))
+        what_ifs = list(_what_ifs_of_copies(plan, problem, cluster, options | {"kept": kept or stashing}))
     else:
-        setting |= {"num_stages": plan.num_stages, "overlap": overlap}
+        options |= {"num_stages": plan.num_stages, "overlap": overlap}
         if kept is not None or plan.method not in METHODS:
-            setting["kept"] = kept or _as_planned(plan)
-        what_ifs = list(_what_ifs(plan, problem, cluster, setting))
+            options["kept"] = kept or _as_planned(plan)
+        what_ifs = list(_what_ifs(plan, problem, cluster, options))
     per_change_s = time_limit_s / 2 / max(1, len(what_ifs))
     changes = [_tried(what_if, per_change_s) for what_if in what_ifs]
     helpful = [c for c in changes if c and c.bottleneck_s < plan.bottleneck_s * (1 - _LEAST_GAIN)]
@@ -237,48 +237,48 @@ def _each(stage: StagePlan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _WhatIf:
-    """A changed setting, to be planned."""
+    """A change to the request, to be planned."""
 
     what: str
     problem: Problem
     cluster: Cluster
-    setting: dict[str, Any]
+    options: dict[str, Any]
     planner: Callable[..., Plan] = partition
 
 
 def _tried(what_if: _WhatIf, time_limit_s: float) -> Change | None:
     try:
-        setting = what_if.setting | {"time_limit_s": time_limit_s}
-        plan = what_if.planner(what_if.problem, what_if.cluster, **setting)
+        options = what_if.options | {"time_limit_s": time_limit_s}
+        plan = what_if.planner(what_if.problem, what_if.cluster, **options)
     except (InfeasibleError, InputError, SolverError):
         return None  # It cannot help, the method cannot have it, or there was no time to find out.
     return Change(what_if.what, plan.bottleneck_s, plan.bound_s)
 
 
-def _what_ifs(plan: Plan, problem: Problem, cluster: Cluster, setting: dict[str, Any]) -> Iterator[_WhatIf]:
-    if setting["recompute"] is False:
-        yield _WhatIf('recompute="auto"', problem, cluster, setting | {"recompute": "auto"})
-    if setting["recompute"] is True:
-        yield _WhatIf('recompute="auto" in place of True', problem, cluster, setting | {"recompute": "auto"})
+def _what_ifs(plan: Plan, problem: Problem, cluster: Cluster, options: dict[str, Any]) -> Iterator[_WhatIf]:
+    if options["recompute"] is False:
+        yield _WhatIf('recompute="auto"', problem, cluster, options | {"recompute": "auto"})
+    if options["recompute"] is True:
+        yield _WhatIf('recompute="auto" in place of True', problem, cluster, options | {"recompute": "auto"})
     for stage in plan.stages:
-        cap = setting["constraints"].memory_bytes
+        cap = options["constraints"].memory_bytes
         if stage.device in cap or stage.device_name in cap:
             continue  # The user's own cap would hide it.
         more = _with_memory(cluster, stage.device, GIB)
         name = f"{format_bytes(GIB)} more on {stage.device_name}"
-        yield _WhatIf(name, problem, more, setting)
-    yield from _faster_links(plan, problem, cluster, setting)
+        yield _WhatIf(name, problem, more, options)
+    yield from _faster_links(plan, problem, cluster, options)
     if len(plan.stages) < len(cluster):
-        more_stages = setting | {"num_stages": plan.num_stages + 1} | _microbatches(plan)
+        more_stages = options | {"num_stages": plan.num_stages + 1} | _microbatches(plan)
         yield _WhatIf("one stage more, on a device that is free", problem, cluster, more_stages)
     else:
         copied = plan.stages[-1].device
-        more_stages = setting | {"num_stages": plan.num_stages + 1} | _microbatches(plan)
+        more_stages = options | {"num_stages": plan.num_stages + 1} | _microbatches(plan)
         what = f"one stage more, on a further device like {plan.stages[-1].device_name}"
         another = and_another(cluster, copied, f"another {plan.stages[-1].device_name}")
         yield _WhatIf(what, one_device_more(problem, copied), another, more_stages)
     if plan.num_stages > 1:
-        fewer = setting | {"num_stages": plan.num_stages - 1}
+        fewer = options | {"num_stages": plan.num_stages - 1}
         yield _WhatIf("one stage less", problem, cluster, fewer)
     largest = max(problem.blocks, key=lambda block: block.forward_s[0] + block.backward_s[0])
     halved = replace(
@@ -288,22 +288,22 @@ def _what_ifs(plan: Plan, problem: Problem, cluster: Cluster, setting: dict[str,
     )
     blocks = tuple(halved if block is largest else block for block in problem.blocks)
     what = f"{largest.name} twice as fast"
-    yield _WhatIf(what, replace(problem, blocks=blocks), cluster, setting)
+    yield _WhatIf(what, replace(problem, blocks=blocks), cluster, options)
 
 
 def _what_ifs_of_copies(
-    plan: Plan, problem: Problem, cluster: Cluster, setting: dict[str, Any]
+    plan: Plan, problem: Problem, cluster: Cluster, options: dict[str, Any]
 ) -> Iterator[_WhatIf]:
     """Devices stay alike: what one gets all get. Where other copies are tried, an update has the fewest
     microbatches that they can share."""
 
     def what_if(what: str, on: Cluster, of: Problem = problem, **changed: Any) -> _WhatIf:
-        same = setting | {"replicas": plan.replicas}
+        same = options | {"replicas": plan.replicas}
         return _WhatIf(what, of, on, same | changed, planner=partition_replicated)
 
     otherwise: dict[str, Any] = {"replicas": None, "microbatches_per_update": None}
     yield what_if("the devices shared out otherwise", cluster, **otherwise)
-    if setting["recompute"] != "auto":
+    if options["recompute"] != "auto":
         yield what_if('recompute="auto"', cluster, recompute="auto")
     devices = [replace(device, memory_bytes=device.memory_bytes + GIB) for device in cluster.devices]
     yield what_if(f"{format_bytes(GIB)} more on every device", replace(cluster, devices=tuple(devices)))
@@ -326,7 +326,7 @@ def _microbatches(plan: Plan) -> dict[str, int]:
 
 
 def _faster_links(
-    plan: Plan, problem: Problem, cluster: Cluster, setting: dict[str, Any]
+    plan: Plan, problem: Problem, cluster: Cluster, options: dict[str, Any]
 ) -> Iterator[_WhatIf]:
     """Those that carry most in this plan."""
     seconds: dict[tuple[int, int], float] = {}
@@ -341,7 +341,7 @@ def _faster_links(
             delays[source][target] /= 2
         faster = replace(cluster, bytes_per_s=tuple(map(tuple, rates)), latency_s=tuple(map(tuple, delays)))
         what = f"the link of {cluster.devices[a].name} and {cluster.devices[b].name} twice as fast"
-        yield _WhatIf(what, problem, faster, setting)
+        yield _WhatIf(what, problem, faster, options)
 
 
 def _with_memory(cluster: Cluster, device: int, more_bytes: int) -> Cluster:

@@ -5,8 +5,8 @@ unlimited, so nothing is recomputed for it; a stage may be empty. Under these ru
 loss (`dominance.py`): an encoder-decoder's operands of cross-attention are joined to the layers that read
 them. What is feasible is often as fast by the real rules.
 
-A second rule bounds the sum over all stages. A stage that reads a tensor of another one receives it once, from
-the stage that made it or from one that hands it on, and that stage sends it once for this. So the total of
+A second rule bounds the sum over all stages. A stage that reads a tensor of another one receives it once,
+from the stage that made it or one that hands it on, and that stage sends it once for this. So the total of
 
     the work of all stages + 2 c (stages that have a part of the tensor - 1), for every tensor of cost c
 

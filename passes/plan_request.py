@@ -25,14 +25,14 @@ from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 
-from .arrange import CHUNKS, arrange, shape_again, share_out, wished_shape
-from .checked import checked
+from .arrange import CHUNKS, arrange, shape_again, share_out, requested_shape
+from .check_given_plan import check_given_plan
 from .schedule import BaPipe, Placing, method_of
 from .solver import check_solver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class PlanRequest:
     """How to plan, with the names and the meaning that `split` gives them.
 
     Raises InputError for what cannot be as soon as it is made: before a large model is traced and measured.
@@ -82,7 +82,7 @@ class Wish:
     def _require_no_other(self, plan: Plan) -> None:
         """Beside a plan, what it says itself may be said again and not otherwise."""
         if not plan.stages:
-            return  # which `checked` says
+            return  # which `check_given_plan` says
         copies = [stage.replicas for stage in plan.stages]
         wished = (self.replicas,) * plan.num_stages if isinstance(self.replicas, int) else self.replicas
         chunks = plan.num_stages // len({stage.device for stage in plan.stages})
@@ -107,7 +107,7 @@ class Wish:
         return "2bw" if self.method is None else self.method
 
     @property
-    def setting(self) -> dict[str, Any]:
+    def planning_options(self) -> dict[str, Any]:
         """What planning is told of memory, recomputation and the user's wishes."""
         return {
             "memory_model": self.memory_model,
@@ -115,15 +115,15 @@ class Wish:
             "constraints": self.constraints,
         }
 
-    def setting_of(self, plan: Plan, shape: Shape) -> dict[str, Any]:
+    def explain_options(self, plan: Plan, shape: Shape) -> dict[str, Any]:
         """The arguments of `explain` for a plan of this wish: bapipe chooses if messages overlap work."""
         overlaps = isinstance(method_of(plan.method), BaPipe) and shape.slack > 0
-        return self.setting | ({"overlap": True} if overlaps else {})
+        return self.planning_options | ({"overlap": True} if overlaps else {})
 
-    def granted(self, problem: Problem) -> tuple[Plan, Shape]:
+    def plan_and_shape(self, problem: Problem) -> tuple[Plan, Shape]:
         """The fastest plan, or the one that is given with what it costs, and its schedule's shape."""
         if self.plan is not None:
-            plan = checked(
+            plan = check_given_plan(
                 self.plan,
                 problem,
                 self.cluster,
@@ -143,7 +143,7 @@ class Wish:
             num_stages=self.num_stages,
             microbatches_per_update=self.microbatches_per_update,
             options=self._options(self.time_limit_s),
-            **self.setting,
+            **self.planning_options,
         )
 
     def _of_any_number(self, problem: Problem) -> tuple[Plan, Shape]:
@@ -177,7 +177,7 @@ class Wish:
     def _arranged(self, problem: Problem, num_stages: int | None, time_limit_s: float) -> tuple[Plan, Shape]:
         options = self._options(time_limit_s)
         shape = self._shape(num_stages)
-        return arrange(problem, self.cluster, self._method, shape, options=options, **self.setting)
+        return arrange(problem, self.cluster, self._method, shape, options=options, **self.planning_options)
 
     def _options(self, time_limit_s: float) -> dict[str, Any]:
         return {
@@ -188,7 +188,7 @@ class Wish:
         }
 
     def _shape(self, num_stages: int | None) -> Shape:
-        return wished_shape(
+        return requested_shape(
             self._method,
             self.cluster,
             num_stages=num_stages,

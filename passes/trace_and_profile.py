@@ -28,7 +28,7 @@ from .verify import Forward
 
 
 @dataclass(frozen=True, slots=True)
-class Profiled:
+class ProfiledModel:
     """A model traced and priced; the rest of `split` can be done with it again and again.
 
     `reference` runs the live model, eagerly: tensors by input name to results by output name.
@@ -72,7 +72,7 @@ class Pricing:
         require_choice("profile_cache", self.uses_cache, True, False)
 
 
-def profiled(model: nn.Module | ExportedProgram, inputs: Inputs, pricing: Pricing) -> Profiled:
+def trace_and_profile(model: nn.Module | ExportedProgram, inputs: Inputs, pricing: Pricing) -> ProfiledModel:
     """Traces the model, puts it in normal form and prices every operator. Raises InputError, TraceError."""
     args, kwargs = _example_inputs(model, inputs.args, inputs.kwargs)
     if inputs.loss_fn is not None and inputs.targets is None and args is not None:
@@ -87,7 +87,7 @@ def profiled(model: nn.Module | ExportedProgram, inputs: Inputs, pricing: Pricin
     example = traced.examples or None
     with blaming_the_model(graph.model_name, traced.call, example):
         costs = _priced(graph, example, traced.call, pricing)
-    return Profiled(
+    return ProfiledModel(
         graph=graph,
         costs=costs,
         tensors=tensors(graph),
@@ -98,7 +98,7 @@ def profiled(model: nn.Module | ExportedProgram, inputs: Inputs, pricing: Pricin
     )
 
 
-def profiled_before(pipeline: Pipeline, inputs: Inputs, pricing: Pricing) -> Profiled:
+def profile_of_pipeline(pipeline: Pipeline, inputs: Inputs, pricing: Pricing) -> ProfiledModel:
     """What a pipeline knows of its model, with the weights that it has now.
 
     Costs that were found for a device of other speed are found again. Raises InputError for a pipeline that
@@ -118,7 +118,7 @@ def profiled_before(pipeline: Pipeline, inputs: Inputs, pricing: Pricing) -> Pro
     same_threads = pricing.num_threads == pipeline.cluster.threads_each
     if pricing.costs in ("auto", known.origin) and _alike(device, pricing.device) and same_threads:
         pricing = replace(pricing, costs=known)
-    return Profiled(
+    return ProfiledModel(
         graph=pipeline.graph,
         costs=_priced(pipeline.graph, pipeline.example, pipeline.reference, pricing),
         tensors=pipeline.tensors(),

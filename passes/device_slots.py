@@ -1,9 +1,10 @@
-"""The places that a method has for stages, as devices of their own: what partition plans on.
+"""Device slots: where a method puts stages, as a cluster that partition can plan on.
 
-a stage on each device     the cluster as it is
-round                      each device stands there several times, with its share of the memory
-both ways                  place s is on devices s and d - 1 - s: the lesser of both, and half its memory
-whole                      one place on every device: as the slowest of them, with the least memory
+`Placing`     slots
+row           one for each device: the cluster as it is
+round         several for each device, each with an equal share of its memory
+both ways     slot s is on devices s and d - 1 - s: the slower times and links of the two, half the memory
+whole         one slot on all devices: as slow as the slowest of them, with the least memory
 """
 
 from __future__ import annotations
@@ -24,22 +25,25 @@ _WITHIN_A_DEVICE = 1e15  # bytes per second: no time at all
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """`on`: the devices of each place, of which a plan names the first. With `order` the stages take the
-    places in their order, else as is fastest."""
+class DeviceSlots:
+    """The slots as a problem on a cluster of their own, and the way back.
+
+    `devices_of` has the devices of each slot; a plan names the first of them. `order` has the slot of each
+    stage, or is None where the planner is free to choose.
+    """
 
     problem: Problem
     cluster: Cluster
     constraints: Constraints | None
     devices: tuple[Device, ...]
-    on: tuple[tuple[int, ...], ...]
+    devices_of: tuple[tuple[int, ...], ...]
     order: tuple[int, ...] | None
 
     def of_plan(self, plan: Plan) -> Plan:
-        """A plan for the places, on the devices."""
+        """Turns a plan on the slots into one on the devices."""
         if self.order is None:
             return plan
-        firsts = [self.on[stage.device][0] for stage in plan.stages]
+        firsts = [self.devices_of[stage.device][0] for stage in plan.stages]
         stages = (
             replace(stage, device=first, device_name=self.devices[first].name)
             for stage, first in zip(plan.stages, firsts, strict=True)
@@ -47,7 +51,7 @@ class Places:
         return replace(plan, stages=tuple(stages))
 
 
-def places_for(
+def slots_for(
     problem: Problem,
     cluster: Cluster,
     placing: Placing,
@@ -55,32 +59,35 @@ def places_for(
     *,
     num_stages: int,
     chunks: int,
-) -> Places:
-    """Raises InputError where the cluster has too few devices, and for a wish about one that has no stage."""
+) -> DeviceSlots:
+    """Returns the slots of a placing.
+
+    Raises InputError where the cluster has too few devices, and for a constraint on a device with no stage.
+    """
     if placing is Placing.ROW:
         every = tuple((device,) for device in range(len(cluster)))
-        return Places(problem, cluster, constraints, cluster.devices, every, None)
+        return DeviceSlots(problem, cluster, constraints, cluster.devices, every, None)
     wishes = constraints or Constraints()
     own = capped(cluster, wishes.memory_bytes)
     make = {Placing.ROUND: _in_turn, Placing.BOTH_WAYS: _both_ways, Placing.WHOLE: _on_every_device}
     changed, seen, on = make[placing](problem, own, num_stages, chunks)
     if constraints is not None:
-        constraints = _about_places(constraints, cluster, on)
-    return Places(changed, seen, constraints, cluster.devices, on, tuple(range(num_stages)))
+        constraints = _about_slots(constraints, cluster, on)
+    return DeviceSlots(changed, seen, constraints, cluster.devices, on, tuple(range(num_stages)))
 
 
-def _about_places(constraints: Constraints, cluster: Cluster, on: Sequence[tuple[int, ...]]) -> Constraints:
-    """Caps are in the places' memory already; a device means any of its places."""
+def _about_slots(constraints: Constraints, cluster: Cluster, on: Sequence[tuple[int, ...]]) -> Constraints:
+    """Replaces each device in the constraints by its slots. Memory caps are dropped: the slots have them."""
     device_of = {}
     for name, given in constraints.device_of.items():
         wanted = {*devices_meant(cluster, given)}
-        places = tuple(place for place, devices in enumerate(on) if wanted & {*devices})
-        if not places:
+        slots = tuple(slot for slot, devices in enumerate(on) if wanted & {*devices})
+        if not slots:
             raise InputError(
                 f"{name!r} is pinned to device {given!r}, which has no stage here; the stages are on "
                 f"{', '.join(dict.fromkeys(cluster.devices[d].name for devices in on for d in devices))}"
             )
-        device_of[name] = places
+        device_of[name] = slots
     return replace(constraints, device_of=device_of, memory_bytes={})
 
 
@@ -94,15 +101,15 @@ def _in_turn(problem: Problem, cluster: Cluster, num_stages: int, chunks: int) -
             f"{num_stages} stages, {chunks} on each device, need {num_devices} devices, and the "
             f"cluster has {len(cluster)}; try num_stages={len(cluster) * chunks}"
         )
-    real = [place % num_devices for place in range(num_stages)]
+    real = [slot % num_devices for slot in range(num_stages)]
     copies = Cluster(
         devices=tuple(
             replace(
                 cluster.devices[device],
-                name=f"{cluster.devices[device].name}, place {place // num_devices}",
+                name=f"{cluster.devices[device].name}, place {slot // num_devices}",
                 memory_bytes=cluster.devices[device].memory_bytes // chunks,
             )
-            for place, device in enumerate(real)
+            for slot, device in enumerate(real)
         ),
         bytes_per_s=tuple(
             tuple(cluster.bytes_per_s[a][b] if a != b else _WITHIN_A_DEVICE for b in real) for a in real
@@ -137,7 +144,7 @@ def _both_ways(problem: Problem, cluster: Cluster, num_stages: int, _: int) -> _
 
 
 def _on_every_device(problem: Problem, cluster: Cluster, _: int, __: int) -> _Made:
-    """An update waits for the slowest copy, and each device holds all that another does."""
+    """Makes one slot of all devices, which hold the same: an update waits for the slowest of them."""
     least = min(cluster.devices, key=lambda device: device.memory_bytes)
     is_least = any(device.memory_bytes > least.memory_bytes for device in cluster.devices)
     name = f"every device ({least.name} has least)"
@@ -151,7 +158,7 @@ def _on_every_device(problem: Problem, cluster: Cluster, _: int, __: int) -> _Ma
 
 
 def _timed(problem: Problem, times: Callable[[Sequence[float]], Iterable[float]]) -> Problem:
-    """With the times that each block has on the places, given those on the devices."""
+    """Gives each block its times on the slots, which `times` computes from those on the devices."""
     blocks = tuple(
         replace(block, forward_s=tuple(times(block.forward_s)), backward_s=tuple(times(block.backward_s)))
         for block in problem.blocks

@@ -16,7 +16,7 @@ from pd2bw_fx.problem import Problem
 
 from .arrange import by_device, shape_again
 from .partition import check_plan
-from .places import places_for
+from .device_slots import slots_for
 from .schedule import BaPipe, Placing, keeping, keeping_copies, method_of, shape_of
 
 _ROOMY = 2**60  # bytes of a device
@@ -27,7 +27,7 @@ _REASONS = {
 }
 
 
-def checked(
+def check_given_plan(
     plan: Plan,
     problem: Problem,
     cluster: Cluster,
@@ -55,7 +55,7 @@ def checked(
         price = functools.partial(price, overlap=shape.slack > 0)
     if method.trains:
         plan = _with(plan, _kept(plan, shape, cluster))
-    places = places_for(
+    slots = slots_for(
         problem,
         cluster,
         method.placing,
@@ -63,17 +63,17 @@ def checked(
         num_stages=plan.num_stages,
         chunks=shape.chunks,
     )
-    price = functools.partial(price, constraints=places.constraints)
-    if places.order is None:
+    price = functools.partial(price, constraints=slots.constraints)
+    if slots.order is None:
         return price(plan, problem, cluster)
-    for stage, place in zip(plan.stages, places.order, strict=True):
-        if stage.device != places.on[place][0]:
+    for stage, slot in zip(plan.stages, slots.order, strict=True):
+        if stage.device != slots.devices_of[slot][0]:
             raise PlanMismatchError(
                 f"stage {stage.stage} is on device {stage.device}; {plan.method} has it on device "
-                f"{places.on[place][0]}, for {_REASONS[method.placing]}"
+                f"{slots.devices_of[slot][0]}, for {_REASONS[method.placing]}"
             )
     spread = replace(plan, stages=tuple(replace(stage, device=stage.stage) for stage in plan.stages))
-    priced = places.of_plan(price(spread, places.problem, places.cluster))
+    priced = slots.of_plan(price(spread, slots.problem, slots.cluster))
     return priced if method.placing is Placing.WHOLE else by_device(priced)
 
 
