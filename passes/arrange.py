@@ -22,9 +22,9 @@ from pd2bw_fx.errors import InfeasibleError, InputError
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 
+from .device_slots import slots_for
 from .partition import METHODS as TUNED
 from .partition import partition, partition_replicated, require_blocks
-from .device_slots import slots_for
 from .schedule import (
     BaPipe,
     Placing,

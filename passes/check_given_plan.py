@@ -15,8 +15,8 @@ from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 
 from .arrange import by_device, shape_again
-from .partition import check_plan
 from .device_slots import slots_for
+from .partition import check_plan
 from .schedule import BaPipe, Placing, keeping, keeping_copies, method_of, shape_of
 
 _ROOMY = 2**60  # bytes of a device

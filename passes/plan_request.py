@@ -25,7 +25,7 @@ from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 
-from .arrange import CHUNKS, arrange, shape_again, share_out, requested_shape
+from .arrange import CHUNKS, arrange, requested_shape, shape_again, share_out
 from .check_given_plan import check_given_plan
 from .schedule import BaPipe, Placing, method_of
 from .solver import check_solver

@@ -21,8 +21,8 @@ from pd2bw_fx.sweep import Sweep
 
 from .coarsen import coarsen
 from .partition import METHODS, sweep
-from .trace_and_profile import Inputs, Pricing, trace_and_profile
 from .trace import find_example_inputs
+from .trace_and_profile import Inputs, Pricing, trace_and_profile
 
 
 def tune(
