@@ -35,7 +35,7 @@ from pd2bw_fx.traced import Attempt, Traced, TraceReport
 from .advice import cannot_be_traced, may_be_allowed
 from .asked_sizes import is_right_for_one
 from .conditions import UnseenChoiceError
-from .diagnose import conditions_of, one_line, require_eager_run, require_nothing_written, state_kept
+from .diagnose import conditions_of, require_eager_run, require_nothing_written, state_kept
 from .draft import draft_findings
 from .exported import batch_sizes, export, foreign_operators
 from .given import accept_exported, accept_graph_module
@@ -57,6 +57,7 @@ from .required import (
     tensor_hooks_refused,
 )
 from .second_call import OtherNextTimeError, called_before, fill_caches_outside, require_nothing_kept
+from .source_lines import one_line
 from .symbolic import trace_symbolically, writes_in_place
 
 __all__ = ["find_example_inputs", "trace"]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.traced import Attempt
 
-from .diagnose import chooses_at_random, met_packed_sequences, one_line, source_line
 from .exported import OF_GAMMAS
 from .program import Program
+from .source_lines import chooses_at_random, met_packed_sequences, one_line, source_line
 
 _ALLOW = "for you to allow"  # in the words of `require_checks`
 _AS_EXAMPLE = "pass tracer='export-as-example' if it always goes the same way"

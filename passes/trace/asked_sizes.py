@@ -1,85 +1,22 @@
-"""What the author's code asks of open sizes, and for which batches the answers are the same.
-
-if x.shape[0] > 1:                      torch takes an open size for two or more, and answers by itself
-if x.shape[0] * x.shape[1] <= 100:      it cannot solve this for the batch where 100 is no multiple
-x.chunk(math.ceil(x.shape[0] / 128))    nor this
-"""
+"""Whether a program that was traced with several samples is right for a single one."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
-from torch.fx.experimental.sym_node import SymNode
 
 from pd2bw_fx.drawing import SEED_OF_CHECKS
 
-from . import conditions
 from .chance import random_numbers_kept
-from .diagnose import holds_data, is_the_authors, state_kept
-from .program import Answers, Program
+from .diagnose import holds_data, state_kept
+from .program import Program
 from .second_call import results_of
-
-_LARGEST = 2**32
-
-
-@contextmanager
-def answers_noted(answers: Answers) -> Iterator[None]:
-    """While it lasts, conditions on open sizes that the author's code asks for are added to `answers`, and
-    all numbers that are made of open sizes."""
-    kind: Any = torch.SymBool
-    number_kind: Any = SymNode
-    plain, plain_number = kind.__bool__, number_kind.guard_int
-
-    def answered(condition: Any) -> bool:
-        answer = bool(plain(condition))
-        asking = sys._getframe(1)
-        if asking.f_code.co_filename == conditions.__file__ and asking.f_back is not None:
-            asking = asking.f_back
-        if is_the_authors(asking.f_code.co_filename):
-            answers.given.append((condition.node.expr, answer))
-        return answer
-
-    def numbered(node: Any, file: str, line: int) -> int:
-        number: int = plain_number(node, file, line)
-        answers.numbers.append((node.expr, number))
-        return number
-
-    kind.__bool__ = answered
-    number_kind.guard_int = numbered
-    try:
-        yield
-    finally:
-        kind.__bool__ = plain
-        number_kind.guard_int = plain_number
-
-
-def largest_alike(answers: Answers, batch_size: int) -> int | None:
-    """The largest batch up to which conditions on one size, and numbers that are made of one, come out as
-    they did, at least `batch_size`; None where they do for all."""
-    given = [*answers.given, *answers.numbers]
-    known = [(asked, answer) for asked, answer in given if len(asked.free_symbols) == 1]
-
-    def is_alike(size: int) -> bool:
-        return all(
-            asked.xreplace(dict.fromkeys(asked.free_symbols, size)) == answer for asked, answer in known
-        )
-
-    largest, other = batch_size, 2 * batch_size
-    while is_alike(other):
-        largest, other = other, 2 * other
-        if largest > _LARGEST:
-            return None
-    while other - largest > 1:
-        middle = (largest + other) // 2
-        largest, other = (middle, other) if is_alike(middle) else (largest, middle)
-    return largest
+from .size_answers import SizeAnswers
 
 
 def is_right_for_one(exported: ExportedProgram, program: Program, batch_size: int) -> bool:
@@ -101,7 +38,7 @@ def is_right_for_one(exported: ExportedProgram, program: Program, batch_size: in
     return len(found) == len(expected) and all(map(_is_alike, found, expected))
 
 
-def _is_asked(exported: ExportedProgram, answers: Answers, batched: Any, program: Program) -> bool:
+def _is_asked(exported: ExportedProgram, answers: SizeAnswers, batched: Any, program: Program) -> bool:
     values = {node.name: node.meta.get("val") for node in exported.graph.find_nodes(op="placeholder")}
     inputs = zip(program.flat.names, exported.graph_signature.user_inputs, strict=True)
     sizes = [

@@ -31,9 +31,9 @@ from pd2bw_fx.custom_function import CustomFunction, as_operator, draws
 from pd2bw_fx.errors import TraceError
 
 from .detached import DataIsDetached
-from .diagnose import one_line
 from .function_constants import write_out_constants
 from .halves import Halves
+from .source_lines import one_line
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from torch.autograd import forward_ad
 from pd2bw_fx.errors import Pd2bwError, TraceError
 
 from .below_autograd import is_traced_above
-from .diagnose import is_the_authors
 from .function_transforms import levels_left_out
+from .source_lines import is_the_authors
 
 
 class DerivativeError(TraceError):

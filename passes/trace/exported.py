@@ -22,7 +22,6 @@ from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
 from pd2bw_fx.value_checks import checks_passed_while_traced
 
-from .asked_sizes import answers_noted, largest_alike
 from .batch_rules import maps_for_all_sizes
 from .below_autograd import maps_traced_below
 from .compiling import is_compiling_says, is_raised_by_the_model
@@ -30,9 +29,9 @@ from .conditions import UnseenChoiceError, truths_by_item
 from .constants import constants_known
 from .custom import custom_functions_kept
 from .detached import DataIsDetached
-from .diagnose import line_of
 from .differentiating import DerivativeError, derivatives_traced
-from .held import ParametersReadInstead, in_their_modules, parameter_in_memory_of, require_untrained
+from .held import parameter_in_memory_of, require_untrained
+from .held_patch import ParametersReadInstead, in_their_modules
 from .helper_frames import helpers_noted
 from .inferred_sizes import sizes_inferred
 from .inputs import FlatArguments
@@ -43,11 +42,13 @@ from .named_values import values_named
 from .numbers_of_sizes import sizes_stay_open
 from .on_tensors import require_none_read
 from .parts_of_sizes import PartsStayOpen
-from .program import Answers, Program
+from .program import Program
 from .saved_values import saved_values_found
 from .second_call import require_the_same_again
 from .selected import selected_by_index
+from .size_answers import SizeAnswers, answers_noted, largest_alike
 from .size_guards import guards_hold_for, guards_noted, sizes_where_all_hold
+from .source_lines import line_of
 
 OF_GAMMAS = (
     "it made of Gammas, since torch traces no gradient of Beta and Dirichlet: of "
@@ -242,7 +243,7 @@ def _exported_with_derivatives(
 
 
 def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
-    program.answers = Answers()
+    program.answers = SizeAnswers()
     with (
         warnings.catch_warnings(),
         custom_functions_kept(),

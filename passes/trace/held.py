@@ -8,68 +8,17 @@ the model's parameters but in the memory of one follows its training, which no s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
-from torch.utils._pytree import tree_map
 
 from pd2bw_fx.errors import InputError, TraceError
 from pd2bw_fx.traced import Traced
 
-from .detached import is_of_data
-
-Instead = Callable[[Tensor], Any]
 _Extent = tuple[int, int]  # the first address, and the one behind the last
-
-
-class ParametersReadInstead(TorchFunctionMode):
-    """Every torch function has what `instead` gives for a parameter, wherever its caller has that from.
-
-    `but_data`: `.data` is left as it is; who writes through it is found by the values.
-    """
-
-    def __init__(self, instead: Instead, *, but_data: bool = False) -> None:
-        super().__init__()
-        self.instead = instead
-        self.but_data = but_data
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if self.but_data and is_of_data(func):
-            return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map(self._current, (tuple(args), dict(kwargs or {})))
-        if is_tensor_method_or_property(func) and not isinstance(args[0], Tensor):  # a proxy's
-            if func.__name__ == "__get__":
-                return getattr(args[0], func.__self__.__name__)
-            return getattr(args[0], func.__name__)(*args[1:], **kwargs)
-        return func(*args, **kwargs)
-
-    def _current(self, value: Any) -> Any:
-        return self.instead(value) if isinstance(value, Tensor) else value
-
-
-def in_their_modules(model: nn.Module) -> Instead:
-    """What their modules have in the place of the parameters and buffers that they have now."""
-    places = {
-        id(tensor): (registry, name)
-        for module in model.modules()
-        for registry in (module._parameters, module._buffers)
-        for name, tensor in registry.items()
-        if tensor is not None
-    }
-
-    def instead(tensor: Tensor) -> Any:
-        if id(tensor) not in places:
-            return tensor
-        registry, name = places[id(tensor)]
-        return registry[name]
-
-    return instead
 
 
 def parameter_in_memory_of(tensors: Iterable[Any], model: nn.Module) -> str | None:

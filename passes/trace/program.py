@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .conditions import Conditions
 from .inputs import FlatArguments, common_batch_size
 from .on_tensors import attributes_carried
 from .rebound import Remade, copied, require_no_gradient, require_values
+from .size_answers import SizeAnswers
 from .watch import Watch
 
 MODEL_PREFIX = "model."
@@ -37,16 +38,6 @@ class Record:
     resized: tuple[str, ...] = ()  # buffers that the forward made anew in another shape
     reached_loss: bool = False  # that of loss_fn: the model itself has run
     has_checkpoints: bool = False  # activations that the model would compute again in its backward
-
-
-@dataclass(slots=True)
-class Answers:
-    """Conditions on sizes, and how each came out in the last trace; numbers that were made of sizes; and all
-    that torch has noted of them. A thing of its own, as `record` is."""
-
-    given: list[tuple[Any, bool]] = field(default_factory=list)
-    numbers: list[tuple[Any, int]] = field(default_factory=list)
-    guards: list[Any] = field(default_factory=list)
 
 
 class Program(nn.Module):
@@ -68,7 +59,7 @@ class Program(nn.Module):
         self.record = Record()
         self.watch = Watch()
         self.conditions = Conditions()
-        self.answers = Answers()
+        self.answers = SizeAnswers()
         self.as_uncompiled = False
         self.multiple_of = 1
         self.training = model.training

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from pd2bw_fx.errors import InputError
 
-from .diagnose import source_line
+from .source_lines import source_line
 
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 

@@ -21,12 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pd2bw_fx.modes import LAYERS_WITH_MODES
 from pd2bw_fx.program import surrounding_autocast
 
-from .diagnose import is_the_authors, require_nothing_written
-from .held import ParametersReadInstead, require_untrained
+from .diagnose import require_nothing_written
+from .held import require_untrained
+from .held_patch import ParametersReadInstead
 from .helper_frames import helpers_noted
 from .named_values import values_named
 from .program import MODEL_PREFIX, Program
 from .second_call import require_the_same_again
+from .source_lines import is_the_authors
 
 # These are numbers of the program, as the sizes of layers are.
 _OF_A_BUFFERS_FORM = frozenset(("shape", "ndim", "size", "dim", "numel", "dtype", "device"))

@@ -1,0 +1,65 @@
+"""Parameters that a forward has from elsewhere than their module: a list beside the layers, a partial, a
+library's own variables.
+
+While it traces, torch has something else in a parameter's place in its module; whoever holds the parameter
+itself would put its values into the trace as a constant, which nothing trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils._pytree import tree_map
+
+from .detached import is_of_data
+
+Instead = Callable[[Tensor], Any]
+
+
+class ParametersReadInstead(TorchFunctionMode):
+    """Every torch function has what `instead` gives for a parameter, wherever its caller has that from.
+
+    `but_data`: `.data` is left as it is; who writes through it is found by the values.
+    """
+
+    def __init__(self, instead: Instead, *, but_data: bool = False) -> None:
+        super().__init__()
+        self.instead = instead
+        self.but_data = but_data
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self.but_data and is_of_data(func):
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(self._current, (tuple(args), dict(kwargs or {})))
+        if is_tensor_method_or_property(func) and not isinstance(args[0], Tensor):  # a proxy's
+            if func.__name__ == "__get__":
+                return getattr(args[0], func.__self__.__name__)
+            return getattr(args[0], func.__name__)(*args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def _current(self, value: Any) -> Any:
+        return self.instead(value) if isinstance(value, Tensor) else value
+
+
+def in_their_modules(model: nn.Module) -> Instead:
+    """What their modules have in the place of the parameters and buffers that they have now."""
+    places = {
+        id(tensor): (registry, name)
+        for module in model.modules()
+        for registry in (module._parameters, module._buffers)
+        for name, tensor in registry.items()
+        if tensor is not None
+    }
+
+    def instead(tensor: Tensor) -> Any:
+        if id(tensor) not in places:
+            return tensor
+        registry, name = places[id(tensor)]
+        return registry[name]
+
+    return instead
