@@ -24,7 +24,7 @@ from .codegen import generate
 from .plan_request import PlanRequest
 from .schedule import check_schedule, registered_method, schedule_of
 from .split_onnx import takes_onnx_too
-from .trace.diagnose import blaming_the_model
+from .trace.eager_run import blaming_the_model
 from .trace_and_profile import Inputs, Pricing, profile_of_pipeline, trace_and_profile
 from .verify import another_example, draws_in_evaluation, evaluation_of, note_on_fast_path
 

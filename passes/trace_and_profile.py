@@ -23,7 +23,7 @@ from pd2bw_fx.traced import Traced, TraceReport
 from .normalise import normalise
 from .profile import default_cache_folder, profile
 from .trace import find_example_inputs, trace
-from .trace.diagnose import blaming_the_model
+from .trace.eager_run import blaming_the_model
 from .verify import Forward
 
 

@@ -17,7 +17,7 @@ from torch.export import Dim
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.passes.trace.numbers_of_sizes import _only_called
+from pd2bw_fx.passes.trace.patches.numbers_of_sizes import _only_called
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 
 

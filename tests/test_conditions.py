@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError, WorkerError
-from pd2bw_fx.passes.trace.conditions import _is_check
+from pd2bw_fx.passes.trace.patches.conditions import _is_check
 
 
 class Asserting(nn.Module):

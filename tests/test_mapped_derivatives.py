@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, vmap
 
 import pd2bw_fx
-from pd2bw_fx.passes.trace.batch_rules import maps_for_all_sizes
+from pd2bw_fx.passes.trace.patches.batch_rules import maps_for_all_sizes
 from tests.trained import assert_trained_by_the_rule
 
 Function = Callable[..., Tensor]

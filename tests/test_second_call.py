@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError, VerificationError
 from pd2bw_fx.passes.trace import trace
-from pd2bw_fx.passes.trace.chance import extreme_numbers
-from pd2bw_fx.passes.trace.second_call import _is_alike
+from pd2bw_fx.passes.trace.checks.extreme_random import extreme_numbers
+from pd2bw_fx.passes.trace.checks.second_call import _is_alike
 
 DRAWN: dict[str, Callable[[], float]] = {
     "random": random.random,

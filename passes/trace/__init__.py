@@ -33,13 +33,19 @@ from pd2bw_fx.size_range import ANY_SIZE
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
 from .advice import cannot_be_traced, may_be_allowed
-from .asked_sizes import is_right_for_one
-from .conditions import UnseenChoiceError
-from .diagnose import conditions_of, require_eager_run, require_nothing_written, state_kept
+from .checks.parameter_memory import require_memory_apart
+from .checks.second_call import OtherNextTimeError, called_before, fill_caches_outside, require_nothing_kept
+from .checks.single_sample import is_right_for_one
+from .checks.unsupported import (
+    inference_mode_refused,
+    require_data,
+    require_traceable_modules,
+    tensor_hooks_refused,
+)
 from .draft import draft_findings
+from .eager_run import conditions_of, require_eager_run, require_nothing_written, state_kept
 from .exported import batch_sizes, export, foreign_operators
 from .given import accept_exported, accept_graph_module
-from .held import require_memory_apart
 from .inputs import (
     FlatArguments,
     arguments_without_examples,
@@ -49,14 +55,8 @@ from .inputs import (
     without_cache,
 )
 from .notes import note_on_operator, notes_of
+from .patches.conditions import UnseenChoiceError
 from .program import MODEL_PREFIX, Program
-from .required import (
-    inference_mode_refused,
-    require_data,
-    require_traceable_modules,
-    tensor_hooks_refused,
-)
-from .second_call import OtherNextTimeError, called_before, fill_caches_outside, require_nothing_kept
 from .source_lines import one_line
 from .symbolic import trace_symbolically, writes_in_place
 

@@ -22,9 +22,9 @@ from pd2bw_fx.contraction import contractions_stay_open
 from pd2bw_fx.process_settings import other_flags_unasked
 from pd2bw_fx.program import training_context
 
-from .diagnose import state_kept
+from .eager_run import state_kept
 from .exported import open_sizes
-from .numbers_of_sizes import sizes_stay_open
+from .patches.numbers_of_sizes import sizes_stay_open
 from .program import Program
 from .size_guards import is_for_many_sizes
 

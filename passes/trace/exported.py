@@ -22,33 +22,35 @@ from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
 from pd2bw_fx.value_checks import checks_passed_while_traced
 
-from .batch_rules import maps_for_all_sizes
-from .below_autograd import maps_traced_below
-from .compiling import is_compiling_says, is_raised_by_the_model
-from .conditions import UnseenChoiceError, truths_by_item
-from .constants import constants_known
-from .custom import custom_functions_kept
-from .detached import DataIsDetached
-from .differentiating import DerivativeError, derivatives_traced
-from .held import parameter_in_memory_of, require_untrained
-from .held_patch import ParametersReadInstead, in_their_modules
-from .helper_frames import helpers_noted
-from .inferred_sizes import sizes_inferred
+from .checks.parameter_memory import parameter_in_memory_of, require_untrained
+from .checks.second_call import require_the_same_again
+from .checks.tensor_attributes import require_none_read
 from .inputs import FlatArguments
-from .layouts import layouts_unasked
-from .mapped import write_out_vmap
-from .moved import moves_to_where_it_is_left_out
-from .named_values import values_named
-from .numbers_of_sizes import sizes_stay_open
-from .on_tensors import require_none_read
-from .parts_of_sizes import PartsStayOpen
+from .patches.batch_rules import maps_for_all_sizes
+from .patches.below_autograd import maps_traced_below
+from .patches.compiling import is_compiling_says, is_raised_by_the_model
+from .patches.conditions import UnseenChoiceError, truths_by_item
+from .patches.constants import constants_known
+from .patches.custom_functions import custom_functions_kept
+from .patches.derivatives import DerivativeError, derivatives_traced
+from .patches.detached_data import DataIsDetached
+from .patches.helper_frames import helpers_noted
+from .patches.module_moves import skip_no_op_moves
+from .patches.named_values import values_named
+from .patches.numbers_of_sizes import sizes_stay_open
+from .patches.parameters_elsewhere import ParametersReadInstead, in_their_modules
+from .patches.saved_values import saved_values_found
+from .patches.size_answers import SizeAnswers, answers_noted, largest_alike
+from .patches.symbolic_shapes import (
+    SymbolicSplits,
+    ignore_example_sizes,
+    infer_symbolic_sizes,
+    select_by_index,
+)
 from .program import Program
-from .saved_values import saved_values_found
-from .second_call import require_the_same_again
-from .selected import selected_by_index
-from .size_answers import SizeAnswers, answers_noted, largest_alike
 from .size_guards import guards_hold_for, guards_noted, sizes_where_all_hold
 from .source_lines import line_of
+from .vmap_regions import write_out_vmap
 
 OF_GAMMAS = (
     "it made of Gammas, since torch traces no gradient of Beta and Dirichlet: of "
@@ -82,7 +84,7 @@ def export(program: Program, batch_size: int | None, *, with_lengths: bool = Fal
     except (ValueError, torch._dynamo.exc.UserError) as error:  # a length that is fixed
         if not lengths:
             raise
-        with layouts_unasked():
+        with ignore_example_sizes():
             try:
                 return _exported_and_checked(program, batch_size, lengths)
             except Exception:
@@ -249,17 +251,17 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
         custom_functions_kept(),
         ctc_loss_kept(),
         derivatives_traced(),
-        moves_to_where_it_is_left_out(),
+        skip_no_op_moves(),
         contractions_stay_open(),
         sizes_stay_open(program.model, program.loss_fn),
-        PartsStayOpen(),
+        SymbolicSplits(),
         helpers_noted(),
         checks_passed_while_traced(),
         maps_for_all_sizes(),
         constants_known(),
         values_named(),
-        selected_by_index(),
-        sizes_inferred(),
+        select_by_index(),
+        infer_symbolic_sizes(),
         answers_noted(program.answers),
         guards_noted(program.answers.guards),
         other_flags_unasked(),

@@ -16,8 +16,8 @@ from pd2bw_fx.names import free_name
 from pd2bw_fx.traced import Traced, TraceReport
 
 from .exported import batch_sizes
-from .mapped import has_transforms
 from .program import loss_place, named_outputs
+from .vmap_regions import has_transforms
 
 
 def accept_exported(program: ExportedProgram) -> Traced:

@@ -10,8 +10,8 @@ from pd2bw_fx.arguments import WRAPPERS
 from pd2bw_fx.program import surrounding_autocast
 from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 
+from .checks.watch import Change
 from .program import Program
-from .watch import Change
 
 
 def notes_of(program: Program, batch_size: int | None) -> list[str]:

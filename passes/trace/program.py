@@ -14,13 +14,13 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.names import free_name
 from pd2bw_fx.traced import name_beside
 
-from .checkpointing import checkpointing_left_out
-from .conditions import Conditions
+from .checks.remade_parameters import Remade, copied, require_no_gradient, require_values
+from .checks.tensor_attributes import attributes_carried
+from .checks.watch import Watch
 from .inputs import FlatArguments, common_batch_size
-from .on_tensors import attributes_carried
-from .rebound import Remade, copied, require_no_gradient, require_values
-from .size_answers import SizeAnswers
-from .watch import Watch
+from .patches.checkpointing import checkpointing_left_out
+from .patches.conditions import Conditions
+from .patches.size_answers import SizeAnswers
 
 MODEL_PREFIX = "model."
 

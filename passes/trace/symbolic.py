@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pd2bw_fx.modes import LAYERS_WITH_MODES
 from pd2bw_fx.program import surrounding_autocast
 
-from .diagnose import require_nothing_written
-from .held import require_untrained
-from .held_patch import ParametersReadInstead
-from .helper_frames import helpers_noted
-from .named_values import values_named
+from .checks.parameter_memory import require_untrained
+from .checks.second_call import require_the_same_again
+from .eager_run import require_nothing_written
+from .patches.helper_frames import helpers_noted
+from .patches.named_values import values_named
+from .patches.parameters_elsewhere import ParametersReadInstead
 from .program import MODEL_PREFIX, Program
-from .second_call import require_the_same_again
 from .source_lines import is_the_authors
 
 # These are numbers of the program, as the sizes of layers are.

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.models import build
+from pd2bw_fx.passes.trace.checks.second_call import _others
 from pd2bw_fx.passes.trace.inputs import find_example_inputs, flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
-from pd2bw_fx.passes.trace.second_call import _others
 from pd2bw_fx.passes.verify import another_example
 from tests.accelerator import DEVICE, Accelerator
 

@@ -18,8 +18,9 @@ from torch._functorch import apis
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
-from .detached import is_of_data
-from .mapped import in_plain_words
+from pd2bw_fx.passes.trace.vmap_regions import in_plain_words
+
+from .detached_data import is_of_data
 
 _DETACHING = (Tensor.detach, torch.detach, Tensor.detach_, torch.detach_)
 _ops: Any = torch._ops

@@ -29,11 +29,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pd2bw_fx.custom_function import CustomFunction, as_operator, draws
 from pd2bw_fx.errors import TraceError
+from pd2bw_fx.passes.trace.source_lines import one_line
 
-from .detached import DataIsDetached
+from .detached_data import DataIsDetached
 from .function_constants import write_out_constants
-from .halves import Halves
-from .source_lines import one_line
+from .joint_graph import Halves
 
 
 @contextmanager

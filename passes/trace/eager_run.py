@@ -15,7 +15,7 @@ from pd2bw_fx.drawing import gpus
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 from pd2bw_fx.state import same_bits
 
-from .conditions import Conditions
+from .patches.conditions import Conditions
 from .program import MODEL_PREFIX, Program
 from .source_lines import one_line, source_line
 

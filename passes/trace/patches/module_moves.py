@@ -1,4 +1,4 @@
-"""`self.layer.to(x.device)` in a forward, of a layer that is there: torch cannot move what it traces."""
+"""`self.layer.to(x.device)` in a forward, of a layer that is on that device: torch cannot move what it traces."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 @contextmanager
-def moves_to_where_it_is_left_out() -> Iterator[None]:
-    """A module's `to`, `float`, `cuda` and the like do nothing where they would change nothing."""
+def skip_no_op_moves() -> Iterator[None]:
+    """Makes a module's `to`, `float`, `cuda` and the like do nothing where they would change nothing."""
     own: Any = nn.Module._apply
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:

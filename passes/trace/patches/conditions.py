@@ -28,25 +28,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from pd2bw_fx.traced import assumption
 
-from .asked_numbers import asked_number
+from .compared_numbers import asked_number
 from .constants import constant_number
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _LAYERS = str(Path(nn.__file__).resolve().parent)
-# What the model calls of torch passes through these where it is traced, and not where it is run.
-_BETWEEN = tuple(
-    str(Path(__file__).with_name(name))
-    for name in (
-        "constants.py",
-        "detached.py",
-        "held.py",
-        "named_values.py",
-        "parts_of_sizes.py",
-        "saved_values.py",
-    )
-)
-
-_NUMBERS = str(Path(__file__).with_name("asked_numbers.py"))
+# What the model calls of torch passes through functions of this folder where it is traced, and not where it
+# is run.
+_PATCHES = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,14 +253,14 @@ def authors_line() -> str:
 
 def _authors(frame: FrameType) -> FrameType:
     """The first one outside of torch and of what asks for numbers."""
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _NUMBERS, *_BETWEEN)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _PATCHES)):
         frame = frame.f_back
     return frame
 
 
 def _place(asking: FrameType) -> Place:
     code, frame = asking.f_code, asking
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, *_BETWEEN)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _PATCHES)):
         frame = frame.f_back
     file, number = frame.f_code.co_filename, frame.f_lineno
     return Place(

@@ -19,10 +19,10 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from pd2bw_fx.errors import Pd2bwError, TraceError
+from pd2bw_fx.passes.trace.source_lines import is_the_authors
 
 from .below_autograd import is_traced_above
 from .function_transforms import levels_left_out
-from .source_lines import is_the_authors
 
 
 class DerivativeError(TraceError):

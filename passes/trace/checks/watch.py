@@ -22,7 +22,7 @@ from torch import fx, nn
 from pd2bw_fx.attributes import is_of_attributes
 from pd2bw_fx.modes import LAYERS_WITH_MODES
 
-from .on_tensors import attributes_on
+from .tensor_attributes import attributes_on
 
 # What torch.library makes of a registered operator, and we of a custom function: the trace keeps them whole.
 _KEPT_WHOLE = (

@@ -13,8 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from pd2bw_fx.errors import InputError
-
-from .source_lines import source_line
+from pd2bw_fx.passes.trace.source_lines import source_line
 
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.fx.experimental.sym_node import SymNode
 
+from pd2bw_fx.passes.trace.source_lines import is_the_authors
+
 from . import conditions
-from .source_lines import is_the_authors
 
 _LARGEST = 2**32
 

@@ -11,12 +11,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from pd2bw_fx.drawing import SEED_OF_CHECKS
+from pd2bw_fx.passes.trace.eager_run import holds_data, state_kept
+from pd2bw_fx.passes.trace.patches.size_answers import SizeAnswers
+from pd2bw_fx.passes.trace.program import Program
 
-from .chance import random_numbers_kept
-from .diagnose import holds_data, state_kept
-from .program import Program
+from .extreme_random import random_numbers_kept
 from .second_call import results_of
-from .size_answers import SizeAnswers
 
 
 def is_right_for_one(exported: ExportedProgram, program: Program, batch_size: int) -> bool:

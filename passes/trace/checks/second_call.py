@@ -15,12 +15,12 @@ import torch
 from pd2bw_fx.attributes import attributes_kept, without_repeats
 from pd2bw_fx.drawing import SEED_OF_CHECKS
 from pd2bw_fx.errors import Pd2bwError, TraceError
+from pd2bw_fx.passes.trace.eager_run import holds_data, state_kept
+from pd2bw_fx.passes.trace.inputs import common_batch_size
+from pd2bw_fx.passes.trace.program import Program
 
-from .chance import calls_by_chance, random_numbers_kept
-from .diagnose import holds_data, state_kept
-from .inputs import common_batch_size
-from .on_tensors import set_on_a_tensor
-from .program import Program
+from .extreme_random import calls_by_chance, random_numbers_kept
+from .tensor_attributes import set_on_a_tensor
 from .watch import Change, Watch
 
 # How far results of one computation are apart, relative to the largest entry.

@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch.fx.proxy import TracerBase
 
-from .source_lines import is_the_authors
+from pd2bw_fx.passes.trace.source_lines import is_the_authors
 
 _OF_ATTENTION = {"multi_head_attention_forward", "_in_projection_packed", "_in_projection"}
 

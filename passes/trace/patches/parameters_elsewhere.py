@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_map
 
-from .detached import is_of_data
+from .detached_data import is_of_data
 
 Instead = Callable[[Tensor], Any]
 

@@ -1,0 +1,1 @@
+"""Checks that refuse a model, or a trace of it, that no stage could reproduce."""
