@@ -14,7 +14,7 @@ import torch
 
 
 @contextmanager
-def contractions_stay_open() -> Iterator[None]:
+def keep_contractions_symbolic() -> Iterator[None]:
     """While torch traces, the order is the one for the example's sizes, and sizes stay open."""
     holders = [sys.modules[name] for name in ("opt_einsum", "opt_einsum.contract") if name in sys.modules]
     before = [holder.contract_path for holder in holders]

@@ -79,7 +79,7 @@ def operator() -> torch._ops.OpOverload:
 
 
 @contextmanager
-def ctc_loss_kept() -> Iterator[None]:
+def keep_ctc_loss() -> Iterator[None]:
     """Calls of torch's function meanwhile are calls of the operator, where the lengths are tensors."""
 
     def ctc_loss(

@@ -100,7 +100,7 @@ def cudnn_off() -> Iterator[None]:
 
 
 @contextmanager
-def other_flags_unasked() -> Iterator[None]:
+def leave_other_flags_alone() -> Iterator[None]:
     """While torch.export traces, which turns libraries off, and on again: for the same reason."""
     with ExitStack() as places:
         for library in (torch.backends.cudnn, torch.backends.mkldnn):

@@ -55,7 +55,7 @@ def checks_passed_in(call: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def checks_passed_while_traced() -> Iterator[None]:
+def skip_value_checks() -> Iterator[None]:
     found = {"cov": _unasked(_cov), "corrcoef": _unasked(_corrcoef), "istft": _unasked(torch.istft)}
     with ExitStack() as places:
         for holder in (torch, torch.Tensor):

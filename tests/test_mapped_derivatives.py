@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, vmap
 
 import pd2bw_fx
-from pd2bw_fx.passes.trace.patches.batch_rules import maps_for_all_sizes
+from pd2bw_fx.passes.trace.patches.batch_rules import use_batch_rules_for_any_size
 from tests.trained import assert_trained_by_the_rule
 
 Function = Callable[..., Tensor]
@@ -211,6 +211,6 @@ def test_rules_for_open_sizes_are_as_torch_maps(name: str) -> None:
                 return mapped(*(operand * number for operand in operands))
 
             expected = mapped(*operands), vmap(twice)(numbers)
-            with maps_for_all_sizes():
+            with use_batch_rules_for_any_size():
                 found = mapped(*operands), vmap(twice)(numbers)
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -15,11 +15,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx, nn
 
-from pd2bw_fx.contraction import contractions_stay_open
+from pd2bw_fx.contraction import keep_contractions_symbolic
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import first_line, require
-from pd2bw_fx.process_settings import other_flags_unasked
+from pd2bw_fx.process_settings import leave_other_flags_alone
 from pd2bw_fx.source_check import operators_called
 from pd2bw_fx.stage import Port, StageProgram
 from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
@@ -66,8 +66,8 @@ def stage_model(
             _quiet(),
             spelling,
             translations_read_once(),
-            contractions_stay_open(),
-            other_flags_unasked(),
+            keep_contractions_symbolic(),
+            leave_other_flags_alone(),
             patch.object(fx.graph, "_format_target", _read_attribute),
         ):
             exported = torch.onnx.export(

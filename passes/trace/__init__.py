@@ -37,10 +37,10 @@ from .checks.parameter_memory import require_memory_apart
 from .checks.second_call import OtherNextTimeError, called_before, fill_caches_outside, require_nothing_kept
 from .checks.single_sample import is_right_for_one
 from .checks.unsupported import (
-    inference_mode_refused,
+    refuse_inference_mode,
+    refuse_tensor_hooks,
     require_data,
     require_traceable_modules,
-    tensor_hooks_refused,
 )
 from .draft import draft_findings
 from .eager_run import conditions_of, require_eager_run, require_nothing_written, state_kept
@@ -234,8 +234,8 @@ def _first_that_works(
                 attributes_kept(model),
                 torch_errors_unlogged(),
                 training_context(),
-                tensor_hooks_refused(),
-                inference_mode_refused(model),
+                refuse_tensor_hooks(),
+                refuse_inference_mode(model),
             ):
                 traced = _traced(name, program, batch_size)
             require_nothing_kept(program)  # when what the trace has left in attributes is gone

@@ -18,13 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import draft_export
 
 from pd2bw_fx.attributes import attributes_kept
-from pd2bw_fx.contraction import contractions_stay_open
-from pd2bw_fx.process_settings import other_flags_unasked
+from pd2bw_fx.contraction import keep_contractions_symbolic
+from pd2bw_fx.process_settings import leave_other_flags_alone
 from pd2bw_fx.program import training_context
 
 from .eager_run import state_kept
 from .exported import open_sizes
-from .patches.numbers_of_sizes import sizes_stay_open
+from .patches.numbers_of_sizes import keep_sizes_symbolic
 from .program import Program
 from .size_guards import is_for_many_sizes
 
@@ -46,10 +46,10 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
             state_kept(program),
             attributes_kept(program.model),
             _unlogged(),
-            contractions_stay_open(),
-            sizes_stay_open(program.model, program.loss_fn),
+            keep_contractions_symbolic(),
+            keep_sizes_symbolic(program.model, program.loss_fn),
             training_context(),
-            other_flags_unasked(),
+            leave_other_flags_alone(),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")

@@ -14,33 +14,33 @@ from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 from torch.utils._sympy.numbers import IntInfinity
 
-from pd2bw_fx.contraction import contractions_stay_open
-from pd2bw_fx.ctc import ctc_loss_kept
+from pd2bw_fx.contraction import keep_contractions_symbolic
+from pd2bw_fx.ctc import keep_ctc_loss
 from pd2bw_fx.errors import Pd2bwError, TraceError
-from pd2bw_fx.process_settings import other_flags_unasked
+from pd2bw_fx.process_settings import leave_other_flags_alone
 from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
-from pd2bw_fx.value_checks import checks_passed_while_traced
+from pd2bw_fx.value_checks import skip_value_checks
 
 from .checks.parameter_memory import parameter_in_memory_of, require_untrained
 from .checks.second_call import require_the_same_again
 from .checks.tensor_attributes import require_none_read
 from .inputs import FlatArguments
-from .patches.batch_rules import maps_for_all_sizes
-from .patches.below_autograd import maps_traced_below
-from .patches.compiling import is_compiling_says, is_raised_by_the_model
-from .patches.conditions import UnseenChoiceError, truths_by_item
-from .patches.constants import constants_known
-from .patches.custom_functions import custom_functions_kept
-from .patches.derivatives import DerivativeError, derivatives_traced
+from .patches.batch_rules import use_batch_rules_for_any_size
+from .patches.below_autograd import trace_maps_below_autograd
+from .patches.compiling import answer_is_compiling, is_raised_by_the_model
+from .patches.conditions import UnseenChoiceError, intercept_boolean_items
+from .patches.constants import fold_constants
+from .patches.custom_functions import keep_custom_functions
+from .patches.derivatives import DerivativeError, trace_derivatives
 from .patches.detached_data import DataIsDetached
-from .patches.helper_frames import helpers_noted
+from .patches.helper_frames import record_helper_frames
 from .patches.module_moves import skip_no_op_moves
-from .patches.named_values import values_named
-from .patches.numbers_of_sizes import sizes_stay_open
+from .patches.named_values import record_value_names
+from .patches.numbers_of_sizes import keep_sizes_symbolic
 from .patches.parameters_elsewhere import ParametersReadInstead, in_their_modules
-from .patches.saved_values import saved_values_found
-from .patches.size_answers import SizeAnswers, answers_noted, largest_alike
+from .patches.saved_values import find_saved_values
+from .patches.size_answers import SizeAnswers, largest_batch_answered_alike, record_size_answers
 from .patches.symbolic_shapes import (
     SymbolicSplits,
     ignore_example_sizes,
@@ -48,7 +48,7 @@ from .patches.symbolic_shapes import (
     select_by_index,
 )
 from .program import Program
-from .size_guards import guards_hold_for, guards_noted, sizes_where_all_hold
+from .size_guards import drop_guards_that_hold, record_guards, sizes_where_all_hold
 from .source_lines import line_of
 from .vmap_regions import write_out_vmap
 
@@ -112,13 +112,13 @@ def _exported_one_way(
     there is neither True nor False, and nobody sees that it is asked."""
     if program.conditions.are_any:  # asked of the example
         return _exported(program, batch_size, lengths)
-    with truths_by_item() as asked:
+    with intercept_boolean_items() as asked:
         exported = _exported(program, batch_size, lengths)
     if not asked:
         return exported
     ways = []
     for truth in (True, False):
-        with truths_by_item(truth), suppress(Exception):  # on that way the model may well raise
+        with intercept_boolean_items(truth), suppress(Exception):  # on that way the model may well raise
             ways.append([str(node.target) for node in _exported(program, batch_size, lengths).graph.nodes])
     if len(ways) < 2 or ways[0] != ways[1]:
         raise UnseenChoiceError(f"chooses a way by values, which has no answer in a trace, at {asked[0]}")
@@ -175,14 +175,16 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
                 return exported
         # Where a number is made of the batch, by more than a product, torch cannot solve for the batch.
         is_bounded = batch_size is not None and str(error).startswith("Constraints violated (batch)")
-        largest = largest_alike(program.answers, batch_size) if batch_size and is_bounded else None
+        largest = (
+            largest_batch_answered_alike(program.answers, batch_size) if batch_size and is_bounded else None
+        )
         if largest is None or largest <= _SMALLEST:
             raise
     except AssertionError as error:
         # Where a multiple of the batch is bounded, it cannot either.
         if batch_size is None or "batch" not in str(error):
             raise
-        largest = max(largest_alike(program.answers, batch_size) or batch_size, _SMALLEST + 1)
+        largest = max(largest_batch_answered_alike(program.answers, batch_size) or batch_size, _SMALLEST + 1)
     assert batch_size is not None
     bounded = {"tensors": open_sizes(program.flat, batch_size, lengths, largest)}
     return _exported_with(program, tensors, bounded)
@@ -199,7 +201,7 @@ def _exported_where_guards_hold(
     shapes = {"tensors": open_sizes(program.flat, batch_size, {}, least=sizes.least)}
     program.multiple_of = sizes.multiple_of
     try:
-        with guards_hold_for(sizes):
+        with drop_guards_that_hold(sizes):
             return _exported_with(program, tensors, shapes)
     except (torch._dynamo.exc.UserError, AssertionError):  # with some that do not hold after all
         program.answers, program.multiple_of = answers, 1
@@ -208,7 +210,7 @@ def _exported_where_guards_hold(
 
 def _exported_with(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
     """A model that fails by its own fault where it knows that it is compiled is traced as it runs without."""
-    with is_compiling_says(not program.as_uncompiled) as asked:
+    with answer_is_compiling(not program.as_uncompiled) as asked:
         try:
             return _exported_by_torch(program, tensors, shapes)
         except Pd2bwError:
@@ -238,9 +240,9 @@ def _exported_with_derivatives(
     parts of those that are known to save more than operands and results, and then with the parts of all."""
     with suppress(DerivativeError):
         return _exported_once(program, tensors, shapes)
-    with suppress(DerivativeError), saved_values_found(all_composite=False), maps_traced_below():
+    with suppress(DerivativeError), find_saved_values(all_composite=False), trace_maps_below_autograd():
         return _exported_once(program, tensors, shapes)
-    with saved_values_found(all_composite=True), maps_traced_below():
+    with find_saved_values(all_composite=True), trace_maps_below_autograd():
         return _exported_once(program, tensors, shapes)
 
 
@@ -248,23 +250,23 @@ def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: 
     program.answers = SizeAnswers()
     with (
         warnings.catch_warnings(),
-        custom_functions_kept(),
-        ctc_loss_kept(),
-        derivatives_traced(),
+        keep_custom_functions(),
+        keep_ctc_loss(),
+        trace_derivatives(),
         skip_no_op_moves(),
-        contractions_stay_open(),
-        sizes_stay_open(program.model, program.loss_fn),
+        keep_contractions_symbolic(),
+        keep_sizes_symbolic(program.model, program.loss_fn),
         SymbolicSplits(),
-        helpers_noted(),
-        checks_passed_while_traced(),
-        maps_for_all_sizes(),
-        constants_known(),
-        values_named(),
+        record_helper_frames(),
+        skip_value_checks(),
+        use_batch_rules_for_any_size(),
+        fold_constants(),
+        record_value_names(),
         select_by_index(),
         infer_symbolic_sizes(),
-        answers_noted(program.answers),
-        guards_noted(program.answers.guards),
-        other_flags_unasked(),
+        record_size_answers(program.answers),
+        record_guards(program.answers.guards),
+        leave_other_flags_alone(),
     ):
         # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
         warnings.filterwarnings("ignore", message="The tensor attribute")

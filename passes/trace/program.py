@@ -15,10 +15,10 @@ from pd2bw_fx.names import free_name
 from pd2bw_fx.traced import name_beside
 
 from .checks.remade_parameters import Remade, copied, require_no_gradient, require_values
-from .checks.tensor_attributes import attributes_carried
+from .checks.tensor_attributes import carry_attributes
 from .checks.watch import Watch
 from .inputs import FlatArguments, common_batch_size
-from .patches.checkpointing import checkpointing_left_out
+from .patches.checkpointing import skip_checkpointing
 from .patches.conditions import Conditions
 from .patches.size_answers import SizeAnswers
 
@@ -68,7 +68,7 @@ class Program(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         _take_for_one_batch(tensors, self.multiple_of)
         before, remade = self._state(), list[Remade]()
-        with attributes_carried(self.originals, before):
+        with carry_attributes(self.originals, before):
             self.watch.before(self.model)
             with self.conditions.assumed():
                 results = self._run(tensors, before, remade)
@@ -116,7 +116,7 @@ class Program(nn.Module):
         remade = [] if remade is None else remade
         args, kwargs, targets = self.flat.rebuild(tensors)
         self.record.reached_loss = False
-        with checkpointing_left_out(self._found_a_checkpoint):
+        with skip_checkpointing(self._found_a_checkpoint):
             output = self.model(*args, **kwargs)
             own = {name: t for name, t in before.items() if name.startswith(MODEL_PREFIX)}
             self._write_back(own, remade)

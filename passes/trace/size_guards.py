@@ -25,7 +25,7 @@ _SIDES = {sympy.Eq: (0,), sympy.Le: (-1, 0), sympy.Lt: (-1,), sympy.Ge: (0, 1), 
 
 
 @contextmanager
-def guards_noted(guards: list[Any]) -> Iterator[None]:
+def record_guards(guards: list[Any]) -> Iterator[None]:
     """While it lasts, what a trace has asked of sizes is added to `guards`, before torch solves for them."""
 
     def noted(shape_env: Any) -> None:
@@ -36,7 +36,7 @@ def guards_noted(guards: list[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def guards_hold_for(sizes: SizeRange) -> Iterator[None]:
+def drop_guards_that_hold(sizes: SizeRange) -> Iterator[None]:
     """While it lasts, torch does not solve for what holds for all of these sizes."""
 
     def dropped(shape_env: Any) -> None:

@@ -24,8 +24,8 @@ from pd2bw_fx.program import surrounding_autocast
 from .checks.parameter_memory import require_untrained
 from .checks.second_call import require_the_same_again
 from .eager_run import require_nothing_written
-from .patches.helper_frames import helpers_noted
-from .patches.named_values import values_named
+from .patches.helper_frames import record_helper_frames
+from .patches.named_values import record_value_names
 from .patches.parameters_elsewhere import ParametersReadInstead
 from .program import MODEL_PREFIX, Program
 from .source_lines import is_the_authors
@@ -186,7 +186,7 @@ class _Uncompiled(fx.GraphModule):
         return None
 
 
-class _DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RefuseDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What depends on no input is computed while tracing: a random number would stay the same."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -199,7 +199,7 @@ class _DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _custom_backwards_refused() -> Iterator[None]:
+def _refuse_custom_backwards() -> Iterator[None]:
     """torch.fx sees the operators of a custom autograd function's forward, and would lose its backward."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +219,7 @@ def _custom_backwards_refused() -> Iterator[None]:
 
 def trace_symbolically(program: Program) -> fx.GraphModule:
     tracer = _Tracer(program)
-    with _DrawsRefused(), _custom_backwards_refused(), helpers_noted(), values_named():  # type: ignore[no-untyped-call]
+    with _RefuseDraws(), _refuse_custom_backwards(), record_helper_frames(), record_value_names():  # type: ignore[no-untyped-call]
         graph = tracer.trace(program)
 
         def text_again() -> list[tuple[str, ...]]:

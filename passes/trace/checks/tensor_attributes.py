@@ -35,7 +35,7 @@ def attributes_on(tensor: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def attributes_carried(
+def carry_attributes(
     originals: Mapping[str, torch.Tensor], current: Mapping[str, torch.Tensor]
 ) -> Iterator[None]:
     """The tensors that are in the places of a model's have the attributes of those; afterwards none more."""

@@ -93,7 +93,7 @@ def require_data(model: nn.Module, names: Sequence[str], tensors: Sequence[Tenso
 
 
 @contextlib.contextmanager
-def tensor_hooks_refused() -> Iterator[None]:
+def refuse_tensor_hooks() -> Iterator[None]:
     """Where the forward gives a tensor a hook, InputError is raised: export would leave it out."""
     own = Tensor.register_hook
 
@@ -110,7 +110,7 @@ def tensor_hooks_refused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def inference_mode_refused(model: nn.Module) -> Iterator[None]:
+def refuse_inference_mode(model: nn.Module) -> Iterator[None]:
     """Where the forward of a model that can be trained enters it, InputError is raised: no trace sees it."""
     own = torch.inference_mode.__enter__
 

@@ -16,7 +16,7 @@ _MAPPED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
 
 
 @contextmanager
-def maps_for_all_sizes() -> Iterator[None]:
+def use_batch_rules_for_any_size() -> Iterator[None]:
     library: Any = _Library("aten", "IMPL", "FuncTorchBatched")
     try:
         with warnings.catch_warnings():

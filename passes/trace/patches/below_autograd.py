@@ -29,7 +29,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 @contextmanager
-def maps_traced_below() -> Iterator[None]:
+def trace_maps_below_autograd() -> Iterator[None]:
     """For all maps of a trace, also those that differentiate nothing."""
     own = _apis.vmap_impl
 

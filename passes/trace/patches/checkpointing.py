@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 
 
 @contextmanager
-def checkpointing_left_out(found: Callable[[], None]) -> Iterator[None]:
+def skip_checkpointing(found: Callable[[], None]) -> Iterator[None]:
     """While it lasts, torch.utils.checkpoint calls the function that it is given, and `found`.
 
     Torch exports the backward of one kind of it (`use_reentrant=True`) not at all, and what follows a

@@ -18,7 +18,7 @@ _TORCH = str(Path(torch.__file__).resolve().parent)
 
 
 @contextmanager
-def is_compiling_says(answer: bool) -> Iterator[list[str]]:
+def answer_is_compiling(answer: bool) -> Iterator[list[str]]:
     """What torch.compiler.is_compiling() answers while torch traces, to everyone but torch itself.
 
     The list gets the file of everyone who asks.

@@ -224,7 +224,7 @@ class UnseenChoiceError(ValueError):
 
 
 @contextmanager
-def truths_by_item(given: bool | None = None) -> Iterator[list[Place]]:
+def intercept_boolean_items(given: bool | None = None) -> Iterator[list[Place]]:
     """What `item` of a tensor of truth values gives while something is traced: `given`, if not None.
 
     Yields the places that have asked, as they come.

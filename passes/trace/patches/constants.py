@@ -33,7 +33,7 @@ _torchs: Callable[..., Any] = proxy_tensor.proxy_call
 
 
 @contextmanager
-def constants_known() -> Iterator[None]:
+def fold_constants() -> Iterator[None]:
     """While torch traces: a number of a constant, whoever asks (as a size, as an index), is that number, and
     of constants an operator has its results where their shapes depend on values (`unique_consecutive`)."""
 

@@ -37,7 +37,7 @@ from .joint_graph import Halves
 
 
 @contextmanager
-def custom_functions_kept() -> Iterator[None]:
+def keep_custom_functions() -> Iterator[None]:
     """Calls of custom autograd functions that this thread makes meanwhile become calls of operators.
 
     Torch's own (those of activation checkpointing) and calls within other functions run as they are.

@@ -22,7 +22,7 @@ from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.passes.trace.source_lines import is_the_authors
 
 from .below_autograd import is_traced_above
-from .function_transforms import levels_left_out
+from .function_transforms import leave_out_levels
 
 
 class DerivativeError(TraceError):
@@ -30,7 +30,7 @@ class DerivativeError(TraceError):
 
 
 @contextmanager
-def derivatives_traced() -> Iterator[None]:
+def trace_derivatives() -> Iterator[None]:
     """What fails in here after a derivative was asked for fails with a TraceError that has the line, of
     autograd's own with a DerivativeError."""
     asked: list[TraceError] = []
@@ -57,7 +57,7 @@ def derivatives_traced() -> Iterator[None]:
         def dual_level() -> Any:
             raise TraceError(_dual_message(_line_of_the_authors()))
 
-        stack.enter_context(levels_left_out(within_a_map))
+        stack.enter_context(leave_out_levels(within_a_map))
         stack.enter_context(patch.object(forward_ad, "enter_dual_level", dual_level))
         try:
             yield

@@ -26,7 +26,7 @@ class _Level:
 
 
 @contextmanager
-def levels_left_out(nested: Callable[[], Any]) -> Iterator[None]:
+def leave_out_levels(nested: Callable[[], Any]) -> Iterator[None]:
     """`nested` opens a level where one cannot be left out."""
     replacements = {
         "_wrap_all_tensors": lambda value, level: tree_map_only(Tensor, torch.ops.aten.alias.default, value),

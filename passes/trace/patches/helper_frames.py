@@ -19,7 +19,7 @@ _OF_ATTENTION = {"multi_head_attention_forward", "_in_projection_packed", "_in_p
 
 
 @contextmanager
-def helpers_noted() -> Iterator[None]:
+def record_helper_frames() -> Iterator[None]:
     """While it lasts, stack traces have functions beside a forward's file too, behind the forward; behind the
     last forward, those of its whole package."""
     plain = TracerBase._filter_traceback_frames

@@ -22,7 +22,7 @@ _ROOT = "_export_root"  # what torch.export calls the traced module until it is 
 
 
 @contextmanager
-def values_named() -> Iterator[None]:
+def record_value_names() -> Iterator[None]:
     """While it lasts, each value that is passed to a module's forward has `GIVEN_AS` in its node's meta: by
     the call's key in nn_module_stack, its place in the signature, the parameter's name ("" for a part of one)
     and how many there are. What a forward returns has `RETURNED_AT`: its place, its name where it is an entry

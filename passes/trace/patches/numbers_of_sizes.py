@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 @contextmanager
-def sizes_stay_open(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[None]:
+def keep_sizes_symbolic(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[None]:
     """While torch traces, these give sizes of sizes in the files that define the model and its loss, and
     `len` in the files that these have functions from or share a package with.
 

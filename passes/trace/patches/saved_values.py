@@ -17,7 +17,7 @@ from torch.fx.experimental import proxy_tensor
 
 
 @contextmanager
-def saved_values_found(*, all_composite: bool) -> Iterator[None]:
+def find_saved_values(*, all_composite: bool) -> Iterator[None]:
     """A saved value is known by the memory that it is in, as a value of the trace or its transpose (`linear`
     saves its weight so). What operators of several parts save besides are results of those, which are noted
     in their place: of norms, pools and the like, or `all_composite`.

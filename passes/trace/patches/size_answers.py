@@ -34,7 +34,7 @@ class SizeAnswers:
 
 
 @contextmanager
-def answers_noted(answers: SizeAnswers) -> Iterator[None]:
+def record_size_answers(answers: SizeAnswers) -> Iterator[None]:
     """While it lasts, conditions on open sizes that the author's code asks for are added to `answers`, and
     all numbers that are made of open sizes."""
     kind: Any = torch.SymBool
@@ -64,7 +64,7 @@ def answers_noted(answers: SizeAnswers) -> Iterator[None]:
         number_kind.guard_int = plain_number
 
 
-def largest_alike(answers: SizeAnswers, batch_size: int) -> int | None:
+def largest_batch_answered_alike(answers: SizeAnswers, batch_size: int) -> int | None:
     """The largest batch up to which conditions on one size, and numbers that are made of one, come out as
     they did, at least `batch_size`; None where they do for all."""
     given = [*answers.given, *answers.numbers]
