@@ -8,10 +8,11 @@ from pd2bw_fx.errors import TraceError
 from pd2bw_fx.traced import Attempt
 
 from .exported import OF_GAMMAS
+from .patches.conditions import FOR_YOU_TO_ALLOW
 from .program import Program
 from .source_lines import chooses_at_random, met_packed_sequences, one_line, source_line
+from .torch_messages import SAMPLE_DIRICHLET
 
-_ALLOW = "for you to allow"  # in the words of `require_checks`
 _AS_EXAMPLE = "pass tracer='export-as-example' if it always goes the same way"
 _ASKING = "if it always goes the same way ask the tensor itself or its item(), as `if x.max() > 1` does"
 _ADVICE = (
@@ -39,7 +40,7 @@ _Attempts = Sequence[tuple[str, Exception]]  # a front end's name, and why it fa
 
 def may_be_allowed(attempt: tuple[str, Exception]) -> bool:
     name, error = attempt
-    return name == "export-as-example" and _ALLOW in str(error)
+    return name == "export-as-example" and FOR_YOU_TO_ALLOW in str(error)
 
 
 def cannot_be_traced(
@@ -62,7 +63,7 @@ def cannot_be_traced(
 def _advice(program: Program, attempts: _Attempts, tracer: str) -> str:
     if any(met_packed_sequences(error) for _, error in attempts):
         return _ADVICE_FOR_PACKED
-    if any("_sample_dirichlet" in str(error) for _, error in attempts):
+    if any(SAMPLE_DIRICHLET in str(error) for _, error in attempts):
         return OF_GAMMAS
     if any(chooses_at_random(error) for _, error in attempts):
         return _ADVICE_AT_RANDOM

@@ -1,9 +1,23 @@
-"""The main front end: torch.export, non-strict, with a named batch dimension and lengths, or at one size."""
+"""The main front end: torch.export, non-strict, with a named batch dimension and lengths, or at one size.
+
+Some models cannot be exported as they are and can in another way. Each function below tries one such way, and
+calls the next function for every try:
+
+    export                              open lengths: again, with sizes of the example as unknown ones
+      _checked_export                   refuses a program that would be wrong
+        _refusing_unseen_choices        `x.any().item() is True`: once with True, once with False
+          _with_size_fallbacks          sizes that torch cannot solve for: with bounds that torch suggests,
+                                        for the sizes that the guards hold for (_for_sizes_of_guards), or up
+                                        to the largest batch that the model answers its conditions alike for
+            _retrying_as_uncompiled     a model that fails only where it knows that it is compiled
+              _retrying_with_foreign_parameters    parameters that a forward has from elsewhere
+                _retrying_with_saved_values        derivatives in a forward, of what operators have saved
+                  _export_once          torch.export.export, under all patches of `while_tracing`
+"""
 
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -14,42 +28,28 @@ from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 from torch.utils._sympy.numbers import IntInfinity
 
-from pd2bw_fx.contraction import keep_contractions_symbolic
-from pd2bw_fx.ctc import keep_ctc_loss
 from pd2bw_fx.errors import Pd2bwError, TraceError
-from pd2bw_fx.process_settings import leave_other_flags_alone
 from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
-from pd2bw_fx.value_checks import skip_value_checks
 
 from .checks.parameter_memory import parameter_in_memory_of, require_untrained
 from .checks.second_call import require_the_same_again
 from .checks.tensor_attributes import require_none_read
 from .inputs import FlatArguments
-from .patches.batch_rules import use_batch_rules_for_any_size
 from .patches.below_autograd import trace_maps_below_autograd
 from .patches.compiling import answer_is_compiling, is_raised_by_the_model
 from .patches.conditions import UnseenChoiceError, intercept_boolean_items
-from .patches.constants import fold_constants
-from .patches.custom_functions import keep_custom_functions
-from .patches.derivatives import DerivativeError, trace_derivatives
+from .patches.derivatives import DerivativeError
 from .patches.detached_data import DataIsDetached
-from .patches.helper_frames import record_helper_frames
-from .patches.module_moves import skip_no_op_moves
-from .patches.named_values import record_value_names
-from .patches.numbers_of_sizes import keep_sizes_symbolic
 from .patches.parameters_elsewhere import ParametersReadInstead, in_their_modules
 from .patches.saved_values import find_saved_values
-from .patches.size_answers import SizeAnswers, largest_batch_answered_alike, record_size_answers
-from .patches.symbolic_shapes import (
-    SymbolicSplits,
-    ignore_example_sizes,
-    infer_symbolic_sizes,
-    select_by_index,
-)
+from .patches.size_answers import SizeAnswers, largest_batch_answered_alike
+from .patches.symbolic_shapes import ignore_example_sizes
+from .patches.while_tracing import while_tracing
 from .program import Program
-from .size_guards import drop_guards_that_hold, record_guards, sizes_where_all_hold
+from .size_guards import drop_guards_that_hold, sizes_where_all_hold
 from .source_lines import line_of
+from .torch_messages import BATCH_NAME, BATCH_VIOLATED, SUGGESTED_FIXES
 from .vmap_regions import write_out_vmap
 
 OF_GAMMAS = (
@@ -69,64 +69,70 @@ _RUNNING_PARTS = {
 
 
 def export(program: Program, batch_size: int | None, *, with_lengths: bool = False) -> ExportedProgram:
-    """The exported program; sizes follow the batch where `batch_size` says which size is the batch's, and
-    `with_lengths` the lengths of token sequences too.
+    """Exports the program, with an open batch size where `batch_size` says which size is the batch's.
 
-    Raises TraceError for what would be traced and be wrong, and whatever torch raises for what cannot be.
+    `with_lengths` opens the lengths of token sequences too. Raises TraceError for a model whose trace would
+    be wrong, and whatever torch raises for one that it cannot trace.
     """
     lengths = program.flat.lengths(batch_size) if with_lengths and batch_size is not None else {}
     if with_lengths and not lengths:
         raise ValueError("no input is a batch of sequences: whole numbers of shape (batch, length)")
     try:
-        return _exported_and_checked(program, batch_size, lengths)
+        return _checked_export(program, batch_size, lengths)
     except Pd2bwError:
         raise
-    except (ValueError, torch._dynamo.exc.UserError) as error:  # a length that is fixed
+    except (ValueError, torch._dynamo.exc.UserError) as error:  # the model fixes a length
         if not lengths:
             raise
         with ignore_example_sizes():
             try:
-                return _exported_and_checked(program, batch_size, lengths)
+                return _checked_export(program, batch_size, lengths)
             except Exception:
                 raise error from None
 
 
-def _exported_and_checked(
-    program: Program, batch_size: int | None, lengths: Mapping[str, str]
-) -> ExportedProgram:
-    exported = _exported_one_way(program, batch_size, lengths)
+def _checked_export(program: Program, batch_size: int | None, lengths: Mapping[str, str]) -> ExportedProgram:
+    """Exports the program, and raises TraceError for one that stages could not reproduce."""
+    exported = _refusing_unseen_choices(program, batch_size, lengths)
     _require_open(exported, program, lengths)
     _require_single_operators(exported)
     _require_no_generator(exported)
     require_none_read(exported.constants.values(), program.model)
     if program.watch.custom_functions:
         raise TraceError(_custom_function_message(program.watch.custom_functions[0]))
-    require_the_same_again(program, _text(exported), lambda: _text(_exported(program, batch_size, lengths)))
+    require_the_same_again(
+        program, _text(exported), lambda: _text(_with_size_fallbacks(program, batch_size, lengths))
+    )
     return exported
 
 
-def _exported_one_way(
+def _refusing_unseen_choices(
     program: Program, batch_size: int | None, lengths: Mapping[str, str]
 ) -> ExportedProgram:
-    """Raises UnseenChoiceError where `x.any().item() is True` chooses between two ways: what a trace gives
-    there is neither True nor False, and nobody sees that it is asked."""
-    if program.conditions.are_any:  # asked of the example
-        return _exported(program, batch_size, lengths)
+    """Exports the program; raises UnseenChoiceError where `x.any().item() is True` chooses between two ways.
+
+    What a trace gives there is neither True nor False, and nothing shows that it is asked. So the program is
+    traced with each of the two answers as well, and refused where these traces differ.
+    """
+    if program.conditions.are_any:  # the example has answered
+        return _with_size_fallbacks(program, batch_size, lengths)
     with intercept_boolean_items() as asked:
-        exported = _exported(program, batch_size, lengths)
+        exported = _with_size_fallbacks(program, batch_size, lengths)
     if not asked:
         return exported
     ways = []
     for truth in (True, False):
         with intercept_boolean_items(truth), suppress(Exception):  # on that way the model may well raise
-            ways.append([str(node.target) for node in _exported(program, batch_size, lengths).graph.nodes])
+            ways.append(
+                [str(node.target) for node in _with_size_fallbacks(program, batch_size, lengths).graph.nodes]
+            )
     if len(ways) < 2 or ways[0] != ways[1]:
         raise UnseenChoiceError(f"chooses a way by values, which has no answer in a trace, at {asked[0]}")
     return exported
 
 
 def _require_single_operators(exported: ExportedProgram) -> None:
-    """Raises TraceError for an operator that runs parts of the model, which no stage can be cut through."""
+    """Raises TraceError for an operator that runs parts of the model: no stage can be cut within it."""
     for module in exported.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             name = getattr(node.target, "__name__", "")
@@ -140,7 +146,7 @@ def _require_single_operators(exported: ExportedProgram) -> None:
 
 
 def _require_no_generator(exported: ExportedProgram) -> None:
-    """Raises TraceError for draws from a generator that the model keeps: stages would each need a part."""
+    """Raises TraceError for draws from a generator that the model keeps: each stage would need part of it."""
     if any(isinstance(constant, torch.Generator) for constant in exported.constants.values()):
         drawing = next(node for node in exported.graph.nodes if node.kwargs.get("generator") is not None)
         raise TraceError(
@@ -150,14 +156,17 @@ def _require_no_generator(exported: ExportedProgram) -> None:
 
 
 def foreign_operators(exported: ExportedProgram) -> list[str]:
-    """Operators that a library other than torch registered: whoever runs the program needs that library."""
+    """Returns operators that a library other than torch registered, which whoever runs the program needs."""
     modules = [module for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule)]
     targets = [node.target for module in modules for node in module.graph.nodes]
     names = [str(target._schema.name) for target in targets if isinstance(target, torch._ops.OpOverload)]
     return sorted({name for name in names if name.partition("::")[0] not in NAMESPACES_OF_TORCH})
 
 
-def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, str]) -> ExportedProgram:
+def _with_size_fallbacks(
+    program: Program, batch_size: int | None, lengths: Mapping[str, str]
+) -> ExportedProgram:
+    """Exports the program; where torch cannot solve for an open size, again for fewer sizes."""
     tensors, shapes = program.flat.tensors, None
     program.multiple_of = 1
     if batch_size is not None:
@@ -165,35 +174,38 @@ def _exported(program: Program, batch_size: int | None, lengths: Mapping[str, st
         if batch_size == 1:  # torch takes a size of 1 for a constant
             tensors = _doubled(program.flat)
     try:
-        return _exported_with(program, tensors, shapes)
+        return _retrying_as_uncompiled(program, tensors, shapes)
     except torch._dynamo.exc.UserError as error:  # not imported above: dynamo takes a second
         if (bounded := _bounded(str(error), shapes)) is not None:
-            return _exported_with(program, tensors, bounded)
+            return _retrying_as_uncompiled(program, tensors, bounded)
         if batch_size is not None and not lengths:
-            exported = _exported_where_guards_hold(program, tensors, batch_size)
+            exported = _for_sizes_of_guards(program, tensors, batch_size)
             if exported is not None:
                 return exported
-        # Where a number is made of the batch, by more than a product, torch cannot solve for the batch.
-        is_bounded = batch_size is not None and str(error).startswith("Constraints violated (batch)")
+        # Torch cannot solve for the batch where a number is made of it by more than a product.
+        is_bounded = batch_size is not None and str(error).startswith(BATCH_VIOLATED)
         largest = (
             largest_batch_answered_alike(program.answers, batch_size) if batch_size and is_bounded else None
         )
         if largest is None or largest <= _SMALLEST:
             raise
     except AssertionError as error:
-        # Where a multiple of the batch is bounded, it cannot either.
-        if batch_size is None or "batch" not in str(error):
+        # Nor where a multiple of the batch is bounded.
+        if batch_size is None or BATCH_NAME not in str(error):
             raise
         largest = max(largest_batch_answered_alike(program.answers, batch_size) or batch_size, _SMALLEST + 1)
     assert batch_size is not None
     bounded = {"tensors": open_sizes(program.flat, batch_size, lengths, largest)}
-    return _exported_with(program, tensors, bounded)
+    return _retrying_as_uncompiled(program, tensors, bounded)
 
 
-def _exported_where_guards_hold(
+def _for_sizes_of_guards(
     program: Program, tensors: tuple[torch.Tensor, ...], batch_size: int
 ) -> ExportedProgram | None:
-    """Once more, for all sizes that the last trace's guards hold for; None where these have an end."""
+    """Exports once more, for all batch sizes that the last trace's guards hold for.
+
+    Returns None where no such sizes without an upper end are found, or where torch refuses these too.
+    """
     answers = program.answers
     sizes = sizes_where_all_hold(answers.guards, batch_size)
     if sizes is None:
@@ -202,90 +214,84 @@ def _exported_where_guards_hold(
     program.multiple_of = sizes.multiple_of
     try:
         with drop_guards_that_hold(sizes):
-            return _exported_with(program, tensors, shapes)
-    except (torch._dynamo.exc.UserError, AssertionError):  # with some that do not hold after all
+            return _retrying_as_uncompiled(program, tensors, shapes)
+    except (torch._dynamo.exc.UserError, AssertionError):  # guards of this trace that do not hold
         program.answers, program.multiple_of = answers, 1
         return None
 
 
-def _exported_with(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
-    """A model that fails by its own fault where it knows that it is compiled is traced as it runs without."""
+def _retrying_as_uncompiled(
+    program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any
+) -> ExportedProgram:
+    """Exports, with is_compiling() false where the model itself raises an error while it is true.
+
+    `program.as_uncompiled` says which of the two it was, and is kept for later traces.
+    """
     with answer_is_compiling(not program.as_uncompiled) as asked:
         try:
-            return _exported_by_torch(program, tensors, shapes)
+            return _retrying_with_foreign_parameters(program, tensors, shapes)
         except Pd2bwError:
             raise
         except Exception as error:
             if program.as_uncompiled or not asked or not is_raised_by_the_model(error):
                 raise
     program.as_uncompiled = True
-    return _exported_with(program, tensors, shapes)
+    return _retrying_as_uncompiled(program, tensors, shapes)
 
 
-def _exported_by_torch(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
-    """Once more for a forward that has parameters from elsewhere than their modules."""
+def _retrying_with_foreign_parameters(
+    program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any
+) -> ExportedProgram:
+    """Exports, once more for a forward that has parameters from elsewhere than their modules.
+
+    Such a parameter comes out as a constant of the first trace.
+    """
     with DataIsDetached():
-        exported = _exported_with_derivatives(program, tensors, shapes)
+        exported = _retrying_with_saved_values(program, tensors, shapes)
         if parameter_in_memory_of(exported.constants.values(), program.model):
             with ParametersReadInstead(in_their_modules(program.model)):
-                exported = _exported_with_derivatives(program, tensors, shapes)
+                exported = _retrying_with_saved_values(program, tensors, shapes)
             require_untrained(exported.constants.values(), program.model)
     return exported
 
 
-def _exported_with_derivatives(
+def _retrying_with_saved_values(
     program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any
 ) -> ExportedProgram:
-    """Again for a model that differentiates, if what operators have saved is missing in the trace: with the
-    parts of those that are known to save more than operands and results, and then with the parts of all."""
+    """Exports, again for a model that differentiates in its forward, if the trace lacks saved values.
+
+    The second time, operators that are known to save more than operands and results are traced in parts; the
+    third time, all composite operators are.
+    """
     with suppress(DerivativeError):
-        return _exported_once(program, tensors, shapes)
+        return _export_once(program, tensors, shapes)
     with suppress(DerivativeError), find_saved_values(all_composite=False), trace_maps_below_autograd():
-        return _exported_once(program, tensors, shapes)
+        return _export_once(program, tensors, shapes)
     with find_saved_values(all_composite=True), trace_maps_below_autograd():
-        return _exported_once(program, tensors, shapes)
+        return _export_once(program, tensors, shapes)
 
 
-def _exported_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
+def _export_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
     program.answers = SizeAnswers()
-    with (
-        warnings.catch_warnings(),
-        keep_custom_functions(),
-        keep_ctc_loss(),
-        trace_derivatives(),
-        skip_no_op_moves(),
-        keep_contractions_symbolic(),
-        keep_sizes_symbolic(program.model, program.loss_fn),
-        SymbolicSplits(),
-        record_helper_frames(),
-        skip_value_checks(),
-        use_batch_rules_for_any_size(),
-        fold_constants(),
-        record_value_names(),
-        select_by_index(),
-        infer_symbolic_sizes(),
-        record_size_answers(program.answers),
-        record_guards(program.answers.guards),
-        leave_other_flags_alone(),
-    ):
-        # Tensors that a forward assigns to its module are looked for by Watch, without false alarms.
-        warnings.filterwarnings("ignore", message="The tensor attribute")
+    with while_tracing(program):
         exported = torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
         write_out_vmap(exported.graph_module)
     return exported
 
 
 def _bounded(message: str, shapes: Any) -> Any:
-    """The shapes with the bounds that torch names: a length's by a table of positions, for example, or the
-    batch's by a condition on it. None where it names none, or fixes the batch."""
-    _, said, fixes = message.partition("Suggested fixes:")
+    """Returns the shapes with the bounds that torch suggests, or None where it has none or fixes the batch.
+
+    A table of positions bounds a length, for example, and a condition on the batch bounds the batch.
+    """
+    _, said, fixes = message.partition(SUGGESTED_FIXES)
     if not said or shapes is None:
         return None
     try:
         bounded: Any = refine_dynamic_shapes_from_suggested_fixes(
             said + fixes.strip().partition("\n\n")[0], shapes
         )
-    except Exception:  # torch's own reading of what it suggests: it does not know every suggestion
+    except Exception:  # torch cannot parse every suggestion of its own
         return None
     sizes = [found for found in bounded["tensors"] if found is not None]
     if not all(type(found[0]) is Dim for found in sizes):
@@ -296,12 +302,12 @@ def _bounded(message: str, shapes: Any) -> Any:
 
 
 def _of_two_or_more(size: Any) -> Any:
-    """Torch names the bound that it has found, and leaves out the one that there was."""
+    """Returns the dimension with our lower bound: torch keeps only the bound that it has found."""
     return Dim(size.__name__, min=max(size.min, _SMALLEST), max=size.max) if type(size) is Dim else size
 
 
 def batch_sizes(exported: ExportedProgram, batched: Iterable[str], *, multiple_of: int = 1) -> SizeRange:
-    """How large a batch may be for the program to be right; `batched` are placeholders."""
+    """Returns the batch sizes that the program is right for; `batched` are names of placeholders."""
     values = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
     symbols = (values[name].shape[0] for name in batched)
     known = exported.range_constraints
@@ -323,7 +329,7 @@ def open_sizes(
     *,
     least: int = _SMALLEST,
 ) -> tuple[dict[int, Any] | None, ...]:
-    batch, batched = Dim("batch", min=max(least, _SMALLEST), max=largest), flat.batched(batch_size)
+    batch, batched = Dim(BATCH_NAME, min=max(least, _SMALLEST), max=largest), flat.batched(batch_size)
     open_lengths = {name: Dim(name, min=2) for name in lengths.values()}
     return tuple(
         ({0: batch} | ({1: open_lengths[lengths[name]]} if name in lengths else {}))
@@ -334,7 +340,7 @@ def open_sizes(
 
 
 def _require_open(exported: ExportedProgram, program: Program, lengths: Mapping[str, str]) -> None:
-    """Raises ValueError, as any front end may, where a length came out as the example's after all."""
+    """Raises ValueError, as any front end may, where the program has the example's length after all."""
     inputs = exported.graph_signature.user_inputs
     values = {node.name: node.meta.get("val") for node in exported.graph.find_nodes(op="placeholder")}
     for name, placeholder in zip(program.flat.names, inputs, strict=True):
@@ -366,7 +372,7 @@ def _custom_function_message(name: str) -> str:
 
 
 def _text(exported: ExportedProgram) -> list[Any]:
-    """With the tensors that the trace has computed itself."""
+    """Returns the program's nodes and the values of its constants, to compare two traces by."""
     nodes = [(node.op, str(node.target), str(node.args), str(node.kwargs)) for node in exported.graph.nodes]
     return [*nodes, {name: _value(constant) for name, constant in exported.constants.items()}]
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
+from pd2bw_fx.passes.trace.torch_messages import RULE_REPLACED
+
 _Library: Any = torch.library.Library
 _MAPPED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
 
@@ -20,7 +22,7 @@ def use_batch_rules_for_any_size() -> Iterator[None]:
     library: Any = _Library("aten", "IMPL", "FuncTorchBatched")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            warnings.filterwarnings("ignore", message=RULE_REPLACED)
             for name, rule in _RULES.items():
                 library.impl(name, _below_this_map(rule))
         yield

@@ -38,6 +38,10 @@ _LAYERS = str(Path(nn.__file__).resolve().parent)
 _PATCHES = str(Path(__file__).parent)
 
 
+# In the error of a condition that the user may allow: `advice.py` knows the error by it.
+FOR_YOU_TO_ALLOW = "for you to allow"
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where Python wants to know whether a tensor is true: the line that asks, and the model's."""
@@ -77,7 +81,7 @@ class Conditions:
         """Raises ValueError for a condition that chooses between two ways."""
         for place in self.asked:
             if not place.may_be_assumed:
-                raise ValueError(f"chooses a way by values, which is for you to allow, at {place}")
+                raise ValueError(f"chooses a way by values, which is {FOR_YOU_TO_ALLOW}, at {place}")
 
     def notes(self) -> tuple[str, ...]:
         """Once for a line, whatever it asks in functions of torch's."""

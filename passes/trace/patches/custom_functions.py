@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pd2bw_fx.custom_function import CustomFunction, as_operator, draws
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.passes.trace.source_lines import one_line
+from pd2bw_fx.passes.trace.torch_messages import MIXED_FAKE_MODES
 
 from .detached_data import DataIsDetached
 from .function_constants import write_out_constants
@@ -156,7 +157,7 @@ def _has_open_sizes(args: Sequence[Any]) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    if str(error).startswith("Mixing fake modes"):  # those of the model's trace, and of the function's own
+    if str(error).startswith(MIXED_FAKE_MODES):  # of the model's trace and of the function's
         return "it reads weights that it is not given, as those of a module among its arguments"
     return one_line(error)
 

@@ -1,4 +1,4 @@
-"""`self.layer.to(x.device)` in a forward, of a layer that is there already: torch cannot move what it traces."""
+"""`self.layer.to(x.device)` in a forward, of a layer that is there: torch cannot move what it traces."""
 
 from __future__ import annotations
 

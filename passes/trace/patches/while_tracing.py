@@ -1,0 +1,57 @@
+"""All patches under which torch.export traces a program, in one context manager."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pd2bw_fx.contraction import keep_contractions_symbolic
+from pd2bw_fx.ctc import keep_ctc_loss
+from pd2bw_fx.passes.trace.program import Program
+from pd2bw_fx.passes.trace.size_guards import record_guards
+from pd2bw_fx.passes.trace.torch_messages import TENSOR_ASSIGNED
+from pd2bw_fx.process_settings import leave_other_flags_alone
+from pd2bw_fx.value_checks import skip_value_checks
+
+from .batch_rules import use_batch_rules_for_any_size
+from .constants import fold_constants
+from .custom_functions import keep_custom_functions
+from .derivatives import trace_derivatives
+from .helper_frames import record_helper_frames
+from .module_moves import skip_no_op_moves
+from .named_values import record_value_names
+from .numbers_of_sizes import keep_sizes_symbolic
+from .size_answers import record_size_answers
+from .symbolic_shapes import SymbolicSplits, infer_symbolic_sizes, select_by_index
+
+
+@contextmanager
+def while_tracing(program: Program) -> Iterator[None]:
+    """Enters every patch that a trace by torch.export needs; `program.answers` records what it asks of sizes.
+
+    Later patches are inside earlier ones.
+    """
+    with (
+        warnings.catch_warnings(),
+        keep_custom_functions(),
+        keep_ctc_loss(),
+        trace_derivatives(),
+        skip_no_op_moves(),
+        keep_contractions_symbolic(),
+        keep_sizes_symbolic(program.model, program.loss_fn),
+        SymbolicSplits(),
+        record_helper_frames(),
+        skip_value_checks(),
+        use_batch_rules_for_any_size(),
+        fold_constants(),
+        record_value_names(),
+        select_by_index(),
+        infer_symbolic_sizes(),
+        record_size_answers(program.answers),
+        record_guards(program.answers.guards),
+        leave_other_flags_alone(),
+    ):
+        # Watch looks for tensors that a forward assigns to its module, without false alarms.
+        warnings.filterwarnings("ignore", message=TENSOR_ASSIGNED)
+        yield

@@ -1,0 +1,87 @@
+"""Torch still says what decides how a trace goes on: `passes/trace/torch_messages.py`."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Dirichlet
+from torch.export import Dim
+
+from pd2bw_fx.passes.trace.torch_messages import (
+    BATCH_NAME,
+    BATCH_VIOLATED,
+    MIXED_FAKE_MODES,
+    RULE_REPLACED,
+    SAMPLE_DIRICHLET,
+    SUGGESTED_FIXES,
+    TENSOR_ASSIGNED,
+)
+
+
+def exported(model: nn.Module, *inputs: Tensor) -> None:
+    batch = Dim(BATCH_NAME, min=2)
+    torch.export.export(model, inputs, strict=False, dynamic_shapes=tuple({0: batch} for _ in inputs))
+
+
+class Bounded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] <= 8 else x
+
+
+def test_an_error_about_the_batch_names_it_first_and_suggests_bounds() -> None:
+    with pytest.raises(torch._dynamo.exc.UserError) as refused:
+        exported(Bounded(), torch.ones(4, 3))
+
+    assert str(refused.value).startswith(BATCH_VIOLATED)
+    assert SUGGESTED_FIXES in str(refused.value)
+
+
+class Remembers(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x * 2
+        return self.last + 1
+
+
+def test_a_tensor_that_a_forward_assigns_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=f"^{TENSOR_ASSIGNED}"):
+        exported(Remembers(), torch.ones(4, 3))
+
+
+def test_operands_of_two_fake_modes_are_refused() -> None:
+    with FakeTensorMode() as one:
+        x = one.from_tensor(torch.ones(3))
+    with FakeTensorMode() as other:
+        y = other.from_tensor(torch.ones(3))
+
+    with pytest.raises(Exception, match=f"^{MIXED_FAKE_MODES}"):
+        x + y
+
+
+class Draws(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Dirichlet(x.exp(), validate_args=False).rsample()
+
+
+def test_a_dirichlet_is_refused_by_the_name_of_its_operator() -> None:
+    with pytest.raises(Exception, match=SAMPLE_DIRICHLET):
+        exported(Draws(), torch.ones(4, 3, requires_grad=True))
+
+
+def test_a_rule_in_place_of_torchs_own_is_warned_of() -> None:
+    library = torch.library.Library("aten", "IMPL", "FuncTorchBatched")
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # another test of this process may have been warned
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            library.impl("mv", lambda *args: args[0])
+            library.impl("dot", lambda *args: args[0])
+    finally:
+        torch.set_warn_always(always)
+        library._destroy()
+
+    assert sum(str(warning.message).startswith(RULE_REPLACED) for warning in caught) == 2
