@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from pd2bw_fx.plan import Plan, StagePlan
 from pd2bw_fx.report import svg
+from pd2bw_fx.report.bars import Axis, Bar, Part, bars_svg
 from pd2bw_fx.units import format_seconds
 
-_RIGHT, _TOP, _BOTTOM = 190.0, 88.0, 40.0
+_TITLES = ("forward", "forward again", "backward", "receiving", "sending", "adding up gradients")
+_PARTS = tuple(Part(f"l{i}", title, svg.HUES[i]) for i, title in enumerate(_TITLES))
 
-_PARTS = ("forward", "forward again", "backward", "receiving", "sending", "adding up gradients")
 
-
-def loads_svg(plan: Plan, *, width: float = 1100) -> str:
-    """An SVG of the seconds that each stage needs for one microbatch, part by part, shared by its copies."""
+def loads_svg(plan: Plan) -> str:
+    """Returns an SVG of the seconds that each stage needs for one microbatch, part by part, shared by its
+    copies."""
     longest_s = max(stage.load_s for stage in plan.stages)
     end_s = max(longest_s, plan.bottleneck_s, 1e-12) * 1.04
-    row_height = 34.0 if plan.num_stages <= 4 else 26.0 if plan.num_stages <= 16 else 18.0
-    height = _TOP + plan.num_stages * row_height + _BOTTOM
-    labels = [f"stage {stage.stage} · {stage.place}" for stage in plan.stages]
-    left = 30 + max(svg.text_width(label, 12) for label in labels)
-    per_s = (width - _RIGHT - left) / end_s
-    head = f"Predicted time of {plan.num_stages} {'stage' if plan.num_stages == 1 else 'stages'} a microbatch"
-    parts = [
-        svg.style({**svg.BASE_STYLE, **{f"l{i}": (svg.HUES[i], svg.HUES[i]) for i in range(len(_PARTS))}}),
-        svg.text("ink", 16, 26, head, size=15, bold=True),
-        svg.text("muted", 16, 45, _subtitle(plan)),
-        *_legend([any(own) for own in zip(*map(_seconds, plan.stages), strict=True)]),
-        *_axis(left, per_s, end_s, height, row_height * plan.num_stages),
-    ]
-    for index, (stage, label) in enumerate(zip(plan.stages, labels, strict=True)):
-        top = _TOP + index * row_height
-        parts.append(svg.text("ink", 16, top + row_height / 2 + 4, label))
-        parts += _bar(stage, left, per_s, end_s, top, row_height, longest_s=longest_s)
-    return svg.picture(width, height, head, parts)
+    is_used = [any(own) for own in zip(*map(_seconds, plan.stages), strict=True)]
+    stages = "stage" if plan.num_stages == 1 else "stages"
+    return bars_svg(
+        plan,
+        [_bar(stage, longest_s) for stage in plan.stages],
+        head=f"Predicted time of {plan.num_stages} {stages} a microbatch",
+        subtitle=_subtitle(plan),
+        parts=[
+            replace(part, is_in_legend=used or part.title not in ("forward again", "adding up gradients"))
+            for part, used in zip(_PARTS, is_used, strict=True)
+        ],
+        axis=_axis(end_s),
+    )
 
 
 def _subtitle(plan: Plan) -> str:
@@ -53,43 +49,20 @@ def _seconds(stage: StagePlan) -> tuple[float, ...]:
     return *(seconds / stage.replicas for seconds in shared_s), stage.gradient_sum_s
 
 
-def _legend(has: Sequence[bool]) -> Iterable[str]:
-    x = 16.0
-    for index, name in enumerate(_PARTS):
-        if name in ("forward again", "adding up gradients") and not has[index]:
-            continue
-        yield svg.rect(f"l{index}", x, 57, 13, 13, radius=2)
-        yield svg.text("muted", x + 18, 67, name)
-        x += 18 + svg.text_width(name, 12) + 14
-
-
-def _axis(left: float, per_s: float, end_s: float, height: float, rows: float) -> Iterable[str]:
+def _axis(end_s: float) -> Axis:
     units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
     name, unit_s = next(((n, u) for n, u in units if end_s >= 2 * u), units[-1])
-    for tick in svg.ticks(0, end_s / unit_s, 8):
-        x = left + tick * unit_s * per_s
-        yield svg.rect("rule", x - 0.5, _TOP - 3, 1, rows + 8)
-        yield svg.text("muted", x, height - 19, f"{tick:g} {name}", size=11, anchor="middle")
+    return Axis(end_s, [(tick * unit_s, f"{tick:g} {name}") for tick in svg.ticks(0, end_s / unit_s, 8)])
 
 
-def _bar(
-    stage: StagePlan,
-    left: float,
-    per_s: float,
-    end_s: float,
-    top: float,
-    height: float,
-    *,
-    longest_s: float,
-) -> Iterable[str]:
-    gap = 4.0
-    yield svg.rect("track", left, top + gap, end_s * per_s, height - 2 * gap, radius=2)
-    x = left
-    for index, (part, part_s) in enumerate(zip(_PARTS, _seconds(stage), strict=True)):
-        if part_s > 0:
-            tooltip = f"stage {stage.stage}, {part}: {format_seconds(part_s)}"
-            yield svg.rect(f"l{index}", x, top + gap, part_s * per_s, height - 2 * gap, tooltip=tooltip)
-            x += part_s * per_s
+def _bar(stage: StagePlan, longest_s: float) -> Bar:
+    seconds = _seconds(stage)
     share = stage.load_s / longest_s if longest_s > 0 else 1.0
-    told = f"{format_seconds(stage.load_s)}, {share:.0%} of the slowest"
-    yield svg.text("muted", left + end_s * per_s + 10, top + height / 2 + 4, told, size=11)
+    return Bar(
+        sizes=seconds,
+        tooltips=[
+            f"stage {stage.stage}, {title}: {format_seconds(part_s)}"
+            for title, part_s in zip(_TITLES, seconds, strict=True)
+        ],
+        told=f"{format_seconds(stage.load_s)}, {share:.0%} of the slowest",
+    )
