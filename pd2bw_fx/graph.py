@@ -3,7 +3,7 @@
 The graph is data (it survives a JSON round trip); `fx` and `root`, the traced program and the live model,
 are at hand only in the process that traced it.
 
-Normal form of `fx` (what `passes/normalise.py` promises and everything after it relies on):
+Normal form of `fx` (what `passes/normalise/` promises and everything after it relies on):
 
 - `placeholder`: the model's tensor inputs, flat, under the names of the forward's arguments;
 - `get_attr`: parameters, buffers and constants; `target` is the name in `parameters`, `buffers` or

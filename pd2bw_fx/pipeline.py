@@ -418,7 +418,7 @@ class Pipeline:
             batches,
             optimizer=optimizer,
             microbatches_per_update=microbatches_per_update,
-            method=method or self.plan.method,
+            method=method,
             **options,
         )
         self._take(result.tensors)

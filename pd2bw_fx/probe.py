@@ -68,7 +68,7 @@ class _ProbeTransport:
         tensor.copy_(there)
 
 
-def probe(kind: str, *, tolerance: float = 0.1, sizes: Sequence[int] = SIZES) -> Cluster:
+def probe(kind: str, *, tolerance: float = 0.1) -> Cluster:
     """The cluster of all ranks, the device of rank r the r-th; every rank calls it and has the same answer.
 
     All devices compute at the same time, as they do in training, and links are timed one after another.
@@ -88,7 +88,7 @@ def probe(kind: str, *, tolerance: float = 0.1, sizes: Sequence[int] = SIZES) ->
     with translated(None):
         dist.all_gather_object(seen, own)
         groups = Groups(dist.get_world_size(), _TIMEOUT_S, device=device)
-        links = _fitted_links(_ProbeTransport(groups.of_all(), device, groups.wire), sizes)
+        links = _fitted_links(_ProbeTransport(groups.of_all(), device, groups.wire), SIZES)
         groups.close()
     return _cluster(seen, links, tolerance)
 

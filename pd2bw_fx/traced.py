@@ -113,7 +113,6 @@ class Traced:
     dynamic_batch: bool = False
     batch_sizes: SizeRange = ANY_SIZE  # of a dynamic batch
     lengths: Mapping[str, str] = field(default_factory=dict)  # by input: what its open dimension 1 is called
-    loss_module: nn.Module | None = None  # a loss_fn that holds tensors of its own
     changing: tuple[nn.Module, ...] = ()  # those whose attributes the forward sets
     examples: Mapping[str, torch.Tensor] = field(default_factory=dict)
     call: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = field(

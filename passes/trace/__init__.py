@@ -296,7 +296,6 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
         dynamic_batch=name in _OPEN,
         batch_sizes=sizes,
         lengths=flat.lengths(batch_size) if name == "export-sequence" and batch_size is not None else {},
-        loss_module=program.loss_fn if isinstance(program.loss_fn, nn.Module) else None,
         changing=tuple(change.module for change in program.watch.changes if change.is_of_a_layer),
         examples=examples,
         call=program.call if examples else None,

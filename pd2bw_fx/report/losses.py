@@ -9,18 +9,17 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.report import svg
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62.0, 24.0, 76.0, 40.0
+_WIDTH, _HEIGHT = 1100.0, 320.0
 _MOST_POINTS = 1200
+_TITLE = "Training loss"
 
 
 def losses_svg(
     curves: Mapping[str, Sequence[float]],
     *,
-    width: float = 1100,
-    height: float = 320,
-    title: str = "Training loss",
     first: int = 1,
 ) -> str:
-    """An SVG of the loss of each update, a curve for each name; a loss that is no number is a gap.
+    """Returns an SVG of the loss of each update, a curve for each name; a loss that is no number is a gap.
 
     `first` is the number of the first update that is drawn.
 
@@ -32,23 +31,23 @@ def losses_svg(
     low, high = min(finite), max(finite)
     low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
     longest = max(len(losses) for losses in curves.values())
-    across = (width - _LEFT - _RIGHT) / max(longest - 1, 1)
-    down = (height - _TOP - _BOTTOM) / (high - low)
+    across = (_WIDTH - _LEFT - _RIGHT) / max(longest - 1, 1)
+    down = (_HEIGHT - _TOP - _BOTTOM) / (high - low)
     names = list(curves)
     hues = {f"c{i}": (svg.HUES[i % len(svg.HUES)],) * 2 for i in range(len(names))}
     parts = [
         svg.style({**svg.BASE_STYLE, **hues}),
-        svg.text("ink", 16, 26, title, size=15, bold=True),
+        svg.text("ink", 16, 26, _TITLE, size=15, bold=True),
         *_legend(names),
-        *_grid(low, high, longest, across, down, width, height, first),
+        *_grid(low, high, longest, across, down, first),
     ]
     for index, losses in enumerate(curves.values()):
-        line = _line(losses, low, across, down, height)
+        line = _line(losses, low, across, down)
         colour = svg.HUES[index % len(svg.HUES)]
         parts.append(
             f'<path d="{line}" fill="none" stroke="{colour}" stroke-width="1.8" stroke-linejoin="round"/>'
         )
-    return svg.picture(width, height, title, parts)
+    return svg.picture(_WIDTH, _HEIGHT, _TITLE, parts)
 
 
 def _legend(names: Sequence[str]) -> Iterable[str]:
@@ -65,24 +64,22 @@ def _grid(
     longest: int,
     across: float,
     down: float,
-    width: float,
-    height: float,
     first: int,
 ) -> Iterable[str]:
     step = svg.ticks(0, high - low, 5)
     apart = step[1] - step[0] if len(step) > 1 else high - low
     for tick in (apart * n for n in range(math.ceil(low / apart), math.floor(high / apart) + 1)):
-        y = height - _BOTTOM - (tick - low) * down
-        yield svg.rect("rule", _LEFT, y - 0.5, width - _LEFT - _RIGHT, 1)
+        y = _HEIGHT - _BOTTOM - (tick - low) * down
+        yield svg.rect("rule", _LEFT, y - 0.5, _WIDTH - _LEFT - _RIGHT, 1)
         yield svg.text("muted", _LEFT - 8, y + 4, f"{tick:.4g}", size=11, anchor="end")
     for tick in svg.ticks(first, first + max(longest, 2) - 1, 10):
         x = _LEFT + (tick - first) * across
-        yield svg.text("muted", x, height - 19, f"{tick:g}", size=11, anchor="middle")
-    yield svg.text("muted", width - _RIGHT, height - 4, "update", size=11, anchor="end")
+        yield svg.text("muted", x, _HEIGHT - 19, f"{tick:g}", size=11, anchor="middle")
+    yield svg.text("muted", _WIDTH - _RIGHT, _HEIGHT - 4, "update", size=11, anchor="end")
 
 
-def _line(losses: Sequence[float], low: float, across: float, down: float, height: float) -> str:
-    """The path; of very many updates every n-th, for a screen shows no more."""
+def _line(losses: Sequence[float], low: float, across: float, down: float) -> str:
+    """Returns the path, with only every n-th of very many updates: a screen shows no more."""
     every = max(1, len(losses) // _MOST_POINTS)
     path, is_drawing = [], False
     for index in range(0, len(losses), every):
@@ -90,7 +87,7 @@ def _line(losses: Sequence[float], low: float, across: float, down: float, heigh
         if not math.isfinite(loss):
             is_drawing = False
             continue
-        x, y = _LEFT + index * across, height - _BOTTOM - (loss - low) * down
+        x, y = _LEFT + index * across, _HEIGHT - _BOTTOM - (loss - low) * down
         path.append(f"{'L' if is_drawing else 'M'}{svg.number(x)} {svg.number(y)}")
         is_drawing = True
     return "".join(path)

@@ -33,7 +33,6 @@ def timeline_svg(
     width: float = 1100,
     start_s: float | None = None,
     end_s: float | None = None,
-    title: str | None = None,
 ) -> str:
     """An SVG of the timeline between two times.
 
@@ -47,7 +46,7 @@ def timeline_svg(
     row_height = 34.0 if timeline.num_ranks <= 4 else 26.0 if timeline.num_ranks <= 16 else 18.0
     height = _TOP + timeline.num_ranks * row_height + _BOTTOM
     versions = sorted({e.version for e in shown if e.kind is not Kind.UPDATE})
-    head = title or _headline(timeline)
+    head = _headline(timeline)
     parts = [
         svg.style({**svg.BASE_STYLE, **_version_fills()}),
         svg.text("ink", 16, 26, head, size=15, bold=True),

@@ -42,7 +42,7 @@ def train_local(
     *,
     optimizer: OptimizerFactory,
     microbatches_per_update: int | None = None,
-    method: str = "2bw",
+    method: str | None = None,
     on_update: Callable[[int, float], bool | None] | None = None,
     threads_per_worker: int | None = None,
     seed: int | None = None,
@@ -51,12 +51,12 @@ def train_local(
     vertical_sync: bool = False,
     **options: Any,
 ) -> TrainResult:
-    """Train with local worker processes, one update for each batch, and a flush at the end.
+    """Trains with local worker processes, one update for each batch, and flushes the pipeline at the end.
 
-    `on_update(update, loss)` is called here as losses come back, from update 0 on; where it returns False, no
-    further batch is asked for. What the model draws depends on `seed` (None: torch's in this process), the
-    microbatch and the operator. `threads_per_worker` divides the cores by default.
-    `options` are the engine's (`Engine.from_pipeline`).
+    `method` None is the plan's. `on_update(update, loss)` is called here as losses come back, from update 0
+    on; where it returns False, no further batch is asked for. The random numbers that the model draws depend
+    on `seed` (None: torch's in this process), the microbatch and the operator. `threads_per_worker` None
+    divides the cores among the workers. `options` are the engine's (`Engine.from_pipeline`).
 
     Raises InputError for a batch that does not fit, PlanMismatchError for an operator that nothing has
     registered (a loaded pipeline's), WorkerError with the failing worker's own traceback. Both
@@ -64,9 +64,11 @@ def train_local(
     pipeline has the weights so far; a second Ctrl-C does not wait for them.
     """
     require_no_worker("train_local")
-    request = RunRequest(method, microbatches_per_update, slack, replicas, vertical_sync)
-    work = work_for(pipeline, request)
+    _require_arguments(batches, on_update, threads_per_worker)
+    work = work_for(pipeline, RunRequest(method, microbatches_per_update, slack, replicas, vertical_sync))
     prepared = jobs(pipeline, work)
+    if prepared[0].layout.is_one_batch(batches):
+        raise InputError("batches is a single batch; one for each update was expected, such as [batch, ..]")
     for program in pipeline.programs:
         require_operators(program)
     drawn = torch.initial_seed() % 2**32 if seed is None else plain(seed)
@@ -75,16 +77,6 @@ def train_local(
     )
     devices = [local_device(job.device, chosen.device) for job in prepared]
     require_gpus(chosen.backend, [device if device.type == "cuda" else None for device in devices])
-    if threads_per_worker is not None:
-        require_whole_number("threads_per_worker", threads_per_worker)
-    if on_update is not None:
-        require_function(
-            "on_update", on_update, "a function of the update's number and its loss", num_arguments=2
-        )
-    require_kind("batches", batches, Iterable, "an iterable of batches, one for each update")
-    if prepared[0].layout.is_one_batch(batches):
-        raise InputError("batches is a single batch; one for each update was expected, such as [batch, ..]")
-    threads = threads_per_worker or cores_each(len(prepared))
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         starts = [
             Start(
@@ -92,38 +84,56 @@ def train_local(
                 options=chosen,
                 rendezvous=str(Path(folder) / "rendezvous"),
                 seed=drawn,
-                num_threads=threads,
+                num_threads=threads_per_worker or cores_each(len(prepared)),
                 settings=ProcessSettings.of_this_process(),
                 custom_operators=custom_operators(
                     (program.source for program in job.programs), pipeline.graph.root
                 ),
-                method=registered_method(method),
+                method=registered_method(work.method),
             )
             for job in prepared
         ]
         with nursery() as ready:
-            run = LocalRun(starts, on_update, ready)
-            try:
-                for batch in batches:
-                    run.step(batch)
-                    if run.is_told_to_stop:
-                        break
-                if not run.num_given:
-                    raise InputError(
-                        "batches gave none; a generator can be gone through only once: make one for each call"
-                    )
-                return run.finish()
-            except WorkerError:
-                raise
-            except BaseException as error:
-                _keep_weights(pipeline, run, error)
-                raise
-            finally:
-                run.end()
+            return _trained(pipeline, LocalRun(starts, on_update, ready), batches)
+
+
+def _require_arguments(
+    batches: Iterable[Any],
+    on_update: Callable[[int, float], bool | None] | None,
+    threads_per_worker: int | None,
+) -> None:
+    if threads_per_worker is not None:
+        require_whole_number("threads_per_worker", threads_per_worker)
+    if on_update is not None:
+        require_function(
+            "on_update", on_update, "a function of the update's number and its loss", num_arguments=2
+        )
+    require_kind("batches", batches, Iterable, "an iterable of batches, one for each update")
+
+
+def _trained(pipeline: Pipeline, run: LocalRun, batches: Iterable[Any]) -> TrainResult:
+    """Gives the run its batches and ends its workers, whatever happens."""
+    try:
+        for batch in batches:
+            run.step(batch)
+            if run.is_told_to_stop:
+                break
+        if not run.num_given:
+            raise InputError(
+                "batches gave none; a generator can be gone through only once: make one for each call"
+            )
+        return run.finish()
+    except WorkerError:
+        raise
+    except BaseException as error:
+        _keep_weights(pipeline, run, error)
+        raise
+    finally:
+        run.end()
 
 
 def _keep_weights(pipeline: Pipeline, run: LocalRun, error: BaseException) -> None:
-    """What was trained before a wrong batch, an error of the caller's own or Ctrl-C is not lost."""
+    """Gives the pipeline what was trained before a wrong batch, an error of the caller's own or Ctrl-C."""
     if not run.num_given:
         return
     try:

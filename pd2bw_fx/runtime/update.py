@@ -18,6 +18,9 @@ from torch import Tensor
 
 from pd2bw_fx.runtime.gradient_sums import GradientSums, UseQuestion, start_adding, wait_for
 
+_INITIAL_SCALE = 2.0**16
+_PATIENCE = 2000  # updates without an overflow, before the loss scale is doubled
+
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
@@ -34,17 +37,17 @@ class Clipping:
 
 
 class LossScale:
-    """fp16's: the loss is multiplied, so that small gradients are no zeros, and gradients divided again.
+    """The loss scale of fp16: the loss is multiplied by it, so that small gradients do not become zeros, and
+    gradients are divided by it again.
 
-    As torch.amp.GradScaler: halved when a gradient is no finite number, for which the update is left out on
-    all ranks; doubled after `patience` updates without. A scale belongs to a weight version: what ran on
-    W(v) is scaled by the same number at every stage.
+    It follows the rule of torch.amp.GradScaler. When a gradient is not finite, the scale is halved and all
+    ranks leave the update out; after `_PATIENCE` updates without such a gradient it is doubled. A scale
+    belongs to a weight version: every stage scales what runs on W(v) by the same number.
     """
 
-    def __init__(self, initial: float = 2.0**16, *, patience: int = 2000) -> None:
-        self._patience = patience
+    def __init__(self) -> None:
         self._finite = 0  # updates since the last change
-        self._scales = {0: initial}
+        self._scales = {0: _INITIAL_SCALE}
 
     def of(self, version: int) -> float:
         return self._scales[version]
@@ -55,7 +58,7 @@ class LossScale:
         self._finite = 0 if overflow else self._finite + 1
         if overflow:
             scale /= 2
-        elif self._finite == self._patience:
+        elif self._finite == _PATIENCE:
             scale, self._finite = scale * 2, 0
         self._scales[version] = scale
         self._scales = {v: kept for v, kept in self._scales.items() if v >= version - 1}
