@@ -1,4 +1,4 @@
-"""A value that every later stage reads, on two nodes with a slow link between them."""
+"""A value that every later stage reads, on two nodes with a slow link; one that is made of weights alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import pd2bw_fx
 from pd2bw_fx.cluster import Cluster
@@ -31,6 +32,30 @@ class Readers(nn.Module):
     def example_inputs(self, batch_size: int = 4) -> tuple[Tensor]:
         generator = torch.Generator().manual_seed(1)
         return (torch.randn(batch_size, 6, dtype=torch.float64, generator=generator),)
+
+
+class UnitRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self) -> Tensor:
+        return F.normalize(self.weight, dim=1)
+
+
+class SharedRows(nn.Module):
+    """What `rows` makes of its weight is used in its own stage and in the one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode, self.rows = nn.Linear(6, 6), nn.Linear(6, 6), UnitRows()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, rows = torch.tanh(self.encode(x)), self.rows()
+        hidden = torch.tanh(F.linear(hidden, rows))
+        return F.linear(self.decode(hidden), rows).square().mean()
+
+    example_inputs = Readers.example_inputs
 
 
 def two_nodes(num_devices: int, far_bytes_per_s: float, near_bytes_per_s: float = NEAR) -> Cluster:
@@ -64,3 +89,15 @@ def readers_in_stages(
         **options,
     )
     return model, pipe
+
+
+def shared_rows() -> SharedRows:
+    torch.manual_seed(0)
+    return SharedRows().double()
+
+
+def shared_rows_in_stages() -> pd2bw_fx.Pipeline:
+    at = {"encode": 0, "rows": 1, "linear_1": 1, "decode": 2}
+    return pd2bw_fx.split(
+        shared_rows(), cluster=3, constraints=Constraints(stage_of=at), costs="analytic", check=False
+    )

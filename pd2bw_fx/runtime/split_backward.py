@@ -7,6 +7,15 @@ W   from there to the weights, any time later
     output <- matmul <- gelu <- matmul <- input         I runs along this row
                 |                 |
                 W2                W1                    W runs each of these steps alone
+
+An output may be made of weights alone, and be used in its own stage too: no gradient of an input passes it.
+W begins there with the output's own gradient, and adds what comes from the operators above it.
+
+    output <- matmul <- gelu <- input
+                |
+    output <-  norm
+                |
+                W1                                      W runs from the matmul and from the norm
 """
 
 from __future__ import annotations
@@ -25,11 +34,16 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(slots=True)
 class _Group:
-    """Operators that share weights, the gradients that reached them, and the ends of the weights."""
+    """Operators that share weights, the gradients that reached them, and the ends of the weights.
+
+    `reached` has all that reaches an operator that the first half `passed`. Of an output that it did not pass
+    it has the output's own gradient alone.
+    """
 
     operators: list[Node]
     weights: list[Node]
     reached: dict[Node, Gradients] = field(default_factory=dict)
+    passed: set[Node] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -55,7 +69,7 @@ def input_half(roots: list[GradientEdge], gradients: list[Tensor], inputs: Seque
     readers = _readers(nodes)
     leaves = {_leaf(tensor) for tensor in inputs}
     on_the_way = _above(leaves, readers)
-    groups = _groups(readers, leaves, on_the_way)
+    groups = _groups(nodes, readers, leaves, on_the_way)
     handles = [node.register_prehook(_keeper(group, node)) for group in groups for node in group.operators]
     try:
         found = torch.autograd.grad(roots, list(inputs), gradients, retain_graph=True, allow_unused=True)
@@ -85,8 +99,9 @@ def _run_group(group: _Group) -> None:
         return
     handles = []
     if len(group.reached) > 1:
-        # One operator may lie on the way from another: what comes along it is in its own share already.
-        handles = [node.register_prehook(_setter(kept)) for node, kept in group.reached.items()]
+        # One operator may lie on the way from another: what comes along it is in its own share already,
+        # unless the first half did not pass it.
+        handles = [node.register_prehook(_setter(group.reached[node])) for node in group.passed]
     try:
         targets = [GradientEdge(node, 0) for node in group.weights]
         found: tuple[Tensor | None, ...] = torch.autograd.grad(
@@ -164,12 +179,15 @@ def _above(leaves: set[Node], readers: dict[Node, list[Node]]) -> set[Node]:
     return seen
 
 
-def _groups(readers: dict[Node, list[Node]], leaves: set[Node], on_the_way: set[Node]) -> list[_Group]:
-    """Weights with the operators on the way to the inputs that use them, those with a common one together."""
+def _groups(
+    roots: Sequence[Node], readers: dict[Node, list[Node]], leaves: set[Node], on_the_way: set[Node]
+) -> list[_Group]:
+    """Weights with the operators that a backward to them begins at, those with a common one together."""
     of_operator: dict[Node, _Group] = {}
     groups: list[_Group] = []
-    for weight in [node for node in readers if hasattr(node, "variable") and node not in leaves]:
-        users = _users(weight, readers, on_the_way)
+    outputs, ends = set(roots), dict.fromkeys((*readers, *roots))
+    for weight in [node for node in ends if hasattr(node, "variable") and node not in leaves]:
+        users = _users(weight, outputs, readers, on_the_way)
         known = list({id(g): g for u in users if (g := of_operator.get(u)) is not None}.values())
         group = _Group([], [])
         for other in known:
@@ -183,16 +201,17 @@ def _groups(readers: dict[Node, list[Node]], leaves: set[Node], on_the_way: set[
     return groups
 
 
-def _users(weight: Node, readers: dict[Node, list[Node]], on_the_way: set[Node]) -> list[Node]:
-    """The first nodes above a weight that gradients of the inputs pass too; else, the outputs above it."""
+def _users(
+    weight: Node, roots: set[Node], readers: dict[Node, list[Node]], on_the_way: set[Node]
+) -> list[Node]:
+    """The first nodes above a weight that gradients of the inputs pass too, and the outputs below them."""
     found: dict[Node, None] = {}
     seen, queue = {weight}, deque([weight])
     while queue:
         node = queue.popleft()
-        above = readers.get(node, [])
-        if not above:
+        if node in roots:
             found[node] = None
-        for reader in above:
+        for reader in readers.get(node, []):
             if reader in on_the_way:
                 found[reader] = None
             elif reader not in seen:
@@ -221,6 +240,7 @@ def _reach_the_rest(
 def _keeper(group: _Group, node: Node) -> Any:
     def keep(gradients: Gradients) -> None:
         group.reached[node] = gradients
+        group.passed.add(node)
 
     return keep
 

@@ -25,7 +25,7 @@ from pd2bw_fx.runtime.reference import train_reference
 from tests.programs.alive import measured
 from tests.programs.delayed_reference import DelayedReference
 from tests.programs.equals_reference import AGAINST_THE_DELAY, OPTIMIZERS, difference, model_of
-from tests.readers import FAR, readers, readers_in_stages
+from tests.readers import FAR, readers, readers_in_stages, shared_rows, shared_rows_in_stages
 
 UPDATES = 7
 ALL_OPTIMIZERS = OPTIMIZERS | AGAINST_THE_DELAY
@@ -75,6 +75,7 @@ def runs(n: int) -> Iterator[Run]:
         yield Run("2bw muon", "2bw", n, n, optimizer="muon")
     if n == 3:
         yield Run("unequal replicas", "pipedream", 2, 2, replicas=(2, 1))
+        yield Run("zb-h1 weights handed on", "zb-h1", n, n, model="shared rows")
     if n == 4:
         for method in ("2bw", "zb-h1"):
             yield Run(f"{method} handed on", method, n, n, model="readers")
@@ -96,6 +97,8 @@ def corrected_runs(n: int) -> Iterator[Run]:
 def model_for(name: str, *, tied: bool) -> nn.Module:
     if name == "readers":
         return readers()
+    if name == "shared rows":
+        return shared_rows()
     if name != "gpt" or tied:
         return model_of(name)
     torch.manual_seed(0)
@@ -161,6 +164,8 @@ def main() -> None:
             pipe = pipeline_for(model, run.stages, 1, run.method, run.m)
         elif rank == 0 and run.model == "readers":
             pipe = readers_in_stages(FAR, check=False)[1]
+        elif rank == 0 and run.model == "shared rows":
+            pipe = shared_rows_in_stages()
         elif rank == 0:
             pipe = pipeline_for(model, run.stages, run.chunks, "2bw", None)
         drawn = model.example_inputs(batch_size=UPDATES * 2 * run.m)  # type: ignore[operator]
