@@ -1,12 +1,15 @@
-"""What is searched: the orders that the devices may have, each an instance, and the time that there is."""
+"""What a search is given and what it returns: an instance for each device order, a deadline, the result."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+
+from pd2bw_fx.passes.solver import Status
 
 from .instance import Floats, Instance, Integers
 
@@ -16,7 +19,7 @@ _CACHED_INSTANCES = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchResult:
-    """The best assignment, on which of the instances, and a bound that no assignment on any of them beats."""
+    """The best assignment, the choice that it is of, and a bound that no assignment of any choice beats."""
 
     choice: int
     stage_of: Integers
@@ -24,8 +27,20 @@ class SearchResult:
     bound_s: float
 
 
+class Answer(NamedTuple):
+    """What is known about a target: an assignment within it, on one of the choices, or that there is none.
+
+    With the status UNKNOWN, `stage_of` may be an assignment over the target, which can still be the best so
+    far.
+    """
+
+    status: Status
+    choice: int = -1
+    stage_of: Integers | None = None
+
+
 class Deadline:
-    """Counts down from when it is made. Ctrl-C stops it: nothing else is begun in its time."""
+    """A time limit that counts down from when it is made. Ctrl-C stops it, and no step begins after that."""
 
     def __init__(self, time_limit_s: float) -> None:
         self._end = time.perf_counter() + time_limit_s
@@ -41,9 +56,10 @@ class Deadline:
 
 
 class Choices:
-    """One problem under several device orders; each instance is made when it is first asked for.
+    """One problem under several device orders, with an instance for each, made when it is first used.
 
-    `are_all`: there are no other orders. `work_s` (devices, nodes) is of all devices that there are.
+    `are_all` says that there are no other orders. `work_s` (devices, nodes) is the work on all devices, also
+    on those that an order leaves out.
     """
 
     def __init__(
@@ -64,7 +80,7 @@ class Choices:
         return self._count
 
     def changed(self, change: Callable[[Instance], Instance]) -> Choices:
-        """The same with every instance changed."""
+        """Returns choices with the same orders, and `change` made to every instance."""
         make = self._make
         return Choices(
             self._count, lambda choice: change(make(choice)), are_all=self.are_all, work_s=self._work_s
@@ -86,18 +102,20 @@ class Choices:
 
 
 def floor_of(instance: Instance) -> float:
-    """What the slowest stage takes at least, for its work and what it does besides."""
+    """A lower bound on the slowest stage from work alone, `fixed_s` included."""
     besides_s = instance.besides_s
     least_s = floor_s(instance.work_s, instance.num_stages) + float(besides_s.min())
     return least_s if instance.may_be_empty else max(least_s, float(besides_s.max()))
 
 
 def floor_s(work_s: Floats, num_stages: int) -> float:
-    """What `num_stages` of these devices (devices, nodes) need for the work, however it is spread over them.
+    """A lower bound on the slowest of `num_stages` stages, from `work_s` (devices, nodes) alone.
 
-    Of any j k + 1 nodes one of k stages has j + 1, which are no faster than the j + 1 fastest of them; the
-    slowest nodes give the best such bound. And with a weight for each device, no node adds less to the
-    weighted sum of the stages' loads than where that is least; weights go by how fast devices are.
+    The larger of two bounds. First, of any j k + 1 nodes some stage of k has j + 1, which take no less than
+    the j + 1 fastest of them; the slowest j k + 1 nodes give the best such bound. Second, let each device
+    have a weight. A node adds to the weighted sum of all loads no less than on the device where its weighted
+    time is smallest, so the sum of these minima, divided by the sum of the k largest weights, bounds the
+    slowest load. The weight is the device's speed: one over the time that it takes for all nodes.
     """
     k = num_stages
     slowest_first = np.sort(work_s.min(axis=0))[::-1]

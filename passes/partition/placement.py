@@ -27,9 +27,9 @@ from pd2bw_fx.workload import Workload
 from .bounds.dominance import join_dominated, join_dominated_pairs
 from .bounds.downsets import DeviceKind, DownSets, OutOfTime, down_sets
 from .bounds.side_branches import join_side_branches, moved_ahead
-from .choices import Choices, Deadline
+from .choices import Answer, Choices, Deadline
 from .groups import Groups, RelaxedGroups, Totals, groups_of, tensors_between, totals
-from .instance import Instance, Integers, Net, evaluate
+from .instance import Instance, Net, evaluate
 from .search.search import Enumeration, search
 
 _FEW_DOWN_SETS = 10_000
@@ -196,23 +196,23 @@ class _Enumeration:
             self._down_sets = DownSets.of(self.kinds(), max_sets=max_sets)
         return self._down_sets
 
-    def __call__(self, target_s: float, deadline: Deadline) -> tuple[Status, int, Integers | None]:
+    def __call__(self, target_s: float, deadline: Deadline) -> Answer:
         if not np.isfinite(target_s):
-            return Status.UNKNOWN, -1, None
+            return Answer(Status.UNKNOWN)
         down_sets = self._make(_MAX_DOWN_SETS)
         if down_sets is None:
-            return Status.UNKNOWN, -1, None
+            return Answer(Status.UNKNOWN)
         self._down_sets = down_sets = down_sets.within_reach(target_s)
         try:
             chain = down_sets.chain_within(target_s, deadline)
         except OutOfTime:
-            return Status.UNKNOWN, -1, None
+            return Answer(Status.UNKNOWN)
         if chain is None:
-            return Status.INFEASIBLE, -1, None
+            return Answer(Status.INFEASIBLE)
         is_cpu = [self._is_cpu[kind] for kind in chain.kinds]
         order = self._orders[0]
         left = [flag for flag in (False, True) for _ in range(order.count(flag) - is_cpu.count(flag))]
-        return Status.FEASIBLE, self._orders.index((*is_cpu, *left)), chain.stage_of
+        return Answer(Status.FEASIBLE, self._orders.index((*is_cpu, *left)), chain.stage_of)
 
     @property
     def _is_cpu(self) -> list[bool]:
@@ -246,15 +246,15 @@ class _RelaxedEnumeration:
     def is_short(self) -> bool:
         return self._relaxed.is_short()
 
-    def __call__(self, target_s: float, deadline: Deadline) -> tuple[Status, int, Integers | None]:
+    def __call__(self, target_s: float, deadline: Deadline) -> Answer:
         status, choice, found = self._relaxed(target_s, deadline)
         if found is None:
-            return status, choice, None
+            return Answer(status, choice)
         instance = self._choices[choice]
         stage_of = moved_ahead(instance, found[self._together], self._trees, target_s)
         loads = evaluate(instance, stage_of)
         is_real = loads.fits and loads.bottleneck_s <= target_s
-        return status if is_real else Status.UNKNOWN, choice, stage_of
+        return Answer(status if is_real else Status.UNKNOWN, choice, stage_of)
 
 
 def _device_orders(num_accelerators: int, num_cpus: int) -> list[tuple[bool, ...]]:

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pd2bw_fx.passes.partition.choices import Deadline
+from pd2bw_fx.passes.partition.choices import Answer, Deadline
 from pd2bw_fx.passes.partition.instance import Instance, Integers, Net
 from pd2bw_fx.passes.partition.route import links_are_alike, loads_of
 from pd2bw_fx.passes.solver import Status
@@ -53,20 +53,20 @@ class RelaxedBound:
         sets = DownSets.of([DeviceKind(joined, 0, instance.num_stages)], max_sets=_MAX_DOWN_SETS)
         return None if sets is None else cls(instance, sets, number_of)
 
-    def __call__(self, target_s: float, deadline: Deadline) -> tuple[Status, int, Integers | None]:
+    def __call__(self, target_s: float, deadline: Deadline) -> Answer:
         in_all, to_hand_on = RoomInAll(self._sets, target_s), RoomToHandOn(self._sets, target_s)
         try:
             if roomiest_chain(self._sets, target_s, in_all, deadline) is None:
-                return Status.INFEASIBLE, 0, None
+                return Answer(Status.INFEASIBLE)
             # What is likely as fast by the real rules: their number of stages, and somebody who can send.
             found = self._assignment(target_s, to_hand_on if to_hand_on.tensors else in_all, deadline)
         except OutOfTime:
-            return Status.UNKNOWN, 0, None
+            return Answer(Status.UNKNOWN)
         if found is None:
-            return Status.UNKNOWN, 0, None
+            return Answer(Status.UNKNOWN)
         loads = loads_of(self._instance, found)
         is_real = loads.fits and loads.bottleneck_s <= target_s
-        return Status.FEASIBLE if is_real else Status.UNKNOWN, 0, found
+        return Answer(Status.FEASIBLE if is_real else Status.UNKNOWN, 0, found)
 
     def _assignment(self, target_s: float, room: Room, deadline: Deadline) -> Integers | None:
         """Of as many stages as the real rules ask for; that they are as fast by those is not said."""

@@ -1,38 +1,48 @@
-"""The search: an upper bound first, then one feasibility program after another at a shrinking target.
+"""The search: an upper bound first, then one feasibility question after another at a shrinking target.
 
-Over the device orders: each is either refuted at the target or gives a better plan, which lowers the target
-for all. What is refuted at a larger target stays refuted at a smaller one. For a large problem the first pass
-asks for a coarse improvement and the next for a fine one, so that a search which runs out of time has still
-proven something.
+A target is asked of one device order after another. Each order is refuted at it, or gives a better plan,
+which lowers the target for all. What is refuted at a target is refuted at every smaller one. For a large
+problem the first pass asks for a coarse improvement and the next for a fine one, so that a search which runs
+out of time has still proven something.
 
-What programs leave open in their first share of the time is then approached from both sides without them:
-all that milder rules allow is enumerated, other topological orders are cut, and a bound is asked for of
-single nodes. Programs have the rest. What each step does is in `search_state.py`.
+What integer programs leave open in their first share of the time is then approached from both sides without
+them: assignments under relaxed rules are enumerated, other topological orders are cut, and single nodes give
+a bound. Programs have the rest of the time. `_problem_steps` and `_workload_steps` are the order of all this;
+`search_state.py` has the steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from pd2bw_fx.errors import SolverError
 from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind
-from pd2bw_fx.passes.partition.choices import Choices, Deadline, SearchResult
+from pd2bw_fx.passes.partition.choices import Answer, Choices, Deadline, SearchResult
 from pd2bw_fx.plan import Progress
 
-from .search_state import Answer, SearchState
+from .search_state import SearchState
 
-_FINEST_GAP = 3e-6  # what could not be told from a solver's tolerance is not asked for
-_FIRST_SHARE = 0.2  # of the time, for first cuts, and programs before anything else is tried
-_FIRST_TIME_S = 5.0  # and no more than this
-_FIRST_SHARE_OF_WORKLOADS = 0.02  # for programs: their down-sets may be enumerated instead
-_RELAXED_SHARE = 0.5  # of what is left then, for a bound by milder rules
-_SECOND_SHARE = 0.2  # of what is left then, for programs once more
-_ORDERS_SHARE = 0.1  # of what is left then
-_FEW_ORDERS = 25  # that brought nothing, where down-sets are soon enumerated
-_DOWN_SETS_SHARE = 0.7  # of what is left then
+_FINEST_GAP = 3e-6  # a smaller gap could not be told from a solver's tolerance
+_FIRST_SHARE = 0.2  # of the time limit, for the first cuts and the programs after them
+_FIRST_TIME_S = 5.0  # seconds that these have at most
+_FIRST_SHARE_OF_WORKLOADS = 0.02  # of the time left: short, because their down-sets may be enumerated instead
+_FEW_ORDERS = 25  # fruitless orders in a row, after which down-sets are enumerated where they are few
+
+
+class _Step(NamedTuple):
+    """One step of the search, and how long it may take.
+
+    The step gets `share` of the time that is left when it begins, and `at_most_s` seconds; with None it goes
+    on in what the step before it has left of its own time.
+    """
+
+    share: float | None
+    action: Callable[[float], None]  # takes the gap to prove
+    at_most_s: float = math.inf
 
 
 class Enumeration(Protocol):
@@ -96,45 +106,66 @@ def search_faster(
     first = Deadline(min(deadline.left_s * _FIRST_SHARE, _FIRST_TIME_S))
     state = SearchState(choices, solver=solver, deadline=first, report=report, kinds=kinds)
     state.bottleneck_s = faster_than_s
-    finest = max(max_gap, _FINEST_GAP)
+    gap = max(max_gap, _FINEST_GAP)
     try:
         if not np.isfinite(faster_than_s):
             state.first_assignments()
-        if enumerations:
-            share_s = min(first.left_s, deadline.left_s * _FIRST_SHARE_OF_WORKLOADS)
-            state.deadline = Deadline(share_s)
-            for enumeration in enumerations:
-                if enumeration.is_short():
-                    state.enumerate(enumeration, finest)
-            state.deadline = Deadline(share_s)
-            state.ask_least_loads(finest)
-        state.ask_programs(finest)
-        if not enumerations:
-            state.deadline = Deadline(deadline.left_s * _RELAXED_SHARE)
-            state.ask_relaxed_bound(finest)
-            state.deadline = Deadline(deadline.left_s * _SECOND_SHARE)
-            state.ask_programs(finest)
-        state.deadline = Deadline(deadline.left_s * _ORDERS_SHARE)
-        short = [] if state.is_proven(finest) else [each for each in enumerations if each.is_short()]
-        if short:
-            state.shuffle(finest, patience=_FEW_ORDERS)
-            state.deadline = Deadline(deadline.left_s * _DOWN_SETS_SHARE)
-            for enumeration in short:
-                state.enumerate(enumeration, finest)
-            state.deadline = Deadline(deadline.left_s * _ORDERS_SHARE)
-        state.shuffle(finest)
-        if enumerations:
-            state.deadline = Deadline(deadline.left_s * _DOWN_SETS_SHARE)
-            state.ask_windows(finest)
-        for enumeration in enumerations:
-            state.enumerate(enumeration, finest)
-        state.deadline = deadline
-        state.ask_programs(finest)
+        steps = (
+            _workload_steps(state, enumerations, early_s=first.left_s)
+            if enumerations
+            else _problem_steps(state)
+        )
+        for step in steps:
+            if step.share is not None:
+                state.deadline = Deadline(min(deadline.left_s * step.share, step.at_most_s))
+            step.action(gap)
     except KeyboardInterrupt:
         deadline.stop()
         if state.stage_of is None and not np.isfinite(faster_than_s):
             state.deadline = Deadline(0.0)
-            state.first_assignments()  # one of them: something to take
+            state.first_assignments()  # stops after one choice: something to take
     if state.stage_of is None:
         return None, state.bound_s()
     return SearchResult(state.choice, state.stage_of, state.bottleneck_s, state.bound_s()), state.bound_s()
+
+
+def _problem_steps(state: SearchState) -> Sequence[_Step]:
+    """Returns the steps after the first assignments, for a problem."""
+    return (
+        _Step(None, state.ask_programs),
+        _Step(0.5, state.ask_relaxed_bound),
+        _Step(0.2, state.ask_programs),
+        _Step(0.1, state.shuffle),
+        _Step(1.0, state.ask_programs),
+    )
+
+
+def _workload_steps(
+    state: SearchState, enumerations: Sequence[Enumeration], *, early_s: float
+) -> Sequence[_Step]:
+    """Returns the steps after the first assignments, for a workload whose down-sets may be enumerated."""
+
+    def enumerate_short(gap: float) -> None:
+        for enumeration in enumerations:
+            if enumeration.is_short():
+                state.enumerate(enumeration, gap)
+
+    def enumerate_all(gap: float) -> None:
+        for enumeration in enumerations:
+            state.enumerate(enumeration, gap)
+
+    def shuffle_before_short(gap: float) -> None:
+        if any(enumeration.is_short() for enumeration in enumerations):
+            state.shuffle(gap, patience=_FEW_ORDERS)
+
+    return (
+        _Step(_FIRST_SHARE_OF_WORKLOADS, enumerate_short, early_s),
+        _Step(_FIRST_SHARE_OF_WORKLOADS, state.ask_least_loads, early_s),
+        _Step(None, state.ask_programs),
+        _Step(0.1, shuffle_before_short),
+        _Step(0.7, enumerate_short),
+        _Step(0.1, state.shuffle),
+        _Step(0.7, state.ask_windows),
+        _Step(None, enumerate_all),
+        _Step(1.0, state.ask_programs),
+    )

@@ -13,7 +13,7 @@ from pd2bw_fx.passes.partition.bounds.least_load import LeastLoads, kinds_of
 from pd2bw_fx.passes.partition.bounds.relaxation import is_refuted
 from pd2bw_fx.passes.partition.bounds.relaxed_bound import RelaxedBound
 from pd2bw_fx.passes.partition.bounds.windows import Reach, windows_for
-from pd2bw_fx.passes.partition.choices import FEW_CHOICES, Choices, Deadline, floor_of
+from pd2bw_fx.passes.partition.choices import FEW_CHOICES, Answer, Choices, Deadline, floor_of
 from pd2bw_fx.passes.partition.instance import Instance, Integers, respects_edges, within_reach
 from pd2bw_fx.passes.partition.integer_program.feasibility import FeasibilityProgram
 from pd2bw_fx.passes.partition.route import loads_of
@@ -36,10 +36,8 @@ _OF_USE = 1e-6  # of the incumbent: a bound below that says nothing, and half of
 _FEW_DOWN_SETS = 10_000
 _ENUMERATION_SHARE = 0.25
 
-Answer = tuple[Status, int, Integers | None]
 Question = Callable[[float, Deadline], Answer]
-"""What is known about a target: an assignment of one of the choices, or that none has any. Where nothing is
-known there may be one too, which does not keep to the target."""
+"""Takes a target in seconds and a deadline."""
 
 
 class SearchState:
