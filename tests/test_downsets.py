@@ -97,7 +97,7 @@ def test_what_is_left_out_where_a_larger_set_is_no_worse_changes_no_answer(
 ) -> None:
     sets = _down_sets(drawn_workload(seed), 10**5)
     everything = _down_sets(drawn_workload(seed), 10**5)
-    monkeypatch.setattr(everything._no_worse, "of", lambda at: ())
+    monkeypatch.setattr(everything._dominating, "of", lambda at: ())
     deadline = Deadline(30.0)
     low_s, high_s = 0.0, float(sum(table.work_s[-1] for table in sets.tables))
 

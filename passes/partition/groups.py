@@ -15,7 +15,10 @@ from .instance import Flags, Floats
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """In a topological order of the forward graph, with its edges between them."""
+    """Groups of nodes, by number in a topological order of the forward graph.
+
+    `members` has the ids of each group's nodes, `of` the group of each id; `edges` run between groups.
+    """
 
     members: tuple[tuple[int, ...], ...]
     of: Mapping[int, int]
@@ -24,7 +27,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Totals:
-    """Sums over the nodes of each group; `is_barred`: one of them runs on no accelerator."""
+    """Sums over the nodes of each group. `is_barred` says that one of them runs on no accelerator."""
 
     accelerator_time: Floats
     cpu_time: Floats
@@ -34,10 +37,10 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class RelaxedGroups:
-    """Groups of groups, and what a device is asked for at least that has one: what is impossible so is
-    impossible.
+    """Joined groups, and `asked`, the least that each of them costs its device in any assignment.
 
-    `trees`: of the groups within, those that may be on a device before the rest.
+    `trees` are sets of the original groups that may be on an earlier device than the rest of their joined
+    one.
     """
 
     groups: Groups
@@ -46,7 +49,7 @@ class RelaxedGroups:
 
 
 def groups_of(workload: Workload) -> Groups:
-    """Colours, and whatever lies on a cycle through them, as one group each."""
+    """Makes one group of each colour, with the nodes that lie on a cycle through it."""
     keys = {
         node.id: ("id", node.id) if node.color is None else ("color", node.color) for node in workload.nodes
     }
@@ -69,8 +72,8 @@ def groups_of(workload: Workload) -> Groups:
 
 
 def _order_edges(workload: Workload) -> Iterator[tuple[int, int]]:
-    """Which node may not be behind which: forward edges, and, reversed, those of backward nodes that have no
-    forward partner to follow."""
+    """Yields pairs (u, v) such that u may not be on a later device than v: forward edges, and reversed edges
+    of backward nodes without a forward partner to follow."""
     backward = {node.id for node in workload.nodes if node.is_backward}
     led = {node.color for node in workload.nodes if not node.is_backward and node.color is not None}
     alone = {node.id for node in workload.nodes if node.is_backward and node.color not in led}

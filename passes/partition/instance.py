@@ -1,6 +1,7 @@
-"""The planner's own view of a problem: numbers only, for one order of the devices.
+"""The planner's own view of a problem: plain numbers, for one order of the devices.
 
-Everything below `problem.py` and `workload.py` works on an `Instance`; both readers make one.
+`reader.py` makes an `Instance` of a `Problem`, and `placement.py` makes one of a `Workload`. The search works
+on instances alone.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 Integers: TypeAlias = npt.NDArray[np.int64]
 Hops: TypeAlias = tuple[tuple[int, int], ...]  # (stage that sends, stage that is sent it)
 
-_FAR = 1e4  # targets
+_FAR_TARGETS = 1e4  # a time over so many targets is cut off
 
 
 @dataclass(frozen=True, slots=True)
 class Net:
-    """A tensor by its end points. A stage that holds some of them, but not all, holds `held_bytes` of it."""
+    """A tensor, by the nodes that make and read it. A stage with some of these nodes, but not all, holds
+    `held_bytes` of it for every microbatch in flight."""
 
     producer: int
     consumers: tuple[int, ...]
@@ -35,7 +37,8 @@ class Net:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedBytes:
-    """Bytes that every stage holds once that has one of `nodes`, by stage; `gradient_bytes` of them are."""
+    """Bytes that a stage holds once if it has one or more of `nodes`: `num_bytes[s]` on stage s, of which
+    `gradient_bytes` are gradients."""
 
     num_bytes: Floats  # (k,)
     gradient_bytes: float
@@ -44,22 +47,28 @@ class SharedBytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """Nodes 0..n-1 in a topological order, to be put on stages 0..k-1, each with a device.
+    """Nodes 0..n-1 in a topological order, to be assigned to stages 0..k-1, each with a device.
 
-    `edges` never run to an earlier stage. `work_s[s, v]` is node v's time on stage s, `again_s` its forward
-    alone, which a recomputing stage runs twice, and `fixed_s` what the stage does besides, whatever nodes it
-    has. `cost_s[e, s, t]` is what net e costs stage s where the other
-    end is stage t: with `per_destination` the producer's stage pays for each stage that reads it, else once.
-    With `overlap` a stage's load is the larger of its work and its transfers, else their sum.
+    No edge may run to an earlier stage. `work_s[s, v]` is the time of node v on stage s, and `again_s[s, v]`
+    that of its forward alone, which a recomputing stage runs twice. `fixed_s[s]` is what stage s does
+    whatever nodes it has. `cost_s[e, s, t]` is what net e costs stage s where the other end is stage t: with
+    `per_destination` the producer's stage pays once for each stage that reads the net, else once in all. With
+    `overlap` the load of a stage is the larger of its work and its transfers, else their sum.
 
-    `recompute` by stage is for pricing an assignment, not for a search.
+    `recompute` as a tuple, one flag for each stage, is for `evaluate` and not for a search.
 
-    Memory of stage s: `static_bytes` and `shared` once, `in_flight[s]` times the saved and held bytes (the
-    saved bytes once where it recomputes), and the largest workspace of a node. While the optimizer steps no
-    microbatch is worked on: the largest of `stepped_bytes` in place of that and of what one microbatch holds,
-    or all of them where the pipeline `flushes`. Where `gradients_wait`, the gradients among them and what one
-    microbatch holds are not there together: the larger of the two counts (where it recomputes, what it saved
-    is there only while it is worked on: if `updates_each`, before them).
+    The memory of a stage is the larger of what it needs at two moments. S are its `static_bytes` and `shared`
+    bytes, G the gradients among them, n = `in_flight`; K and H are the saved and the held bytes of one
+    microbatch; W and P are the largest `workspace_bytes` and `stepped_bytes` of its nodes:
+
+        it works on a microbatch    S + n (K + H) + W - A         recomputing: S + K + n H + W - A
+        the optimizer steps         S + (n - gone) (K + H) + P    recomputing: S + (n - gone) H + P
+
+    `gone` counts microbatches that are finished when the optimizer steps: n where the pipeline `flushes`,
+    else 1. A counts bytes that are never there at the same time. With `gradients_wait` the gradients and one
+    microbatch are not, and A is the smaller of the two, min(G, K + H). On a recomputing stage K is there only
+    while its microbatch is worked on, so A = min(G, H), or min(G, K + H) if `updates_each`, where that is
+    before there are gradients. Without `gradients_wait` A is 0.
     """
 
     num_stages: int
@@ -96,18 +105,18 @@ class Instance:
         return np.zeros(self.num_stages) if self.fixed_s is None else self.fixed_s
 
     def load_s(self, compute_s: Floats, links_s: Floats) -> Floats:
-        """What stages have to do, by what they compute and what they send and receive."""
+        """Returns the loads of stages that compute for `compute_s` and use their links for `links_s`."""
         return np.maximum(compute_s, links_s) if self.overlap else compute_s + links_s
 
 
 def within_reach(instance: Instance, target_s: float) -> Instance:
-    """An instance with the same assignments within the target, where no time is far beyond it.
+    """Returns an instance with the same assignments within the target, and no times far beyond it.
 
-    Twice the target is out of reach however much more it is: "not on this device" is often written as 1e18
-    seconds, and what a sum has beside that is lost when another one is taken from it.
+    Times are cut off at twice the target, which is out of reach as well. "Not on this device" is often
+    written as 1e18 seconds, and differences of sums with such a term lose all that the sums have beside it.
     """
     times_s = (instance.work_s, instance.again_s, instance.cost_s)
-    if target_s <= 0 or not any(of.max(initial=0.0) > _FAR * target_s for of in times_s):
+    if target_s <= 0 or not any(of.max(initial=0.0) > _FAR_TARGETS * target_s for of in times_s):
         return instance
     work_s, again_s, cost_s = (np.minimum(of, 2 * target_s) for of in times_s)
     return replace(instance, work_s=work_s, again_s=again_s, cost_s=cost_s)
@@ -115,7 +124,8 @@ def within_reach(instance: Instance, target_s: float) -> Instance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loads:
-    """What an assignment costs each stage, exactly; `fits` where every stage's memory does."""
+    """What an assignment costs each stage, exactly. `fits` says that no stage is over its memory or has a
+    forbidden node; `apart_bytes` is A of `Instance`, which the total does not have."""
 
     work_s: Floats
     again_s: Floats
@@ -141,9 +151,9 @@ class Loads:
 
 
 def evaluate(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops] | None = None) -> Loads:
-    """Times and memory of an assignment (the stage of every node), added up from scratch.
+    """Returns times and memory of an assignment (the stage of every node), added up from scratch.
 
-    `routes` has the hops of nets, by number, that are not sent straight to each stage that reads them.
+    `routes` has the hops, by net, of those nets that are not sent straight to each stage that reads them.
     """
     k = instance.num_stages
     nodes = np.arange(instance.num_nodes)
@@ -164,13 +174,13 @@ def evaluate(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops] 
     before = instance.updates_each * kept
     apart_kept = np.where(instance.gradients_wait, np.minimum(gradients, one_held + kept), 0.0)
     apart_again = np.where(instance.gradients_wait, np.minimum(gradients, one_held + before), 0.0)
-    # A step takes the place of what the total has of microbatches that are gone by then.
+    # The total below counts all n microbatches; at the step `num_gone` of them are finished.
     num_gone = np.where(instance.flushes, instance.in_flight, 1)
     work_kept = np.maximum(workspace, stepped - (num_gone * (one_held + kept) - apart_kept))
     work_again = np.maximum(workspace, stepped - (num_gone * one_held + kept - apart_again))
     fits_kept = static + kept * instance.in_flight + held + work_kept - apart_kept <= instance.limit_bytes
     if instance.recompute == "auto":
-        # It only costs time: worth it just where the stage does not fit without.
+        # Recomputing only costs time, so a stage does it just where it does not fit without.
         recompute = ~fits_kept & (instance.in_flight > 1)
     else:
         recompute = np.broadcast_to(np.array(instance.recompute), (k,))
@@ -202,7 +212,8 @@ def _by_stage(stage_of: Integers, amounts: Floats, num_stages: int) -> Floats:
 def _transfers(
     instance: Instance, stage_of: Integers, routes: Mapping[int, Hops]
 ) -> tuple[Floats, Floats, Floats]:
-    """Seconds that each stage sends and receives, and the bytes it holds of tensors that cross, once."""
+    """Returns the seconds that each stage sends and receives, and the bytes that it holds of tensors which
+    cross its border, for one microbatch."""
     k = instance.num_stages
     send_s, receive_s, held = np.zeros(k), np.zeros(k), np.zeros(k)
     for index, net in enumerate(instance.nets):
@@ -228,14 +239,14 @@ def _transfers(
 
 
 def direct_hops(net: Net, stage_of: Integers) -> Hops:
-    """From a net's producer to each other stage that reads it."""
+    """Returns the hops from the producer's stage to each other stage that reads the net."""
     source = int(stage_of[net.producer])
     readers = {int(stage_of[node]) for node in net.consumers} - {source}
     return tuple((source, reader) for reader in sorted(readers))
 
 
 def respects_edges(instance: Instance, stage_of: Any) -> bool:
-    """Whether no edge runs to an earlier stage, and every stage that must have a node has one."""
+    """Returns whether no edge runs to an earlier stage, and no stage is empty that may not be."""
     forward = all(stage_of[u] <= stage_of[v] for u, v in instance.edges)
     used = len(set(np.asarray(stage_of).tolist()))
     return forward and (instance.may_be_empty or used == instance.num_stages)

@@ -1,10 +1,10 @@
-"""Chains of down-sets for stages that are all alike, by the room that they leave for transfers.
+"""Finds the chain of down-sets that leaves most room for transfers, for stages that are all alike.
 
-Every stage of a chain keeps to a target where it pays once for each tensor that it has a part of. That says
-nothing of a tensor that several stages read, which takes them more than one send together. So a chain has
-room for sends, in seconds: each stage takes some and gives some, as a rule has it, and there is never less
-than none. Of two chains that have come to the same down-set with as many stages, the one with more room goes
-on.
+Every stage of a chain is within the target if it pays once for each tensor that it has a part of. That does
+not count the further sends of a tensor which several stages read. So a chain has an account of room for
+sends, in seconds. Each stage takes some room and gives some, by the rule of a `Room`, and the account never
+falls below zero. Of two chains that reach the same down-set with as many stages, the one with more room is
+continued.
 """
 
 from __future__ import annotations
@@ -17,21 +17,28 @@ from pd2bw_fx.passes.partition.instance import Floats, Integers
 
 from .downsets import Chain, DownSets, OutOfTime
 
-_MANY = 8  # readers, which are on several stages then
+_MANY = 8  # nodes of a tensor: with more, its readers are on several stages
 
 
 class Room(Protocol):
-    """A rule of what chains have room for; `first_s` before the first stage."""
+    """A rule that says how much room stages take and give. A chain begins with `first_s`."""
 
     first_s: float
 
     def of_stages(self, at: int, ends: Integers, load_s: Floats) -> tuple[Floats, Floats]:
-        """What stages from down-set `at` up to each of `ends` take, which is there before them, and give."""
+        """Returns the seconds that stages from down-set `at` up to each of `ends` take, and those that they
+        give.
+
+        What a stage takes has to be there before it; what it gives is there for the stages after it.
+        """
 
 
 class RoomInAll:
-    """What the target leaves all stages together for transfers, of which each takes both its ends', once for
-    every stage but one that has a part of it."""
+    """The time for transfers that the target leaves all stages together.
+
+    A tensor is transferred once for every stage but one that has a part of it, and each transfer takes time
+    at both its ends.
+    """
 
     def __init__(self, sets: DownSets, target_s: float) -> None:
         self._sets = sets
@@ -47,11 +54,11 @@ class RoomInAll:
 
 
 class RoomToHandOn:
-    """What stages that have a tensor of many readers have left of the target, to send it on.
+    """The time that stages with a tensor of many readers have left of the target, to hand it on.
 
-    A stage that reads such a tensor, which it pays for in its own load, takes one send of it; the one that
-    makes it gives the send that is in its load. Which of several such tensors a stage may send is not looked
-    at: a chain with room is worth a try and no more.
+    A stage that reads such a tensor takes one send of it from the room; what it receives is in its own load.
+    The stage that makes the tensor gives the one send that its load counts. The rule does not ask which of
+    several such tensors a stage has to send, so a chain with room is worth a try and no more.
     """
 
     first_s = 0.0
@@ -79,9 +86,9 @@ class RoomToHandOn:
 def roomiest_chain(
     sets: DownSets, target_s: float, room: Room, deadline: Any, *, num_stages: int | None = None
 ) -> Chain | None:
-    """The chain with the most room at its end, of as many stages as there are at most or of `num_stages`.
+    """Returns the chain with the most room at its end, of `num_stages` or of any number that there are.
 
-    None where no chain keeps to the target and always has room. Raises OutOfTime.
+    Returns None where no chain is within the target and always has room. Raises OutOfTime.
     """
     most = sets.kinds[0].count
     room_s = np.full((most + 1, len(sets)), -np.inf)  # [stages so far, set]

@@ -1,19 +1,22 @@
-"""Groups of a workload that may share a device with another one at no loss, so that they do.
+"""Joins groups of a workload by dominance: those that may share a device with another one at no loss.
 
-    device a    k   v           k and v make what x alone reads: where they take less time than their
-                 `. |           tensors, x with both is the least load around x, and b has less to do with
-    device b       `x           them beside x, whatever else it has; a has less to do anyway
+    device a    k   v           k and v make what x alone reads. Where they take less time than their tensors,
+                 `. |           {k, v, x} is the set around x with the least load: b has less to do with k and
+    device b       `x           v than without, whatever else it has, and a has less to do without them
 
-The load of a device is a sum over its nodes, and over the tensors that it has a part of and not the whole: a
-submodular function f of its nodes, whose second part is symmetric. Let M be a set around x with the least
-load of all sets around x in some neighbourhood. Then a device that has x has no more to do with all of M, and
-another one no more without its nodes of M: f(X + M) <= f(X) and f(Y - M) <= f(Y) are inequalities of such
-functions, for f is no less at X & M and at M - Y, which are sets around x. The order of devices allows the
-move where what M reads of others comes before x, and what others read of M comes behind x. So M goes with x,
-and then perhaps the whole of it with another one.
+The load f(X) of a device with the nodes X is a sum over these nodes, and over the tensors of which X has a
+part and not the whole. f is submodular, and its second part is symmetric. Let M be the set with the least
+load of all sets around x, the leader, in some neighbourhood. Then
 
-On a CPU, which pays for no tensor, that is not so: x may be on one, and M elsewhere. A CPU that is asked for
-no more of the group than x's own time is a milder device than the real one.
+    f(X + M) <= f(X)   the device X that has x has no more to do with all of M
+    f(Y - M) <= f(Y)   another device Y has no more to do without its nodes of M
+
+because f(M) is at most f(X & M) and f(M - Y), both of which are of sets around x. The order of the devices
+allows the move if all that M reads of others comes before x, and all that others read of M comes after x. So
+M is joined to x, and the joined group may then be joined to another one.
+
+This does not hold on a CPU, which pays for no tensor: x may be on a CPU and M elsewhere. There a joined group
+is asked for no more than the leader's own CPU time, which relaxes the rules (see `partition/__init__.py`).
 """
 
 from __future__ import annotations
@@ -29,15 +32,15 @@ from pd2bw_fx.workload import Workload
 
 from .load_network import LoadNetwork
 
-_BALL = 40  # nodes of a neighbourhood
-_RADIUS = 4
-_ELSEWHERE = -1  # all nodes outside of it
+_BALL = 40  # nodes of a neighbourhood, at most
+_RADIUS = 4  # edges from its centre
+_ELSEWHERE = -1  # stands for all nodes outside of it
 
 
 def join_dominated_pairs(workload: Workload, groups: Groups, *, with_cpus: bool) -> Groups:
-    """Groups joined to a neighbour where the two are a least load around that one: found in no time.
+    """Joins groups to a neighbour where the two are a least load around the neighbour, which takes no time.
 
-    Beside a CPU only what takes none of its time is joined.
+    With CPUs only groups that take no CPU time are joined.
     """
     quotient = _quotient(workload, groups)
     quotient.join_pairs(free_of_cpu=with_cpus)
@@ -47,20 +50,19 @@ def join_dominated_pairs(workload: Workload, groups: Groups, *, with_cpus: bool)
 def join_dominated(
     workload: Workload, groups: Groups, deadline: Deadline, *, min_beside: int = 0
 ) -> RelaxedGroups:
-    """Groups joined to whatever has the least load with them around it, as accelerators see it.
+    """Joins each group to the leader whose least-load set it is in, by what accelerators pay.
 
-    A CPU is asked for the least that it may have of them.
-
-    Only those that have `min_beside` others beside them, neither before nor behind; what is joined when the
-    time is up is so at no loss.
+    A CPU is asked for the least that it may have of a joined group. Only groups are joined that have at least
+    `min_beside` others beside them, which come neither before nor after. What has been joined when the
+    deadline passes is joined at no loss.
     """
     quotient = _quotient(workload, groups, min_beside)
     quotient.join_pairs()
     quotient.join_neighbourhoods(deadline)
     leaders = quotient.leaders()
-    company = joined(groups, leaders)
+    together = joined(groups, leaders)
     own_cpu_time = np.array([quotient.own_cpu_time[at] for at in sorted(set(leaders))])
-    return RelaxedGroups(company, replace(totals(workload, company), cpu_time=own_cpu_time))
+    return RelaxedGroups(together, replace(totals(workload, together), cpu_time=own_cpu_time))
 
 
 def leaders_of(
@@ -69,9 +71,10 @@ def leaders_of(
     edges: Iterable[tuple[int, int]],
     deadline: Deadline,
 ) -> list[int]:
-    """Of nodes in a topological order, with what tensors cost by their ends: whom each goes with.
+    """Returns the leader that each node is joined to; leaders lead themselves.
 
-    Leaders lead themselves. For devices that are all alike, and whose memory is no concern.
+    Nodes are in a topological order, `tensors` has the cost of each tensor by its ends. Devices have to be
+    all alike, with unlimited memory.
     """
     quotient = _Quotient(work, tensors, edges)
     quotient.join_pairs()
@@ -95,7 +98,8 @@ def _quotient(workload: Workload, groups: Groups, min_beside: int = 0) -> _Quoti
 
 
 class _Quotient:
-    """Groups on their way to larger ones: each is in its place in the order of the one that leads it."""
+    """Groups that are being joined. A joined group has the number of its leader, and with it the leader's
+    place in the topological order."""
 
     def __init__(
         self,
@@ -110,7 +114,7 @@ class _Quotient:
         self.work = list(work)
         self.cpu_time = [0.0] * count if cpu_time is None else list(cpu_time)
         self.own_cpu_time = list(self.cpu_time)
-        self.together = sum if num_cpus == 1 else max  # where each may be on another one
+        self.together = sum if num_cpus == 1 else max  # with several CPUs each leader may be on another one
         self.stays = [False] * count
         self.tensors: list[dict[tuple[int, ...], float]] = [{} for _ in range(count)]
         for ends, cost in tensors.items():
@@ -121,7 +125,7 @@ class _Quotient:
         for u, v in edges:
             self.before[v].add(u)
             self.after[u].add(v)
-        # As bits: joining changes what comes before and behind nobody.
+        # Bit sets over the original groups, which joining does not change.
         self.ancestors, self.descendants = [0] * count, [0] * count
         for at in range(count):
             for u in self.before[at]:
@@ -131,7 +135,7 @@ class _Quotient:
                 self.descendants[at] |= self.descendants[v] | 1 << v
 
     def leaders(self) -> list[int]:
-        """Whom each goes with at last: who leads may have been joined to another one later."""
+        """Returns the final leader of each group; a leader may have been joined to another one later."""
         found = list(self.leader)
         for at in range(len(found)):
             while found[found[at]] != found[at]:
@@ -139,7 +143,7 @@ class _Quotient:
         return found
 
     def num_beside(self, at: int) -> int:
-        """How many come neither before nor behind."""
+        """Returns how many groups come neither before nor after this one."""
         return len(self.work) - 1 - self.ancestors[at].bit_count() - self.descendants[at].bit_count()
 
     def join_pairs(self, *, free_of_cpu: bool = False) -> None:
@@ -156,14 +160,15 @@ class _Quotient:
                     break
 
     def _is_led(self, at: int, by: int) -> bool:
-        """Whether the two have no larger load than `by` alone, and the order allows them to be one."""
+        """Returns whether the two have no larger load than `by` alone, and the order allows to join them."""
         saved = self.tensors[at].get((min(at, by), max(at, by)), 0.0)
         added = sum(cost for ends, cost in self.tensors[at].items() if by not in ends)
         return self.work[at] + added <= saved and not self._is_misplaced(at, {at, by}, by)
 
-    def _is_misplaced(self, at: int, company: set[int], of: int) -> bool:
-        """Whether a neighbour of `at` outside the company may be on the wrong side of its leader."""
-        before, after = self.before[at] - company, self.after[at] - company
+    def _is_misplaced(self, at: int, together: set[int], of: int) -> bool:
+        """Returns whether a neighbour of `at` outside of `together` may be on the wrong side of the leader,
+        `of`."""
+        before, after = self.before[at] - together, self.after[at] - together
         return not all(self.ancestors[of] >> node & 1 for node in before) or not all(
             self.descendants[of] >> node & 1 for node in after
         )
@@ -174,30 +179,30 @@ class _Quotient:
             at, _ = waiting.popitem()
             if self.leader[at] != at:
                 continue
-            company = self._company(at)
-            if len(company) > 1:
-                leaders = [at, *(other for other in sorted(company - {at}) if self._leads(other, company))]
-                waiting |= dict.fromkeys(self._join(at, company - {at}, leaders))
+            together = self._joinable_to(at)
+            if len(together) > 1:
+                leaders = [at, *(other for other in sorted(together - {at}) if self._leads(other, together))]
+                waiting |= dict.fromkeys(self._join(at, together - {at}, leaders))
 
-    def _company(self, at: int) -> set[int]:
-        """The largest set with the least load around a group, as far as the order allows it."""
+    def _joinable_to(self, at: int) -> set[int]:
+        """Returns the largest set with the least load around a group, as far as the order allows it."""
         near = self._neighbourhood(at)
         while len(near) > 1:
-            company = self._least_around(at, near)
-            misplaced = {other for other in company - {at} if self._is_misplaced(other, company, at)}
+            together = self._least_around(at, near)
+            misplaced = {other for other in together - {at} if self._is_misplaced(other, together, at)}
             if not misplaced:
-                return company
+                return together
             near -= misplaced
         return near
 
-    def _leads(self, at: int, company: set[int]) -> bool:
-        """Whether the company may as well be that of this one of it."""
-        if any(self.stays[other] or self._is_misplaced(other, company, at) for other in company):
+    def _leads(self, at: int, together: set[int]) -> bool:
+        """Returns whether this one of the set could be its leader as well."""
+        if any(self.stays[other] or self._is_misplaced(other, together, at) for other in together):
             return False
-        return self._least_around(at, company) == company
+        return self._least_around(at, together) == together
 
     def _neighbourhood(self, at: int) -> set[int]:
-        """Groups near by that may move to this one."""
+        """Returns the groups within `_RADIUS` edges that may be joined to this one, itself included."""
         ball, rim = {at}, {at}
         for _ in range(_RADIUS):
             rim = {other for node in rim for other in self.before[node] | self.after[node]} - ball
@@ -207,10 +212,10 @@ class _Quotient:
         return {other for other in ball if other == at or not self.stays[other]}
 
     def _least_around(self, at: int, inside: set[int]) -> set[int]:
-        """The largest set with the least load around a group, of those `inside`, of which it is one."""
+        """Returns the largest set with the least load around a group, out of the groups `inside`."""
         paid = sum(self.tensors[at].values())
         if all(self.work[other] > paid for other in inside - {at}):
-            return {at}  # nothing that could be saved is worth any of them
+            return {at}  # no other is worth its work: it can save at most `paid`
         tensors = {ends: cost for node in inside for ends, cost in self.tensors[node].items()}
         seen = (
             (tuple(sorted({end if end in inside else _ELSEWHERE for end in ends})), cost)
@@ -219,13 +224,14 @@ class _Quotient:
         _, held = LoadNetwork({node: self.work[node] for node in inside}, seen).least({at}, {_ELSEWHERE})
         return held
 
-    def _join(self, leader: int, company: set[int], leaders: Sequence[int]) -> Iterator[int]:
-        """Joins the company to its leader, and gives those who may have company of their own by that.
+    def _join(self, leader: int, joining: set[int], leaders: Sequence[int]) -> Iterator[int]:
+        """Joins groups to their leader, and yields the groups that can perhaps be joined after that.
 
-        On a CPU is all that could lead the company, or the company goes with what is elsewhere.
+        A CPU is asked for the time of `leaders`, all groups that could lead the set: if one of them is not on
+        the CPU, the set may be joined to that one instead.
         """
         self.own_cpu_time[leader] = self.together([self.own_cpu_time[at] for at in leaders])
-        for at in company:
+        for at in joining:
             self.leader[at] = leader
             self.work[leader] += self.work[at]
             self.cpu_time[leader] += self.cpu_time[at]

@@ -1,16 +1,19 @@
-"""All ways to cut a graph that has few of them: a dynamic program over its down-sets.
+"""Enumerates all assignments of a graph with few down-sets, by a dynamic program over these.
 
-A down-set holds with each node all that come before it; what stages 0..s hold together is one. Stages are
-differences of neighbours in a chain of down-sets, and what a stage costs depends on those two alone where
-each stage pays once for a tensor that it has a part of (`per_destination` false). Devices of one kind are
-alike, so the fewest of them that reach a down-set within the target, for each number of those of the other
-kind, say all: no order of the devices is left out. A graph in a row has as many down-sets as nodes; one with
-w long branches side by side has about (length of a branch) ** w, which is where this ends.
+A down-set is a set of nodes that has, with each node, all nodes that come before it. What stages 0..s hold
+together is one, so an assignment is a chain of down-sets, and each stage is the difference of two neighbours
+in it. The cost of a stage depends on these two alone, provided that each stage pays once for a tensor that it
+has a part of (`per_destination` is False).
 
-Nothing goes on from a down-set D where D with another node v is reached by no more devices, and a cut there
-costs no more than one at D and v's work together. For what goes on from D may do so without v: the stage X of
-v has f(X - v) = f(X) - work(v) + c(X - v) - c(X) to do then, where c is what cut tensors cost, and
-c(X - v) + c(D) is at most c(X) + c(D + v), for c is symmetric and submodular.
+Devices of one kind are alike. So the dynamic program keeps, for each down-set and each number of devices of
+the second kind, the fewest devices of the first kind that reach the down-set within the target. This covers
+every order of the devices. A graph that is a row has one down-set more than nodes. One with w long branches
+side by side has about (length of a branch) ** w, which is what limits the method.
+
+A down-set D is not continued if D + v, with one node v more, is reached by no more devices, and a cut there
+costs no more than a cut at D and v's work together. Any continuation of D can do without v: the stage X that
+has v then has the load f(X - v) = f(X) - work(v) + c(X - v) - c(X), where c is the cost of cut tensors, and
+c(X - v) + c(D) <= c(X) + c(D + v), because c is symmetric and submodular.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ import numpy.typing as npt
 
 from pd2bw_fx.passes.partition.instance import Flags, Floats, Instance, Integers, within_reach
 
-_MAX_CELLS = 200_000_000  # down-sets times nodes or tensors: bytes that the tables take
-_FAR = 10**6
+_MAX_CELLS = 200_000_000  # down-sets times nodes or tensors, a byte each in the tables
+_UNREACHED = 10**6  # more devices than there are
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceKind:
-    """Devices that are alike, as the stage of an instance that has one: `count` of them."""
+    """`count` devices that are alike, described by `stage` of an instance, which has such a device."""
 
     instance: Instance
     stage: int
@@ -40,27 +43,27 @@ class DeviceKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """An assignment, and the kind of device of each of its stages, in order."""
+    """An assignment, and the kind of device of each of its stages, as an index of `DownSets.kinds`."""
 
     stage_of: Integers
     kinds: tuple[int, ...]
 
 
 class OutOfTime(Exception):
-    """The deadline passed before the answer was known."""
+    """Raised when the deadline passes before the answer is known."""
 
 
 class DownSets:
-    """The table of all down-sets, to be asked about one target after another.
+    """The table of all down-sets, which can be asked about one target after another.
 
-    `kinds` are one or two, the first of them the one with more devices; `member` says which nodes a set has.
+    There are one or two `kinds` of devices. `member` (sets, nodes) says which nodes each set has.
     """
 
     def __init__(self, kinds: Sequence[DeviceKind], member: Flags) -> None:
         self.kinds = tuple(kinds)
         instance = kinds[0].instance
         work = member @ _in_whole_parts(instance.work_s[kinds[0].stage])
-        order = np.lexsort((member.sum(axis=1), work))  # whatever a set has in it comes before it
+        order = np.lexsort((member.sum(axis=1), work))  # subsets come before the sets that include them
         self.member = member[order]
         self.words = _words(self.member)  # (words, sets)
         self.counts = _counts(self.member, instance)  # (nets, sets): members of a net in the set
@@ -73,14 +76,14 @@ class DownSets:
 
     @classmethod
     def of(cls, kinds: Sequence[DeviceKind], *, max_sets: int) -> DownSets | None:
-        """None where there are more than `max_sets`, or the tables would not fit."""
+        """Returns None where there are more than `max_sets`, or the tables would be too large."""
         instance = kinds[0].instance
         width = max(instance.num_nodes, len(instance.nets), 1)
         sets = down_sets(instance.num_nodes, instance.edges, min(max_sets, _MAX_CELLS // width))
         return None if sets is None else cls(kinds, _members(sets, instance.num_nodes))
 
     def within_reach(self, target_s: float) -> DownSets:
-        """To be asked about this target, and about those below it that are not far."""
+        """Returns down-sets that can be asked about this target and smaller ones near it (`within_reach`)."""
         kinds = [replace(kind, instance=within_reach(kind.instance, target_s)) for kind in self.kinds]
         if all(kind.instance is own.instance for kind, own in zip(kinds, self.kinds, strict=True)):
             return self
@@ -90,13 +93,13 @@ class DownSets:
         return int(self.member.shape[0])
 
     def chain_within(self, target_s: float, deadline: Any) -> Chain | None:
-        """An assignment with no stage over the target, or None, which proves that there is none.
+        """Returns an assignment with no stage over the target, or None, which proves that there is none.
 
         Raises OutOfTime.
         """
         few = self.kinds[1].count if len(self.kinds) > 1 else 0
         most = self.kinds[0].count
-        fewest = np.full((few + 1, len(self)), _FAR, dtype=np.int64)
+        fewest = np.full((few + 1, len(self)), _UNREACHED, dtype=np.int64)
         slowest_s = np.full((few + 1, len(self)), np.inf)  # of the stages so far, among the fewest
         came = np.zeros((few + 1, len(self), 2), dtype=np.int64)  # from which set, by which kind
         fewest[0, 0], slowest_s[0, 0] = 0, 0.0
@@ -105,7 +108,7 @@ class DownSets:
             if at % 256 == 0 and deadline.left_s == 0:
                 raise OutOfTime
             rows = [row for row in range(few + 1) if fewest[row, at] <= most]
-            better = self._no_worse.of(at) if rows else ()
+            better = self._dominating.of(at) if rows else ()
             if len(better):
                 with_it = np.minimum.accumulate(fewest[:, better].min(axis=1))
                 rows = [row for row in rows if with_it[row] > fewest[row, at]]
@@ -127,11 +130,12 @@ class DownSets:
         return self._chain(min(ends, key=lambda row: slowest_s[row, -1]), came) if ends else None
 
     @functools.cached_property
-    def _no_worse(self) -> _NoWorse:
-        return _NoWorse(self)
+    def _dominating(self) -> _Dominating:
+        return _Dominating(self)
 
     def enough(self, target_s: float) -> list[Integers]:
-        """[devices of the second kind used][of the first kind left]: the first set that these can finish."""
+        """Returns the first set that the devices left can finish, by [devices of the second kind
+        used][devices of the first kind left]."""
         work_s = self.up_to_s
         few = self.kinds[1].count if len(self.kinds) > 1 else 0
         left = np.arange(self.kinds[0].count + 1)
@@ -142,7 +146,8 @@ class DownSets:
         ]
 
     def reached(self, at: int, kind: int, target_s: float, start: int) -> tuple[Integers, Floats]:
-        """The sets from `start` on that a stage of this kind leads to from set `at`, and its loads."""
+        """Returns the sets, from number `start` on, that one stage of this kind can reach from set `at`, and
+        the loads of that stage."""
         table = self.tables[kind]
         slack_s = target_s * 1e-12
         start = max(at + 1, start)
@@ -164,7 +169,8 @@ class DownSets:
         load_s += table.cut_s[candidates]
         for net in self.crossing[at]:
             counts = self.counts[net, candidates]
-            # A tensor that the sets before have a part of: not the stage's to pay unless it has some too.
+            # `cut_s` counts tensors that are cut at the new set. Of those cut at set `at`, the stage pays for
+            # the ones that it has a part of.
             own_part = (counts > self.counts[net, at]).astype(np.float64) - (counts < self.sizes[net])
             load_s += table.cost_s[net] * own_part
         within = load_s <= target_s + slack_s
@@ -180,19 +186,19 @@ class DownSets:
         return Chain(self.cut_at([end for end, _ in steps[1:]]), tuple(kind for _, kind in reversed(steps)))
 
     def cut_at(self, sets: Sequence[int]) -> Integers:
-        """The stage of each node where stages end with these sets."""
+        """Returns the stage of each node where stages 0, 1, .. end with these sets."""
         stage_of: Integers = (~self.member[list(sets)]).sum(axis=0)
         return stage_of
 
 
-class _NoWorse:
-    """By set, those with one node more from which whatever goes on has no more to do."""
+class _Dominating:
+    """The sets with one node more that dominate each set: no continuation of theirs costs more."""
 
     def __init__(self, sets: DownSets) -> None:
         instance = sets.kinds[0].instance
         has = np.ascontiguousarray(sets.member.T)
         bits = _words(np.eye(instance.num_nodes, dtype=bool))
-        # Larger sets are found by a hash, and then compared whole.
+        # Larger sets are looked up by a hash, and then compared in full.
         factors = np.random.default_rng(0).integers(2**64, size=(len(bits), 1), dtype=np.uint64)
         hashes = (sets.words * factors).sum(axis=0)
         by_hash = np.argsort(hashes)
@@ -222,14 +228,17 @@ class _NoWorse:
 
 
 def _in_whole_parts(work_s: Floats) -> Integers:
-    """2**61 of them for all work: sums of floats differ in the last digit by their order, so that a set might
-    have less to do than one within it that lacks a node of no work."""
+    """Returns work as integers that add up to 2**61.
+
+    The last digit of a sum of floats depends on its order. A set might then seem to have less work than a
+    subset which lacks a node of no work.
+    """
     total_s = float(work_s.sum())
     return np.round(work_s * (2.0**61 / total_s if total_s > 0 else 0.0)).astype(np.int64)
 
 
 def _rate(kinds: Sequence[DeviceKind]) -> float:
-    """Seconds of the first kind's work that the second kind does in one of its own, at most."""
+    """Returns how many seconds of the first kind's work the second kind does in one second, at most."""
     if len(kinds) == 1:
         return 0.0
     first, second = (kind.instance.work_s[kind.stage] for kind in kinds)
@@ -240,7 +249,7 @@ def _rate(kinds: Sequence[DeviceKind]) -> float:
 
 
 class _Table:
-    """What each down-set adds up to on one kind of device."""
+    """The sums over each down-set, by what one kind of device costs."""
 
     def __init__(self, kind: DeviceKind, member: Flags, partly: Flags) -> None:
         instance, stage = kind.instance, kind.stage
@@ -255,7 +264,7 @@ class _Table:
 
 
 def down_sets(num_nodes: int, edges: Sequence[tuple[int, int]], max_sets: int) -> list[int] | None:
-    """All of them as bit masks; None where there are more than so many."""
+    """Returns all down-sets as bit masks, or None where there are more than `max_sets`."""
     before = [0] * num_nodes
     after: list[list[int]] = [[] for _ in range(num_nodes)]
     for u, v in edges:

@@ -1,12 +1,13 @@
-"""A bound from single nodes: what the stage that holds a node has to do whatever else it holds.
+"""A bound from single nodes: the least load of any stage that holds a given node.
 
-The stage works for its nodes and pays for each tensor that it has a part of. The set around a node for which
-both together are least is a minimum cut: between the node and a sink that each other node is tied to by its
-work, with the tensors as edges. What cannot share a stage with the node lies at the sink: where the nodes on
-the ways between the two, which are on that stage too, are more than the target by themselves.
+A stage works for its nodes and pays for each tensor that it has a part of. The set around a node for which
+the sum of both is least is a minimum cut between the node and a sink. Every node has an arc to the sink with
+its work, and the tensors are edges. Nodes that cannot share a stage with the given one are at the sink: those
+where all nodes on the paths between the two, which would be on the same stage, exceed the target by
+themselves.
 
-Where transfers are dear this tells what work alone does not: a node between two large tensors drags half the
-graph along, or pays for them.
+Where transfers are expensive this bound is far above that from work alone. A node between two large tensors
+either pays for them or brings half the graph with it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from .downsets import DeviceKind
 from .load_network import LoadNetwork
 from .windows import Reach
 
-_UNITS = 2**40  # that a target is counted in: cuts are of whole numbers, each rounded down
-_NEAR = 0.5  # of a target: what may come over it once some nodes are kept away
-_TRIES = 3
+_UNITS = 2**40  # in a target: capacities are whole numbers, rounded down
+_NEAR = 0.5  # of a target: a larger load may exceed it once some nodes are kept away
+_TRIES = 3  # nodes to keep away that are tried before the load is accepted
 
 
 def kinds_of(instance: Instance) -> tuple[DeviceKind, ...]:
-    """The stages of an instance that differ in what they cost."""
+    """Returns the kinds of devices of an instance: stages that cost the same are of one kind."""
     stages: dict[bytes, list[int]] = {}
     for stage in range(instance.num_stages):
         barred = b"" if instance.forbidden is None else instance.forbidden[stage].tobytes()
@@ -38,27 +39,27 @@ def kinds_of(instance: Instance) -> tuple[DeviceKind, ...]:
 
 
 def _cheapest_s(instance: Instance, stage: int) -> Floats:
-    """What each tensor that the stage has a part of costs it at least."""
+    """Returns the least that each tensor costs this stage, if it has a part of it."""
     others = [other for other in range(instance.num_stages) if other != stage] or [stage]
     cheapest_s: Floats = instance.cost_s[:, stage, others].min(axis=1, initial=np.inf)
     return cheapest_s
 
 
 class LeastLoads:
-    """To be asked about one target after another. Loads are sums: not for links that run beside the work."""
+    """The bound for one target after another. Loads have to be sums, so `overlap` has to be False."""
 
     def __init__(self, kinds: Sequence[DeviceKind], reach: Reach) -> None:
         self._kinds = [_KindLoads(kind, reach) for kind in kinds]
 
     def floor_s(self, target_s: float, deadline: Any) -> float:
-        """No assignment is faster than this, which is the target at most."""
+        """Returns a bound, at most the target, that no assignment is faster than."""
         units = _UNITS / target_s
         by_kind = [kind.least(units, deadline) for kind in self._kinds]
         return min(target_s, float(np.min(by_kind, axis=0).max()) / units)
 
 
 class _KindLoads:
-    """The nodes as devices of one kind see them."""
+    """Bounds for each node on devices of one kind."""
 
     def __init__(self, kind: DeviceKind, reach: Reach) -> None:
         instance, stage = kind.instance, kind.stage
@@ -70,9 +71,9 @@ class _KindLoads:
         self._forbidden = forbidden if instance.forbidden is None else instance.forbidden[stage]
 
     def least(self, units: float, deadline: Any) -> Any:
-        """For each node a bound on the load of its stage, in so many units a second; infinite where it may
-        not be on this kind of device."""
-        # Twice the target is out of reach however much more it is.
+        """Returns a bound for each node on the load of its stage, in units, with `units` of them a second. It
+        is infinite where the node is forbidden on this kind of device."""
+        # Amounts over twice the target are out of reach anyway, and are cut off there.
         work, cost = (
             np.floor(np.minimum(amount, 2 * _UNITS / units) * units).astype(np.int64)
             for amount in (self._work_s, self._cost_s)
@@ -91,21 +92,23 @@ class _KindLoads:
     def _raise(
         self, bound: Any, network: LoadNetwork, alone: Integers, work: Integers, deadline: Any
     ) -> None:
-        """To the value of the least cut where it may come over the target, dearest nodes first."""
-        most = alone.copy()  # no more than this is what the stage of a node has to do
+        """Raises the bounds of nodes that may exceed the target to their least cuts, most expensive nodes
+        first."""
+        most = alone.copy()  # an upper bound on the least load around each node
         while deadline.left_s > 0:
             node = int(most.argmax())
             if most[node] <= _NEAR * _UNITS:
                 return
             value, held = network.least({node})
             if value > _NEAR * _UNITS:
-                value = self._with_company(network, node, work, deadline)
+                value = self._cut_apart(network, node, work, deadline)
             bound[node] = value
-            # What is held with it has no more to do; that company of its own may raise it is let go.
+            # The least load around any node held with this one is at most `value`. A cut of its own, with
+            # other nodes kept away, could be higher, and is not looked for.
             most[[node, *held]] = 0
 
-    def _with_company(self, network: LoadNetwork, node: int, work: Integers, deadline: Any) -> float:
-        """The least cut where nodes that the target keeps away from this one are not held with it."""
+    def _cut_apart(self, network: LoadNetwork, node: int, work: Integers, deadline: Any) -> float:
+        """Returns the least cut without the nodes that cannot share a stage with this one at the target."""
         reach = self._reach
         together = reach.between_sums(node, work) + work + work[node]
         related = reach.related(node)

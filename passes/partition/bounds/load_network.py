@@ -1,7 +1,8 @@
-"""What a device has to do for a set of nodes, as a cut: the least load around a node is a minimum cut.
+"""The load of a device as a cut of a network, so that the least load around a node is a minimum cut.
 
-A node that the device has not lies at the sink, and one that it has is cut off from there, which costs its
-work; a tensor that lies on both sides is cut once, whoever of its ends is where.
+Nodes that the device has are on the side of the source, all others on that of the sink. Each node has an arc
+to the sink with its work as capacity, which is cut if the device has the node. A tensor with ends on both
+sides is cut once, whichever of them are where.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ _HOLDING, _REST = "holding", "rest"
 
 
 class LoadNetwork:
-    """Nodes with arcs of their work to the sink, and tensors: two more nodes each where several read it."""
+    """The network. A tensor of three or more ends has two nodes of its own in it, with one arc between
+    them."""
 
     def __init__(self, work: Mapping[int, float], tensors: Iterable[tuple[tuple[int, ...], float]]) -> None:
-        """Tensors come with their ends, in order."""
+        """Takes tensors as pairs of their ends, in order, and their cost."""
         self._graph = nx.DiGraph()
         for node, amount in work.items():
             self._graph.add_edge(node, _REST, capacity=amount)
@@ -35,7 +37,8 @@ class LoadNetwork:
             self._graph.add_edges_from((("out", ends), end) for end in ends)
 
     def least(self, held: Iterable[int], away: Iterable[int] = ()) -> tuple[float, set[int]]:
-        """The least load of a device with these nodes and without those, and the most it has then."""
+        """Returns the least load of a device that has the nodes `held` and not those `away`, and the largest
+        set of nodes that it can have at that load. The load is infinite where no device can."""
         graph = self._graph.copy()
         graph.add_edges_from((_HOLDING, node) for node in held)
         graph.add_edges_from(((node, _REST) for node in away), capacity=math.inf)

@@ -1,9 +1,9 @@
-"""A refutation without a program: no chain of down-sets keeps to the target even under milder rules.
+"""Refutes a target without an integer program: no chain of down-sets is within it, even by relaxed rules.
 
-Milder are these: a tensor costs each stage that has a part of it once, at its best link, whatever the number
-of stages that read it; of memory only weights that one block has and saved activations count. What is
-impossible so is impossible. Where the graph is almost a row, as a transformer's is, this
-decides in a fraction of a second what takes a program minutes.
+The relaxed rules: a tensor costs each stage that has a part of it once, over its fastest link, however many
+stages read it; of the memory only saved activations count, and weights that a single block uses. Where the
+graph is almost a row, as a transformer's is, this decides in a fraction of a second what takes an integer
+program minutes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _SLACK = 1 + 1e-9
 
 
 def is_refuted(instance: Instance, sets: DownSets, target_s: float, deadline: Any) -> bool:
-    """True where no assignment to the stages in this order is within the target. Raises OutOfTime."""
+    """Returns whether no assignment to the stages, in this order, is within the target. Raises OutOfTime."""
     k = instance.num_stages
-    unit = sets.up_to_s  # which the sets are in the order of, whatever device stage 0 has here
+    unit = sets.up_to_s  # the sets are in this order, by the work of kind 0, whatever device stage 0 has
     rates = [_rate(instance, stage, sets) for stage in range(k)]
     reached = np.zeros(len(sets), dtype=bool)
     reached[0] = True
     for stage in range(k):
         table = _Stage(instance, sets, stage)
-        # Sets from which the stages behind this one cannot do the rest are no use.
+        # A set is useful if the stages after this one can do the rest.
         room = sum(rates[stage + 1 :]) * target_s * _SLACK
         useful = unit >= unit[-1] - room
         grown = reached & useful if instance.may_be_empty else np.zeros(len(sets), dtype=bool)
@@ -42,7 +42,7 @@ def is_refuted(instance: Instance, sets: DownSets, target_s: float, deadline: An
 
 
 def _near(sets: DownSets, at: int, useful: Flags, unit: Floats, room: float) -> Integers:
-    """Larger sets, so near that a stage has time for what is between; sets are in the order of `unit`."""
+    """Returns the larger sets that are near enough for one stage; sets are in the order of `unit`."""
     end = int(np.searchsorted(unit, unit[at] + room, side="right"))
     near = at + 1 + np.flatnonzero(useful[at + 1 : end])
     for word, own in zip(sets.words, sets.words[:, at], strict=True):
@@ -52,7 +52,7 @@ def _near(sets: DownSets, at: int, useful: Flags, unit: Floats, room: float) -> 
 
 
 def _rate(instance: Instance, stage: int, sets: DownSets) -> float:
-    """Seconds of `unit` that this stage does in one of its own, at most."""
+    """Returns how many seconds of `unit` this stage does in one second, at most."""
     kind = sets.kinds[0]
     unit, work_s = kind.instance.work_s[kind.stage], instance.work_s[stage]
     some = unit > 0
@@ -62,7 +62,7 @@ def _rate(instance: Instance, stage: int, sets: DownSets) -> float:
 
 
 class _Stage:
-    """What down-sets add up to on one stage."""
+    """The sums over each down-set, by what one stage costs."""
 
     def __init__(self, instance: Instance, sets: DownSets, stage: int) -> None:
         self.instance = instance
@@ -70,7 +70,7 @@ class _Stage:
         self.stage = stage
         self.work_s: Floats = sets.member @ instance.work_s[stage]
         self.again_s: Floats = sets.member @ instance.again_s[stage]
-        # Where gradients wait, this is less than what is held, which a milder rule may be.
+        # Where gradients wait, they are left out: less than the stage holds, which a relaxed rule may say.
         waiting = instance.gradient_bytes if instance.gradients_wait[stage] else 0.0
         self.static: Floats = sets.member @ (instance.static_bytes[stage] - waiting)
         self.saved: Floats = sets.member @ instance.saved_bytes
@@ -84,7 +84,7 @@ class _Stage:
         self.cut_s: Floats = self.send_s @ partly
 
     def within(self, at: int, sets: Integers, target_s: float) -> Integers:
-        """Of these sets those that the stage leads to from set `at`."""
+        """Returns those of the sets that this stage can reach from set `at` within the target."""
         instance = self.instance
         sets = sets[self.barred[sets] == self.barred[at]]
         work_s = self.work_s[sets] - self.work_s[at] + instance.besides_s[self.stage]

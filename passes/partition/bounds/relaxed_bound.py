@@ -36,16 +36,16 @@ _MAX_DOWN_SETS = 40_000
 
 
 class RelaxedBound:
-    """All that they allow, to be asked about one target after another."""
+    """All assignments that the relaxed rules allow: a `Question` for one target after another."""
 
     def __init__(self, instance: Instance, sets: DownSets, number_of: Integers) -> None:
         self._instance = instance
         self._sets = sets
-        self._number_of = number_of  # the joined node that each one is part of
+        self._number_of = number_of  # the joined node of each node
 
     @classmethod
     def of(cls, instance: Instance, deadline: Deadline) -> RelaxedBound | None:
-        """None where stages differ, links run beside the work, or there are too many down-sets still."""
+        """Returns None where stages differ, links run beside the work, or too many down-sets are left."""
         alike = links_are_alike(instance) and (instance.work_s == instance.work_s[0]).all()
         if not alike or not instance.per_destination or instance.overlap or instance.num_stages < 2:
             return None
@@ -58,7 +58,8 @@ class RelaxedBound:
         try:
             if roomiest_chain(self._sets, target_s, in_all, deadline) is None:
                 return Answer(Status.INFEASIBLE)
-            # What is likely as fast by the real rules: their number of stages, and somebody who can send.
+            # This one is likely to be as fast by the real rules: it has their number of stages, and time for
+            # somebody to hand on each tensor of many readers.
             found = self._assignment(target_s, to_hand_on if to_hand_on.tensors else in_all, deadline)
         except OutOfTime:
             return Answer(Status.UNKNOWN)
@@ -69,14 +70,15 @@ class RelaxedBound:
         return Answer(Status.FEASIBLE if is_real else Status.UNKNOWN, 0, found)
 
     def _assignment(self, target_s: float, room: Room, deadline: Deadline) -> Integers | None:
-        """Of as many stages as the real rules ask for; that they are as fast by those is not said."""
+        """Returns an assignment to as many stages as the real rules ask for. It may be slower by those
+        rules."""
         num_stages = None if self._instance.may_be_empty else self._instance.num_stages
         chain = roomiest_chain(self._sets, target_s, room, deadline, num_stages=num_stages)
         return None if chain is None else chain.stage_of[self._number_of]
 
 
 def _joined_instance(instance: Instance, deadline: Deadline) -> tuple[Instance, Integers]:
-    """The instance of joined nodes under the milder rules, and by node the joined one."""
+    """Returns the instance of joined nodes under the relaxed rules, and the joined node of each node."""
     work_s = instance.work_s[0] + (instance.again_s[0] if instance.recompute is True else 0.0)
     apart = _tensors(instance, range(instance.num_nodes))
     leader_of = leaders_of(work_s.tolist(), apart, instance.edges, deadline)
@@ -110,7 +112,7 @@ def _joined_instance(instance: Instance, deadline: Deadline) -> tuple[Instance, 
 
 
 def _tensors(instance: Instance, number_of: Sequence[int]) -> dict[tuple[int, ...], float]:
-    """What tensors cost a stage once, together where they have the same ends."""
+    """Returns what a stage pays for tensors, by their ends; tensors with the same ends are added up."""
     together: dict[tuple[int, ...], float] = {}
     for net, costs in zip(instance.nets, instance.cost_s, strict=True):
         ends = tuple(sorted({number_of[node] for node in net.members}))

@@ -1,14 +1,14 @@
-"""Small branches of a workload that may be on any device before their reader: left out, placed after.
+"""Joins small side branches to the node that reads them, for a bound, and moves them ahead again afterwards.
 
-    k   v   k'  v'      tables of positions, a mask: each is read by one layer, and reads nothing itself;
-     `. |    `. |       with n layers there are 2^n ways to have some of them earlier
-    --- x --- x' --- ..
+    k   v   k'  v'      tables of positions, a mask: each is read by one layer, and reads nothing itself.
+     `. |    `. |       A branch may be on any device before its reader, so n layers give 2^n ways to have
+    --- x --- x' --- ..  some branches earlier, and as many down-sets.
 
-A device that has x has at least the least load of x with some of its branch to do: work, or the tensor that
-comes from elsewhere. Only x and its branch have parts of these tensors, so that least is asked for besides
-what else x takes, and nothing of a device that has the branch alone. On a CPU, which pays for no tensor, it
-is nothing. That is milder than what is real, by far less than a device does: what is impossible so is
-impossible, and what is possible mostly is so.
+The bound asks a device that has x for the least that x can cost it together with some part of its branch: the
+work of that part, and the tensors that come from the rest. Only x and its branch have parts of these tensors,
+so this is on top of all else that x costs. A device that has only the branch is asked for nothing, and so is
+a CPU, which pays for no tensor. This relaxes the rules by far less than a device's load, so that what is
+feasible under them mostly is feasible.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from pd2bw_fx.passes.partition.groups import Groups, RelaxedGroups, Totals, join
 from pd2bw_fx.passes.partition.instance import Instance, Integers, evaluate
 from pd2bw_fx.workload import Workload
 
-_MOST_OF_A_DEVICE = 0.05  # of what each would have to do if all had the same
+_MOST_OF_A_DEVICE = 0.05  # of all work, shared out evenly: a larger branch is not left out
 
 
 def join_side_branches(workload: Workload, groups: Groups) -> RelaxedGroups:
-    """Groups with the trees that lead to them alone, where these are a small part of what a device does and
-    something else leads there too."""
+    """Joins each group with the trees of groups that it alone reads.
+
+    A tree has to be a small part of a device's work, and its reader has to read something else as well.
+    """
     of = totals(workload, groups)
     tensors = tensors_between(workload, groups)
     reader_of = _readers(workload, groups, of)
@@ -43,7 +45,7 @@ def join_side_branches(workload: Workload, groups: Groups) -> RelaxedGroups:
 
 
 def _readers(workload: Workload, groups: Groups, of: Totals) -> dict[int, int]:
-    """By group of a tree, the one that reads it."""
+    """Returns the reader of each group that is part of a tree."""
     count = len(groups.members)
     most_work = _MOST_OF_A_DEVICE * of.accelerator_time.sum() / max(1, workload.num_accelerators)
     readers: list[set[int]] = [set() for _ in range(count)]
@@ -59,7 +61,7 @@ def _readers(workload: Workload, groups: Groups, of: Totals) -> dict[int, int]:
             reader_of[at] = reader
             work[reader] += work[at]
             num_reads[reader] -= 1
-    # What leads to a row that nothing else leads to is no branch.
+    # A reader that reads nothing else has no side branch: what it reads is the trunk.
     for at in sorted(reader_of, reverse=True):
         reader = reader_of[at]
         if num_reads[reader] == 0 and reader not in reader_of:
@@ -70,8 +72,7 @@ def _readers(workload: Workload, groups: Groups, of: Totals) -> dict[int, int]:
 def moved_ahead(
     instance: Instance, stage_of: Integers, trees: Sequence[Sequence[int]], target_s: float
 ) -> Integers:
-    """The assignment with trees of stages that are over the target on earlier ones, the nearest that has the
-    time."""
+    """Moves trees of stages that are over the target to earlier stages, the nearest that have the time."""
     load_s = evaluate(instance, stage_of).load_s
     for stage in range(1, instance.num_stages):
         for tree in sorted(map(list, trees), key=lambda tree: -float(instance.work_s[stage, tree].sum())):

@@ -1,8 +1,8 @@
-"""Windows: which stages a node can be on at all, if no stage may take longer than T.
+"""Windows: the stages that a node can be on at all, if no stage may take longer than a target T.
 
-A node's ancestors are on its own stage or earlier ones, so the stages up to its own must have the time (and
-the memory) for all of them; the same from the other end for its descendants. The time that a stage has for
-work, its room, is T less what it does besides and the transfers that it cannot escape (`_inescapable`).
+A node's ancestors are on its own stage or earlier ones, so the stages up to its own must have the time and
+the memory for all of them. The same holds from the other end for its descendants. The time that a stage has
+for work, its room, is T less its `fixed_s` and less the transfers that it cannot escape (`_inescapable`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pd2bw_fx.passes.partition.instance import Flags, Floats, Instance, Integers
 from pd2bw_fx.passes.partition.integer_program.assignment import Windows
 
 _ROUNDS = 3
-# Capacities a hair larger than they are, so that rounding never cuts off what fits exactly.
+# Makes capacities a hair larger, so that rounding never excludes what fits exactly.
 _SLACK = 1 + 1e-9
 
 
@@ -32,32 +32,32 @@ class Reach:
         self._before = np.unpackbits(bits, axis=1, count=num_nodes).astype(np.float64)
 
     def up_to(self, amount: Floats) -> Floats:
-        """Each node's own amount and that of all its ancestors."""
+        """Returns the sum of each node's own amount and those of all its ancestors."""
         return amount + self._before @ amount
 
     def from_on(self, amount: Floats) -> Floats:
-        """Each node's own amount and that of all its descendants."""
+        """Returns the sum of each node's own amount and those of all its descendants."""
         return amount + amount @ self._before
 
     def related(self, node: int) -> Flags:
-        """Which nodes come before or after this one."""
+        """Returns which nodes come before or after this one."""
         related: Flags = (self._before[node] > 0) | (self._before[:, node] > 0)
         return related
 
     def between(self, one: int, other: int) -> list[int]:
-        """The nodes on the ways from the earlier of two nodes to the later."""
+        """Returns the nodes on all paths from the earlier of two nodes to the later one."""
         first, last = (one, other) if self._before[other, one] else (other, one)
         on_the_way: list[int] = np.flatnonzero(self._before[:, first] * self._before[last]).tolist()
         return on_the_way
 
     def between_sums(self, node: int, amount: Any) -> Any:
-        """For each other node the sum over what lies between the two."""
+        """Returns, for each other node, the sum of the amounts of nodes on paths between the two."""
         earlier = (self._before[node] * amount) @ self._before
         later = self._before @ (self._before[:, node] * amount)
         return earlier + later
 
     def beyond(self, node: int, other: int) -> Flags:
-        """The other node, and all that is on the far side of it."""
+        """Returns which nodes lie on the far side of `other`, seen from `node`; itself included."""
         before = self._before[other] if self._before[node, other] else self._before[:, other]
         beyond: Flags = before > 0
         beyond[other] = True
@@ -66,10 +66,10 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lost:
-    """Transfer time, by stage, that no assignment escapes: as a sum over any run of neighbouring stages.
+    """The transfer time of each stage that no assignment escapes, so that a run of stages loses their sum.
 
-    Of the run's first stage only `first_s` is certain, and of its last only `last_s`: they may deal with
-    others than their neighbours.
+    The first stage of a run is only certain to lose `first_s`, and the last one `last_s`, because they may
+    transfer to and from other stages than their neighbours.
     """
 
     run_s: Floats
@@ -83,7 +83,7 @@ class Lost:
 
 
 def windows_for(instance: Instance, target_s: float, reach: Reach) -> Windows | None:
-    """Windows that every assignment within `target_s` keeps, or None where that leaves none."""
+    """Returns windows that every assignment within `target_s` keeps to, or None where there is none."""
     room_s = target_s - instance.besides_s
     if not instance.may_be_empty and (room_s < 0).any():
         return None
@@ -109,7 +109,8 @@ def _timeless_windows(instance: Instance, reach: Reach) -> Windows:
     n, k = instance.num_nodes, instance.num_stages
     everywhere = Windows(np.zeros(n, dtype=np.int64), np.full(n, k - 1, dtype=np.int64))
     if not instance.may_be_empty:
-        # Each stage before a node's own has a node that does not come after it; so for those behind it.
+        # No stage is empty: each stage before a node's own has a node that is no descendant of it, and each
+        # stage after it one that is no ancestor.
         one = np.ones(n)
         others_first = np.rint(n - reach.from_on(one)).astype(np.int64)
         others_last = np.rint(n - reach.up_to(one)).astype(np.int64)
@@ -141,7 +142,8 @@ def _time_windows(instance: Instance, room_s: Floats, lost: Lost, reach: Reach, 
 
 
 def _in_seconds_of_the_first(instance: Instance) -> tuple[Floats, Floats]:
-    """Work in seconds of stage 0, and for each stage the most of them that it does in one of its own."""
+    """Returns the work in seconds of stage 0, and how many of these each stage does in one second, at
+    most."""
     work_s = instance.work_s + (instance.again_s if instance.recompute is True else 0.0)
     unit = work_s[0]
     some = unit > 0
@@ -161,16 +163,18 @@ def _narrowed(windows: Windows, amount: Floats, capacity: Floats, reach: Reach) 
 def _narrowed_to(
     windows: Windows, amount: Floats, *, up_to: Floats, from_on: Floats, reach: Reach
 ) -> Windows:
-    """`up_to` is what stages 0..s have room for together, `from_on` the same counted from the last stage."""
+    """Narrows windows by an amount of each node: `up_to[s]` is what stages 0..s have room for together, and
+    `from_on` the same, counted from the last stage."""
     k = len(up_to)
-    # Both grow with the stages counted, but for what a run loses at its end.
+    # Both grow with the number of stages, except for what a run loses at its end.
     first = np.searchsorted(np.maximum.accumulate(up_to) * _SLACK, reach.up_to(amount))
     last = k - 1 - np.searchsorted(np.maximum.accumulate(from_on) * _SLACK, reach.from_on(amount))
     return Windows(np.maximum(windows.first, first), np.minimum(windows.last, last))
 
 
 def _closed(instance: Instance, room_s: Floats, reach: Reach, windows: Windows) -> Windows | None:
-    """Ends where a node does not fit by itself taken off, then order along the edges."""
+    """Takes stages off the ends of windows where a node does not fit by itself, then narrows along the
+    edges."""
     k = instance.num_stages
     first, last = windows.first.copy(), windows.last.copy()
     fits = _fits_alone(instance, room_s)
@@ -195,12 +199,13 @@ def _fits_alone(instance: Instance, room_s: Floats) -> Flags:
 
 
 def _inescapable(instance: Instance, room_s: Floats, reach: Reach, windows: Windows) -> Lost:
-    """What the transfers of one path through the graph, the spine, take from the stages.
+    """Returns what the transfers of one path through the graph, the spine, take from the stages.
 
-    A stage between the spine's ends that has a node of it receives and sends at least the spine's cheapest
-    tensors. A stage that has none is jumped by an edge of the spine, or lies before its start or behind its
-    end, and holds only work parallel to that edge (or not behind the start, or not before the end). Where
-    all of that is little enough to fit in what the transfers leave, such a stage has room for them too.
+    A stage that has a node of the spine, but not its ends, receives and sends at least the spine's cheapest
+    tensors. Any other stage is jumped by an edge of the spine, or lies before its start or after its end. All
+    that it can hold is work parallel to that edge, or outside of the start's descendants, or outside of the
+    end's ancestors. If this is so little that it fits in the room that the transfers leave, then such a stage
+    may be counted as losing the transfers too.
     """
     k = instance.num_stages
     nothing = Lost.nothing(k)
@@ -240,11 +245,11 @@ def _inescapable(instance: Instance, room_s: Floats, reach: Reach, windows: Wind
 def _from_neighbours(
     instance: Instance, room_s: Floats, costs: Floats, before_s: Floats, after_s: Floats, outside: float
 ) -> Lost:
-    """Where every stage has a node of the spine, each receives from the stage before and sends to the next.
+    """Returns larger losses, where each stage receives from the stage before it and sends to the one after.
 
-    A stage without one does at most `outside` of the work (in seconds of stage 0). Where that is less than
-    what it could do otherwise by more than its two neighbours gain by dealing with others, the sum over a
-    run of stages is largest with no such stage.
+    This is so if every stage has a node of the spine. A stage without one does at most `outside` of the work
+    (in seconds of stage 0). If that falls short of what it could do with one by more than its two neighbours
+    gain from other links, then a run of stages does most with no such stage, and the losses hold for all.
     """
     lost_s = before_s + after_s
     stages = np.arange(instance.num_stages - 1)
@@ -262,7 +267,7 @@ def _from_neighbours(
 
 
 def _extreme(key: Integers, allowed: Flags) -> Flags:
-    """Of the allowed nodes those whose key is smallest."""
+    """Returns those of the allowed nodes whose key is smallest."""
     if not allowed.any():
         return allowed
     extreme: Flags = allowed & (key == key[allowed].min())
@@ -270,7 +275,7 @@ def _extreme(key: Integers, allowed: Flags) -> Flags:
 
 
 def _widest_path(instance: Instance, *, starts: Flags, ends: Flags) -> list[tuple[int, int, int]]:
-    """(net, from, to) along the path whose cheapest tensor is dearest; empty where there is none."""
+    """Returns the path whose cheapest tensor is dearest, as (net, from, to); empty where there is none."""
     k, n = instance.num_stages, instance.num_nodes
     apart = ~np.eye(k, dtype=bool)
     price = instance.cost_s[:, apart].min(axis=1, initial=np.inf).tolist()
