@@ -1,4 +1,4 @@
-"""Which device takes which stage: every order of the devices that differs from others, or many of them."""
+"""Lists the device orders to try: every order that is different in costs, or a sample of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.problem import Problem
 
-_MOST_ORDERS = 6000  # all orders of seven unlike devices, and of two nodes of six
-_DRAWN_ORDERS = 1000
+_MOST_ORDERS = 6000  # enough for all orders of seven unlike devices, or of two hosts with six each
+_DRAWN_ORDERS = 1000  # of more than that
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class DeviceOrders:
 def device_orders(
     problem: Problem, cluster: Cluster, num_stages: int, *, pinned: Collection[int] = ()
 ) -> DeviceOrders:
-    """One order out of each set that swaps of interchangeable devices make equal.
+    """Returns one order out of each set of orders that are equal up to swaps of interchangeable devices.
 
-    Of too many to look at, the devices as they are listed, fastest first, largest first, and from each device
-    on by the fastest link; and what pairs of swaps make of those. Devices that the user names (`pinned`) are
-    like no other.
+    If there are more than `_MOST_ORDERS`, it returns the devices as they are listed, fastest first, largest
+    first, and from each device along the fastest links, and orders made from these by one or two swaps.
+    Devices that the user names (`pinned`) are not interchangeable.
     """
     classes = classes_of(problem, cluster, pinned)
     every = _extend((), range(len(cluster)), classes, num_stages)
@@ -60,7 +60,7 @@ def device_orders(
 
 
 def _likely(problem: Problem, cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Orders of all devices of which the first may be taken."""
+    """Yields orders of all devices that are likely to be good; the first `num_stages` of each are used."""
     devices = range(len(cluster))
     yield tuple(devices)
     work_s = [sum(block.forward_s[d] + block.backward_s[d] for block in problem.blocks) for d in devices]
@@ -90,10 +90,10 @@ def _extend(
 
 
 def classes_of(problem: Problem, cluster: Cluster, pinned: Collection[int]) -> list[int]:
-    """A class for each device, its first one's index: swapping two of one class changes no cost, memory or
-    link."""
+    """Returns the class of each device, as the index of the first one in it. Swapping two devices of one
+    class changes no cost, memory or link."""
     classes: list[int] = []
-    firsts: list[int] = []  # what can be swapped with the first of a class can be with all of it
+    firsts: list[int] = []  # a device that can be swapped with the first of a class can with all of it
     for device in range(len(cluster)):
         is_free = device not in pinned
         same = (first for first in firsts if is_free and _swappable(problem, cluster, device, first))

@@ -1,20 +1,21 @@
-"""Who sends a value to whom where links are all alike: not always its maker, if that is the slowest stage.
+"""Shares out the sends of a value among stages that have it, where all links are alike.
 
-A stage that has the value by then may send it to a reader as well, which takes nobody's links longer in all.
+A stage that has received the value can send it to a later reader instead of the producer. The links take the
+same time in all, and the slowest stage gets faster if it was the producer.
 """
 
 from __future__ import annotations
 
 from .instance import Hops, Instance, Integers, Loads, direct_hops, evaluate
 
-_LEAST_GAIN = 1e-6  # of the slowest stage's load
+_LEAST_RELATIVE_GAIN = 1e-6  # of the slowest stage's load
 
 
 def shared_out(instance: Instance, stage_of: Integers, straight: Loads) -> tuple[dict[int, Hops], Loads]:
-    """The hops of each net that its maker does not send alone, by its number, and what all of it costs.
+    """Returns the hops of each net that its producer does not send alone, by net, and what all of it costs.
 
-    One send of the slowest stage after another becomes another stage's, as long as that helps. `straight` is
-    what the assignment costs without.
+    It hands sends of the slowest stage to other stages, one after another, as long as that helps. `straight`
+    has the loads of the assignment with every value sent straight.
     """
     sends = _Sends(instance, stage_of, straight)
     while sends.relieve():
@@ -26,13 +27,13 @@ def shared_out(instance: Instance, stage_of: Integers, straight: Loads) -> tuple
 
 
 class _Sends:
-    """The stage that sends a net to a stage, for nets that several stages read."""
+    """The sender of each net to each stage that reads it, for nets that several stages read."""
 
     def __init__(self, instance: Instance, stage_of: Integers, straight: Loads) -> None:
         self._instance = instance
         self._compute_s = straight.work_s + straight.again_s
         self._links_s = straight.send_s + straight.receive_s
-        self._sender_of: dict[int, dict[int, int]] = {}  # by net, and by who is sent it
+        self._sender_of: dict[int, dict[int, int]] = {}  # by net, then by receiving stage
         self.changed: set[int] = set()
         for number, net in enumerate(instance.nets):
             direct = direct_hops(net, stage_of)
@@ -43,10 +44,11 @@ class _Sends:
         return tuple((source, target) for target, source in sorted(self._sender_of[net].items()))
 
     def relieve(self) -> bool:
-        """Whether a send of the slowest stage has become that of another one, by which the two are faster."""
+        """Hands one send of the slowest stage to another one, if both are faster than the slowest then.
+        Returns whether it did."""
         load_s = self._instance.load_s(self._compute_s, self._links_s)
         slowest = int(load_s.argmax())
-        slower_s, chosen = float(load_s[slowest]) * (1 - _LEAST_GAIN), None
+        slower_s, chosen = float(load_s[slowest]) * (1 - _LEAST_RELATIVE_GAIN), None
         for net, sender_of in self._sender_of.items():
             cost_s = self._cost_s(net)
             less_s = self._instance.load_s(self._compute_s, self._links_s - cost_s)[slowest]

@@ -1,6 +1,6 @@
-"""Who is where, as an integer program has it: y[v, s] = [stage of v <= s], binary.
+"""The stage of every node as variables of an integer program: y[v, s] = [stage of v <= s], binary.
 
-Cumulative variables make the order of stages cost nothing: y grows with s and falls along edges.
+With cumulative variables the order of stages needs no further ones: y grows with s and falls along edges.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Windows:
     last: Integers
 
     def on(self, stage: int) -> Flags:
-        """Which nodes can be on this stage."""
+        """Returns which nodes can be on this stage."""
         possible: Flags = (self.first <= stage) & (stage <= self.last)
         return possible
 
@@ -72,14 +72,14 @@ class Assignment:
 
     @property
     def is_settled(self) -> bool:
-        """Every node has one stage that it can be on."""
+        """Whether every node has a single stage that it can be on."""
         return not self._early
 
     def stages(self, node: int) -> range:
         return range(int(self.windows.first[node]), int(self.windows.last[node]) + 1)
 
     def nodes(self, stage: int) -> list[int]:
-        """Those that can be on this stage."""
+        """Returns the nodes that can be on this stage."""
         possible: list[int] = np.flatnonzero(self.windows.on(stage)).tolist()
         return possible
 
@@ -91,7 +91,7 @@ class Assignment:
         return self._early[node, stage]
 
     def add_x(self, row: Row, node: int, stage: int, coefficient: float) -> None:
-        """Add coefficient * [stage of node = stage]."""
+        """Adds coefficient * [stage of node = stage]."""
         row.add(self.y(node, stage), coefficient)
         row.add(self.y(node, stage - 1), -coefficient)
 
@@ -103,13 +103,13 @@ class Assignment:
             self.contradicts_itself = True
 
     def apart(self, one: int, others: Iterable[int], stage: int, cross: Variable) -> None:
-        """cross >= |y[one] - y[other]| at this boundary, for each of the others."""
+        """Requires cross >= |y[one] - y[other]| at this boundary, for each of the others."""
         for other in others:
             self._no_more(one, stage, other, stage, cross)
             self._no_more(other, stage, one, stage, cross)
 
     def on_one_only(self, here: int, there: int, stage: int, variable: Variable) -> None:
-        """variable >= [stage of here = stage] - [stage of there = stage]."""
+        """Requires variable >= [stage of here = stage] - [stage of there = stage]."""
         if not self.windows.first[here] <= stage <= self.windows.last[here]:
             return
         row = Row()
@@ -119,7 +119,7 @@ class Assignment:
         self.require(row)
 
     def exclude(self, stage_of: Integers) -> None:
-        """Allow every assignment but this one."""
+        """Excludes this one assignment."""
         if self.is_settled:
             self.contradicts_itself = True
             return
@@ -131,7 +131,7 @@ class Assignment:
         self.program.at_most(row.items(), -1.0 - row.constant)
 
     def stage_of(self, outcome: Outcome) -> Integers:
-        """The stage of every node in what the solver found."""
+        """Returns the stage of every node in the solver's solution."""
         stage_of = self.windows.last.copy()
         for (node, stage), variable in self._early.items():
             if outcome.values.get(variable.name, 0.0) > 0.5:
@@ -149,7 +149,7 @@ class Assignment:
     def _no_more(
         self, small: int, small_stage: int, large: int, large_stage: int, but: Variable | None = None
     ) -> None:
-        """y[small] <= y[large] (+ but), left out where the windows say so already."""
+        """Requires y[small] <= y[large] (+ but), with no row where the windows imply it."""
         less, more = self.y(small, small_stage), self.y(large, large_stage)
         if (isinstance(less, float) and less == 0.0) or (isinstance(more, float) and more == 1.0):
             return

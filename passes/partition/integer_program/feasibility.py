@@ -1,7 +1,7 @@
-"""The integer program: is there an assignment whose every stage takes at most T?
+"""The integer program: is there an assignment in which every stage takes at most T?
 
-Who is where are the binaries of `assignment.py`; what a stage holds are the rows of `memory_rows.py`. Its
-time is here, and everything in it is continuous and follows from the binaries:
+The binaries of `assignment.py` say the stage of every node, and the rows of `memory_rows.py` what a stage
+holds. This module adds the time of a stage. Its variables are continuous and follow from the binaries:
 
 - a tensor that cannot reach further than the next stage costs c at both sides of the boundary it crosses;
 - one that can jump a stage has a variable for each stage (or pair of stages) that it may touch;
@@ -22,11 +22,11 @@ from .memory_rows import MemoryRows
 
 
 class FeasibilityProgram:
-    """Built for one instance, one target and the windows that hold for that target.
+    """The program for one instance, one target, and the windows that hold for that target.
 
     Times are divided by the target and bytes by the limit, so that the solver's tolerances are relative.
-    With `target_s` infinite only the memory is asked about. With `soft_memory` the memory rows may be
-    exceeded and the largest share by which one is becomes the objective.
+    With an infinite `target_s` it asks about the memory alone. With `soft_memory` the memory rows may be
+    exceeded, and the objective is the largest excess, as a share of the limit.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class FeasibilityProgram:
         return outcome.status, self.assignment.stage_of(outcome) if outcome.has_solution else None
 
     def exclude(self, stage_of: Integers) -> None:
-        """Allow every assignment but this one."""
+        """Excludes this one assignment."""
         self.assignment.exclude(stage_of)
 
     def _only_choice(self) -> tuple[Status, Integers | None]:
-        """Every node's stage is settled: no solver is needed to add it up."""
+        """Evaluates the one assignment that the windows leave; no solver is needed."""
         only = self.assignment.windows.last
         loads = evaluate(self.instance, only)
         if loads.fits and loads.bottleneck_s <= self.target_s:
@@ -86,7 +86,7 @@ class FeasibilityProgram:
             self.assignment.add_x(self._work[stage], node, stage, float(work_s[node]))
 
     def _recompute_chosen(self, stage: int) -> None:
-        """One more forward, or all microbatches' saved bytes: a binary says which."""
+        """Adds a binary that chooses between one more forward and the saved bytes of all microbatches."""
         instance = self.instance
         nodes = self.assignment.nodes(stage)
         saved = self._most(instance.saved_bytes, stage, nodes)
@@ -111,7 +111,10 @@ class FeasibilityProgram:
         self._memory.keep(stage, kept, saved)
 
     def _most(self, amount: Floats, stage: int, nodes: list[int]) -> float:
-        """A bound on the sum over any of `nodes` that this stage has time for: the densest of them first."""
+        """Returns a bound on the sum of `amount` over any nodes that this stage has time for.
+
+        It takes the nodes with the largest amount for their time first, as a knapsack's relaxation does.
+        """
         amounts, work_s = amount[nodes], self.instance.work_s[stage, nodes]
         if not np.isfinite(self.target_s):
             return float(amounts.sum())
@@ -144,7 +147,7 @@ class FeasibilityProgram:
             self._memory.hold(stage, cross, net.held_bytes)
 
     def _hub_net(self, index: int, low: int, high: int) -> None:
-        """Each stage that has some members but not all pays once."""
+        """Adds a net that each stage with some of its members, but not all, pays for once."""
         net, costs = self.instance.nets[index], self.instance.cost_s[index]
         for stage in range(low, high + 1):
             other = stage - 1 if stage > low else stage + 1
@@ -156,9 +159,9 @@ class FeasibilityProgram:
             self._memory.hold(stage, split, net.held_bytes)
 
     def _direct_net(self, index: int, low: int, high: int) -> None:
-        """A variable for each pair of stages that the tensor may travel between; both ends pay.
+        """Adds a variable for each pair of stages that the tensor may travel between, at the cost of both.
 
-        What is handed on is sent by any stage that it has come to, in one piece.
+        With `hands_on` any stage that the tensor has come to may send it, and always the whole of it.
         """
         net, costs = self.instance.nets[index], self.instance.cost_s[index]
         hands_on = self.instance.hands_on

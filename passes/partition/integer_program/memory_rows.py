@@ -1,9 +1,9 @@
-"""The memory of every stage as rows of an integer program, at each of its worst moments.
+"""The memory of every stage as rows of an integer program, one for each moment that may be its worst.
 
-Mostly there is one such moment: all microbatches in flight, and the gradients there. Where gradients wait,
-there are two: all in flight without gradients, and one less with them. A large parameter makes one more, when
-it is stepped and no microbatch is worked on. Each is a row, so that the stage fits where all do. Where
-everything that may land on a stage fits together, it has no rows.
+Mostly there is one such moment: all microbatches are in flight, and the gradients are there. Where gradients
+wait there are two: all microbatches in flight without gradients, and one less with them. A large parameter
+adds another one, when it is stepped and no microbatch is worked on. The stage fits where all of these rows
+hold. A stage has no rows where everything that may be on it fits together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .assignment import Assignment, Row, Windows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moment:
-    """`at_work` microbatches have what they saved even where the stage recomputes."""
+    """A moment that may be a stage's worst, and its row. `at_work` counts the microbatches in flight whose
+    saved bytes are there even where the stage recomputes."""
 
     in_flight: int
     at_work: int
@@ -30,7 +31,8 @@ class _Moment:
 
 
 class MemoryRows:
-    """Bytes that follow from where the nodes are are added here; others (`hold`, `keep`) by the caller."""
+    """The rows of all stages. Bytes that follow from the nodes of a stage are added here; the caller adds the
+    others with `hold` and `keep`."""
 
     def __init__(self, assignment: Assignment, instance: Instance) -> None:
         self._assignment = assignment
@@ -50,17 +52,18 @@ class MemoryRows:
         return bool(self._moments[stage])
 
     def hold(self, stage: int, variable: Variable, num_bytes: float) -> None:
-        """So many bytes of every microbatch in flight where the variable is one."""
+        """Adds these bytes for every microbatch in flight, where the variable is one."""
         for moment in self._moments[stage]:
             moment.row.add(variable, num_bytes * moment.in_flight)
 
     def keep(self, stage: int, variable: Variable, num_bytes: float) -> None:
-        """What is saved of every microbatch but the one that is worked on, where the variable is one."""
+        """Adds these bytes for every microbatch in flight but the one that is worked on, where the variable
+        is one."""
         for moment in self._moments[stage]:
             moment.row.add(variable, num_bytes * (moment.in_flight - moment.at_work))
 
     def limit(self, excess: Variable | None) -> None:
-        """All in shares of the limit; `excess` is by how much the rows may be above it."""
+        """Requires all rows to be within the limit, in shares of it, plus `excess` where one is given."""
         for stage, moments in enumerate(self._moments):
             limit = float(self._instance.limit_bytes[stage])
             for moment in moments:
@@ -95,7 +98,7 @@ class MemoryRows:
                     self._assignment.require(row)
 
     def _largest(self, stage: int, num_bytes: Floats, *, is_stepping: bool) -> None:
-        """Of the nodes' bytes, in the moments when the optimizer steps or in the others."""
+        """Adds the largest of the nodes' bytes to the moments when the optimizer steps, or to the others."""
         sizes = num_bytes.tolist()
         moments = [moment for moment in self._moments[stage] if moment.is_stepping == is_stepping]
         nodes = [v for v in self._assignment.nodes(stage) if sizes[v]]
@@ -113,7 +116,8 @@ class MemoryRows:
             self._assignment.require(row)
 
     def _saved(self, stage: int) -> None:
-        """Of every microbatch in flight; of the one that is worked on where the stage may recompute."""
+        """Adds the saved bytes of every microbatch in flight, or, where the stage may recompute, of the one
+        that is worked on."""
         for moment in self._moments[stage]:
             times = moment.at_work if self._instance.recompute else moment.in_flight
             for node in self._assignment.nodes(stage):
@@ -122,7 +126,7 @@ class MemoryRows:
 
 
 def _moments(instance: Instance, stage: int, windows: Windows) -> list[_Moment]:
-    """None where everything that may land on the stage does not exceed its limit."""
+    """Returns the moments to check; an empty list where all that may be on the stage fits together."""
     possible = windows.on(stage)
     held = sum(net.held_bytes for net in instance.nets)
     in_flight = int(instance.in_flight[stage])
@@ -143,7 +147,7 @@ def _moments(instance: Instance, stage: int, windows: Windows) -> list[_Moment]:
         ]
     else:
         moments = [_Moment(in_flight, 1, has_gradients=True)]
-        at_work = at_work + instance.saved_bytes[possible]  # of the microbatch that is gone while stepping
+        at_work = at_work + instance.saved_bytes[possible]  # of the microbatch that is finished by the step
     if (instance.stepped_bytes[possible] > at_work).any():
         left = 0 if instance.flushes[stage] else in_flight - 1
         moments.append(_Moment(left, 0, has_gradients=True, is_stepping=True))
