@@ -1,4 +1,4 @@
-"""What a user asks of the planner, and how it becomes choices for a search, also with more stages."""
+"""What the planner is asked for, and the instances to search for it; also with more memory or stages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from .constrain import Pin
 from .devices import DeviceOrders, classes_of, device_orders
 from .reader import Reader
 
-# What a method keeps at each of so many stages.
+# Takes a number of stages, and returns what the method keeps at each of them.
 Keeping: TypeAlias = Callable[[int], Sequence[Kept]]
 
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """A problem whose wishes are in it already; `order` is the device of each stage where the method says."""
+    """A problem that the user's constraints have been applied to, and how to plan it.
+
+    `order` is the device of each stage, or None where the planner is free to choose.
+    """
 
     problem: Problem
     cluster: Cluster
@@ -36,7 +39,7 @@ class SearchRequest:
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Raises InputError where the method cannot have so many stages."""
+        """What the method keeps at each stage. Raises InputError where it cannot have so many stages."""
         kept = tuple(self.keeping(self.num_stages))
         if len(kept) != self.num_stages:
             raise InputError(
@@ -45,13 +48,13 @@ class SearchRequest:
         return kept
 
     def orders(self) -> DeviceOrders:
-        """The device of each stage, in the ways that are to be tried."""
+        """Returns the device orders to try."""
         if self.order is not None:
             return DeviceOrders((self.order,))
         return device_orders(self.problem, self.cluster, self.num_stages, pinned=self._pinned)
 
     def one_of_each(self, devices: Sequence[int]) -> list[int]:
-        """Of these devices the first of each set that swaps make equal: of the others the same is true."""
+        """Returns one of each set of interchangeable devices: what is true of one is true of the others."""
         if self.order is not None:
             return list(devices)
         classes = classes_of(self.problem, self.cluster, self._pinned)
@@ -65,7 +68,10 @@ class SearchRequest:
         return {device for pin in self.pins for device in pin.devices or ()}
 
     def with_memory(self, num_bytes: Mapping[int, int]) -> SearchRequest:
-        """Devices with so much instead. Those that were alike may be no longer: `orders` are others then."""
+        """Returns the request with other memory for some devices.
+
+        Devices that were interchangeable may no longer be, so `orders` can change.
+        """
         devices = tuple(
             replace(device, memory_bytes=num_bytes.get(at, device.memory_bytes))
             for at, device in enumerate(self.cluster.devices)
@@ -90,7 +96,7 @@ class SearchRequest:
         )
 
     def with_stages(self, num_stages: int) -> SearchRequest:
-        """So many stages, on devices that are free and then on more like the last one."""
+        """Returns the request for so many stages, on free devices and then on further ones like the last."""
         problem, cluster, last = self.problem, self.cluster, len(self.cluster) - 1
         for number in range(2, 2 + max(0, num_stages - len(cluster))):
             problem = one_device_more(problem, last)
@@ -99,7 +105,7 @@ class SearchRequest:
 
 
 def one_device_more(problem: Problem, copied: int) -> Problem:
-    """The same costs on another device as on this one."""
+    """Returns the problem with a further device, on which all costs are those of `copied`."""
     blocks = tuple(
         replace(
             block,
@@ -112,7 +118,11 @@ def one_device_more(problem: Problem, copied: int) -> Problem:
 
 
 def and_another(cluster: Cluster, copied: int, name: str) -> Cluster:
-    """One more device like this one, linked to it as the fastest link there is, to others as it is."""
+    """Returns the cluster with a further device like `copied`.
+
+    Its link to that device is as fast as the fastest that `copied` has; its other links are as those of
+    `copied`.
+    """
     device = replace(cluster.devices[copied], name=name)
     return Cluster(
         (*cluster.devices, device),

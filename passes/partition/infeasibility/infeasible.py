@@ -1,4 +1,4 @@
-"""Why no plan fits: the device, the bytes it would need, the bytes it has, and what to try."""
+"""Says why no plan fits: which device, the bytes that it would need, the bytes it has, and what to try."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from pd2bw_fx.units import format_bytes
 from .nearest import nearest_changes
 from .shortfall import least_shortfall
 
-_EXPLAIN_TIME_S = 2.0
-_PLENTY_BYTES = 10**18
+_EXPLAIN_TIME_S = 2.0  # for each question whether some of the reasons alone exclude every assignment
+_PLENTY_BYTES = 10**18  # stands for no limit
 
 
 def infeasible_error(
     request: SearchRequest, choices: Choices, orders: DeviceOrders, *, solver: str
 ) -> InfeasibleError:
-    """The error to raise: a block too large for any device, else wishes that exclude one another, else the
-    devices whose limits do, what they would need, and the nearest limits with which all fits."""
+    """Returns the error to raise. It names a block that is too large for any device, else constraints that
+    exclude one another, else the devices whose limits exclude every plan, what they would need, and the
+    nearest limits with which all fits."""
     return (
         _block_too_large(request.problem, request.cluster, choices[0])
         or _pins_exclude_one_another(request, solver=solver)
@@ -40,17 +41,18 @@ def infeasible_error(
 
 
 class _Question:
-    """Is there an assignment under some of the reasons for which there is none?"""
+    """Asks whether there is an assignment if only some of the pins and memory limits hold."""
 
     def __init__(self, request: SearchRequest, *, solver: str) -> None:
         self.request = request
         self.solver = solver
 
     def is_possible(self, pins: Sequence[Pin], devices: Sequence[int]) -> bool:
-        """With these pins, and the memory of these devices limited; also where the time did not tell."""
+        """Returns whether there is an assignment with these pins and the limits of these devices alone. It is
+        True also if the time ran out before an answer."""
         others = set(range(len(self.request.cluster))) - set(devices)
         request = replace(self.request, pins=tuple(pins)).with_memory(dict.fromkeys(others, _PLENTY_BYTES))
-        # A gap of nearly one: any assignment will do.
+        # The gap is nearly one because any assignment will do.
         deadline = Deadline(_EXPLAIN_TIME_S)
         try:
             found = search(
@@ -61,7 +63,7 @@ class _Question:
         return found is not None
 
     def fewest(self, pins: Sequence[Pin], devices: Sequence[int]) -> tuple[list[Pin], list[int]]:
-        """Of these reasons a set that is impossible and of which none can be left out."""
+        """Returns a smallest subset of these reasons: infeasible, and feasible without any one of them."""
         names, limited = list(dict.fromkeys(pin.name for pin in pins)), list(devices)
 
         def of(kept: Sequence[str]) -> list[Pin]:
@@ -69,7 +71,7 @@ class _Question:
 
         needed: list[int] = []
         for device in tuple(limited):
-            # One that is like a device that cannot be left out cannot be either.
+            # A device that is interchangeable with one that is needed is needed as well.
             if len(self.request.one_of_each([*needed, device])) == len(self.request.one_of_each(needed)):
                 continue
             if self.is_possible(of(names), [other for other in limited if other != device]):
@@ -84,8 +86,8 @@ class _Question:
 
 def _wishes(pins: Sequence[Pin]) -> str:
     together = ", ".join(dict.fromkeys(names for pin in pins for names in pin.together))
-    company = f" ({together} kept together)" if together else ""
-    return ", ".join(dict.fromkeys(f"{pin.name!r} on {pin.where}" for pin in pins)) + company
+    kept = f" ({together} kept together)" if together else ""
+    return ", ".join(dict.fromkeys(f"{pin.name!r} on {pin.where}" for pin in pins)) + kept
 
 
 def _pins_exclude_one_another(request: SearchRequest, *, solver: str) -> InfeasibleError | None:
@@ -154,13 +156,13 @@ def _least_excess(
 
 
 def _rounded_up(share: float) -> str:
-    """To three digits that are enough."""
+    """Rounds up to three digits, so that the figure is enough."""
     digits = max(0, 2 - math.floor(math.log10(share)))
     return f"{math.ceil(share * 10**digits * (1 - 1e-12)) / 10**digits:.{digits}f}"
 
 
 def _reason(cluster: Cluster, device: int, need_bytes: float | None) -> str:
-    """With what it needs in the assignment that is nearest, where that is too much."""
+    """Returns a device with its memory, and with what the nearest assignment needs there if that is more."""
     have_bytes = cluster.devices[device].memory_bytes
     is_short = need_bytes is not None and need_bytes > have_bytes
     needed = f", needs {format_bytes(need_bytes)} there" if need_bytes is not None and is_short else ""

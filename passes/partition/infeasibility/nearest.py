@@ -1,4 +1,5 @@
-"""Where nothing fits: the nearest changes with which something does, each planned, with what it takes."""
+"""Finds the smallest changes with which there is a plan, where there is none, and makes each of these
+plans."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from pd2bw_fx.passes.partition.request import SearchRequest
 from pd2bw_fx.passes.partition.search.search import search
 from pd2bw_fx.units import format_bytes, format_seconds
 
-_TIME_S, _STAGES_TIME_S = 4.0, 4.0
+_TIME_S, _STAGES_TIME_S = 4.0, 4.0  # for memory and recomputation, and for more stages
 _HALVINGS = 7
-_PLENTY_BYTES = 10**18
-_ANY, _FINE = 0.999, 0.01  # gaps: whatever fits, and a figure to print
+_PLENTY_BYTES = 10**18  # stands for no limit
+_ANY, _FINE = 0.999, 0.01  # gaps: any plan will do; its time is printed
 _DEVICES_TRIED = 3
 _STAGES_TRIED = 8
 
@@ -29,8 +30,8 @@ def nearest_changes(
     *,
     solver: str,
 ) -> list[str]:
-    """One line for each change that is enough by itself: so much more memory on one of `devices`,
-    recomputation where it was off, the fewest stages more."""
+    """Returns a line for each change that is enough by itself: more memory on one of `devices`, recomputation
+    where it was off, and the fewest additional stages."""
     cluster, deadline = request.cluster, Deadline(_TIME_S)
     changes = []
     for device in request.one_of_each(devices)[:_DEVICES_TRIED]:
@@ -48,10 +49,13 @@ def nearest_changes(
 
 
 def _fewest_stages_more(request: SearchRequest, *, solver: str) -> str | None:
-    """On free devices first, then on others like the last. One number of stages after another: what fits on
-    some need not fit on more, for more are then in flight."""
+    """Returns the fewest additional stages, on free devices first and then on further ones like the last.
+
+    It tries one number after another, because what fits on some stages need not fit on more of them: they
+    have more microbatches in flight.
+    """
     if request.order is not None:
-        return None  # The method has places for so many stages only.
+        return None  # The method has device slots for this many stages only.
     deadline = Deadline(_STAGES_TIME_S)
     for more in range(1, min(_STAGES_TRIED, len(request.problem.blocks) - request.num_stages) + 1):
         larger = request.with_stages(request.num_stages + more)
@@ -59,7 +63,7 @@ def _fewest_stages_more(request: SearchRequest, *, solver: str) -> str | None:
             orders = larger.orders()
             found = search_within(larger.choices(orders), _FINE, solver=solver, deadline=deadline)
         except InputError:
-            continue  # The method cannot have so many.
+            continue  # The method cannot have so many stages.
         if found is not None:
             return f"{_stages_more(request, more)} ({_time(found)})"
     return None
@@ -76,11 +80,12 @@ def _stages_more(request: SearchRequest, more: int) -> str:
 def _least_more(
     request: SearchRequest, device: int, *, solver: str, deadline: Deadline
 ) -> tuple[int, SearchResult] | None:
-    """The fewest bytes that this device needs besides its own, to a hundredth or so, and a plan with them."""
+    """Returns the fewest bytes that this device needs besides its own, to about a hundredth, and their
+    plan."""
     own_bytes = request.cluster.devices[device].memory_bytes
 
     def planned(more_bytes: int, gap: float) -> tuple[int, SearchResult] | None:
-        """What of these bytes is needed, and the plan."""
+        """Returns the part of these bytes that a plan needs, and the plan."""
         larger = request.with_memory({device: own_bytes + more_bytes})
         orders = larger.orders()
         choices = larger.choices(orders)
@@ -103,7 +108,8 @@ def _least_more(
 
 
 def search_within(choices: Choices, gap: float, *, solver: str, deadline: Deadline) -> SearchResult | None:
-    """None also where the time did not tell: what is named as enough was planned."""
+    """Searches with half of the time left. Returns None also if the time runs out: a change is only named if
+    there is a plan for it."""
     if deadline.left_s <= 0:
         return None
     try:
@@ -117,5 +123,5 @@ def _time(found: SearchResult) -> str:
 
 
 def _rounded_up(num_bytes: float) -> str:
-    """With the exact number, since three digits may have been rounded down."""
+    """Returns bytes with their exact number, because three digits may have been rounded down."""
     return f"{format_bytes(num_bytes)} ({int(np.ceil(num_bytes))} bytes)"

@@ -1,4 +1,4 @@
-"""Where nothing fits: the assignment that is nearest to fitting, in shares of the devices' memory."""
+"""Finds the assignment that is nearest to fitting, in shares of the devices' memory, where none fits."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pd2bw_fx.passes.partition.integer_program.feasibility import FeasibilityPro
 from pd2bw_fx.passes.partition.search.search import search
 from pd2bw_fx.passes.solver import Status
 
-_PROGRAM_TIME_S = 2.0
-_ORDERS_TIME_S = 4.0
-_FEW_ORDERS = 8  # each with a program of its own
-_PLENTY = 1e15
-_ANY = 0.999  # a gap: whatever fits
-_NEAR = 1.01  # a figure to print
+_PROGRAM_TIME_S = 2.0  # for the program of each device order
+_ORDERS_TIME_S = 4.0  # for the bisection over all of them
+_FEW_ORDERS = 8  # so many have a program of their own each
+_PLENTY = 1e15  # a multiple of the memory that stands for no limit
+_ANY = 0.999  # a gap: any plan will do
+_NEAR = 1.01  # the share is found to a hundredth, for a figure to print
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shortfall:
-    """What each stage needs in an assignment of one of the choices, and the largest `share` of a limit that
-    this is; `is_least` where no assignment needs a hundredth less."""
+    """The bytes that each stage needs in an assignment of one of the choices. `share` is the largest of them
+    in shares of its limit; `is_least` says that no assignment needs a hundredth less."""
 
     choice: int
     need_bytes: Floats
@@ -36,8 +36,11 @@ class Shortfall:
 
 
 def least_shortfall(choices: Choices, *, solver: str) -> Shortfall | None:
-    """Of a few orders of the devices by a program each; of more, all are asked about smaller and smaller
-    shares. None where there was no time to find any."""
+    """Returns the smallest shortfall found, or None where there was no time to find any.
+
+    With few device orders each has a program of its own. With more of them, a bisection over the share asks
+    all orders at once.
+    """
     best, is_least = None, len(choices) <= _FEW_ORDERS
     for choice in range(min(len(choices), _FEW_ORDERS)):
         instance = choices[choice]
@@ -54,7 +57,7 @@ def least_shortfall(choices: Choices, *, solver: str) -> Shortfall | None:
 
 
 def _halved(choices: Choices, best: Shortfall | None, *, solver: str, deadline: Deadline) -> Shortfall | None:
-    """First whether what is known is the least that there is, then halfway to what is too little."""
+    """Bisects the share. It first asks whether the best known share is the least."""
     too_few, share = 1.0, _PLENTY if best is None else best.share / _NEAR
     while best is None or best.share > _NEAR * too_few:
         larger = choices.changed(partial(_with_times, share))

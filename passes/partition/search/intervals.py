@@ -40,7 +40,7 @@ def best_cut(instance: Instance, order: Sequence[int]) -> Integers | None:
 
 
 def rough_cut(instance: Instance, order: Sequence[int]) -> Integers | None:
-    """As `best_cut`, at the cheapest place of each of a hundred stretches only."""
+    """Returns what `best_cut` does, with cuts only at the cheapest place of each of a hundred stretches."""
     n = instance.num_nodes
     if n <= _ROUGH_PLACES:
         return _best_cut_at(instance, order, np.arange(n + 1))
@@ -48,7 +48,7 @@ def rough_cut(instance: Instance, order: Sequence[int]) -> Integers | None:
 
 
 def _best_cut_at(instance: Instance, order: Sequence[int], places: Integers) -> Integers | None:
-    """The best way to cut `order` at some of these places, the first and last of which are its ends."""
+    """Returns the best way to cut `order` at some of these places, which begin and end with its ends."""
     n, k = len(places) - 1, instance.num_stages
     rectangles = _Rectangles(instance, order, places)
     reached = np.full(n + 1, _NEVER)
@@ -74,7 +74,7 @@ def _best_cut_at(instance: Instance, order: Sequence[int], places: Integers) -> 
 
 
 def _cheapest_places(instance: Instance, order: Sequence[int], width: int) -> Integers:
-    """Of each `width` neighbouring places to cut, the one where crossing costs least, and both ends."""
+    """Returns the place with the least crossing cost out of every `width` neighbours, and both ends."""
     n = instance.num_nodes
     position = np.empty(n, dtype=np.int64)
     position[np.asarray(order, dtype=np.int64)] = np.arange(n)
@@ -84,7 +84,7 @@ def _cheapest_places(instance: Instance, order: Sequence[int], width: int) -> In
         members = position[list(net.members)]
         price[members.min() + 1] += cost_s
         price[min(members.max() + 1, n)] -= cost_s
-    price = price.cumsum()[1:n]  # of cutting before positions 1..n-1
+    price = price.cumsum()[1:n]  # the cost of cutting before each of positions 1..n-1
     cheapest = [start + int(price[start : start + width].argmin()) + 1 for start in range(0, n - 1, width)]
     return np.array([0, *cheapest, n], dtype=np.int64)
 
@@ -92,21 +92,22 @@ def _cheapest_places(instance: Instance, order: Sequence[int], width: int) -> In
 class _Rectangles:
     """Interval costs of one order: entry [i, j] is for the nodes in stretches i..j-1; infinite for i >= j.
 
-    Grids of n^2 numbers are what all this costs, so each is made once and only where it is needed: stages
-    that cost the same share theirs, and memory that cannot bind is not added up.
+    The time goes into grids of n^2 numbers, so each one is made once and only if it is needed. Stages that
+    cost the same share their grids, and memory that cannot bind is not added up.
     """
 
     def __init__(self, instance: Instance, order: Sequence[int], places: Integers) -> None:
         self.instance = instance
         self.size = n = len(places) - 1
-        self.position = np.empty(instance.num_nodes, dtype=np.int64)  # of a node: its stretch between places
+        self.position = np.empty(instance.num_nodes, dtype=np.int64)  # each node's stretch between places
         self.position[np.asarray(order, dtype=np.int64)] = np.repeat(np.arange(n), np.diff(places))
         self.corners, self.nets, self.starts = self._corners()
         self.no_interval = np.tri(n + 1, dtype=bool)  # i >= j
         self._grids: dict[tuple[str, bytes], Floats] = {}
 
     def load_s(self, stage: int) -> Floats:
-        """Load of every interval on this stage; infinite where it does not fit. Not to be written."""
+        """Returns the load of every interval on this stage, infinite where it does not fit. Do not write to
+        it."""
         instance = self.instance
         work_s = self._by_stretch(instance.work_s[stage])
         if instance.recompute is True:
@@ -135,7 +136,8 @@ class _Rectangles:
             load_s += links_s
 
     def _add_memory(self, load_s: Floats, stage: int) -> None:
-        """Infinite where the interval does not fit, one more forward where it fits only when recomputed."""
+        """Makes loads infinite where the interval does not fit, and adds one more forward where it fits only
+        if it recomputes. The formulas are those of `Instance`."""
         instance = self.instance
         in_flight = float(instance.in_flight[stage])
         held = self._grid("held", b"", self._held)
@@ -149,7 +151,9 @@ class _Rectangles:
             gradients = self._grid("gradients", b"", self._gradients)
             apart_kept = np.minimum(gradients, held + saved)
             apart_again = np.minimum(gradients, held + saved if instance.updates_each[stage] else held)
-        num_gone = in_flight if instance.flushes[stage] else 1.0  # microbatches, while the optimizer steps
+        num_gone = (
+            in_flight if instance.flushes[stage] else 1.0
+        )  # microbatches finished when the optimizer steps
         stepped_kept, stepped_again = stepped - num_gone * (held + saved), stepped - num_gone * held - saved
         kept = fixed + in_flight * saved + np.maximum(workspace - apart_kept, stepped_kept)
         recomputed = fixed + saved + np.maximum(workspace - apart_again, stepped_again)
@@ -167,17 +171,18 @@ class _Rectangles:
         load_s[recomputed > limit] = _NEVER
 
     def _link_costs(self, stage: int) -> Floats:
-        """Per corner: a producer pays towards the next stage, its readers towards the one before."""
+        """Returns what each corner costs: a producer pays to the next stage, its readers to the one
+        before."""
         before, after = max(stage - 1, 0), min(stage + 1, self.instance.num_stages - 1)
         costs = self.instance.cost_s[self.nets, stage]
         if stage in (before, after):
-            # The first stage receives from none and the last sends to none: any price will do for that.
+            # The first stage receives nothing and the last sends nothing, so any cost will do for that.
             before = after = after if stage == before else before
         paid: Floats = np.where(self.starts, costs[:, after], costs[:, before])
         return paid
 
     def _memory_key(self, stage: int) -> bytes:
-        """What the memory of a stage depends on; empty where all nodes together fit."""
+        """Returns what the memory of a stage depends on, as a key; empty where all nodes together fit."""
         instance = self.instance
         in_flight = float(instance.in_flight[stage])
         most = (
@@ -207,8 +212,8 @@ class _Rectangles:
         return self._grids[kind, key]
 
     def _corners(self) -> tuple[Integers, Integers, Flags]:
-        """Rectangles of intervals that have some members of a net and not all; which net, and whether the
-        interval starts with the net's first member."""
+        """Returns rectangles of intervals that have some members of a net and not all, the net of each, and
+        whether its intervals have the net's first member."""
         corners: list[tuple[int, int, int, int]] = []
         nets: list[int] = []
         starts: list[bool] = []
@@ -249,7 +254,7 @@ class _Rectangles:
         return own + self._shared([shared.gradient_bytes for shared in self.instance.shared])
 
     def _shared(self, num_bytes: Sequence[float]) -> Floats:
-        """The sum of these over what is shared and has a node in the interval."""
+        """Returns the sum of these bytes over shared parameters with a node in the interval."""
         return self._grid("shared", np.array(num_bytes).tobytes(), lambda: self._held_once(num_bytes))
 
     def _held_once(self, num_bytes: Sequence[float]) -> Floats:
@@ -265,7 +270,7 @@ class _Rectangles:
 
 
 def _largest(values: Floats) -> Floats:
-    """Entry [i, j]: the largest of values i..j-1."""
+    """Returns a grid whose entry [i, j] is the largest of values i..j-1."""
     n = len(values)
     grid = np.zeros((n + 1, n + 1))
     grid[:, 1:] = np.triu(np.broadcast_to(values, (n + 1, n)))
@@ -274,7 +279,7 @@ def _largest(values: Floats) -> Floats:
 
 
 def _painted(corners: Integers, weights: Floats, n: int) -> Floats:
-    """The sum of weights over all rectangles that cover each point of the (n + 1)^2 grid."""
+    """Returns, for each point of the (n + 1)^2 grid, the sum of the weights of rectangles that cover it."""
     size = n + 2
     i0, i1, j0, j1 = corners.T
     at = np.concatenate((i0 * size + j0, i1 * size + j0, i0 * size + j1, i1 * size + j1))
@@ -287,6 +292,6 @@ def _painted(corners: Integers, weights: Floats, n: int) -> Floats:
 
 
 def _between(values: Floats) -> Floats:
-    """Entry [i, j]: the sum of values i..j-1."""
+    """Returns a grid whose entry [i, j] is the sum of values i..j-1."""
     sums = np.concatenate(([0.0], values.cumsum()))
     return sums[None, :] - sums[:, None]

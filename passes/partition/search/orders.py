@@ -1,8 +1,8 @@
-"""Topological orders to cut: of a graph by itself, and near an assignment that is to become better.
+"""Topological orders to cut: those of a graph alone, and others near an assignment that is to be improved.
 
-To cut an order best (`intervals.py`) takes milliseconds. Where it has an assignment's stages one after the
-other the outcome is never worse than that. In which order a stage holds its nodes is free, and a branch may
-often go earlier or later as a whole: each such order offers other cuts.
+The best cut of an order (`intervals.py`) takes milliseconds. If the order has an assignment's stages one
+after another, its best cut is never slower than that assignment. Within a stage the order of the nodes is
+free, and a branch may often move earlier or later as a whole. Each such order offers other cuts.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ import networkx as nx
 
 from pd2bw_fx.passes.partition.instance import Instance, Integers
 
-_MOVED = (0, 0, 0, 1, 2, 4, 8)  # branches that leave their stage, in orders that come by turns
-_ONE_STAGE = 1.5
-_NEAR = 0.7  # of the branches that move, those that move by about a stage
-_IN_DEPTH = 0.7  # of the orders
-_STRAYING = (0.1, 0.5, 3.0, 20.0)  # steps that an order in depth may go back for another branch
+_NUM_MOVED = (0, 0, 0, 1, 2, 4, 8)  # branches that leave their stage; one of these is drawn for each order
+_SHORT_MOVE = 1.5  # stages
+_SHORT_SHARE = 0.7  # of the moves; the others may go anywhere
+_DEPTH_FIRST_SHARE = 0.7  # of the orders; the others have their branches side by side
+_STRAYING = (
+    0.1,
+    0.5,
+    3.0,
+    20.0,
+)  # steps that a depth-first order may go back for another branch; one is drawn
 
 
 def topological_orders(instance: Instance) -> list[Sequence[int]]:
-    """The given order, and where it is not the only one, one branch after the other in two ways."""
+    """Returns the given order and two others that finish one branch after another, where they differ."""
     given = list(range(instance.num_nodes))
     graph = nx.DiGraph(instance.edges)
     graph.add_nodes_from(given)
@@ -33,7 +38,7 @@ def topological_orders(instance: Instance) -> list[Sequence[int]]:
 
 
 def _depth_first(graph: nx.DiGraph) -> list[int]:
-    """Topological, and from each node on to what has just become possible."""
+    """Returns a topological order that goes on from each node to what it has just made possible."""
     waiting = dict(graph.in_degree())
     ready = sorted((node for node, count in waiting.items() if count == 0), reverse=True)
     order = []
@@ -48,7 +53,7 @@ def _depth_first(graph: nx.DiGraph) -> list[int]:
 
 
 class Shuffler:
-    """Draws topological orders; the same ones in every process. Nodes of a graph are in such an order."""
+    """Draws topological orders, the same ones in every process. Nodes are numbered in a topological order."""
 
     def __init__(self, num_nodes: int, edges: Sequence[tuple[int, int]]) -> None:
         self._draw = random.Random(0)
@@ -59,17 +64,18 @@ class Shuffler:
             self._readers[u].append(v)
             self._waiting[v] += 1
             before[v].append(u)
-        self._branch = list(range(num_nodes))  # of a row of nodes that alone follow one another: its first
+        self._branch = list(range(num_nodes))  # the first node of the row that a node is in
         for v, reads in enumerate(before):
             if len(reads) == 1 and len(self._readers[reads[0]]) == 1:
                 self._branch[v] = self._branch[reads[0]]
         self._branches = sorted(set(self._branch))
 
     def order(self, stage_of: Integers) -> list[int]:
-        """Stage by stage, branches side by side or each on to its end; now and then some leave theirs."""
+        """Returns an order with one stage after another. Within a stage, branches are side by side or one
+        after another; some branches are moved to other stages."""
         wanted = self._wanted(stage_of)
         chance = {branch: self._draw.random() for branch in self._branches}
-        goes_on = self._draw.random() < _IN_DEPTH
+        goes_on = self._draw.random() < _DEPTH_FIRST_SHARE
         straying = self._draw.choice(_STRAYING)
         waiting = self._waiting.copy()
         ready = [(wanted[v], chance[self._branch[v]], v) for v, count in enumerate(waiting) if count == 0]
@@ -82,18 +88,18 @@ class Shuffler:
                 waiting[reader] -= 1
                 if waiting[reader] == 0:
                     place = chance[self._branch[reader]]
-                    if goes_on:  # what has just become possible comes first
+                    if goes_on:  # depth first: what has just become possible comes next
                         place = straying * place - len(order)
                     heapq.heappush(ready, (wanted[reader], place, reader))
         return order
 
     def _wanted(self, stage_of: Integers) -> list[float]:
-        """Where each node is to be, in stages: where it is, but for a few branches."""
+        """Returns the stage that each node is wanted on: its own, except for a few branches."""
         draw = self._draw
         last = float(max(stage_of))
         moves: dict[int, float] = {}
-        for branch in draw.choices(self._branches, k=draw.choice(_MOVED)):
-            far = _ONE_STAGE if draw.random() < _NEAR else last
+        for branch in draw.choices(self._branches, k=draw.choice(_NUM_MOVED)):
+            far = _SHORT_MOVE if draw.random() < _SHORT_SHARE else last
             moves[branch] = draw.uniform(-far, far)
         at = [float(stage) for stage in stage_of]
         return [place + moves.get(branch, 0.0) for place, branch in zip(at, self._branch, strict=True)]

@@ -46,13 +46,13 @@ class _Step(NamedTuple):
 
 
 class Enumeration(Protocol):
-    """All that there is, looked through for one target after another."""
+    """A `Question` that is answered by going through all assignments."""
 
     def is_short(self) -> bool:
-        """Whether that takes a second or so."""
+        """Returns whether that takes about a second."""
 
     def __call__(self, target_s: float, deadline: Deadline) -> Answer:
-        """As a `Question` is answered."""
+        """Answers for one target."""
 
 
 def search(
@@ -65,15 +65,15 @@ def search(
     enumerations: Sequence[Enumeration] = (),
     kinds: Sequence[DeviceKind] = (),
 ) -> SearchResult | None:
-    """The fastest assignment over all choices, proven to `max_gap` unless the time runs out.
+    """Returns the fastest assignment over all choices, proven to `max_gap` unless the time runs out.
 
-    `report` hears of every step, and every second of a long one. Ctrl-C ends the search as the deadline does.
-    `kinds` are all devices that there are, for the bound from single nodes; one choice has its own stages.
-    `enumerations` are asked, one after another, where neither programs, in a first share of the time, nor
-    other orders settle it; short ones before all that.
+    `report` is called at every step, and every second of a long one. Ctrl-C ends the search as the deadline
+    does. `kinds` are all devices, for the bound from single nodes; where there is one choice it can be left
+    out. `enumerations` are asked one after another: short ones at the beginning, and all of them after
+    programs have had a first share of the time and other orders have been cut.
 
-    None where it is proven that no assignment of any choice fits in memory. Raises SolverError where the time
-    ran out before the first assignment was found.
+    Returns None where it is proven that no assignment of any choice fits in memory. Raises SolverError where
+    the time runs out before the first assignment.
     """
     found, bound_s = search_faster(
         choices,
@@ -101,8 +101,10 @@ def search_faster(
     enumerations: Sequence[Enumeration] = (),
     kinds: Sequence[DeviceKind] = (),
 ) -> tuple[SearchResult | None, float]:
-    """As `search`, for one that is faster than something that is known; and the bound on all there are.
-    Ctrl-C stops the deadline."""
+    """Searches for an assignment faster than `faster_than_s`, with the arguments of `search`.
+
+    Returns it, or None, and a bound on all assignments. Ctrl-C stops the deadline.
+    """
     first = Deadline(min(deadline.left_s * _FIRST_SHARE, _FIRST_TIME_S))
     state = SearchState(choices, solver=solver, deadline=first, report=report, kinds=kinds)
     state.bottleneck_s = faster_than_s

@@ -1,4 +1,4 @@
-"""Where a search stands: the best assignment so far and what is proven, and the steps that bring it on."""
+"""The state of a search, the incumbent and what is proven, and the steps that improve it."""
 
 from __future__ import annotations
 
@@ -23,25 +23,30 @@ from pd2bw_fx.plan import Progress
 from .intervals import best_cut, rough_cut
 from .orders import Shuffler, topological_orders
 
-_TOLERANCE = 2e-6  # solvers keep their rows to a millionth: twice that is no fault of theirs
-_BROKEN = 1e-3  # of a target: more than all tolerances together, or large constants, let through
-_COARSE_GAP = 0.01
-_FINE_GAP = 0.002
-_SMALL = 2000  # nodes times stages: what is proven finely at once
-_MOST_EXCLUDED = 50  # assignments that a program allows and that are not as it has them
-_ROUNDS = (0, 25, 100)  # orders in a row that brought nothing: a bound is asked for, and the last ends it
-_LEAST_LOADS_SHARE = 0.3  # of the time of the step that they help
-_NEAR_THE_TARGET = 0.9  # of it: less than that, and a target that is a little lower makes no difference
-_OF_USE = 1e-6  # of the incumbent: a bound below that says nothing, and half of it is one again
-_FEW_DOWN_SETS = 10_000
-_ENUMERATION_SHARE = 0.25
+_TOLERANCE = 2e-6  # of a target: solvers keep their rows to a millionth, and twice that is within it
+_BROKEN = 1e-3  # of a target: more than all tolerances and large constants together can account for
+_COARSE_GAP = 0.01  # the gap of the first pass over the device orders of a large problem
+_FINE_GAP = 0.002  # a bisection of the target ends at this gap
+_SMALL = 2000  # nodes times stages: below this there is one pass, at the finest gap
+_MOST_EXCLUDED = 50  # assignments of one program that turn out slower or larger than it has them
+_FRUITLESS_ORDERS = (
+    0,
+    25,
+    100,
+)  # orders in a row without improvement: ask for a bound; the last one is the end
+_LEAST_LOADS_SHARE = 0.3  # of the time of the step that asks for the bound
+_NEAR_THE_TARGET = 0.9  # of the target: a bound below this will not reach a slightly lower target either
+_LEAST_USEFUL_BOUND = 1e-6  # of the incumbent: bisection does not go on below this
+_FEW_DOWN_SETS = 10_000  # more of them are not enumerated before a program
+_ENUMERATION_SHARE = 0.25  # of the time left, for enumerating them
 
 Question = Callable[[float, Deadline], Answer]
-"""Takes a target in seconds and a deadline."""
+"""Answers for a target in seconds, before a deadline."""
 
 
 class SearchState:
-    """The incumbent, and for each choice the largest target that is known to be out of its reach."""
+    """The incumbent (`choice`, `stage_of`, `bottleneck_s`), and the largest target that each choice is known
+    not to reach (`refuted_s`)."""
 
     def __init__(
         self,
@@ -73,10 +78,10 @@ class SearchState:
         self.down_sets: DownSets | None = None
 
     def bound_s(self) -> float:
-        """No assignment of any choice is faster."""
+        """Returns a bound that no assignment of any choice is faster than."""
         refuted_s = float(self.refuted_s.min())
         if not self.choices.are_all and (refuted_s < np.inf or self.bottleneck_s < np.inf):
-            refuted_s = 0.0  # other orders may have what these have not
+            refuted_s = 0.0  # other device orders may be faster
         return min(max(refuted_s, self.floor_s), float(self.bottleneck_s))
 
     def is_proven(self, gap: float) -> bool:
@@ -91,14 +96,14 @@ class SearchState:
         return [int(choice) for choice in np.argsort(self.seen_s, kind="stable")]
 
     def first_assignments(self) -> None:
-        """The best cut of a few topological orders, on as many choices as a third of the time allows."""
+        """Cuts a few topological orders, for as many choices as a third of the time allows."""
         share = Deadline(self.deadline.left_s / 3)
         for choice in range(len(self.choices)):
             if choice > 0 and share.left_s == 0:
                 break
             instance = self.choices[choice]
             near = within_reach(instance, _at_best_s(instance))
-            # Of many device orders few are worth a close look: a rough one tells which.
+            # With many device orders a rough cut tells which few of them are worth a close look.
             for order in (*_pinned_order(instance, self.reach), *self.orders):
                 stage_of = (rough_cut if len(self.choices) > FEW_CHOICES else best_cut)(near, order)
                 if stage_of is not None and respects_edges(instance, stage_of):
@@ -132,14 +137,15 @@ class SearchState:
         is_small = self.choices[0].num_nodes * self.choices[0].num_stages <= _SMALL
         for gap in (finest,) if is_small or finest >= _COARSE_GAP else (_COARSE_GAP, finest):
             for tried, choice in enumerate(self.most_promising_first()):
-                # Of some of the orders nothing is proven: the best of them is all that there is to find.
+                # Where not all orders are choices nothing can be proven, so the most promising are enough.
                 is_enough = tried >= FEW_CHOICES and not self.choices.are_all and self.stage_of is not None
                 if self.deadline.left_s == 0 or is_enough:
                     break
                 self.refute_or_improve(choice, gap)
 
     def refute_or_improve(self, choice: int, gap: float) -> None:
-        """Until this choice has nothing that is faster than the incumbent by `gap`, or the time is up."""
+        """Asks programs until this choice has nothing faster than the incumbent by `gap`, or the time is
+        up."""
         while True:
             target_s = float(self.bottleneck_s) * (1.0 - gap)
             if self.refuted_s[choice] >= target_s or self.bound_s() >= target_s:
@@ -165,19 +171,21 @@ class SearchState:
         self.floor_s = max(self.floor_s, found_s)
         self.tell()
 
-    def shuffle(self, gap: float, *, patience: int = _ROUNDS[-1]) -> None:
-        """Cut other orders near the incumbent's, until many in a row bring nothing; a bound by turns."""
+    def shuffle(self, gap: float, *, patience: int = _FRUITLESS_ORDERS[-1]) -> None:
+        """Cuts other orders near the incumbent's until `patience` in a row bring nothing. Now and then it
+        asks for a bound."""
         shuffler = Shuffler(self.choices[0].num_nodes, self.choices[0].edges)
         fruitless = 0
         while self.stage_of is not None and self.deadline.left_s > 0:
-            if fruitless in _ROUNDS:
+            if fruitless in _FRUITLESS_ORDERS:
                 self.ask_least_loads(gap)
             if fruitless == patience or self.is_proven(gap):
                 return
             fruitless = 0 if self._shuffle_once(shuffler, fruitless, gap) else fruitless + 1
 
     def _shuffle_once(self, shuffler: Shuffler, number: int, gap: float) -> bool:
-        """Whether another order is better by the gap. Every other time it is cut for another choice."""
+        """Cuts one more order, every other time for another choice. Returns whether that is better by the
+        gap."""
         choice = self.choice if number % 2 == 0 else number // 2 % len(self.choices)
         before_s = self.bottleneck_s
         assert self.stage_of is not None
@@ -189,14 +197,15 @@ class SearchState:
         return bool(self.bottleneck_s < before_s * (1.0 - gap))
 
     def ask_relaxed_bound(self, gap: float) -> None:
-        """A bound, where there is one choice and its stages are alike."""
+        """Asks for the bound by relaxed rules, where there is one choice and its stages are alike."""
         if len(self.choices) == 1 and not self.is_proven(gap) and np.isfinite(self.bottleneck_s):
             rules = RelaxedBound.of(within_reach(self.choices[0], self.bottleneck_s), self.deadline)
             if rules is not None:
                 self.enumerate(rules, gap)
 
     def ask_windows(self, gap: float) -> None:
-        """How large a target leaves some node no stage, on every choice: a bound that takes little time."""
+        """Bisects for the largest target at which, on every choice, some node has no stage left: a quick
+        bound."""
         low_s, high_s = self.bound_s(), float(self.bottleneck_s) * (1.0 - gap)
         while np.isfinite(high_s) and high_s - low_s > _FINE_GAP * high_s:
             target_s = (low_s + high_s) / 2
@@ -213,10 +222,10 @@ class SearchState:
         self.tell()
 
     def enumerate(self, ask: Question, gap: float) -> None:
-        """Until nothing is faster by `gap`, or the time is up, or there is too much to enumerate.
+        """Asks until nothing is faster by `gap`, or the time is up, or there is too much to enumerate.
 
-        By turns it is asked for the least improvement, which there is often none of, and halfway to the
-        bound; below a target of which it knows nothing, halfway only.
+        Targets are, in turns, the least improvement, which often does not exist, and halfway to the bound.
+        Below a target with an unknown answer they are halfway only.
         """
         is_least, unknown_s = True, np.inf
         while self.bound_s() < (target_s := float(self.bottleneck_s) * (1.0 - gap)):
@@ -225,7 +234,7 @@ class SearchState:
             high_s = min(float(self.bottleneck_s), unknown_s)
             middle_s = (high_s + max(0.0, self.bound_s())) / 2
             is_far = middle_s < high_s * (1.0 - _FINE_GAP)
-            is_of_use = is_far and middle_s > _OF_USE * self.bottleneck_s
+            is_of_use = is_far and middle_s > _LEAST_USEFUL_BOUND * self.bottleneck_s
             if unknown_s < np.inf and not is_of_use:
                 return
             if is_far and (unknown_s < np.inf or not is_least):
@@ -245,7 +254,7 @@ class SearchState:
             self.tell()
 
     def _is_refuted_by_enumeration(self, instance: Instance, target_s: float) -> bool:
-        """Whether milder rules are enough to exclude the target."""
+        """Returns whether relaxed rules (`relaxation.py`) are enough to exclude the target."""
         if not np.isfinite(target_s):
             return False
         if not self.is_enumerated:
@@ -288,22 +297,27 @@ class SearchState:
                 )
             if loads.fits and not is_slower:
                 return status, stage_of
-            # Too large by less than the solver's tolerance, a few bytes in a gigabyte, slower by what the
-            # tolerances of several rows add up to, or with the routes that it is given: not this one, then.
+            # The assignment is too large by less than the solver's tolerance (a few bytes in a gigabyte), or
+            # too slow by the tolerances of several rows together or with the routes that it is given. Exclude
+            # it.
             self._offer(choice, stage_of)
             program.exclude(stage_of)
         return Status.UNKNOWN, None
 
 
 def _at_best_s(instance: Instance) -> float:
-    """All work and transfers, each where it takes least: far more than that is nothing for a first cut."""
+    """Returns the sum of all work and transfers, each where it takes least. First cuts ignore far larger
+    times."""
     apart = ~np.eye(instance.num_stages, dtype=bool)
     transfers_s = instance.cost_s[:, apart].min(axis=1) if instance.num_stages > 1 else np.zeros(1)
     return float(instance.work_s.min(axis=0).sum() + transfers_s.sum())
 
 
 def _pinned_order(instance: Instance, reach: Reach) -> list[Sequence[int]]:
-    """What is pinned to an early stage first, or no way to cut the order may keep to the pins."""
+    """Returns an order with nodes pinned to early stages first, or none where there are no pins.
+
+    Without it, it could be that no cut keeps to the pins.
+    """
     if instance.forbidden is None or not instance.forbidden.any():
         return []
     windows = windows_for(instance, np.inf, reach)

@@ -1,8 +1,8 @@
-"""The search over plans that send values straight, and over those whose stages hand them on.
+"""Searches plans that send values straight, and plans whose stages hand them on.
 
-Where links are alike the two are one: the bounds that step in for programs hold whoever sends a value. Where
-they are not, values are priced as sent straight first; then the search is run once more for an assignment
-that is faster with its routes, with a program in which any stage sends a value that has come to it.
+Where all links are alike one search covers both, because its bounds hold whichever stage sends a value. Where
+they are not, the first search prices values as sent straight. A second one then looks for an assignment that
+is faster with its routes, by a program in which a stage may send any value that it has received.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pd2bw_fx.plan import Progress
 
 from .search import search, search_faster
 
-_FIRST_SHARE = 0.7  # of the time, where there is a second search
-_ROUTES_TIME_S = 15.0  # that this one has at least, if the limit leaves it
+_FIRST_SHARE = 0.7  # of the time limit, for the first of two searches
+_ROUTES_TIME_S = 15.0  # for the second one at least, if the limit leaves as much
 
 
 def search_with_routes(
@@ -29,7 +29,8 @@ def search_with_routes(
     deadline: Deadline,
     report: Callable[[Progress], None] | None = None,
 ) -> SearchResult | None:
-    """What `search` finds, or what is faster with its routes. The bound is of assignments with theirs."""
+    """Returns the result of `search`, or an assignment that is faster with its routes. The bound is over all
+    assignments with their routes."""
     started_s = time.perf_counter()
     handing_on = choices.changed(lambda instance: replace(instance, hands_on=True))
     if links_are_alike(choices[0]):
@@ -41,7 +42,7 @@ def search_with_routes(
     direct_s = routed(choices[direct.choice], direct.stage_of)[1].bottleneck_s
     left = Deadline(min(deadline.left_s, max(time.perf_counter() - started_s, _ROUTES_TIME_S)))
     if first.is_stopped:
-        left.stop()  # what is known without a search
+        left.stop()  # then only bounds that take no search are used
     other, bound_s = search_faster(handing_on, direct_s, solver=solver, max_gap=max_gap, deadline=left)
     found = replace(direct, bottleneck_s=direct_s) if other is None else other
     return replace(found, bound_s=min(bound_s, found.bottleneck_s))
