@@ -53,9 +53,9 @@ _UPDATES_COMPARED = 8  # enough for a steady state
 class Pipeline:
     """A model split into stages. Print it to see the plan; `stages[i].source` is the code of one stage.
 
-    What a user reads: `graph`, `costs`, `cluster`, `plan`, `schedule`, `stages`, `programs`,
-    `trace_report` (None for a pipeline that was loaded). The weights are the one thing that changes:
-    training replaces them, and `state_dict()` gives them under the original model's names.
+    Its attributes are `graph`, `costs`, `cluster`, `plan`, `schedule`, `stages`, `programs` and
+    `trace_report` (None for a pipeline that was loaded). Only the weights ever change: training replaces
+    them, and `state_dict()` returns them under the original model's names.
     """
 
     def __init__(
@@ -91,8 +91,10 @@ class Pipeline:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Each stage's program and a module with the pipeline's weights (copies), built when first asked and
-        anew when the weights have changed."""
+        """Each stage's program, and a module with copies of the pipeline's weights.
+
+        Modules are built when they are first asked for, and again when the weights have changed.
+        """
         state = tuple(map(state_of, self._tensors.values()))
         if not self._stages or state != self._state_of_stages:
             self._stages, self._state_of_stages = tuple(self._built()), state
@@ -103,12 +105,12 @@ class Pipeline:
             yield Stage(program, build_module(program, self._tensors))
 
     def run(self, batch: Any) -> dict[str, Tensor]:
-        """What the model returns for a batch, by output name: the stages one after another in this process.
+        """Runs the stages one after another in this process; returns the model's outputs by name.
 
-        `batch` is as `Engine.step` takes it, whole. Gradients flow back through all `stages[i].module`, which
-        are copies of the weights: running statistics go on in them from run to run, and stay as they were in
-        the pipeline, which is what is saved and exported. Raises InputError for a batch that the model was
-        not traced for.
+        `batch` is a whole batch, in the form that `Engine.step` takes. Gradients flow back through every
+        `stages[i].module`. These modules have copies of the weights: their running statistics change from run
+        to run, while those of the pipeline, which are saved and exported, stay as they were. Raises
+        InputError for a batch that the model was not traced for.
         """
         if self.batch_layout is None:
             raise InputError("to run the stages on a batch, split the model with example_args")
@@ -118,23 +120,25 @@ class Pipeline:
         return {output.name: outputs[output.name] for output in self.graph.outputs}
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Every parameter, buffer and constant, once each, by its name in the graph."""
+        """Returns every parameter, buffer and constant, once each, by its name in the graph."""
         return self._tensors
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The merged weights: keys, shapes and ties of the original model's own state_dict, but for what
-        `get_extra_state` gives, which is no tensor and stays the model's own."""
+        """Returns all stages' weights with the keys, shapes and ties of the original model's state_dict.
+
+        What a module's `get_extra_state` gives is not among them: it is no tensor and stays with the model.
+        """
         return as_state_dict((*self.graph.parameters.values(), *self.graph.buffers.values()), self._tensors)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace weights, by name in the graph or any tied name; each becomes the type that the model has,
-        and comes where the one before it is, in its order of memory (channels_last, say).
+        """Replaces weights, given by name in the graph or by any tied name.
 
-        A pipeline that was split on the meta device is as one that was loaded from a folder when all of its
-        tensors have values: its example inputs are made up, and `verify` wants the model.
-
-        What a module's `get_extra_state` gave (`.._extra_state` in a state_dict) is left out. What was given
-        may change afterwards: the pipeline has copies (but of first values it has those).
+        Each tensor is converted to the type, the device and the memory order (channels_last, say) of the one
+        that it replaces. Entries that a module's `get_extra_state` made (`.._extra_state` in a state_dict)
+        are left out. The pipeline keeps copies, so that what was given may change afterwards. The exception
+        is a pipeline that was split on the meta device and has no values yet: it keeps the given tensors.
+        Once all of its tensors have values, it is like a pipeline that was loaded from a folder: its example
+        inputs are made up, and `verify` needs the model.
 
         Raises InputError for a name that the model does not have, another shape, and unlike values under the
         names of one tied parameter; nothing is replaced then.
@@ -147,7 +151,7 @@ class Pipeline:
         self._take({name: t.detach() if is_empty else t.detach().clone() for name, t in tensors.items()})
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Tensors that are the pipeline's from now on."""
+        """Replaces weights by tensors that nobody else will change."""
         were_empty = any(tensor.is_meta for tensor in self._tensors.values())
         own = self._tensors
         given = accepted(self.graph, tensors)
@@ -158,10 +162,10 @@ class Pipeline:
             self.example = None if self.example is None else made_up(self.example, beside=self._tensors)
 
     def explain(self, **options: Any) -> Explanation:
-        """Why the plan is as it is: each cut and the next best one, what binds, what would help most.
+        """Explains the plan: each cut and the next best one, which constraints bind, what would help.
 
-        Every alternative is solved again on the same costs. Options are those of `passes.partition.explain`
-        (`time_limit_s`, `max_gap`, ..).
+        Every alternative is planned again on the same costs. `options` are those of
+        `passes.partition.explain` (`time_limit_s`, `max_gap`, ..).
         """
         if method_of(self.plan.method).placing in (Placing.ROUND, Placing.BOTH_WAYS):
             raise InputError(
@@ -174,10 +178,10 @@ class Pipeline:
         return explain(self.plan, problem, self.cluster, **{"kept": kept, **self.planning_options, **options})
 
     def check_plan(self, plan: Plan) -> Plan:
-        """What another plan for this model would cost on this cluster, with the memory and constraints that
-        the pipeline was split with: a plan that was edited by hand, say.
+        """Returns another plan for this model, edited by hand say, with its costs on this cluster.
 
-        Raises PlanMismatchError, InfeasibleError and InputError for what cannot be, as `split(plan=..)` does.
+        The memory model and the constraints are those that the pipeline was split with. Raises
+        PlanMismatchError, InfeasibleError and InputError for an impossible plan, as `split(plan=..)` does.
         """
         require_kind("plan", plan, Plan, "a Plan (Plan.loads(text) reads one)")
         problem = coarsen(self.graph, self.costs, self.cluster)
@@ -196,18 +200,20 @@ class Pipeline:
         example: Mapping[str, Tensor] | None = None,
         tolerance: float | None = None,
     ) -> Verification:
-        """Run the stages in sequence and the original model on the same inputs, and compare outputs, every
-        gradient and every buffer.
+        """Compares the stages with the original model: outputs, every gradient and every buffer.
 
-        A loaded pipeline has no original model at hand: pass it, with the example arguments (and loss_fn) it
-        was split with where its inputs are not plain arguments of its forward. It is given the pipeline's
-        weights for the comparison and has its own back afterwards. `example` are other inputs to compare on,
-        by their names in `graph.inputs`. `tolerance` is relative to each tensor's largest entry; None takes
-        what suits the type (equal bits are expected, 1e-12 in float64 allowed), or four times what rounding
-        its weights does to the model itself.
+        The stages run one after another, on the same inputs as the model. A pipeline that was loaded does not
+        have the model: pass it, and, where its inputs are not plain arguments of its forward, the example
+        arguments and the loss_fn that it was split with. The model is given the pipeline's weights for the
+        comparison and gets its own back afterwards. `example` holds other inputs to compare on, by their
+        names in `graph.inputs`.
 
-        Raises VerificationError naming the first tensor that differs by more, InputError without a model, or
-        where arguments are given and the model that they are for is not.
+        `tolerance` is relative to each tensor's largest entry. None allows what suits the type (equal bits
+        are expected, 1e-12 in float64 is allowed), or four times the change in the model's own results when
+        its weights are rounded.
+
+        Raises VerificationError naming the first tensor that differs by more, and InputError where the model
+        is needed and missing, or arguments for it are given without it.
         """
         return verify_pipeline(
             self,
@@ -221,10 +227,11 @@ class Pipeline:
         )
 
     def save(self, folder: str | Path) -> None:
-        """Write sources, weights (safetensors), plan and schedule (JSON) and a manifest with hashes.
+        """Writes sources, weights (safetensors), plan and schedule (JSON) and a manifest with hashes.
 
-        The folder appears only when it is complete; one of ours is filled anew, and what else is in it stays.
-        Raises InputError if it is somebody else's, or was edited by hand since.
+        The folder appears only when it is complete. A folder that `save` wrote before is written anew, and
+        other files in it stay. Raises InputError for a folder that is not a pipeline's, or that was edited by
+        hand since.
         """
         save_pipeline(self, folder)
 
@@ -238,17 +245,17 @@ class Pipeline:
         tolerance: float | None = None,
         external_above_bytes: int = EXTERNAL_ABOVE_BYTES,
     ) -> dict[str, Any]:
-        """Write ONNX files and `manifest.json`, which says what connects to what; returns the manifest.
+        """Writes ONNX files and `manifest.json`, which says what connects to what; returns the manifest.
 
-        `form`: "stages", one file a stage; "annotated", the whole model in one file with every node's stage
-        in the standard's multi-device annotation (IR version 11); "both". `training` exports batch norm as it
-        is in training; a model that draws random numbers then (dropout) is refused. `tolerance`: how far
-        results may be apart, relative to a tensor's largest entry (None: as suits its type). Parameters of
-        more than `external_above_bytes` in a file stand in another beside it.
+        `form` is "stages", one file a stage; "annotated", the whole model in one file with every node's stage
+        in the standard's multi-device annotation (IR version 11); or "both". `training` exports batch norm as
+        it computes in training; a model that draws random numbers in training (dropout) is refused.
+        `tolerance` is how far results may be apart, relative to a tensor's largest entry (None: what suits
+        its type). A file with more than `external_above_bytes` of parameters has them in another file.
 
-        The files run in onnxruntime, one after another and at two batch sizes, and are compared with the
-        original model (where it is at hand) and the stages before the folder appears. Raises ExportError,
-        and leaves nothing, if they differ or cannot be written.
+        Before the folder appears, the files run in onnxruntime, one after another and at two batch sizes, and
+        are compared with the stages and, if the pipeline has it, the original model. Raises ExportError, and
+        leaves nothing, if they differ or cannot be written.
         """
         require_choice("training", training, True, False)
         require_whole_number("external_above_bytes", external_above_bytes, least=0)
@@ -283,17 +290,17 @@ class Pipeline:
         cluster: Cluster | int | str | Path | None = None,
         **options: Any,
     ) -> Timeline:
-        """The plan's stages on a model of time: the pipeline's own schedule, or another one.
+        """Simulates the plan's stages under the pipeline's own schedule, or another one.
 
-        `slack` is the engine's (see `Engine.from_pipeline`), but 0 unless it is given: as the plan counts
-        memory. `replicas` are ranks of each stage (one number for all, or one each) on devices like those of
-        the plan. `method="ddp"` puts the stages together, and a copy of the whole on each device of the plan.
-        `cluster` may have other links than the one that was planned for. `options` are those of
+        `slack` is the engine's (see `Engine.from_pipeline`), but its default is 0, with which the plan counts
+        memory. `replicas` is the number of ranks of each stage, one number for all or one each, on devices
+        like those of the plan. `method="ddp"` joins the stages and puts a copy of the whole on each device of
+        the plan. `cluster` may have other links than the one that was planned for. `options` are those of
         `passes.simulate.simulate` (`links`, `jitter`, `seed`, `update_s`, and `calibration`: what the engine
-        takes besides the operators, see `calibration`).
+        takes beside the operators, see `calibration`).
 
-        Raises InputError for a schedule that cannot be, such as fewer microbatches than stages for 2bw, or
-        a method that needs another plan (interleaved).
+        Raises InputError for an impossible schedule, such as fewer microbatches than stages for 2bw, or a
+        method that needs another plan (interleaved).
         """
         return simulate_pipeline(
             self,
@@ -304,9 +311,9 @@ class Pipeline:
         )
 
     def calibration(self, *timelines: Timeline | None) -> Calibration:
-        """What measured runs of this pipeline took besides its profile, for `simulate` of any method.
+        """Returns what measured runs of this pipeline took beside its profile, for `simulate` of any method.
 
-        `timelines` are those of `TrainResult.metrics` or `Engine.records`, recorded (`record=4`) of methods
+        `timelines` come from `TrainResult.metrics` or `Engine.records`, recorded (`record=4`) under methods
         with one stage on a rank: 1f1b, say, and zb-h1 if zero-bubble methods are to be simulated. Raises
         InputError for None, which `Metrics.timeline` is where nothing was recorded.
         """
@@ -316,22 +323,24 @@ class Pipeline:
         return calibrate(self.plan, recorded)
 
     def peak_memory_bytes(self, timeline: Timeline) -> tuple[int, ...]:
-        """What each rank of a timeline from `simulate` (of three updates or more) holds at its worst moment:
-        the plan's sizes, times the weight versions and microbatches that the timeline has at one time.
+        """Returns what each rank of a timeline from `simulate` holds at its worst moment.
+
+        That is the plan's sizes times the weight versions and microbatches that the timeline has at one time.
+        The timeline must have three updates or more.
         """
         return simulated_peak_bytes(self, timeline)
 
     def shape(self, request: RunRequest | None = None) -> Shape:
-        """What the schedule is built for, as it was planned or as it is request.
+        """Returns what the schedule is built for, as planned, or as a request asks for.
 
-        zb-auto searches with the plan's times where it is not as it was planned.
+        For a request that differs from the plan, zb-auto searches for its order with the plan's times.
         """
         return shape_for(self, request or RunRequest(), self.plan)
 
     def report(self, path: str | Path, *, metrics: Metrics | None = None) -> None:
-        """Write one HTML page that needs no network: the plan, its graph, its time and memory, its code.
+        """Writes one HTML page that needs no network: the plan, its graph, its time and memory, its code.
 
-        `metrics` (of `TrainResult`, or `Metrics.load(folder)`) are shown beside what was predicted.
+        `metrics` (of `TrainResult`, or `Metrics.load(folder)`) are shown beside the predictions.
         Raises InputError for a name that does not end with .html, and where the file cannot be written.
         """
         require_path("path", path)
@@ -346,9 +355,10 @@ class Pipeline:
             file.write_text(page, encoding="utf-8")
 
     def draw(self, part: Part, path: str | Path | None = None, *, metrics: Metrics | None = None) -> Picture:
-        """One of the report's pictures, for a notebook to show: "graph", "timeline", "time", "memory", and of
-        a training run "measured" and "loss". Written to `path` as .svg or .png, timelines also as .json for
-        Perfetto.
+        """Returns one of the report's pictures, which a notebook shows, and writes it to `path`, if given.
+
+        `part` is "graph", "timeline", "time" or "memory", or, for the metrics of a training run, "measured"
+        or "loss". `path` ends with .svg or .png, for timelines also with .json (for Perfetto).
         """
         timeline = self._timeline_of(metrics)
         drawn = picture_of(part, graph=self.graph, plan=self.plan, timeline=timeline, metrics=metrics)
@@ -357,7 +367,7 @@ class Pipeline:
         return drawn
 
     def _timeline_of(self, metrics: Metrics | None) -> Timeline:
-        """Simulated as the run was, if there was one."""
+        """Returns the simulated timeline, with the method and sizes of the measured run if there is one."""
         if metrics is None:
             return self.simulate()
         require_kind("metrics", metrics, Metrics, "a Metrics (of a TrainResult, or Metrics.load(folder))")
@@ -377,13 +387,13 @@ class Pipeline:
         method: str | None = None,
         **options: Unpack[RankOptions],
     ) -> Engine:
-        """This rank's part of the training, under torchrun with one process a rank: a stage each, unless
-        the method has it otherwise (chunks, copies).
+        """Returns the engine that trains this rank's part, under torchrun with one process a rank.
 
+        A rank has one stage, unless the method gives it several (chunks) or several ranks have copies of it.
         `engine.step(batch) -> loss` trains one update, `engine.eval(batch)` evaluates the newest weights,
-        `engine.flush()` brings the last microbatches home. The pipeline of rank 0 is the one that is trained.
-        `options` are those of `Engine.from_pipeline`: `lr_scheduler`, `parameter_options`,
-        `max_gradient_norm`, `slack`, `device`, `timeout_s`.
+        `engine.flush()` drains the pipeline. The pipeline of rank 0 is the one that is trained. `options` are
+        those of `Engine.from_pipeline`: `lr_scheduler`, `parameter_options`, `max_gradient_norm`, `slack`,
+        `device`, `timeout_s` and others.
         """
         return Engine.from_pipeline(
             self,
@@ -402,16 +412,20 @@ class Pipeline:
         method: str | None = None,
         **options: Unpack[LocalOptions],
     ) -> TrainResult:
-        """Train on this machine, one local process a rank, one update for each batch; ends with a flush.
+        """Trains on this machine with one local process a rank, one update for each batch, and a flush at the
+        end.
 
-        Works from a plain script or a notebook. The pipeline has the trained weights afterwards, also where a
-        batch was wrong, `on_update` raised an error or returned False, or Ctrl-C was pressed. Every call
-        begins with a new optimizer and with the seed's first random numbers: give it the batches of all
-        epochs. Raises WorkerError with the failing rank's own error, and leaves the weights as they were; no
-        process outlives the call. `options` are those of `Engine.from_pipeline` (`lr_scheduler`,
-        `max_gradient_norm`, .., but not `silence_s`: workers are watched anyhow) and of `train_local`
-        (`on_update`, `seed`, `threads_per_worker`). `on_update` is called here; `on_report` in every worker,
-        on a copy, for what it writes or prints.
+        It works from a plain script or a notebook. The pipeline has the trained weights afterwards, also
+        where a batch was wrong, `on_update` raised an error or returned False, or Ctrl-C was pressed. Every
+        call begins with a new optimizer and with the seed's first random numbers: give it the batches of all
+        epochs. No process outlives the call.
+
+        `options` are those of `Engine.from_pipeline` (`lr_scheduler`, `max_gradient_norm`, .., but not
+        `silence_s`: workers are always watched) and of `runtime.local.train_local` (`on_update`, `seed`,
+        `threads_per_worker`). `on_update` is called in this process. `on_report` is called in every worker,
+        on a copy of it, so that only what it writes or prints has an effect.
+
+        Raises WorkerError with the failing rank's own error, and leaves the weights as they were.
         """
         result = train_local(
             self,
@@ -431,7 +445,7 @@ class Pipeline:
         )
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the plan, the timeline of the schedule, and each device's memory."""
+        """Returns what a notebook shows: the plan, the timeline of the schedule, and each device's memory."""
         return pipeline_html(self.graph, self.costs, self.plan, self.simulate())
 
     def __repr__(self) -> str:
@@ -439,12 +453,11 @@ class Pipeline:
 
 
 def load(folder: str | Path, *, edited: bool = False) -> Pipeline:
-    """A pipeline that `Pipeline.save` wrote, without the original model's code.
+    """Loads a pipeline that `Pipeline.save` wrote; it does not need the original model's code.
 
     Files are checked against the manifest's hashes first; `edited=True` accepts stages changed by hand. A
-    plan that was changed needs other stages: give it to `split`.
-    Raises InputError where there is no folder, PlanMismatchError naming the file that is missing, altered, or
-    made for another model.
+    plan that was changed needs other stages: give it to `split`. Raises InputError where there is no folder,
+    and PlanMismatchError naming the file that is missing, altered, or made for another model.
     """
     read = read_pipeline(folder, edited=edited)
     require_plan_of_stages(folder)

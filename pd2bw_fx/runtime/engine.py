@@ -66,7 +66,10 @@ class Engine:
     """
 
     def __init__(self, job: Job, options: EngineOptions) -> None:
-        """`torch.distributed` must be initialised; all ranks make their engines at the same time."""
+        """Makes this rank's engine, at the same time as all other ranks make theirs.
+
+        `torch.distributed` must be initialised. `from_pipeline` is how users make engines.
+        """
         self.job = job
         self.device = local_device(job.device, options.device)
         if self.device.type == "cuda":
@@ -143,44 +146,53 @@ class Engine:
         silence_s: float = 8.0,
         **options: Any,
     ) -> Self:
-        """This rank's engine for rank 0's pipeline; other ranks may have split it too, or pass None.
+        """Makes this rank's engine for rank 0's pipeline; other ranks may have split it too, or pass None.
+
+        It joins the process group that torchrun describes, unless one is initialised already.
 
         What is trained, and how:
 
-        - `optimizer` makes a torch optimizer of this rank's parameters, `lr_scheduler` a scheduler of the
-          optimizer, stepped once an update that is made (not where fp16 leaves one out, as the optimizer is
-          not). `parameter_options(name, parameter)` gives the options of a parameter's group, such as
+        - `optimizer` makes a torch optimizer from this rank's parameters, `lr_scheduler` a scheduler from the
+          optimizer. Both step once an update; where fp16 leaves an update out, neither does.
+          `parameter_options(name, parameter)` returns the options of a parameter's group, such as
           `{"weight_decay": 0.0}`, by its name in the model.
-        - `max_gradient_norm` clips the norm of the whole model's gradient of an update.
-        - `precision`: "bf16" or "fp16" computes under autocast with weights in their own type; "fp16" with a
-          loss scale, as torch.amp.GradScaler has it. A cast of the model's own that does nothing without
-          autocast, such as `.float()` in float32, is in the stages where it does something under it.
-        - `method` and `microbatches_per_update` (of the whole update, over all replicas): the plan's.
-        - `slack` (2bw, 1f1b) lengthens the warm-up to (d - 1 - s)(1 + slack) forwards: more microbatches in
-          flight, so that no stage waits for a gradient that is late. "auto" takes up to 1 for 2bw, as two
+        - `max_gradient_norm` clips an update's gradient by the norm over the whole model.
+        - `precision` "bf16" or "fp16" computes under autocast and keeps the weights in their own type; "fp16"
+          has a loss scale, like torch.amp.GradScaler's. A cast of the model's own that does nothing without
+          autocast, such as `.float()` in float32, is in the stages if it does something under autocast.
+        - `method` and `microbatches_per_update` (of the whole update, over all replicas) are the plan's by
+          default.
+        - `slack` (2bw, 1f1b) lengthens the warm-up to (d - 1 - s)(1 + slack) forwards. With more microbatches
+          in flight, no stage waits for a gradient that is late. "auto" takes up to 1 for 2bw, as far as two
           weight versions and the devices' memory allow. It changes no result.
-        - `replicas`: ranks for each stage, one number or one for each stage; they share the microbatches.
-        - `vertical_sync` (pipedream): all stages use the version that every one of them has.
-        - `corrections` (pb, pipemare): what is done about the delay, from `pd2bw_fx.runtime.corrections`;
-          unless said otherwise nothing for pb, and `PipeMare()` for pipemare.
+        - `replicas` is the number of ranks of each stage, one number for all or one each; the ranks of a
+          stage share its microbatches.
+        - `vertical_sync` (pipedream): all stages use a version that every one of them has.
+        - `corrections` (pb, pipemare) compensate for the delay; they are in `pd2bw_fx.runtime.corrections`.
+          The default is none for pb, and `PipeMare()` for pipemare.
 
-        `on_report` is called on every rank with an `UpdateReport` when an update's loss has arrived, in order
-        and 4 updates late, or as many as there are ranks. `stop_at_nan` ends the run so long after a loss
-        that is no finite number. A rank that gives no sign of life for `silence_s` while others wait for it
-        ends them (0: never, but for `timeout_s`; three times that while engines are made).
+        What is reported, and when a run ends:
 
-        `seed` of dropout and all else that the model draws (None: torch's initial seed on rank 0): by it, the
-        microbatch and the operator, so that a run repeats whatever the number of stages and replicas. torch's
-        own generator is left alone. `record`: of how many last calls `records` tells what was done when.
-        `device` is this rank's, in place of the one that the plan names. `timeout_s`: how many seconds
-        anything that another rank owes is waited for.
+        - `on_report` is called on every rank with an `UpdateReport` for each update in order, once its loss
+          has arrived: 4 updates later, or as many as there are ranks if that is more.
+        - `stop_at_nan` ends the run as many updates after a loss that is not finite.
+        - `silence_s`: a rank that gives no sign of life for so long ends the ranks that wait for it (three
+          times as long while engines are made; 0: never, and only `timeout_s` counts).
+        - `timeout_s` is the longest wait for anything that another rank has to send.
+        - `record` is the number of last calls that `records` tells of.
 
-        `backend`: what moves tensors between ranks. "auto" is nccl where every rank has a GPU of its own,
-        else gloo, over the host's memory; nccl cannot be where ranks share a GPU.
+        Where it runs:
 
-        Joins the process group that torchrun describes, if none is there.
-        Raises InputError on every rank where there are not as many processes as the method needs, where it
-        cannot use the numbers (fewer microbatches than stages for 2bw), or where the pipeline has no loss.
+        - `seed` (None: torch's initial seed on rank 0) determines dropout and everything else that the model
+          draws, together with the microbatch and the operator: a run repeats whatever the number of stages
+          and replicas. torch's own generator is not used.
+        - `device` is this rank's device, in place of the one that the plan names.
+        - `backend` moves tensors between ranks. "auto" is nccl where every rank has a GPU of its own, else
+          gloo, through the host's memory; nccl is impossible where ranks share a GPU.
+
+        Raises InputError on every rank where the number of processes is not what the method needs, where the
+        method cannot use the numbers (fewer microbatches than stages for 2bw), or where the pipeline has no
+        loss.
         """
         with told_to_launcher():
             chosen = EngineOptions.of({"optimizer": optimizer, **options}, "silence_s")
@@ -205,12 +217,12 @@ class Engine:
 
     @property
     def updates(self) -> int:
-        """The steps so far."""
+        """The number of updates begun so far."""
         return self._actions.updates
 
     @property
     def loss_scale(self) -> float:
-        """fp16's, for the newest weights; 1 without."""
+        """The loss scale of the newest weights under fp16; 1 in other precisions."""
         with self._calls.shared("reading the loss scale", alone=True):
             return self._weights.loss_scale(self._weights.newest)
 
@@ -219,15 +231,15 @@ class Engine:
         return self.job.stages
 
     def step(self, batch: Any) -> Loss:
-        """One update: the batch is cut into microbatches, which go through the pipeline. `Microbatches` are a
-        batch that the caller has cut, into parts that may be of unlike sizes.
+        """Makes one update: cuts the batch into microbatches and sends them through the pipeline.
 
-        Returns the mean loss of the batch, under the weights that its forwards ran on. With 2BW the pipeline
-        stays filled: when this returns, backwards and the update itself are partly still to come.
+        `Microbatches` is a batch that the caller has cut, into parts whose sizes may differ. Returns the mean
+        loss of the batch, under the weights that its forwards ran on. With 2BW the pipeline stays filled:
+        when this returns, some of the batch's backwards and the update itself are still to come.
 
         Raises InputError for a batch that does not look like the example inputs, cannot be cut into
         `microbatches_per_update` parts, or differs from the other ranks'; where all ranks refuse it, the
-        engine is as before. WorkerError with the reason of a rank that failed.
+        engine is as before. Raises WorkerError with the reason of a rank that failed.
         """
         layout = self.job.layout
         with self._calls.reading_a_batch(f"in update {self.updates}", self.updates):
@@ -241,7 +253,7 @@ class Engine:
         return self.step_microbatches([Microbatch.of(piece) for piece in pieces])
 
     def step_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
-        """One update on microbatches that are cut already and have at least this stage's inputs.
+        """Makes one update from microbatches that are cut already and have at least this stage's inputs.
 
         Raises InputError for another number of them than an update has.
         """
@@ -258,11 +270,11 @@ class Engine:
             return self._told(self._losses.of_update(update))
 
     def eval(self, batch: Any) -> Loss:
-        """The loss under the newest weights, in evaluation mode and without gradients.
+        """Returns the loss under the newest weights, in evaluation mode and without gradients.
 
-        Flushes first. A batch that cannot be cut into `microbatches_per_update` parts goes through whole, and
-        `Microbatches`, as many as one likes, as they are.
-        Raises InputError where the model does something else in evaluation than what was traced.
+        Flushes first. A batch that cannot be cut into `microbatches_per_update` parts goes through whole;
+        `Microbatches` go through as they are, and there may be any number of them. Raises InputError where
+        the model computes something else in evaluation mode than what was traced.
         """
         return self.eval_microbatches(self._pieces(batch, ()))
 
@@ -271,10 +283,11 @@ class Engine:
         return loss
 
     def outputs(self, batch: Any, *names: str) -> dict[str, Tensor]:
-        """What the model returns for a batch, by name, on the CPU of every rank; `names`: these alone.
+        """Returns the model's outputs for a batch by name, on the CPU of every rank; with `names` only those.
 
-        In evaluation, as `eval` does it. What the microbatches give is put together along the dimension of
-        the batch, floats are their mean; for anything else, a count for example, it goes through whole.
+        It runs in evaluation mode, like `eval`. The microbatches' outputs are joined along their batch
+        dimension; of single floats the mean is taken. For any other output, a count for example, the batch
+        goes through whole.
         """
         unknown = [name for name in names if name not in self.job.outputs]
         if unknown:
@@ -299,7 +312,7 @@ class Engine:
         return [Microbatch.of(piece) for piece in pieces]
 
     def _evaluated(self, microbatches: Sequence[Microbatch]) -> tuple[Loss, range]:
-        """Their loss, which has arrived, and their numbers."""
+        """Returns the loss of the microbatches, once it has arrived, and the numbers they were given."""
         self._require_evaluation()
         self.flush()
         with self._calls.shared("in an evaluation"):
@@ -313,7 +326,10 @@ class Engine:
             return self._told(loss), numbers
 
     def flush(self) -> None:
-        """Bring the microbatches in flight home and apply the last update. Training may go on afterwards."""
+        """Drains the pipeline: finishes all microbatches in flight and makes the last update.
+
+        Training may go on afterwards.
+        """
         with self._calls.shared("at the end of the pipeline"):
             if not self._actions.is_empty:
                 elsewhere = self._actions.elsewhere_draining() if self._groups.is_nccl else None
@@ -325,7 +341,7 @@ class Engine:
             self._log.finish()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The newest weights of the whole model under its own names, on the CPU, on every rank.
+        """Returns the newest weights of the whole model under its own names, on the CPU of every rank.
 
         Flushes first. All ranks must call it.
         """
@@ -335,12 +351,13 @@ class Engine:
         return merged_tensors(self.job, [everyone])
 
     def save_checkpoint(self, folder: str | Path) -> None:
-        """Write everything that training goes on from, for all ranks; all of them call it. Flushes first.
+        """Writes a checkpoint of all ranks, from which training can go on. Flushes first.
 
-        `folder` is on a file system that all ranks share, and keeps the last two checkpoints. A kill at any
-        moment leaves the last whole one. Raises InputError for an optimizer or scheduler whose options are
-        no plain numbers and texts, and where the folder cannot be written, after which the engine is as
-        before; WorkerError for weights that are not finite, unless `stop_at_nan` is False.
+        All ranks must call it. `folder` is on a file system that all ranks share, and keeps the last two
+        checkpoints. A process that is killed at any moment leaves the last complete one. Raises InputError
+        for an optimizer or scheduler whose options are not plain numbers and strings, and where the folder
+        cannot be written; the engine is then as before. Raises WorkerError for weights that are not finite,
+        unless `stop_at_nan` is False.
         """
         self.flush()
         with self._calls.agreeing("writing a checkpoint") as together:
@@ -357,17 +374,17 @@ class Engine:
             save(folder, header, self.rank, self._weights.state, together=together)
 
     def load_checkpoint(self, folder: str | Path) -> int:
-        """Go on from the newest checkpoint in `folder`; returns the updates made so far.
+        """Loads the newest checkpoint in `folder`; returns the number of updates before it. Flushes first.
 
-        The run that follows equals the uninterrupted one bit for bit if it gets the batches from that update
-        on, dropout included; with another number of stages it does so up to rounding. The optimizer's
-        options, the learning rate among them, are the checkpoint's; parameters that were frozen then begin
-        with an optimizer state of their own.
+        If the run then gets the batches from that update on, it equals the uninterrupted one bit for bit,
+        dropout included; with another number of stages, up to rounding. The optimizer's options, the learning
+        rate among them, are the checkpoint's. Parameters that were frozen when it was written begin with a
+        new optimizer state.
 
-        Raises InputError where there is no checkpoint, after which the engine is as before. It is torn after
-        an InputError for another optimizer or scheduler, or a method that kept fewer weight versions, and
-        PlanMismatchError where its parameters or buffers are not this model's by name and shape, or a file of
-        it is missing.
+        Raises InputError where there is no checkpoint; the engine is then as before. It cannot be used any
+        more after InputError for another optimizer or scheduler or a method that kept fewer weight versions,
+        and after PlanMismatchError for a checkpoint with a file missing, or with parameters or buffers that
+        are not this model's by name and shape.
         """
         self.flush()
         with self._calls.reading_a_batch("looking for a checkpoint", self.updates):
@@ -385,14 +402,15 @@ class Engine:
             return header.updates
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of this rank's newest weights and buffers, by name in the operator graph. Flushes first."""
+        """Returns copies of this rank's newest weights and buffers, by name in the graph. Flushes first."""
         self.flush()
         return {name: tensor.clone() for name, tensor in self._weights.tensors().items()}
 
     def records(self) -> tuple[Record, ...]:
-        """The actions of all ranks in the last `record` calls of step, eval and flush, on rank 0's clock.
+        """Returns the actions of all ranks in the last `record` calls of step, eval and flush.
 
-        All ranks call it. `pd2bw_fx.metrics.timeline_of` makes a picture of them.
+        Times are by rank 0's clock. All ranks must call it. `pd2bw_fx.metrics.timeline_of` makes a timeline
+        of them.
         """
         if not self._calls.is_closed and self._losses.may_be_held_up:
             self.flush()  # others may be in a step that needs what this one would do in its next
@@ -402,7 +420,7 @@ class Engine:
         return tuple(Record(*record) for records in gathered for record in records)
 
     def close(self) -> None:
-        """Give up the engine's process groups; the last one open, the world that engines have joined."""
+        """Destroys the engine's process groups; the last engine open also leaves the world that it joined."""
         if self._calls.is_closed:
             return
         self._calls.close()
@@ -429,7 +447,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Flush, unless the block failed or has closed the engine, and close."""
+        """Flushes, unless the block failed or has closed the engine, and closes."""
         try:
             if error is not None:
                 self._tell_of(error)
@@ -439,7 +457,7 @@ class Engine:
             self.close()
 
     def _tell_of(self, error: BaseException) -> None:
-        """To ranks that may wait for this one, whose program has failed outside of these calls."""
+        """Tells ranks that may wait for this one that its program failed outside of the engine's calls."""
         self._calls.tell(error, f"after {self.updates} updates")
 
     def _require_evaluation(self) -> None:
@@ -451,25 +469,25 @@ class Engine:
         self._runner.draw_by(seed)
 
     def _add(self, microbatches: Sequence[Microbatch], *, training: bool) -> range:
-        """Give each stage its microbatches of this update, or of the evaluation before it; their numbers."""
+        """Gives each stage the microbatches of this update, or of an evaluation; returns their numbers."""
         numbers = range(self.updates * len(microbatches), (self.updates + 1) * len(microbatches))
         self._results.expect(self.updates, numbers, training=training)
         self._runner.add(numbers, microbatches, is_new=self._actions.is_new)
         return numbers
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        """A copy, where a GPU can fetch it while this rank goes on."""
+        """Returns a copy, in pinned memory if a GPU is to fetch it while this rank goes on."""
         if self.device.type != "cuda" or tensor.device.type != "cpu":
             return tensor.clone()
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
     def _told(self, loss: Loss) -> Loss:
-        """For the caller; on_report and what watches for NaN have it as it is."""
+        """Logs a loss for on_report and stop_at_nan, and returns it in the form that the caller reads."""
         self._log.add(loss)
         return loss.as_read()
 
     def doing(self) -> str:
-        """What this rank is at, for a message: the update, and the action in it."""
+        """Returns what this rank is doing, for a message: the update, and the action in it."""
         action = self._runner.current
         if action is None:
             return f"in update {self.updates}"
@@ -477,7 +495,7 @@ class Engine:
 
 
 def _close_at_exit(known: weakref.ref[Engine]) -> None:
-    """One that nobody has closed, unless it is in the middle of an update that others may never finish."""
+    """Closes an engine that nobody has closed, unless microbatches are in flight that others wait for."""
     engine = known()
     error = getattr(sys, "last_value", None)  # what has ended the program
     if engine is None:
