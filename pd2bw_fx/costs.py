@@ -11,22 +11,22 @@ from pd2bw_fx.units import counted
 
 Work: TypeAlias = tuple[float, float]  # arithmetic operations, and bytes of memory traffic
 
-GRADIENT_BUCKET_BYTES = 25 * 2**20  # of gradients that copies add up at a time; DistributedDataParallel's
+GRADIENT_BUCKET_BYTES = 25 * 2**20  # of gradients in one all-reduce, as in DistributedDataParallel
 
 
 def ring_bytes(num_bytes: float, num_ranks: int) -> float:
-    """What each of r ranks sends so that all have the sum: 2 (r - 1) steps of an r-th in a ring."""
+    """Returns the bytes that each of r ranks sends in a ring all-reduce: 2 (r - 1) steps of an r-th each."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """One operator at the costs' microbatch size on the costs' device.
+    """The cost of one operator, at the costs' microbatch size on the costs' device.
 
-    `saved_bytes` of all operators add up to what the whole model keeps: what several save is counted at the
-    first. Of model inputs, and of what is computed of them alone, each stage has its own, so that those are
-    told of every operator that saves them, in `saved_inputs`, the first one's too.
-    Where its times are estimates, `forward_work` and `backward_work` are what they were made from.
+    The `saved_bytes` of all operators add up to what the whole model saves: a tensor that several operators
+    save counts at the first one. Model inputs, and values computed from them alone, exist on every stage that
+    needs them; so `saved_inputs` of every operator that saves one names it, the first operator included.
+    If the times are estimates, `forward_work` and `backward_work` are what they were computed from.
     """
 
     forward_s: float
@@ -43,8 +43,8 @@ class OperatorCost:
 class Costs:
     """The cost of every operator by name.
 
-    `origin` says how they were come by: "measured", "analytic" (operations and bytes over the device's
-    rates) or "parameters" (no shapes were known). `note` is what to tell the user about it, if anything.
+    `origin` says where they come from: "measured", "analytic" (operations and bytes over the device's rates)
+    or "parameters" (no shapes were known). `note` is a remark for the user, if there is any.
     """
 
     operators: Mapping[str, OperatorCost]
@@ -94,57 +94,46 @@ def _plain(field: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a recorded run took beside the operators' profile (`passes.simulate.calibrate` finds it out).
+    """How the times of recorded runs differ from the operators' profile (`passes.simulate.calibrate`)."""
 
-    `forward` and `backward` are the run's seconds over the profile's. Where a backward runs in halves, the
-    two take `halves` times the whole one, `weight_share` of it in that of the weights; None: no run had any.
-    Where several ranks hold a stage, its backwards take `shared` times those of others: what they add up is
-    copied together while they run.
-    Seconds: an update for each byte of trainable weights; starting a send, and taking what has arrived, for
-    each stage that it goes to or comes from; what lies between the actions of a rank, for each update; and an
-    all-reduce for each byte that a rank sends in its ring (None: no run had one, the links' figures hold).
-    """
-
-    forward: float = 1.0
-    backward: float = 1.0
-    halves: float | None = None
-    weight_share: float = 0.5
+    forward: float = 1.0  # a forward's seconds over the profile's
+    backward: float = 1.0  # a whole backward's
+    halves: float | None = None  # both halves of a split backward over the whole one; None: no run had any
+    weight_share: float = 0.5  # of the two halves, the weights' share
+    # Backwards of a stage that several ranks hold, over those of others: the gradients that the ranks add up
+    # are copied into buckets meanwhile.
     shared: float = 1.0
-    update_s_per_byte: float = 0.0
-    send_s: float = 0.0
-    receive_s: float = 0.0
-    between_s: float = 0.0
+    update_s_per_byte: float = 0.0  # of trainable weights
+    send_s: float = 0.0  # to start a send, for each stage that it goes to
+    receive_s: float = 0.0  # to take what has arrived, for each stage that it comes from
+    between_s: float = 0.0  # between the actions of a rank, for each update
+    # An all-reduce, for each byte that a rank sends in its ring; None: no run had one, the links' rates hold.
     ring_s_per_byte: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a method keeps at one stage: weight versions, and microbatches between forward and backward.
+    """What a method keeps at one stage: weight versions, and microbatches between forward and backward."""
 
-    PipeDream-2BW (arXiv 2006.09503, section 3.1) keeps two versions at every stage, whatever the depth.
-    `gradients_wait`: while so many microbatches are in flight, none of the update's gradients is there; the
-    backward that makes the first ones ends with one microbatch less. So it is in GPipe, and wherever every
-    microbatch is an update (`updates_each`), where no backward ever begins beside gradients.
-    `correction_copies`: of the trainable weights, for what a method does about its delay.
-    `flushes`: no microbatch is in flight while the optimizer steps; else one less than `in_flight` are.
-    """
-
+    # Two for PipeDream-2BW at every stage, whatever the depth (arXiv 2006.09503, section 3.1).
     weight_versions: int
     in_flight: int
+    # While `in_flight` microbatches are in flight, the update has no gradients yet: the backward that makes
+    # the first ones ends with one microbatch less. This holds for GPipe, and with `updates_each`.
     gradients_wait: bool = False
-    updates_each: bool = False
-    correction_copies: int = 0
-    flushes: bool = False
+    updates_each: bool = False  # every microbatch is an update: no backward begins while gradients are held
+    correction_copies: int = 0  # of the trainable weights, to compensate for the method's delay
+    flushes: bool = False  # nothing is in flight while the optimizer steps; else one less than `in_flight`
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """Copies of each trainable parameter that a method and an optimizer keep on a stage's device.
+    """The copies of each trainable parameter that a method and an optimizer keep on a stage's device.
 
-    `weight_versions`: None for as many as the method keeps at each stage (`Kept`).
-    `optimizer_copies`: 0 for SGD, 1 with momentum, 2 for Adam. The gradient is one copy. While a parameter is
-    stepped, torch's optimizers hold temporaries of as much as they keep for it: Adam the root of its second
-    moment and a quotient. (On CUDA they step all parameters at once by default, which takes another copy.)
+    `weight_versions` None is as many as the method keeps at each stage (`Kept`). `optimizer_copies` is 0 for
+    SGD, 1 with momentum, 2 for Adam. The gradient is one copy. While torch's optimizers step a parameter,
+    their temporaries are as large as what they keep for it: for Adam, the root of the second moment and a
+    quotient. (On CUDA they step all parameters at once by default, which takes another copy.)
     """
 
     weight_versions: int | None = None
@@ -160,11 +149,11 @@ class MemoryModel:
 
     @property
     def step_copies(self) -> int:
-        """Of the largest parameter of a stage, while it is stepped."""
+        """Temporary copies of a stage's largest parameter, while the optimizer steps it."""
         return self.optimizer_copies
 
     def versions(self, kept: Kept) -> int:
-        """At a stage where the method keeps this."""
+        """Returns the weight versions at a stage where the method keeps `kept`."""
         return kept.weight_versions if self.weight_versions is None else self.weight_versions
 
     def weight_copies(self, kept: Kept) -> int:

@@ -20,7 +20,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a search stands: its best plan so far, and what is proven about all others."""
+    """The state of a search: its incumbent, and the lower bound that is proven for all other plans."""
 
     incumbent_s: float
     bound_s: float
@@ -41,7 +41,7 @@ class StagePlan:
 
     Times are seconds for one microbatch; `send_s` and `receive_s` are what its links add to that time.
     A stage with `replicas` has copies on as many devices from `device` on, which take microbatches in turn;
-    adding up their gradients costs each microbatch `gradient_sum_s`. Memory is that of each copy.
+    the all-reduce of their gradients costs `gradient_sum_s` a microbatch. Memory is that of each copy.
     """
 
     stage: int
@@ -78,15 +78,15 @@ class StagePlan:
 
     @property
     def bytes_per_microbatch(self) -> float:
-        """What one in flight holds: its messages, and its activations unless they are recomputed."""
+        """Bytes that a microbatch in flight holds: its messages, and its activations unless recomputed."""
         saved = 0 if self.recompute else self.memory.activation_bytes
         return (self.memory.transfer_bytes + saved) / max(1, self.microbatches_in_flight)
 
     @property
     def load_s(self) -> float:
-        """The time this stage needs for one microbatch: what the bottleneck is the largest of.
+        """Seconds that this stage needs for one microbatch; the largest load is the bottleneck.
 
-        Of copies, each is busy for so long for every microbatch of the pipeline, its own or not.
+        For a stage with replicas it is the time of one copy per microbatch of the whole pipeline.
         """
         recomputed_s = self.forward_s if self.recompute else 0.0
         one_s = self.forward_s + recomputed_s + self.backward_s + self.send_s + self.receive_s
@@ -94,7 +94,7 @@ class StagePlan:
 
     @property
     def place(self) -> str:
-        """Its device, or devices, for people."""
+        """The stage's device or devices, in words."""
         return self.device_name if self.replicas == 1 else f"{self.replicas} from {self.device_name} on"
 
 
@@ -102,8 +102,9 @@ class StagePlan:
 class Transfer:
     """A value sent from one stage to a later one.
 
-    `source` made the value, or was sent it and hands it on where that is cheaper for the links; the gradient
-    comes back the same way. `seconds` is latency + bytes / bandwidth, gradient included where one flows back.
+    `source` made the value, or has received it and hands it on, where that is cheaper for the links. The
+    gradient comes back over the same links. `seconds` is latency + bytes / bandwidth, with the gradient's
+    where one flows back.
     """
 
     value: str
@@ -115,8 +116,11 @@ class Transfer:
 
 
 def update_s(num_microbatches: int, bottleneck_s: float, stages_s: float, *, drains: bool) -> float:
-    """m b, or s + (m - 1) b where the pipeline drains after each update of m microbatches: the first of them
-    goes through all stages alone, which takes s, and the others follow a bottleneck b apart."""
+    """Returns the seconds of an update of m microbatches with a bottleneck of b seconds.
+
+    m b, or s + (m - 1) b where the pipeline drains after each update: the first microbatch goes through all
+    stages alone, which takes s, and each of the others is done a bottleneck b after the one before it.
+    """
     if not drains:
         return num_microbatches * bottleneck_s
     return stages_s + (num_microbatches - 1) * bottleneck_s
@@ -124,12 +128,13 @@ def update_s(num_microbatches: int, bottleneck_s: float, stages_s: float, *, dra
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Stages in pipeline order. No better plan than `bound_s` exists: gap = 1 - bound_s / bottleneck_s.
+    """Stages in pipeline order, and a proof: no plan is faster than `bound_s`.
 
-    That is proven for all assignments with the routes that values are given; 0 where nothing is proven, as
-    where a device has several stages, whose times together are the bottleneck then.
-    `bound_for` is a hash of all that the bound was proven for: costs, cluster, memory and wishes.
-    `fingerprint` is the operator graph's; a plan is refused for any other graph.
+    gap = 1 - bound_s / bottleneck_s. The bound holds for all assignments, with the routes that this plan
+    gives to values. It is 0 where nothing is proven, as where devices have several stages; the bottleneck is
+    then the sum of a device's stages. `bound_for` is a hash of all that the bound was proven for: costs,
+    cluster, memory and constraints. `fingerprint` is the operator graph's; a plan is refused for any other
+    graph.
     """
 
     stages: tuple[StagePlan, ...]
@@ -146,14 +151,14 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Largest share by which the bottleneck may be above the true optimum; 0 is proven optimal."""
+        """The largest share by which the optimum may be below the bottleneck; 0 is proven optimal."""
         if self.bottleneck_s <= 0:
             return 0.0
         return max(0.0, 1.0 - self.bound_s / self.bottleneck_s)
 
     @property
     def proof(self) -> str:
-        """How near the optimum it is proven to be, in words."""
+        """How near to the optimum the plan is proven to be, in words."""
         if self.bound_s <= 0 or not self.stages:
             return "how far it is from the optimum is not proven"
         near = "proven optimal" if self.gap <= 1e-9 else f"within {self.gap:.2%} of the optimum (proven)"
@@ -164,7 +169,7 @@ class Plan:
         return str(self)
 
     def __str__(self) -> str:
-        """A line for each stage; `Pipeline` prints what is in them, and `dumps` says everything."""
+        """Returns a line for each stage; `Pipeline` prints what is in them, and `dumps` has everything."""
         lines = [
             f"{counted(self.num_stages, 'stage')} for {self.method}, "
             f"{counted(self.microbatches_per_update, 'microbatch')} an update: "
@@ -180,7 +185,7 @@ class Plan:
 
     @property
     def slowest_place(self) -> str:
-        """What the bottleneck is, in words."""
+        """The stage or device that is the bottleneck, in words."""
         slowest = max(self.stages, key=lambda stage: stage.load_s)
         if math.isclose(self.bottleneck_s, slowest.load_s, rel_tol=1e-9):  # added up in another order
             return f"stage {slowest.stage} on {slowest.place}"
@@ -203,12 +208,14 @@ class Plan:
 
     @property
     def update_s(self) -> float:
-        """Seconds of an update by the times of the stages alone; `simulate` has who waits for whom.
+        """Seconds of an update, from the stages' times alone; `simulate` knows which rank waits for which.
 
-        A transfer keeps both its stages busy, and the microbatch that is waited for once. Where devices have
-        several stages, others go through those by the time that the first microbatch has come to them; of too
-        few to keep the devices busy each goes through all stages, a slowest stage behind the one before it.
-        Of data parallelism, which has its one stage on every device, it is what one device would take alone.
+        A transfer counts once in the time of the first microbatch through all stages, although it keeps both
+        of its stages busy. Where devices have several stages, that time is shared among them: while the first
+        microbatch goes on to its next stage, other microbatches use the device. If there are too few
+        microbatches to keep the devices busy, each goes through all stages, and is done one slowest stage
+        after the one before it; the larger of the two times counts. For data parallelism, whose one stage is
+        on every device, it is the time that one device would take alone.
         """
         through_s = sum(stage.load_s - stage.receive_s / stage.replicas for stage in self.stages)
         each = self.num_stages / max(1, len({stage.device for stage in self.stages}))
@@ -228,7 +235,7 @@ class Plan:
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """What `to_json` writes and `from_json` reads, as a JSON schema (draft 2020-12)."""
+        """Returns the JSON schema (draft 2020-12) of what `to_json` writes and `from_json` reads."""
         schema = schema_of(cls)
         told = {"gap": {"type": "number"}}  # written for readers, and computed when it is read
         schema["properties"] = {"schema": {"const": SCHEMA, "type": "integer"}} | schema["properties"] | told
@@ -257,7 +264,7 @@ class Plan:
 
     @classmethod
     def loads(cls, text: str) -> Self:
-        """What `dumps` wrote, edited by hand perhaps. Raises PlanMismatchError for anything else."""
+        """Reads what `dumps` wrote, edited by hand perhaps. Raises PlanMismatchError for anything else."""
         require_kind("text", text, (str, bytes), "the JSON that Plan.dumps() gives")
         try:
             data = json.loads(text)
@@ -267,10 +274,10 @@ class Plan:
 
 
 def as_one_stage(plan: Plan, sizes: Mapping[str, ParameterSize], memory_model: MemoryModel) -> Plan:
-    """The plan's stages as one, on the first one's device: what data parallelism runs on every rank.
+    """Joins the plan's stages to one, on the first one's device: what data parallelism runs on every rank.
 
-    Its memory is the sum of theirs with the activations of one microbatch, and its weights, of which there is
-    one version, once where stages share them. `sizes` are the problem's.
+    Its memory is the sum over the stages, with the activations of one microbatch and one version of the
+    weights; weights that stages share count once. `sizes` are the problem's.
     """
     stages = plan.stages
     held = [max(1, stage.microbatches_in_flight) for stage in stages]

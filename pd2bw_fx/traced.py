@@ -1,4 +1,4 @@
-"""A traced program as a front end leaves it, and the report of how it came to be."""
+"""A traced program as a front end returns it, and the report of how it was made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST_LINE = 60
 
 
 def assumption(place: str, line: str) -> str:
-    """What an assertion says which the trace has added: it has the way that `line` took on the example."""
+    """Returns the message of an assertion that the trace adds: `line` branches as on the example inputs."""
     shown = (line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}...").replace('"', "'")
     return f"{_ASSUMED}{place}: {shown}"
 
@@ -33,7 +33,7 @@ _SHOWN = {"export-static": "export at the example's sizes"}
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A front end that was tried and did not carry the model, and its reason in one line."""
+    """A front end that could not trace the model, and its reason in one line."""
 
     tracer: str
     reason: str
@@ -44,15 +44,20 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """Which front end won, why the ones before it did not, and what a user should know of the result.
+    """Which front end traced the model, why others could not, and what a user should know of the result.
 
-    `evaluation` says what the stages do otherwise than the model in evaluation mode, where a check found
-    something: a trace has one of the two branches of `if self.training`. `training_writes` are tensors that
-    the model writes in training alone; the stages' are put back after each forward of an evaluation.
+    `tracer` is one of
 
-    `tracer` is "export" (sizes follow the batch), "export-sequence" (and the lengths of sequences),
-    "export-static" (one batch size only), "export-as-example" (conditions on values as they come out on the
-    example inputs), "fx", or "given" for a program that was the user's own.
+    - "export": sizes follow the batch;
+    - "export-sequence": the lengths of sequences may vary too;
+    - "export-static": one batch size only;
+    - "export-as-example": branches on values are taken as on the example inputs;
+    - "fx": torch.fx;
+    - "given": the program was the user's own.
+
+    `evaluation` says how the stages differ from the model in evaluation mode, where a check found that they
+    do: a trace has only one branch of `if self.training`. `training_writes` are tensors that the model writes
+    in training only; the stages' are restored after each forward of an evaluation.
     """
 
     tracer: str
@@ -93,11 +98,11 @@ class TraceReport:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """One front end's program with the names that the model's author gave its inputs and outputs.
+    """A front end's program with the names that the model's author gave its inputs and outputs.
 
     `inputs` names the program's tensor placeholders in order, `outputs` its flat results; `loss` is one of
     `outputs`. Modules of the program have `prefix` before the path they have in `model`. `examples` are the
-    tensors that it was traced with, by input name; empty where there were none. `call` runs the live model
+    tensors that it was traced with, by input name; empty if there were none. `call` runs the live model
     itself, eagerly: tensors by input name to results by output name.
     """
 
@@ -121,7 +126,7 @@ class Traced:
 
     @property
     def model_name(self) -> str:
-        """The class of the model; of a program that the user exported, that of what was exported."""
+        """The name of the model's class; for a program that the user exported, that of the exported model."""
         if self.report.tracer == "given" and isinstance(self.program, ExportedProgram):
             stacks = (node.meta.get("nn_module_stack") or {} for node in self.program.graph.nodes)
             for path, kind in itertools.chain.from_iterable(stack.values() for stack in stacks):
@@ -131,5 +136,5 @@ class Traced:
 
 
 def name_beside(model: nn.Module, target: str) -> str:
-    """The name in the operator graph of what belongs to the loss_fn, told apart from a model's "loss_fn"."""
+    """Returns the graph's name for a part of the loss_fn: another one than a model's own "loss_fn"."""
     return f"_{target}" if hasattr(model, target.partition(".")[0]) else target

@@ -1,4 +1,4 @@
-"""What one rank needs to know to do its part: its stages, their weights, and what it shares with others."""
+"""A rank's job: its stages, their weights, and what it shares with other ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
 
-_UPDATES_CHECKED = 3  # the pipeline fills, runs as it always does, and drains
+_UPDATES_CHECKED = 3  # the pipeline fills, is in its steady state, and drains
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How a pipeline is to be trained: a method, and the shape that its schedule is built for."""
+    """How a pipeline is trained: a method, and the shape that its schedule is built for."""
 
     method: str
     shape: Shape
@@ -43,7 +43,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The device that a rank was planned for: which of its kind it is on its host, and that host's ranks."""
+    """The device that a rank was planned for: its number among those of its kind on its host, and the number
+    of ranks on that host."""
 
     name: str
     kind: str
@@ -53,36 +54,30 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One rank of a training run.
-
-    `programs` are the stages of this rank. The schedule's ranks are numbered by stage; `ranks[r]` is the
-    rank in the process group that does the part of the schedule's rank r: those of one rank a stage follow
-    the cluster's order of devices, and the plan says which device has which stage. `parameters` and `buffers`
-    describe the whole model's tensors, `holders` names the ranks of each parameter that several ranks hold,
-    `loss_stage` is the one that computes the output called `loss`; `outputs` are what the model returns, by
-    name in its order, and `numbers` those beside the loss that are one number, be it a whole one or a truth
-    value, by the stage that has them.
-    """
+    """What one rank of a training run does, and what it knows of the others."""
 
     rank: int
-    programs: tuple[StageProgram, ...]
-    tensors: Mapping[str, Tensor]
+    programs: tuple[StageProgram, ...]  # this rank's stages
+    tensors: Mapping[str, Tensor]  # theirs, by name in the graph
     layout: BatchLayout
-    loss: str
+    loss: str  # the name of the output that is the loss
     work: Work
+    # By the schedule's rank, the rank in the process group that does its part. The schedule numbers its ranks
+    # by stage; with one rank a stage, ranks follow the cluster's order of devices, of which the plan says
+    # which has which stage.
     ranks: tuple[int, ...]
     device: Planned
     recomputed: frozenset[int]  # stages whose forward is run again before the backward
-    loss_stage: int
-    outputs: Mapping[str, TensorSpec]
-    numbers: Mapping[int, tuple[str, ...]]
-    parameters: tuple[ParameterSpec, ...]
+    loss_stage: int  # the stage that computes the loss
+    outputs: Mapping[str, TensorSpec]  # of the model, by name in its order
+    numbers: Mapping[int, tuple[str, ...]]  # by stage: outputs beside the loss that are a number or a bool
+    parameters: tuple[ParameterSpec, ...]  # of the whole model, as `buffers` are
     buffers: tuple[ParameterSpec, ...]
-    holders: Mapping[str, tuple[int, ...]]
-    uses_vary: bool  # which parameters an update has gradients for is not the same in all of them
-    evaluation: str  # what the stages do otherwise than the model in evaluation mode
-    training_writes: frozenset[str]  # what a forward writes in training alone
-    written_parameters: frozenset[str]  # by forwards
+    holders: Mapping[str, tuple[int, ...]]  # the ranks of each parameter that several ranks hold
+    uses_vary: bool  # whether updates differ in which parameters have a gradient
+    evaluation: str  # how the stages differ from the model in evaluation mode; "" if they do not
+    training_writes: frozenset[str]  # tensors that a forward writes in training only
+    written_parameters: frozenset[str]  # parameters that a forward writes
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -114,14 +109,17 @@ class Job:
         return frozenset(spec.name for spec in self.parameters if spec.trainable)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """Who runs a microbatch at a stage."""
+        """Returns the rank that runs a microbatch of a stage."""
         return self.ranks[self.work.rules.rank_of(self.shape, stage, microbatch)]
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         return tuple(self.ranks[place] for place in self.work.rules.ranks_of(self.shape, stage))
 
     def linked_stages(self) -> list[tuple[int, int]]:
-        """First and last of stages that make no version without each other's gradients: tied parameters."""
+        """Returns the first and last of each group of stages that are linked by tied parameters.
+
+        They cannot make a version without each other's gradients.
+        """
         linked: list[set[int]] = []
         for name in sorted(self.trainable & self.holders.keys()):
             holders = set(self.holders[name])
@@ -133,12 +131,12 @@ class Job:
         return [(min(group), max(group)) for group in linked if len(group) > 1]
 
     def inputs(self) -> tuple[str, ...]:
-        """The model's inputs that this rank's stages read."""
+        """Returns the model's inputs that this rank's stages read."""
         values = {port.value: None for p in self.programs for port in p.inputs if port.source is None}
         return tuple(values)
 
     def described(self, rank: int | None = None) -> str:
-        """The stages of this rank, or of another."""
+        """Returns the stages of this rank, or of another one, in words."""
         place = self.ranks.index(self.rank if rank is None else rank)
         stages = self.work.rules.stages_of(self.shape, place)
         return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
@@ -148,7 +146,7 @@ class Job:
 
 
 def work_for(pipeline: Pipeline, request: RunRequest) -> Work:
-    """What a pipeline, and what a user wants otherwise than it was planned, come to.
+    """Returns how a pipeline is trained: as it was planned, with what the request changes.
 
     Raises InputError for a method that does not train, and for numbers that do not go with the method;
     ScheduleError for a schedule that cannot be run.
@@ -167,15 +165,18 @@ def work_for(pipeline: Pipeline, request: RunRequest) -> Work:
 
 
 def _require_runnable(rules: Method, shape: Shape) -> None:
-    """Raises ScheduleError with the first action that cannot be; else ranks would wait for each other."""
+    """Raises ScheduleError with the first impossible action, at which ranks would wait for each other."""
     schedule = schedule_of(rules.name, shape, updates=range(_UPDATES_CHECKED), drain=True)
     held = [rules.in_flight(shape, stage) for stage in range(shape.num_stages)]
     check_schedule(schedule, in_flight=held)
 
 
 def _require_steady_parameters(pipeline: Pipeline, work: Work) -> None:
-    """Of several versions of a parameter a forward would write one, and the next is not made of that one. A
-    forward that is run again would write it twice."""
+    """Raises InputError where a forward writes a trainable parameter and that would go wrong.
+
+    With several versions of the parameter, it would write a version from which the next one is not made. A
+    forward that is recomputed would write it twice.
+    """
     graph = pipeline.graph
     for operator in graph.operators.values():
         for name in operator.writes_buffers:
@@ -216,7 +217,7 @@ def _require_gradients(graph: OperatorGraph) -> None:
 
 
 def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
-    """The job of every rank, in the order of ranks.
+    """Returns the job of every rank, in the order of ranks.
 
     Raises InputError for a pipeline that has no loss or no batch layout.
     """
@@ -271,7 +272,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
 
 
 def _without_loss(graph: OperatorGraph, programs: tuple[StageProgram, ...]) -> InputError:
-    """Names what may have been meant: numbers that a gradient flows to."""
+    """Returns an error that suggests outputs that may be the loss: numbers with a gradient."""
     returned = ", ".join(repr(output.name) for output in graph.outputs)
     scalars = [
         output.name
@@ -300,7 +301,7 @@ def _numbers(programs: tuple[StageProgram, ...], loss: str) -> dict[int, tuple[s
 
 
 def _ranks(plan: Plan, work: Work) -> tuple[int, ...]:
-    """With one rank a device, ranks follow the devices; else they are the schedule's."""
+    """Returns `Job.ranks`: in the order of devices where each has one rank, else the schedule's order."""
     devices = [stage.device for stage in plan.stages]
     if work.num_ranks == len(devices) == len(set(devices)):
         return tuple(sorted(devices).index(device) for device in devices)
@@ -308,7 +309,7 @@ def _ranks(plan: Plan, work: Work) -> tuple[int, ...]:
 
 
 def _planned_devices(pipeline: Pipeline, work: Work) -> list[Planned]:
-    """By the schedule's rank. Copies of a stage that were not planned for are counted as if they had been."""
+    """Returns the device of each of the schedule's ranks, also of replicas that were not planned."""
     devices = pipeline.cluster.devices
     numbers = [_planned_device(pipeline, work, place) for place in range(work.num_ranks)]
     chosen = [devices[number] for number in numbers]
@@ -346,9 +347,9 @@ def _holders(
 
 
 def merged_tensors(job: Job, of_ranks: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """All ranks' tensors (by name in the graph) as the original model's state_dict.
+    """Returns all ranks' tensors (by name in the graph) as the original model's state_dict.
 
-    What several ranks hold is taken from the first: replicas have the same weights, and running statistics
+    A tensor that several ranks hold is the first one's: replicas have equal weights, but running statistics
     of their own.
     """
     held = {name: tensor for tensors in reversed(of_ranks) for name, tensor in tensors.items()}

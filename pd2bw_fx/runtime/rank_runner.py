@@ -1,4 +1,4 @@
-"""One rank at work: performs the actions of its list in their order, each on the stage that it names."""
+"""Performs a rank's actions in their order, each on the stage that it names."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from pd2bw_fx.runtime.recorder import Recorder
 from pd2bw_fx.runtime.stage_runner import Microbatch, StageRunner
 from pd2bw_fx.runtime.weights import WeightStore
 
-_POSTED_AHEAD = 2
-_ASKED_AHEAD = 4
+_POSTED_AHEAD = 2  # receives of one kind that are posted before their turn
+_ASKED_AHEAD = 4  # microbatches that are launched on a GPU before it has done them
 _ENDS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # of a microbatch
 _RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
 
 class Pace:
-    """Lets a rank ask its GPU for a few microbatches more than that has done, and no more: memory for what is
-    received is taken when it is asked for."""
+    """Keeps a rank from running more than a few microbatches ahead of its GPU.
+
+    Memory for what is received is allocated when work is launched, not when the GPU comes to it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._ended: deque[torch.cuda.Event] = deque()
 
     def ended(self) -> None:
-        """A microbatch's backward has been asked for."""
+        """Notes that a microbatch's backward was launched; waits if too many are not yet done."""
         if self._device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
@@ -40,7 +42,7 @@ class Pace:
 
 
 class RankRunner:
-    """The stages of a rank, and their common weights."""
+    """Runs the stages of a rank, which share one WeightStore."""
 
     def __init__(
         self,
@@ -66,14 +68,14 @@ class RankRunner:
         self._updated: set[int] = set()  # stages that have come to the end of an update
 
     def draw_by(self, seed: int) -> None:
-        """What random numbers of coming forwards are drawn from."""
+        """Sets the seed from which coming forwards draw their random numbers."""
         for stage in self._stages.values():
             stage.draws.seed = seed
 
     def add(self, numbers: Sequence[int], microbatches: Sequence[Microbatch], *, is_new: bool) -> None:
-        """To those of the stages that this rank does them for: replicas have theirs elsewhere.
+        """Gives each stage its microbatches. Where a stage has replicas, other ranks run some of them.
 
-        `is_new`: all ranks compute what they have not before, as they do with microbatches of another size.
+        `is_new`: no rank has computed such microbatches before. Microbatches of another size are new too.
         """
         job, sizes = self._job, {microbatch.size for microbatch in microbatches}
         self._is_new = is_new or not sizes <= self._sizes
@@ -88,17 +90,24 @@ class RankRunner:
     def run(
         self, actions: Sequence[Action], elsewhere: Elsewhere | None = None, *, training: bool = True
     ) -> None:
-        """Perform the actions.
+        """Performs the actions in their order.
 
-        Receives are posted a few actions ahead, so that data arrives while this rank computes; those of
-        gradients even for the actions of the next call, since their microbatches are known by then.
+        Over gloo, receives are posted a few actions ahead, so that data arrives while this rank computes.
+        Receives of gradients are posted even for the actions of the next call, since their microbatches are
+        known by then.
 
-        A GPU is kept busy by a send or receive of nccl until they meet, and by a sum until all its ranks are
-        there; some calls wait until it is not (the first of a kernel, more memory, torch.cuda.synchronize).
-        There nothing is asked for that needs this rank to go on: receives in their turn, which comes well
-        before the GPU is so far, sums when the other ranks come to them in this call too, and in the end all
-        that they have asked for in it: it is theirs that `elsewhere` tells. Where much is new to the GPU (the
-        first updates, microbatches of another size), these travel by the host, and sums start in the end.
+        Over nccl (`elsewhere` says what the other ranks do in this call), a send or receive occupies the GPU
+        until its peer has come to it, and a sum until all its ranks have. Some CUDA calls wait until the GPU
+        is idle: the first launch of a kernel, an allocation of more memory, torch.cuda.synchronize. So that
+        ranks never wait for each other there, nothing is launched that can finish only after this rank has
+        gone on:
+
+        - a receive is launched in its turn, which comes well before the GPU gets to it;
+        - a sum starts when the other ranks come to it in this call too;
+        - at the end of the call, everything is received that the other ranks have sent in it.
+
+        While much is new to the GPU (in the first updates, or with microbatches of another size), tensors go
+        through the host, and sums start at the end of the call.
         """
         if elsewhere is not None and not self._is_new:
             self._weights.join(elsewhere.joined)
@@ -146,18 +155,18 @@ class RankRunner:
             self._post(Kind.RECEIVE_GRADIENT, sorted(waiting, key=lambda piece: piece[1]))
 
     def finish_update(self) -> None:
-        """Make the version that was put off, if one was."""
+        """Makes the versions that were put off, if any were."""
         self._weights.finish_update()
         if self._recorder is not None:
             self._recorder.note_rest(self._weights.take_steps())
 
     def settle(self) -> None:
-        """Wait until every peer has what was sent to it."""
+        """Waits until every peer has received what was sent to it."""
         for stage in self._stages.values():
             stage.links.settle()
 
     def _post(self, kind: Kind, coming: Iterable[tuple[int, int]]) -> deque[tuple[int, int]]:
-        """Post receives up to the limit; what is still to be posted."""
+        """Posts receives up to the limit; returns those that are still to be posted."""
         posted = self._posted[kind]
         left = deque(p for p in coming if p not in posted and self._stages[p[0]].receives(kind))
         while left and len(posted) < _POSTED_AHEAD:
@@ -167,7 +176,7 @@ class RankRunner:
         return left
 
     def _update(self, action: Action) -> None:
-        """The weights of all stages make one step together."""
+        """Makes the update once all stages of the rank have come to it: their weights step together."""
         self._updated.add(action.stage)
         if len(self._updated) == len(self._stages):
             self._updated.clear()
@@ -175,7 +184,7 @@ class RankRunner:
 
 
 def _last_backwards(actions: Sequence[Action]) -> set[int]:
-    """The places of each stage's last backward before an update; not of those that come in two halves."""
+    """Returns the positions of each stage's last backward before an update, unless it comes in two halves."""
     last: dict[int, int] = {}
     found: set[int] = set()
     for index, action in enumerate(actions):

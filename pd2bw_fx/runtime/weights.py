@@ -5,15 +5,15 @@
 
 An update copies the newest version to the next slot and steps the optimizer there. Microbatches in flight
 keep the version that they began with: their saved tensors are views of a slot that nobody writes until their
-backward is done. Methods without versions write the one slot under microbatches in flight, on purpose.
+backward is done. Methods without versions write their only slot while microbatches are in flight, on purpose.
 
-Where other ranks add to an update (tied or replicated parameters, the norm of the whole gradient), it is put
-off until its version is needed; gradients that come meanwhile are the next update's. Two may be pending: with
-2BW and much slack, the last stage ends its step of an update before the first has given its part to the one
-before, and the user's program may let all ranks meet in between.
+An update to which other ranks contribute (tied or replicated parameters, the norm of the whole gradient) is
+pending until its version is needed; gradients that are computed meanwhile belong to the next update. Two
+updates may be pending: with 2BW and much slack, the last stage ends its step of update u before the first
+stage has contributed to update u - 1, and the user's program may synchronize all ranks in between.
 
-A sum of nccl keeps a GPU busy until all its ranks have come to it, and much waits until a GPU is not: there
-one starts in the call in which the last rank comes to it, not before.
+An nccl all-reduce occupies a GPU until all its ranks have come to it, and many CUDA calls wait until the GPU
+is idle. Over nccl, a sum therefore starts in the engine call in which its last rank comes to it, not before.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from pd2bw_fx.runtime.slots import Slots
 from pd2bw_fx.runtime.update import Clipping, GradientNorm, LossScale, PendingUpdate, Step
 from pd2bw_fx.stage import StageProgram
 
-_MOST_PENDING = 2  # each keeps its gradients
-_RATES_KEPT = 1024  # a loss is told some updates late, fewer than that
+_MOST_PENDING = 2  # updates; each keeps its gradients
+_RATES_KEPT = 1024  # learning rates and norms of so many updates: a loss is reported fewer updates late
 
 
 class WeightStore:
-    """Versions W(v) of the parameters of a rank's stages, `num_versions` of them alive at a time.
+    """Holds the versions W(v) of the parameters of a rank's stages, `num_versions` of them alive at a time.
 
     `keeps_versions`: no version is overwritten while a microbatch that began on it is in flight. `uses_vary`:
-    a tied parameter may have a gradient in one update and none in another. `joined`: up to this version sums
-    over ranks may start.
+    a tied parameter may have a gradient in one update and none in another. `joined` is the version up to
+    which sums over ranks may start.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class WeightStore:
             corrector.watch(self._slots[0].flat, self._spans)
         self._pending: deque[PendingUpdate] = deque()
         self._steps: deque[Step] = deque(maxlen=_MOST_PENDING + 1)
-        self._rates: dict[int, tuple[float, ...]] = {}  # by version, of the last
-        self._norms: dict[int, GradientNorm] = {}  # where gradients are clipped
+        self._rates: dict[int, tuple[float, ...]] = {}  # learning rates of the last versions
+        self._norms: dict[int, GradientNorm] = {}  # of their gradients, where those are clipped
         stepped = [slot.flat if corrector is None else corrector.newest for slot in self._slots]
         self._stepped = [{name: p.view(flat) for name, p in self._spans.items()} for flat in stepped]
         # The optimizer's parameters: stepped in the slot that is being made.
@@ -110,32 +110,35 @@ class WeightStore:
         *,
         everywhere: Iterable[ParameterSpec] = (),
     ) -> None:
-        """Make the optimizer, over this rank's trainable parameters in the order of the graph.
+        """Makes the optimizer of this rank's trainable parameters, in the order of the graph.
 
-        `everywhere` are the trainable ones of the whole model, which `parameter_options` are asked of.
+        `everywhere` are the trainable parameters of the whole model: `parameter_options` is called for each.
         """
         self._optimizer = RankOptimizer(self._aliases, everywhere, optimizer, scheduler, parameter_options)
         if self._corrector is not None and self._optimizer.optimizer is not None:
             self._corrector.check(self._optimizer.optimizer)
 
     def learning_rates(self, update: int) -> tuple[float, ...]:
-        """Of the optimizer's groups, in one of the last updates, or else in the coming one."""
+        """Returns the rates of the optimizer's groups in one of the last updates, else in the coming one."""
         return self._rates.get(update + 1, self._optimizer.learning_rates)
 
     def gradient_norm(self, update: int) -> float | None:
-        """Of the whole model's gradient in one of the last updates that were made, where it is clipped."""
+        """Returns the norm of the whole model's gradient in one of the last updates.
+
+        None where gradients are not clipped.
+        """
         norm = self._norms.get(update + 1)
         return None if norm is None else norm.item()
 
     def module(self, stage: int, version: int) -> nn.Module:
-        """A stage's module with the weights of a living version."""
+        """Returns a stage's module with the weights of a version that is alive."""
         while self._pending and self._pending[0].version <= version:
             self._finish_first()
         assert self.newest - self.num_versions < version <= self.newest, f"W{version} is not alive"
         return self._slots[version % self.num_versions].modules[stage]
 
     def begin_forward(self, stage: int, version: int, *, in_flight: bool) -> nn.Module:
-        """The module for a forward; `in_flight`: its backward is still to come."""
+        """Returns the module for a forward. `in_flight`: a backward will follow."""
         module = self.module(stage, version)
         if in_flight and self._keeps_versions:
             self._users[version % self.num_versions] += 1
@@ -144,24 +147,24 @@ class WeightStore:
         return module
 
     def begin_backward(self, stage: int, version: int) -> nn.Module:
-        """Make the weights that a backward is to run on those that autograd and recomputation find."""
+        """Returns the module for a backward, whose weights autograd and recomputation will read."""
         module = self.module(stage, version)
         if self._corrector is not None:
             self._corrector.show_backward()
         return module
 
     def end_backward(self, version: int) -> None:
-        """After the whole backward of a microbatch that ran on this version."""
+        """Notes that the whole backward of a microbatch on this version is done."""
         self._ran_on = version
         if self._keeps_versions:
             self._users[version % self.num_versions] -= 1
 
     def loss_scale(self, version: int) -> float:
-        """What the loss of a microbatch on this version is multiplied by for its backward."""
+        """Returns what the loss of a microbatch on this version is multiplied by for its backward."""
         return 1.0 if self._loss_scale is None else self._loss_scale.of(version)
 
     def update(self, version: int) -> None:
-        """Make W(version) of the one before with the gradients that the backwards have left, when needed."""
+        """Takes the gradients that the backwards have left for W(version), which is made once needed."""
         while self._pending and (self._pending[0].has_arrived or len(self._pending) == _MOST_PENDING):
             self._finish_first()
         assert version == self.newest + len(self._pending) + 1, f"W{version} made after W{self.newest}"
@@ -187,7 +190,7 @@ class WeightStore:
             may_overflow=self._loss_scale is not None,
         )
         self._pending.append(pending)
-        # The second update is of all ties too, on all ranks: not all need have the answer by then.
+        # On all ranks, the second update adds up all ties too: some may not have the answer by then.
         is_known = is_first or self._uses_vary or self._used_ties is not None
         self._sums = self._new_sums(is_held=version + 1 > self._joined) if is_known else None
         self.progress()
@@ -195,7 +198,10 @@ class WeightStore:
             self._finish_first()
 
     def progress(self, *, needed: int | None = None) -> None:
-        """Let pending updates go on; without further waiting unless others wait for the version `needed`."""
+        """Lets pending updates go on.
+
+        It waits for other ranks only where they may wait for the version `needed`.
+        """
         may = self._joined if needed is None else max(self._joined, needed)
         going = [pending for pending in self._pending if pending.version <= may]
         for pending in going:
@@ -203,19 +209,19 @@ class WeightStore:
         for pending in going:
             pending.progress(must=needed is not None and pending.version <= needed)
             if not pending.is_squaring:
-                break  # all ranks do it in the same order
+                break  # all ranks start the sums of squares in the same order
 
     def join(self, version: int) -> None:
-        """All ranks come to the sums of updates up to this one in the call at work, at the latest."""
+        """Allows sums up to this version: all ranks come to them in the current call at the latest."""
         self._joined = version
         self.progress()
         if self._sums is not None and self.newest + len(self._pending) < version:
             self._sums.start()
 
     def all_join(self, version: int, *, finish: bool) -> None:
-        """The call ends in which all ranks have come so far: none is to wait for another's next one.
+        """Completes the sums up to this version at the end of the call in which all ranks have come to them.
 
-        `finish`: make the versions too.
+        Otherwise a rank could wait for another one's next call. `finish`: makes the versions too.
         """
         self._joined = version
         self.progress(needed=version)
@@ -223,7 +229,7 @@ class WeightStore:
             self._finish_first()
 
     def finish_update(self) -> None:
-        """Make the versions that were put off, if any were."""
+        """Makes the versions that are pending, if any are."""
         while self._pending:
             self._finish_first()
 
@@ -252,20 +258,20 @@ class WeightStore:
         self._steps.append(Step(pending.version, began_s, added_s, time.perf_counter()))
 
     def take_steps(self) -> list[Step]:
-        """The updates that were made since the last call, three at most."""
+        """Returns the updates that were made since the last call of this method, three at most."""
         taken = list(self._steps)
         self._steps.clear()
         return taken
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters of the newest version, buffers and constants, by their names in the graph."""
+        """Returns the parameters of the newest version, buffers and constants, by name in the graph."""
         self.finish_update()
         self._show_newest()
         held = {**self._slots.parameters(self.newest % self.num_versions), **self._slots.buffers()}
         return {name: tensor.detach() for name, tensor in held.items()}
 
     def state(self) -> RankState:
-        """Everything that training goes on from. No update may be pending, no microbatch in flight."""
+        """Returns all state from which training can go on. No microbatch may be in flight."""
         self.finish_update()
         self._show_newest()
         assert not any(self._users), "microbatches are in flight"
@@ -288,12 +294,12 @@ class WeightStore:
         )
 
     def first_not_finite(self) -> str | None:
-        """A parameter whose newest values are not all numbers."""
+        """Returns the name of a parameter whose newest values are not all finite, or None."""
         found, parameters = self.tensors(), self._slots.parameters(0)
         return next((name for name in parameters if not found[name].isfinite().all()), None)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Take over what `state` gave, of this rank or of the ranks that held its parameters then."""
+        """Loads what `state` returned, on this rank or on the ranks that held its parameters then."""
         updates = checkpoint.header.updates
         parameters, buffers = self._slots.parameters(0), self._slots.buffers()
         needed = [f"weights_{age}/{name}" for age in range(self.num_versions) for name in parameters]
@@ -338,7 +344,7 @@ class WeightStore:
     def _step(self, target: int, gradients: Mapping[str, Tensor]) -> None:
         optimizer = self._optimizer.optimizer
         if optimizer is None:
-            self._optimizer.step_scheduler()  # it has rates to tell
+            self._optimizer.step_scheduler()  # its rates are reported
             return
         stepped = self._stepped[target]
         for name, alias in self._aliases.items():
@@ -354,7 +360,10 @@ class WeightStore:
         self._optimizer.step_scheduler()
 
     def _step_in_place(self, target: int) -> None:
-        """An optimizer may give its parameters other memory (`p.data = p.data - lr * p.grad`)."""
+        """Steps the optimizer, and copies back what it has put into other memory.
+
+        An optimizer may do `p.data = p.data - lr * p.grad`.
+        """
         assert self._optimizer.optimizer is not None
         self._optimizer.optimizer.step()
         for name, view in self._stepped[target].items():
@@ -363,7 +372,7 @@ class WeightStore:
                 view.copy_(alias.detach())
 
     def _taken_gradients(self) -> dict[str, Tensor]:
-        """Of all slots: with one version an update, as in 2BW, one of them has everything."""
+        """Returns the gradients of all slots. With one version an update, as in 2BW, one slot has all."""
         taken: dict[str, Tensor] = {}
         for slot in self._slots:
             for name, gradient in slot.take_gradients().items():
@@ -372,9 +381,9 @@ class WeightStore:
         return taken
 
     def _watch_ties(self) -> None:
-        """Let tied gradients start on their way as soon as the last backward has completed them.
+        """Registers hooks that start the sum of a tied gradient when the last backward has completed it.
 
-        Where several stages of the rank have a use of the parameter, that is not before the update.
+        Where several stages of the rank use the parameter, its sum starts with the update.
         """
         for tied in self._ties:
             for slot in self._slots:
@@ -392,7 +401,7 @@ class WeightStore:
             self._sums.offer(name, parameter.grad)
 
     def _use_only(self, used: frozenset[str]) -> None:
-        """From the third update on no holder sends gradients of what nobody uses."""
+        """Leaves parameters that no rank uses out of the sums, from the third update on."""
         self._used_ties = used
         self._buckets = in_buckets([tied for tied in self._ties if tied.name in used], self._aliases)
         if self._sums is None:
@@ -407,7 +416,7 @@ class WeightStore:
 
 
 def _offering(store: weakref.ref[WeightStore], name: str) -> Callable[[Tensor], None]:
-    """A hook of a parameter that does not keep the store: autograd's hold on it is not Python's to break."""
+    """Returns a hook that holds the store weakly: Python cannot collect a cycle through autograd's hooks."""
 
     def offer(parameter: Tensor) -> None:
         if (alive := store()) is not None:
