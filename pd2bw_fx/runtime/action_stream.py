@@ -1,4 +1,4 @@
-"""What a rank is to do next: the actions of its method's schedule, update by update."""
+"""The actions that a rank performs next: its method's schedule, update by update."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ _SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """What the other ranks do in the same call: `sends`, each one's in their order. When it ends, all ranks
-    have come to the update that makes version `joined`."""
+    """What the other ranks do in the same call.
+
+    `sends` are the sends of each rank, in its order. When the call ends, all ranks have come to the update
+    that makes version `joined`.
+    """
 
     sends: tuple[Action, ...]
     joined: int
 
 
 class ActionStream:
-    """Counts the updates of a rank, and gives their actions one after another.
+    """Counts the updates of a rank, and returns their actions one after another.
 
-    The first `synchronous_updates` are as 1f1b has them, flushed each (PipeMare may begin so).
+    The first `synchronous_updates` follow 1f1b's schedule and are flushed each (PipeMare may begin so).
     """
 
     def __init__(self, job: Job, *, synchronous_updates: int) -> None:
@@ -31,7 +34,7 @@ class ActionStream:
         self._synchronous_updates = synchronous_updates
         self._home = 0  # no microbatch of an update before this one is in flight
         self._made: dict[tuple[int, int], int] = {}  # the newest version of each rank's stages
-        self._first: int | None = None  # update that it has begun
+        self._first: int | None = None  # the first update that was begun here
         self.updates = 0  # begun so far
 
     @property
@@ -40,7 +43,7 @@ class ActionStream:
         return self._home == self.updates
 
     def next_update(self) -> tuple[Action, ...]:
-        """One more update; what it leaves in flight comes home in the next one."""
+        """Returns the actions of one more update; what it leaves in flight is finished in the next one."""
         if self._first is None:
             self._first = self.updates
         self.updates += 1
@@ -48,14 +51,17 @@ class ActionStream:
 
     @property
     def is_new(self) -> bool:
-        """Not all ranks have made two versions yet."""
+        """Whether some rank has not made two versions yet."""
         return self._first is None or min(self._made.values(), default=self._first) < self._first + 2
 
     def elsewhere(self) -> Elsewhere:
-        """In the update that was begun last; to be asked in every one."""
+        """Returns what the other ranks do in the update that was begun last. It must be called in every
+        update.
+        """
         return self._elsewhere(range(self.updates - 1, self.updates), drain=False)
 
     def elsewhere_draining(self) -> Elsewhere:
+        """Returns what the other ranks do while the pipeline drains."""
         return self._elsewhere(range(self.updates, self.updates), drain=True)
 
     def _elsewhere(self, updates: range, *, drain: bool) -> Elsewhere:
@@ -70,16 +76,18 @@ class ActionStream:
         return Elsewhere(tuple(sends), min(self._made.values()))
 
     def drain(self) -> tuple[Action, ...]:
-        """What brings in all that is in flight."""
+        """Returns the actions that finish all that is in flight."""
         return self._actions(range(self.updates, self.updates), self._job.place, drain=True)
 
     def go_on_after(self, updates: int) -> None:
-        """So many updates are done, and nothing is in flight."""
+        """Goes on after this number of updates, with nothing in flight."""
         self.updates = self._home = updates
         self._made = dict.fromkeys(self._made, updates)
 
     def evaluation(self, microbatches: range) -> list[Action]:
-        """Forwards alone, on the newest version, wherever the method places a stage's microbatches."""
+        """Returns forwards alone, on the newest version, on the ranks where the method runs those
+        microbatches.
+        """
         job, version = self._job, self.updates
         actions: list[Action] = []
         last = job.shape.num_stages - 1

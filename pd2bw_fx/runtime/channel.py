@@ -1,13 +1,14 @@
-"""Links between ranks: tensors of one microbatch at a time, over torch.distributed's point-to-point calls.
+"""Links between ranks: one microbatch's tensors at a time, over torch.distributed's point-to-point calls.
 
-Both ends of a link know the same values in the same order. Their shapes and types, and the order in which
-they lie in memory (channels_last, transposed), are agreed when microbatches of a new size come by: a header
-goes before the first one, and from then on both ends know what follows. A later one that lies otherwise is
-laid as the first; what does not fill its memory (expanded, every second element) arrives contiguous.
+Both ends of a link know the same values in the same order. Their shapes, their types and the order in which
+they lie in memory (channels_last, transposed) are agreed when the first microbatch of a new size comes: a
+header goes before it, and from then on both ends know what follows. If a later microbatch lies in another
+memory order, it is copied to the agreed one. A tensor that does not fill its memory (expanded, every second
+element) arrives contiguous.
 
     sender     header F0  F1  F2 ..         receiver   header F0  F1 posted  F2 posted ..
 
-Between processes of one host, tensors of the first such size go through memory that both see.
+Between processes of one host, the tensors of the first such size go through shared memory.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ _DTYPES = (
 _MAX_DIMS = 8
 _ABSENT = -1
 _HEADER_COLUMNS = 2 + 2 * _MAX_DIMS + 3
-_TAGS_A_MICROBATCH = 1024  # the header's, the values', and last that of the answer to the header
-_ANSWER = _TAGS_A_MICROBATCH - 1  # not the header's: links between the same two ranks may cross
-_MICROBATCH_TAGS = 2**11  # far more than are ever under way at once
+_TAGS_A_MICROBATCH = 1024  # for the header, the values, and last the answer to the header
+_ANSWER = _TAGS_A_MICROBATCH - 1  # not the header's tag: links between the same two ranks may cross
+_MICROBATCH_TAGS = 2**11  # microbatches with tags of their own: far more than are ever on their way at once
 TAGS_A_LINK = _TAGS_A_MICROBATCH * _MICROBATCH_TAGS
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How to reach a peer: its rank, the process group, the device of the tensors, and their tags' start.
+    """How to reach a peer: its rank, the process group, the device of the tensors, and their first tag.
 
-    `wire`: the device of what the group moves; tensors of another one are copied to it and from it.
-    `receiving`: where receives begin, so that none waits for what the GPU computes meanwhile.
-    `shares_memory`: the peer is a process of this host, and both see each other's memory. `by_host`: the way
-    that keeps no GPU busy, where this one does.
+    `wire` is the device of what the group moves; tensors on another device are copied to it and from it.
+    `receiving` is the stream on which receives begin, so that none waits for what the GPU computes meanwhile.
+    `shares_memory`: the peer is a process of this host, and both see each other's memory. `by_host` is
+    another route that does not occupy the GPU, where this one does.
     """
 
     peer: int
@@ -57,7 +58,7 @@ class Route:
     wire: torch.device
     first_tag: int
     shares_memory: bool = False
-    timeout_s: float = 600.0  # of a wait for shared memory; the group has one of its own
+    timeout_s: float = 600.0  # of a wait for shared memory; the group has a time limit of its own
     receiving: torch.cuda.Stream | None = None
     by_host: Route | None = None
 
@@ -80,11 +81,11 @@ class Route:
         return work
 
     def on_receiving(self) -> contextlib.AbstractContextManager[Any]:
-        """Where buffers are made and receives asked for."""
+        """Returns the context in which buffers are allocated and receives are launched."""
         return contextlib.nullcontext() if self.receiving is None else torch.cuda.stream(self.receiving)
 
     def taken(self, buffer: Tensor) -> Tensor:
-        """Where this rank computes."""
+        """Returns a received tensor on the device on which this rank computes."""
         if self.receiving is not None:
             buffer.record_stream(torch.cuda.current_stream(self.device))
         return buffer.to(self.device)
@@ -94,7 +95,9 @@ class Route:
             work.wait()
 
     def shared_buffer(self, notes: Notes, microbatch: int, position: int) -> int:
-        """Wait until a tensor is in shared memory, or is not going to be."""
+        """Waits for the note on a tensor: the number of its shared buffer, or NO_BUFFER if it comes over the
+        group.
+        """
         with translated(self.peer):
             return notes.take(microbatch, position, timeout_s=self.timeout_s)
 
@@ -109,7 +112,7 @@ Shared = dict[tuple[Hashable, int], SharedBuffers]  # by size of the microbatch,
 
 @dataclass(slots=True)
 class Outbox:
-    """The sending end: values named `values`, in this order, to one peer."""
+    """The sending end of a link to one peer: the values named `values`, in this order."""
 
     route: Route
     values: tuple[str, ...]
@@ -123,10 +126,10 @@ class Outbox:
     def send(
         self, microbatch: int, size: Hashable, tensors: Sequence[Tensor | None], *, by_host: bool = False
     ) -> None:
-        """Start sending; the tensors must not be written before `settle`. None: a value without gradient,
-        of which zeros go where the first microbatch had one.
+        """Starts to send; the tensors must not be written before `settle`.
 
-        `size` identifies the microbatch's input shapes, which determine the shapes here.
+        None is a value without a gradient: zeros are sent for it where the first microbatch had one. `size`
+        identifies the microbatch's input shapes, which determine the shapes here.
         """
         route = self.route.of(by_host=by_host)
         layout = tuple(None if t is None else (t.dtype, tuple(t.shape)) for t in tensors)
@@ -151,9 +154,9 @@ class Outbox:
     def _agree(
         self, route: Route, microbatch: int, size: Hashable, layout: Layout
     ) -> list[tuple[dist.Work, Tensor]]:
-        """Tell the peer what comes with microbatches of this size.
+        """Tells the peer what comes with microbatches of this size.
 
-        It answers once it holds what is shared, which goes with this process otherwise.
+        The peer answers once it has opened the shared memory, which would otherwise go with this process.
         """
         orders = self._orders[size]
         if route.shares_memory and not self._agreed:  # further sizes are too rare to keep memory for
@@ -176,7 +179,7 @@ class Outbox:
         return works
 
     def _share(self, microbatch: int, at: tuple[Hashable, int], tensor: Tensor) -> bool:
-        """Whether the tensor is now where the peer sees it."""
+        """Copies a tensor into shared memory; returns whether the peer will find it there."""
         if at not in self._shared:
             return False
         assert self._notes is not None
@@ -185,7 +188,7 @@ class Outbox:
         return number != NO_BUFFER
 
     def settle(self, microbatch: int | None = None) -> None:
-        """Wait until everything, or everything up to a microbatch, has been received."""
+        """Waits until the peer has received everything, or everything up to a microbatch."""
         while self._under_way and (microbatch is None or self._under_way[0][0] <= microbatch):
             self._wait_for_oldest()
 
@@ -235,12 +238,12 @@ class Inbox:
             self._post()
 
     def read_headers(self) -> None:
-        """Wait for those of what has been sent, so that all of it is posted."""
+        """Waits for the headers of what has been sent, and posts receives for all that follows them."""
         while any(posted.works is None for posted in self._posted.values()):
             self._read_header()
 
     def take(self, microbatch: int) -> list[Tensor | None]:
-        """The tensors in the order of `values`; they belong to the caller."""
+        """Waits for a microbatch's tensors, in the order of `values`; they belong to the caller."""
         posted = self._posted[microbatch]
         while posted.works is None:
             self._read_header()
@@ -252,8 +255,10 @@ class Inbox:
         return [None if t is None else unpacked(t, order) for t, order in zip(found, orders, strict=True)]
 
     def _post(self) -> None:
-        """In the order of the sends, which nccl tells apart by nothing else: what comes behind a header is
-        posted when that has been read."""
+        """Posts receives in the order of the sends, which is all that nccl tells them apart by.
+
+        What follows a header is posted when the header has been read.
+        """
         for microbatch, posted in self._posted.items():
             if posted.works is not None:
                 continue
@@ -270,7 +275,7 @@ class Inbox:
                 self._post_tensors(microbatch, posted, self._agreed[posted.size])
 
     def _read_header(self) -> None:
-        """The one that is waited for."""
+        """Waits for the header of a posted microbatch and reads it."""
         microbatch, posted = next(item for item in self._posted.items() if item[1].works is None)
         assert posted.header is not None
         assert posted.header_work is not None
@@ -331,8 +336,11 @@ class _Posted:
 
 
 def _header(values: Sequence[str], layout: Layout, orders: Orders, tickets: Sequence[Ticket]) -> Tensor:
-    """A row for each value: its type, number of dimensions, sizes as they lie in memory and that order (zeros
-    where it is the tensor's own), and where its memory and notes are."""
+    """Returns a row for each value.
+
+    It holds the type, the number of dimensions, the sizes as they lie in memory, their order (zeros if that
+    is the tensor's own), and where its shared memory and notes are.
+    """
     rows = []
     for value, entry, order, ticket in zip(values, layout, orders, tickets, strict=True):
         if entry is None:

@@ -1,14 +1,15 @@
-"""Checkpoints of a training run: what every rank needs to go on as if nothing had happened.
+"""Checkpoints of a training run: everything that the ranks need to go on as if nothing had happened.
 
     folder/
-      latest                       the name of the newest whole checkpoint
+      latest                       the name of the newest complete checkpoint
       update_000120/
         checkpoint.json            what this is: updates so far, method, stages, ranks
         rank_0.safetensors         all weight versions, buffers, optimizer state, by the model's own names
         rank_0.json                learning rates and the like, the scheduler, fp16's loss scale
 
-A checkpoint is written beside the last one and named in `latest` when it is whole, so that a run killed at
-any moment finds a good one. Tensors have the model's names: a checkpoint of four stages can be read on two.
+A checkpoint is written beside the last one and named in `latest` when it is complete, so that a run that is
+killed at any moment finds a good one. Tensors have the model's names: a checkpoint of four stages can be read
+on two.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _SCHEMA = 4
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One rank's part. `tensors` are named kind/name, `optimizer/NAME/KEY` for optimizer state.
+    """One rank's part of a checkpoint.
 
-    `numbers[name]` is optimizer state that is no tensor, `options[name]` are the options of a parameter's
-    group, `groups` those of all groups (a rank may have none of a group's parameters), `random` the state of
-    this rank's generators.
+    `tensors` are named kind/name, optimizer state `optimizer/NAME/KEY`. `numbers[name]` is optimizer state
+    that is not a tensor, `options[name]` are the options of a parameter's group, `groups` those of all groups
+    (a rank may have none of a group's parameters). `random` is the state of this rank's generators.
     """
 
     tensors: Mapping[str, Tensor]
@@ -53,18 +54,18 @@ class RankState:
     scheduler: Mapping[str, Any] | None
     loss_scale: Mapping[str, Any] | None
     random: Mapping[str, Tensor]
-    optimizer: str | None = None  # its class; None where the rank has no parameters
+    optimizer: str | None = None  # the class of the optimizer; None where the rank has no parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What all ranks share."""
+    """The part of a checkpoint that all ranks share."""
 
     updates: int
     method: str
     num_stages: int
     num_ranks: int
-    seed: int  # of what the model draws
+    seed: int  # of the model's random numbers
 
 
 def save(
@@ -75,11 +76,11 @@ def save(
     *,
     together: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Write this rank's part; all ranks do, on a file system that they share. Rank 0 makes it official.
+    """Writes this rank's part; all ranks do so, on a file system that they share, and rank 0 completes it.
 
-    All ranks leave a part of `together` alike: where one raises InputError, they all do. It is raised for a
-    scheduler or optimizer whose options are no plain numbers and texts, and where the folder cannot be
-    written or is another one on each machine; what was written is gone then.
+    Each part of it that runs within `together` ends alike on all ranks: where one raises InputError, they all
+    do. InputError is raised for a scheduler or optimizer whose options are not plain numbers and strings, and
+    where the folder cannot be written or differs from machine to machine; what was written is then removed.
     """
     folder = Path(folder)
     name = f"update_{header.updates:06d}"
@@ -133,7 +134,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def updates_of(folder: str | Path) -> int:
-    """Made so far, by the newest checkpoint in a folder. Raises as `Checkpoint` does."""
+    """Returns the updates made so far by the newest checkpoint in a folder. Raises what `Checkpoint` raises."""
     return Checkpoint(folder).header.updates
 
 
@@ -167,7 +168,7 @@ def _before(folder: Path, name: str) -> Path:
 
 
 def _numbers(folder: Path) -> dict[Path, int]:
-    """Of "update_000123", for names do not sort beyond a million; a copy of another name is not ours."""
+    """Returns the number in "update_000123", or the like for a name that is not a checkpoint's."""
     named = ((path, _NAME.fullmatch(path.name)) for path in folder.glob("update_*"))
     return {path: int(match[1]) for path, match in named if match is not None}
 
@@ -183,12 +184,13 @@ def _plain(details: Mapping[str, Any]) -> str:
 
 
 class Checkpoint:
-    """The newest whole checkpoint in a folder, as `rank` reads it: where several ranks have a tensor of the
-    same name (running statistics of replicas), its own comes first.
+    """The newest complete checkpoint in a folder, as `rank` reads it.
+
+    Where several ranks have a tensor of the same name (running statistics of replicas), its own comes first.
     """
 
     def __init__(self, folder: str | Path, *, rank: int = 0) -> None:
-        """Raises InputError where there is none, PlanMismatchError where a file of it is missing."""
+        """Raises InputError where there is no checkpoint, PlanMismatchError where a file of it is missing."""
         pointer = Path(folder) / _LATEST
         if not pointer.exists():
             raise InputError(f"{folder} holds no checkpoint; expected the file {_LATEST!r} in it")
@@ -235,9 +237,10 @@ class Checkpoint:
             self._places = {**dict.fromkeys(keys, self._file(other)), **self._places}
 
     def require_model(self, parameters: Iterable[ParameterSpec], buffers: Iterable[ParameterSpec]) -> None:
-        """Raises PlanMismatchError, naming the first difference, where it has other tensors than these.
+        """Raises PlanMismatchError, naming the first difference, where the checkpoint has other tensors than
+        these.
 
-        Buffers that are not persistent are the code's own: constants of a trace, at one batch size.
+        Buffers that are not persistent are not compared: they are constants of a trace, at one batch size.
         """
         other = f"{self.path} is a checkpoint of another model"
         expected = {f"weights_0/{spec.name}": spec.spec.example_shape for spec in parameters}
@@ -258,7 +261,7 @@ class Checkpoint:
             )
 
     def tensors(self, prefixes: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors whose name, or its beginning up to a slash, is one of these."""
+        """Returns the tensors whose name, or its beginning up to a slash, is one of these."""
         wanted = set(prefixes)
         keys_in: dict[Path, list[str]] = {}
         for key, path in self._places.items():
@@ -284,7 +287,7 @@ class Checkpoint:
         return PlanMismatchError(f"{self.path / name} is damaged ({how}){advice}")
 
     def random(self, rank: int) -> dict[str, Tensor]:
-        """The generators of a rank as they were, by kind."""
+        """Returns the state of a rank's generators, by kind."""
         self._require_whole(self._file(rank))
         with self._open(rank) as file:
             keys = [key for key in file.keys() if key.startswith("random/")]  # noqa: SIM118
@@ -310,7 +313,7 @@ class Checkpoint:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """This process's generators, by kind."""
+    """Returns the state of this process's generators, by kind."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)

@@ -1,10 +1,11 @@
-"""Against the delay of methods without weight versions: forwards or backwards on other weights, another step.
+"""Corrections for the delay of methods without weight versions.
 
-Forwards of a stage run D updates before their backward; D is 0 at the last stage. Three answers to it:
+The forwards of a stage run D updates before their backwards; D is 0 at the last stage. A correction changes
+the weights that forwards or backwards run on, or the optimizer's step:
 
-SpikeCompensation    step by w - lr (a v + b g), a = m^D, b = (1 - m^D) / (1 - m)      (arXiv 2003.11666)
-WeightPrediction     forwards on the weights as they will be at the backward           (arXiv 2003.11666)
-PipeMare             smaller steps at first, backwards on the weights as they were     (arXiv 1910.05124)
+    SpikeCompensation    step by w - lr (a v + b g), a = m^D, b = (1 - m^D) / (1 - m)      (arXiv 2003.11666)
+    WeightPrediction     forwards on the weights as they will be at the backward           (arXiv 2003.11666)
+    PipeMare             smaller steps at first, backwards on the weights as they were     (arXiv 1910.05124)
 
 All follow the published descriptions; tests hold them to the identities and stability limits given there.
 """
@@ -25,25 +26,27 @@ from pd2bw_fx.runtime.slots import Flat, Span
 
 @dataclass(frozen=True, slots=True)
 class SpikeCompensation:
-    """The momentum that a gradient would have gathered while it was on its way is given to it at once.
+    """Adds at once the momentum that a gradient would have gathered during its delay.
 
-    For torch.optim.SGD with momentum, without dampening, Nesterov and weight decay.
+    It needs torch.optim.SGD with momentum, without dampening, Nesterov and weight decay.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPrediction:
-    """Forwards on w - lr D v ("velocity", of SGD with momentum) or w + D (w(t) - w(t-1)) ("weights")."""
+    """Runs forwards on w - lr D v ("velocity", of SGD with momentum) or w + D (w(t) - w(t-1)) ("weights")."""
 
     form: Literal["velocity", "weights"] = "velocity"
 
 
 @dataclass(frozen=True, slots=True)
 class PipeMare:
-    """T1: learning rate lr / D^(1 - min(k/K, 1)) at update k, K = `rescale_updates`; 0 leaves it out.
+    """The three techniques of PipeMare.
 
-    T2: backwards on w - D delta, delta the running mean of the weights' changes with the factor
-    `decay` ^ (1/D); None leaves it out. T3: the first `synchronous_updates` are those of 1f1b.
+    - T1: the learning rate is lr / D^(1 - min(k/K, 1)) at update k, K = `rescale_updates`; 0 leaves it out.
+    - T2: backwards run on w - D delta, delta the running mean of the weights' changes with the factor `decay`
+      ^ (1/D); None leaves it out.
+    - T3: the first `synchronous_updates` are those of 1f1b.
     """
 
     rescale_updates: int = 0
@@ -56,15 +59,16 @@ _T = TypeVar("_T", bound=Correction)
 
 
 def corrections_of(method: str) -> tuple[Correction, ...]:
-    """What belongs to a method whose user asks for nothing else: PipeMare is its discrepancy correction."""
+    """Returns a method's default corrections: PipeMare is its discrepancy correction."""
     return (PipeMare(),) if method == "pipemare" else ()
 
 
 class Corrector:
-    """Applies corrections on a rank whose forwards run `delay` updates before their backward.
+    """Applies corrections on a rank whose forwards run `delay` updates before their backwards.
 
-    Where a forward or backward is to see other weights than the newest, those have a buffer of their own,
-    `newest`, and the slot that modules compute with is written before. Otherwise the two are one.
+    Where a forward or backward is to run on other weights than the newest, the newest have a buffer of their
+    own, `newest`, and those other weights are written to the slot that modules compute with. Otherwise both
+    are one buffer.
     """
 
     def __init__(self, corrections: Sequence[Correction], delay: int) -> None:
@@ -78,7 +82,7 @@ class Corrector:
         self._change: Flat = {}  # of the last update, or the running mean; for what looks ahead or back by it
 
     def watch(self, seen: Flat, spans: Mapping[str, Span]) -> None:
-        """`seen` is the slot that modules compute with, laid out in `spans`."""
+        """Takes the slot that modules compute with, `seen`, which is laid out in `spans`."""
         self._seen = seen
         self._spans = spans
         goes_back = self._pipemare is not None and self._pipemare.decay is not None
@@ -90,7 +94,7 @@ class Corrector:
             self._change = {dtype: torch.zeros_like(flat) for dtype, flat in seen.items()}
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raises InputError for an optimizer that a correction is not made for."""
+        """Raises InputError for an optimizer that a correction does not support."""
         of_velocity = self._prediction is not None and self._prediction.form == "velocity"
         if self._compensation is None and not of_velocity:
             return
@@ -132,7 +136,7 @@ class Corrector:
         self._shown = "newest"
 
     def step(self, optimizer: Optimizer, step: Callable[[], None]) -> None:
-        """The optimizer's step on `newest`, which `step` makes, corrected."""
+        """Makes the optimizer's step on `newest` by calling `step`, and corrects it."""
         for dtype in self._change:  # the slot is free until something is shown in it again
             self._seen[dtype].copy_(self.newest[dtype])
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -151,7 +155,7 @@ class Corrector:
         self._shown = "none"  # neither what forwards see nor what backwards see is there now
 
     def state(self) -> dict[str, Tensor]:
-        """What a correction remembers, by parameter."""
+        """Returns what the corrections remember, by parameter."""
         return {name: span.view(self._change) for name, span in self._spans.items() if self._change}
 
     def load(self, kept: Mapping[str, Tensor], updates: int) -> None:
@@ -166,7 +170,7 @@ class Corrector:
 
     @property
     def _begun(self) -> int:
-        """Updates since the synchronous ones at the beginning; negative during them."""
+        """Returns the updates since the synchronous ones at the beginning; negative during them."""
         return self._updates - (0 if self._pipemare is None else self._pipemare.synchronous_updates)
 
     def _rate_factor(self) -> float:
@@ -201,7 +205,7 @@ class Corrector:
                 span.view(self._seen).add_(velocity, alpha=-lr * self._delay)
 
     def _compensate(self, optimizer: Optimizer) -> None:
-        """From w - lr v, which SGD has made, to w - lr (a v + b g)."""
+        """Turns w - lr v, the step that SGD has made, into w - lr (a v + b g)."""
         with torch.no_grad():
             for group in optimizer.param_groups:
                 momentum, lr = group["momentum"], group["lr"]
@@ -214,7 +218,10 @@ class Corrector:
 
 
 def spike_coefficients(momentum: float, delay: int) -> tuple[float, float]:
-    """a and b of spike compensation: a / (1 - m) + b = 1 / (1 - m); a delay of 1 is Nesterov's momentum."""
+    """Returns a and b of spike compensation: a / (1 - m) + b = 1 / (1 - m).
+
+    A delay of 1 is Nesterov's momentum.
+    """
     return momentum**delay, (1.0 - momentum**delay) / (1.0 - momentum)
 
 

@@ -1,8 +1,8 @@
 """Operators that are not torch's own, for local workers, which do not run the user's script.
 
-What another module registered is there once that module is imported. An operator that the script itself, or
-a module that workers cannot import, defines by `torch.library.custom_op` is sent as it is, like the script's
-optimizer; so is an untraced loss.
+An operator that another module registers is there once that module is imported. An operator that the script
+itself, or a module that workers cannot import, defines by `torch.library.custom_op` is pickled and sent, like
+the script's optimizer; so is an untraced loss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pd2bw_fx.untraced_operands import NAMESPACE
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """What `torch.library.custom_op` and the methods of what it returns were given."""
+    """The arguments of `torch.library.custom_op` and of the methods of the operator that it returned."""
 
     name: str  # "mylib::gelu"
     schema: str
@@ -38,7 +38,7 @@ class Definition:
     setup_context: Callable[..., Any] | None
 
     def register(self) -> None:
-        """Make the operator known here, unless it is."""
+        """Defines the operator in this process, unless it is known here."""
         if self.name in OPDEFS:
             return
         operator: Any = torch.library.custom_op(self.name, self.function, mutates_args=(), schema=self.schema)
@@ -69,12 +69,12 @@ class CustomOperators:
 
 
 def custom_operators(sources: Iterable[str], model: nn.Module | None) -> CustomOperators:
-    """What the stages of these sources call by `torch.ops`, as it is known in this process.
+    """Returns the operators that the stages of these sources call by `torch.ops`.
 
-    Of an operator that was not defined by `custom_op` the namespace is taken for the name of its module, as
-    it mostly is (torchvision); else it is of the modules that hold it or its library (a `triton_op`). Where
-    there is none of those, whatever the classes of the model are from and the script has imported is imported
-    in the worker too; if the operator is not known then, the worker says which one is missing.
+    The namespace of an operator that was not defined by `custom_op` is taken for the name of its module, as
+    it mostly is (torchvision). If there is no such module, those count that hold the operator or its library
+    (a `triton_op`). If there are none either, the worker imports the modules of the model's classes and those
+    that the script has imported; if the operator is not known then, the worker says which one is missing.
     """
     names = {called for source in sources for called in operators_called(source)}
     modules: dict[str, None] = {}
@@ -97,7 +97,7 @@ def _holders(namespace: str, name: str) -> Iterator[str]:
     packet = getattr(getattr(torch.ops, namespace), name, None)
 
     def is_of_it(value: Any) -> bool:
-        kind = type(value)  # a lazy object of another library's may not like to be asked for its class
+        kind = type(value)  # a lazy object of another library may fail when asked for its __class__
         if issubclass(kind, torch.library.Library):
             return bool(value.ns == namespace)
         if issubclass(kind, CustomOpDef):
@@ -114,14 +114,14 @@ def _modules_of(model: nn.Module | None) -> list[str]:
 
 
 def _imported_by_the_script() -> list[str]:
-    """The modules that it has, and those that it has something from."""
+    """Returns the modules that the script has imported, and those that it has imported something from."""
     values = list(vars(sys.modules["__main__"]).values())
     names = (getattr(v, "__name__" if isinstance(v, ModuleType) else "__module__", None) for v in values)
     return [name for name in names if isinstance(name, str)]
 
 
 def _to_import(names: Iterable[str]) -> Iterator[str]:
-    """Those that a worker does not have by itself, and finds."""
+    """Yields the modules that a worker can import and does not import by itself."""
     for name in names:
         is_own = name.partition(".")[0] in ("torch", "pd2bw_fx", "__main__", "builtins")
         is_module = getattr(sys.modules.get(name), "__spec__", None) is not None

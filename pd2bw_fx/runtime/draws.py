@@ -4,8 +4,8 @@
       ... F.dropout(x, 0.1) ...   (seed, microbatch 5, operator 118 of the model)
       ... F.dropout(y, 0.1) ...   (seed, microbatch 5, operator 131)
 
-So dropout differs from microbatch to microbatch, and a run is the same however many stages, replicas or
-restarts it is made with; a forward that is run again for its backward draws what it drew before.
+So dropout differs from microbatch to microbatch, and a run is the same whatever its number of stages,
+replicas and restarts. A forward that is run again for its backward draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _WHOLE_MODEL = -1
 
 
 class Draws:
-    """The generators during a stage's forwards, which leave them as they found them.
+    """Seeds torch's generators during a stage's forwards, and restores them afterwards.
 
-    `operators` are the numbers of the stage's drawing operators in the whole graph, in their order. What
-    draws beyond them (an operator added to the code by hand) is numbered by the stage.
+    `operators` are the numbers of the stage's drawing operators in the whole graph, in their order. Further
+    draws (of an operator that was added to the code by hand) are numbered by the stage.
     """
 
     def __init__(self, stage: int, operators: Sequence[int], device: torch.device) -> None:
@@ -40,7 +40,7 @@ class Draws:
 
     @contextlib.contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
-        """Draw for this microbatch, the same whenever it is asked for again."""
+        """Seeds what is drawn for this microbatch, with the same numbers whenever it is called for it again."""
         drawn = 0
 
         def begin() -> None:

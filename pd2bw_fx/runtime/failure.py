@@ -1,6 +1,7 @@
 """How ranks learn why another one ended: the failing rank leaves its reason in the group's store.
 
-A lost connection says only that a process is gone. Whoever sees one looks into the store before it speaks.
+A lost connection says only that a process is gone. A rank that sees one looks into the store before it
+raises.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from pd2bw_fx.errors import WorkerError
 
 STARTED_BY = "PD2BW_FX_STARTED_BY"  # in the environment of ranks whose errors that process prints
 _MAKING = "making an engine"
-_MEETING_S = 5.0  # until all ranks have come to where one is: a batch that it cannot take, the end
+_MEETING_S = 5.0  # until all ranks have met: at a batch that one of them refuses, or at the end
 _FLUSH_S = 1.0
 _FULL = (
     "the device's memory is full: try smaller microbatches (more microbatches_per_update), "
     "split(recompute=True), or more stages; where less of it is free than its memory_bytes in the cluster "
     "file, say so there"
 )
-_LOOKING_S = 1.0  # whether the parent is there
-_GRACE_S = 2.0  # between the end of a connection and the word of the rank that ended it
+_LOOKING_S = 1.0  # between two looks at the parent
+_GRACE_S = 2.0  # between the end of a connection and the reason of the rank that ended it
 
 
 def end_now() -> NoReturn:
-    """End this process, for destructors of a torn process group may wait for peers; print what is to be."""
+    """Ends this process without destructors, which may wait for peers in a torn process group; flushes first."""
     flushing = threading.Thread(target=_flush, daemon=True)  # a reader that has stopped would hold it up
     flushing.start()
     flushing.join(_FLUSH_S)
@@ -45,7 +46,9 @@ def end_now() -> NoReturn:
 
 
 def end_with_parent(process_id: int) -> None:
-    """From now on, when that process is not the parent any more: it was killed, and could tell nobody."""
+    """Ends this process once its parent is another one than `process_id`, which was killed and could not
+    tell.
+    """
 
     def watch() -> None:
         while os.getppid() == process_id:
@@ -56,7 +59,7 @@ def end_with_parent(process_id: int) -> None:
 
 
 def how_ended(code: int) -> str:
-    """Of a process that has left no word, by its exit code."""
+    """Returns how a process ended that has left no reason, by its exit code."""
     if code >= 0:
         return f"ended by itself with exit code {code}; its own output may say why"
     name = signal.Signals(-code).name
@@ -80,7 +83,10 @@ class LinkDownError(WorkerError):
 
 @contextlib.contextmanager
 def translated(peer: int | None) -> Iterator[None]:
-    """torch.distributed's errors name an address; ours name the rank (None: one of all the others)."""
+    """Raises LinkDownError for torch.distributed's errors, which name an address where ours name the rank.
+
+    `peer` None is one of all the others.
+    """
     try:
         yield
     except (RuntimeError, EOFError, OSError) as error:
@@ -97,13 +103,16 @@ def first_line(error: BaseException) -> str:
 
 
 def calls_apart(here: str, own: str, there: str, theirs: str, *, rule: str = "") -> str:
-    """Two ranks' names, and what each of them is at, which is not the same."""
+    """Returns a message: ranks named `here` and `there` are in different calls, `own` and `theirs`."""
     rule = rule or "in the same order, with as many batches"
     return f"{here} is {own} where {there} is {theirs}: all ranks make the same calls {rule}"
 
 
 def note_full_memory(error: BaseException, doing: str = "") -> None:
-    """Of a GPU: what to try, and the action if there is one; `doing` is as the engine says it."""
+    """Adds to an error of a GPU's full memory what to try, and the action if there is one.
+
+    `doing` is what the engine says that it is doing.
+    """
     if not isinstance(error, torch.OutOfMemoryError):
         return
     if _FULL not in getattr(error, "__notes__", ()):
@@ -122,10 +131,10 @@ def share_failure(
     *,
     engine: str = _MAKING,
 ) -> Iterator[None]:
-    """A failure in here is told to all ranks; one that began elsewhere is raised with its own reason.
+    """Tells all ranks of a failure in here; raises one that began on another rank with that rank's reason.
 
-    `lost` says which rank has ended without a word, and how: the other end of a lost connection may only be
-    the next to fall. `engine` is a name that the ranks' engines share with no others.
+    `lost` says which rank has ended without a word, and how: the rank at the other end of a lost connection
+    may itself be a later victim. `engine` is a name that the ranks' engines share with no others.
     """
     try:
         yield
@@ -150,7 +159,8 @@ def share_failure(
 
 
 def is_met_by_all(what: str, num_ranks: int) -> bool:
-    """Whether every rank calls this of the same thing in a few seconds: then nobody waits for this one.
+    """Returns whether every rank calls this with the same `what` within a few seconds: then no rank waits for
+    this one.
 
     `what` is a name that is used for nothing else.
     """
@@ -166,12 +176,13 @@ def is_met_by_all(what: str, num_ranks: int) -> bool:
 
 
 def tell_launcher(error: BaseException, shown: str = "", *, is_first: bool = False) -> None:
-    """What torchrun's summary, the last thing on the screen, says of this rank in place of its exit code.
+    """Writes what torchrun's summary, the last thing on the screen, says of this rank in place of its exit
+    code.
 
-    torchrun names a file for it in the environment (torch.distributed.elastic's error file); later words
-    replace earlier ones. Of all ranks' it takes the first for the cause, by whole seconds: a WorkerError,
-    which follows from another rank's end, is given the next one, unless that rank can say nothing
-    (`is_first`).
+    torchrun names a file for it in the environment (torch.distributed.elastic's error file); a later error
+    replaces an earlier one. torchrun takes the error with the earliest time for the cause, in whole seconds.
+    A WorkerError, which follows from another rank's end, is therefore dated a second later, unless that rank
+    can say nothing (`is_first`).
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
@@ -189,7 +200,7 @@ def tell_launcher(error: BaseException, shown: str = "", *, is_first: bool = Fal
 
 @contextlib.contextmanager
 def told_to_launcher() -> Iterator[None]:
-    """For what fails before the ranks share a fate: every rank has its own word of it."""
+    """Tells the launcher of a failure before the ranks share their failures: every rank has its own error."""
     try:
         yield
     except Exception as error:
@@ -198,13 +209,13 @@ def told_to_launcher() -> Iterator[None]:
 
 
 def forget(engine: str = _MAKING) -> None:
-    """Of engines before: what their ranks have told is not the reason of this one's end."""
+    """Deletes the reasons that the ranks of an earlier engine have left under this name."""
     with contextlib.suppress(RuntimeError):
         dist.distributed_c10d._get_default_store().delete_key(_key(engine))
 
 
 def tell(engine: str, reason: str) -> None:
-    """Why this rank ends; of several ranks' reasons the first stays."""
+    """Leaves the reason why this rank ends; of several ranks' reasons the first one stays."""
     with contextlib.suppress(RuntimeError):  # the store may have gone with its host: the others see that too
         dist.distributed_c10d._get_default_store().compare_set(_key(engine), "", reason)
 

@@ -1,10 +1,12 @@
-"""Parameters that several ranks hold (tied, or of replicated stages): their gradients are added up over all
-holders before every update, in buckets, while the update's last backward still runs.
+"""All-reduces of the gradients of parameters that several ranks hold (tied, or of replicated stages).
+
+They are added up over all holders before every update, in buckets, while the update's last backward still
+runs:
 
     B 7     ... head     block 5   block 4      block 3   ...        of the last microbatch
                  `- bucket 0 -> all-reduce      `- bucket 1 -> all-reduce
 
-Every holder then takes the same step on the same weights, so that the copies never part.
+Every holder then takes the same step on the same weights, so that the copies stay equal.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pd2bw_fx.runtime.failure import translated
 
 @dataclass(frozen=True, slots=True)
 class TiedParameter:
-    """A parameter that this rank holds, and the group of all the ranks that do."""
+    """A parameter that this rank holds, and the group of all ranks that hold it."""
 
     name: str
     group: dist.ProcessGroup
@@ -33,9 +35,10 @@ class TiedParameter:
 def join_ties(
     holders: Mapping[str, tuple[int, ...]], rank: int, group_of: Callable[[Sequence[int]], dist.ProcessGroup]
 ) -> tuple[TiedParameter, ...]:
-    """This rank's tied parameters, in an order that is the same on all their holders.
+    """Returns this rank's tied parameters, in an order that is the same on all their holders.
 
-    `holders` are the ranks of each, `group_of` makes the group of some ranks. All ranks must call this.
+    `holders` are the ranks of each parameter, `group_of` makes the group of some ranks. All ranks must call
+    this.
     """
     groups = {ranks: group_of(ranks) for ranks in sorted(set(holders.values()))}
     return tuple(TiedParameter(name, groups[ranks]) for name, ranks in holders.items() if rank in ranks)
@@ -50,7 +53,8 @@ class Bucket:
 
 
 def in_buckets(ties: Sequence[TiedParameter], like: Mapping[str, Tensor]) -> tuple[Bucket, ...]:
-    """The parameters from the last to the first, about as a backward completes their gradients.
+    """Returns buckets of the parameters from the last to the first, about as a backward completes their
+    gradients.
 
     `like[name]` has a gradient's size and type.
     """
@@ -68,12 +72,12 @@ def in_buckets(ties: Sequence[TiedParameter], like: Mapping[str, Tensor]) -> tup
 
 
 class GradientSums:
-    """One update's gradients of tied parameters, on their way over the holders.
+    """Sums the gradients that one update has for tied parameters over their holders.
 
-    The buckets of a group start in their order on all its ranks, whatever order gradients come in.
-    `counted`: with each bucket goes who has gradients of its own, and where nobody has one there is no sum:
-    torch's optimizers leave such a parameter alone, which they would not with a sum of zeros. `is_held`:
-    nothing starts before `start`.
+    The buckets of a group start in the same order on all its ranks, whatever order gradients are completed
+    in. `counted`: each bucket also counts the ranks that have gradients of their own, and a parameter for
+    which no rank has one gets no sum. torch's optimizers leave such a parameter alone, but would step it for
+    a sum of zeros. `is_held`: nothing starts before `start`.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class GradientSums:
         self._adding: list[tuple[Bucket, Tensor, dist.Work]] = []
 
     def offer(self, name: str, gradient: Tensor) -> None:
-        """A gradient that nothing will be added to here; starts what is complete with it."""
+        """Takes a gradient that is complete on this rank, and starts the buckets that are complete with it."""
         if name not in self._group_of:
             return
         assert name not in self._complete, f"the gradient of {name} was complete twice in an update"
@@ -104,7 +108,7 @@ class GradientSums:
         self._start_complete(self._waiting[self._group_of[name]])
 
     def close(self, gradients: Mapping[str, Tensor], empty: Callable[[str], Tensor]) -> None:
-        """All gradients are complete; `empty(name)` is that of a holder that has none of its own."""
+        """Takes all gradients as complete; `empty(name)` is that of a holder that has none of its own."""
         for queue in self._waiting.values():
             for name in (name for bucket in queue for name in bucket.names):
                 own = gradients.get(name)
@@ -114,7 +118,7 @@ class GradientSums:
             self._start_complete(queue)
 
     def start(self) -> None:
-        """Hold nothing back any longer."""
+        """Starts all buckets that are complete, now and from now on."""
         if self._is_held:
             self._is_held = False
             for queue in self._waiting.values():
@@ -129,7 +133,7 @@ class GradientSums:
         return not any(self._waiting.values()) and all(work.is_completed() for _, _, work in self._adding)
 
     def wait(self) -> dict[str, Tensor]:
-        """The sums, by name."""
+        """Waits for the sums and returns them by name."""
         self.start()
         sums: dict[str, Tensor] = {}
         for bucket, flat, work in self._adding:
@@ -165,10 +169,11 @@ class GradientSums:
 
 
 class UseQuestion:
-    """Which tied parameters have a gradient on any of their holders, where that is so in every update: asked
-    once, with the first one.
+    """Asks all ranks once, with the first update, which tied parameters have a gradient on any of their
+    holders.
 
-    Where all holders have none, torch's optimizers leave the parameter alone, which a sum of zeros would not.
+    It is for models in which that is the same in every update. Where no holder has a gradient, torch's
+    optimizers leave the parameter alone, but would step it for a sum of zeros.
     """
 
     def __init__(self, ties: Sequence[TiedParameter], used_here: Iterable[str], device: torch.device) -> None:
@@ -179,7 +184,7 @@ class UseQuestion:
         self._answer: frozenset[str] | None = None
 
     def ask(self) -> None:
-        """Unless it has been asked."""
+        """Starts to ask, unless that was done."""
         while self._groups:
             group, names = next(iter(self._groups.items()))
             del self._groups[group]
@@ -206,7 +211,7 @@ class HasGroup(Protocol):
 
 
 def start_adding(among: HasGroup, tensor: Tensor) -> dist.Work:
-    """Begin to replace a tensor by its sum over the group."""
+    """Starts to replace a tensor by its sum over the group."""
     with translated(None):
         work = dist.all_reduce(tensor, group=among.group, async_op=True)
     assert isinstance(work, dist.Work)

@@ -1,11 +1,11 @@
-"""The process groups of an engine: who carries what between which ranks.
+"""The process groups of an engine, and what each of them carries between which ranks.
 
     control      gloo, all ranks: batches' digests, losses, weights that are collected
     of(ranks)    sums over ranks that hold the same parameters
     links        tensors from stage to stage
 
-On GPUs the last two are nccl's, if every rank has a GPU of its own; else gloo's, and what goes over links is
-copied to the host and from it.
+The last two are nccl's if every rank has a GPU of its own, else gloo's; what goes over gloo's links is copied
+from a GPU to the host and back.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ class DirectedLink(NamedTuple):
 
 
 class Groups:
-    """All ranks make the same ones, in the same order."""
+    """The process groups of an engine; all ranks make the same ones, in the same order."""
 
     def __init__(
         self, num_ranks: int, timeout_s: float, *, device: torch.device, backend: Backend = "auto"
     ) -> None:
-        """`device` is this rank's. Raises InputError where a rank has another `backend`, and for nccl where
-        one is not on a GPU."""
+        """Takes this rank's `device`.
+
+        Raises InputError where ranks have different `backend`s, and for nccl where a rank is not on a GPU of
+        its own.
+        """
         self._ranks = tuple(range(num_ranks))
         self.timeout_s = timeout_s
         self._device = device
@@ -52,7 +55,7 @@ class Groups:
         self.is_nccl = self._chosen(backend)
         if self.is_nccl:  # else the first sum of another size may wait for all ranks once more
             os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
-        # nccl begins what it is told on a stream when all is done that was asked of that one before.
+        # nccl begins a call when everything that was launched on its stream before is done.
         on_gpu = self.is_nccl and device.type == "cuda"
         self.receiving: torch.cuda.Stream | None = (
             torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -60,14 +63,16 @@ class Groups:
 
     @property
     def wire(self) -> torch.device:
-        """Where what goes over links is, on its link."""
+        """The device of tensors while they go over links."""
         return self._device if self.is_nccl else torch.device("cpu")
 
     def of_all(self) -> dist.ProcessGroup:
         return self.of(self._ranks)
 
     def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """For sums of tensors on the ranks' devices. nccl's are used here first, as those of links are."""
+        """Returns a group for sums of tensors on the ranks' devices. An nccl group is used once here, as for
+        links.
+        """
         if not self.is_nccl:
             return self._new(ranks, self._of_host)
         group = self._new(ranks, "nccl")
@@ -100,7 +105,7 @@ class Groups:
         return made
 
     def close(self) -> None:
-        """Give up the groups; their threads end with the last that still holds them."""
+        """Destroys the groups; their threads end with the last reference to them."""
         while self._made:
             dist.destroy_process_group(self._made.pop())
 
@@ -138,7 +143,10 @@ class Groups:
 
 
 def require_gpus(backend: Backend, gpus: Sequence[Hashable | None]) -> None:
-    """`gpus[rank]`, None where it computes on the CPU. Raises InputError for nccl unless each has its own."""
+    """Raises InputError for nccl unless each rank has a GPU of its own.
+
+    `gpus[rank]` is None where the rank computes on the CPU.
+    """
     if backend != "nccl":
         return
     for rank, gpu in enumerate(gpus):
@@ -154,7 +162,7 @@ def require_gpus(backend: Backend, gpus: Sequence[Hashable | None]) -> None:
 
 
 def _place(device: torch.device) -> tuple[str, str] | None:
-    """A rank's GPU among all GPUs of all machines."""
+    """Returns what identifies a rank's GPU among all GPUs of all machines."""
     if device.type != "cuda":
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", device.index)

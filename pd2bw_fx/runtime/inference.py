@@ -1,4 +1,4 @@
-"""A caller's torch.inference_mode() ends where the engine begins: none of its tensors could be trained on."""
+"""Leaves a caller's torch.inference_mode() where the engine begins: its tensors could not be trained on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def ordinary_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Tensors that are made inside may be kept, whatever the caller's mode."""
+    """Makes tensors that are created inside ordinary ones, whatever the caller's mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where it was made in inference mode."""
+    """Returns the tensor, or a copy of one that was made in inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor

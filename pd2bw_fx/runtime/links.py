@@ -1,7 +1,8 @@
-"""A stage's links: which peers it takes tensors from and hands them to, microbatch by microbatch.
+"""A stage's links: the peers with which it exchanges tensors, microbatch by microbatch.
 
     stage 1 (replicas on ranks 1 and 2) to stage 2 (rank 3)       microbatch k is run by replica k mod 2, so
                                                                   that stage 2 has an inbox for each of them
+
 A link between two stages of one rank hands its tensors over without torch.distributed.
 """
 
@@ -35,13 +36,13 @@ class Handover:
         self._held[microbatch] = [None if tensor is None else tensor.detach() for tensor in tensors]
 
     def settle(self, microbatch: int | None = None) -> None:
-        """Nothing is under way."""
+        """Does nothing: nothing is on its way."""
 
     def expect(self, microbatch: int, size: Hashable, *, by_host: bool) -> None:
-        """There is nothing to post."""
+        """Does nothing: there is no receive to post."""
 
     def read_headers(self) -> None:
-        """There are none."""
+        """Does nothing: there are no headers."""
 
     def take(self, microbatch: int) -> list[Tensor | None]:
         return self._held.pop(microbatch)
@@ -73,19 +74,19 @@ class Links:
     gradients_out: tuple[Link[Outbox | Handover], ...]
 
     def settle_activations(self, microbatch: int) -> None:
-        """Gradients have come back, so what they are gradients of has arrived, and its memory may go."""
+        """Lets go of the activations that were sent: gradients for them have come back, so they have arrived."""
         if self.gradients_in:
             for link in self.activations_out:
                 link.of(microbatch).settle(microbatch)
 
     def read_headers(self) -> None:
-        """Wait for those of all that is expected."""
+        """Waits for the headers of all microbatches that are expected."""
         for link in (*self.activations_in, *self.gradients_in):
             for end in link.ends.values():
                 end.read_headers()
 
     def settle(self) -> None:
-        """Wait until every peer has what was sent to it."""
+        """Waits until every peer has received what was sent to it."""
         for link in (*self.activations_out, *self.gradients_out):
             for end in link.ends.values():
                 end.settle()
@@ -93,8 +94,10 @@ class Links:
 
 @dataclass(slots=True)
 class Connections:
-    """Makes the links of a rank's stages. `wire` is the device of what their `groups` move, `control` a group
-    that moves what is on the host."""
+    """Makes the links of a rank's stages.
+
+    `wire` is the device of what their `groups` move, `control` a group that moves what is on the host.
+    """
 
     job: Job
     groups: Mapping[DirectedLink, dist.ProcessGroup]
@@ -144,7 +147,7 @@ class Connections:
         return self._handovers.setdefault((sender, receiver, back), Handover())
 
     def _route(self, link: DirectedLink) -> Route:
-        """The tags of a link are its own among all those between the same two ranks."""
+        """Returns the route of a link, with tags of its own among the links between the same two ranks."""
         theirs, mine = (
             self.job.work.rules.stages_of(self.job.shape, self.job.ranks.index(rank))
             for rank in (link.source, link.target)
@@ -164,15 +167,16 @@ class Connections:
 
     @property
     def _most(self) -> int:
-        """More than are ever in flight: no send waits for a rank that is not ready to receive."""
+        """Returns more than are ever in flight: no send waits for a rank that is not ready to receive."""
         return self.job.num_ranks + self.job.shape.num_stages + self.job.microbatches_per_update
 
     def _untaken(self, own: int, receiver: int) -> int:
-        """How many gradients may be on their way to an earlier stage, so that no send has to wait for it.
+        """Returns how many gradients may be on their way to an earlier stage, so that no send has to wait for
+        it.
 
-        Asynchronous methods: when this stage sends that of microbatch k, it has had the activations of
-        k + w here, which the other sent after it took the gradient of k + w here - w there - 1 (w: warm-up
-        forwards). More could be left only if the other stood still.
+        In asynchronous methods, when this stage sends the gradient of microbatch k, it has had the
+        activations of k + w here, which the other stage sent after it took the gradient of k + w here - w
+        there - 1 (w: warm-up forwards). More could be on their way only if the other stage stood still.
         """
         rules, shape = self.job.work.rules, self.job.shape
         if len(self.job.stages) > 1 or len(set(shape.replicas or (1,))) > 1:
@@ -201,7 +205,7 @@ _Ends = list[tuple[int, tuple[str, ...]]]  # stages, and what goes between them 
 
 
 def _values_of(program: StageProgram) -> tuple[_Ends, _Ends, _Ends, _Ends]:
-    """Where activations come from and go to, and where gradients do."""
+    """Returns where a stage's activations come from and go to, and the same for its gradients."""
     sources = _grouped((port.source, port) for port in program.inputs if port.source is not None)
     targets = _grouped((target, port) for port in program.outputs for target in port.targets)
     return (
@@ -213,7 +217,7 @@ def _values_of(program: StageProgram) -> tuple[_Ends, _Ends, _Ends, _Ends]:
 
 
 def _grouped(ends: Iterable[tuple[int, Port]]) -> list[tuple[int, list[Port]]]:
-    """By stage, in order; the values of one link in the order of their names, alike at both ends."""
+    """Returns the values of each stage's link in the order of their names, which is the same at both ends."""
     groups: dict[int, list[Port]] = {}
     for stage, port in ends:
         groups.setdefault(stage, []).append(port)
