@@ -134,7 +134,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def updates_of(folder: str | Path) -> int:
-    """Returns the updates made so far by the newest checkpoint in a folder. Raises what `Checkpoint` raises."""
+    """Returns the updates made before a folder's newest checkpoint. Raises what `Checkpoint` raises."""
     return Checkpoint(folder).header.updates
 
 
@@ -168,7 +168,11 @@ def _before(folder: Path, name: str) -> Path:
 
 
 def _numbers(folder: Path) -> dict[Path, int]:
-    """Returns the number in "update_000123", or the like for a name that is not a checkpoint's."""
+    """Returns the update's number of each checkpoint in a folder: names ("update_000123") do not sort beyond
+    a million.
+
+    Folders of other names, such as copies that somebody made, are left out.
+    """
     named = ((path, _NAME.fullmatch(path.name)) for path in folder.glob("update_*"))
     return {path: int(match[1]) for path, match in named if match is not None}
 

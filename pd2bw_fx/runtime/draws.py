@@ -40,7 +40,9 @@ class Draws:
 
     @contextlib.contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
-        """Seeds what is drawn for this microbatch, with the same numbers whenever it is called for it again."""
+        """Seeds what is drawn for this microbatch, with the same numbers whenever the microbatch is run
+        again.
+        """
         drawn = 0
 
         def begin() -> None:

@@ -38,7 +38,10 @@ _GRACE_S = 2.0  # between the end of a connection and the reason of the rank tha
 
 
 def end_now() -> NoReturn:
-    """Ends this process without destructors, which may wait for peers in a torn process group; flushes first."""
+    """Ends this process without destructors, which may wait for peers in a torn process group.
+
+    What was printed is flushed first.
+    """
     flushing = threading.Thread(target=_flush, daemon=True)  # a reader that has stopped would hold it up
     flushing.start()
     flushing.join(_FLUSH_S)

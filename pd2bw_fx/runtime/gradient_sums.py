@@ -100,7 +100,7 @@ class GradientSums:
         self._adding: list[tuple[Bucket, Tensor, dist.Work]] = []
 
     def offer(self, name: str, gradient: Tensor) -> None:
-        """Takes a gradient that is complete on this rank, and starts the buckets that are complete with it."""
+        """Takes a gradient that is complete on this rank, and starts the bucket that it completes."""
         if name not in self._group_of:
             return
         assert name not in self._complete, f"the gradient of {name} was complete twice in an update"

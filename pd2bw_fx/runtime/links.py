@@ -74,7 +74,7 @@ class Links:
     gradients_out: tuple[Link[Outbox | Handover], ...]
 
     def settle_activations(self, microbatch: int) -> None:
-        """Lets go of the activations that were sent: gradients for them have come back, so they have arrived."""
+        """Lets go of the activations that were sent: their gradients have come back, so they have arrived."""
         if self.gradients_in:
             for link in self.activations_out:
                 link.of(microbatch).settle(microbatch)
