@@ -1,4 +1,4 @@
-"""The worker processes of one run on this machine: batches to them, losses from them, and how they end."""
+"""The worker processes of one run on this machine: sends them batches, reads their losses, and ends them."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from pd2bw_fx.units import counted
 _OF_TORCHRUN = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-_AHEAD = 2  # batches sent to a worker beyond the ones that it has done, or can without more
-_LEAVING_S, _ENDING_S = 5.0, 2.0  # until a worker is killed that has finished, that its run has failed
+_AHEAD = 2  # batches sent to a worker beyond those that it has done, or can do without more batches
+_LEAVING_S, _ENDING_S = 5.0, 2.0  # until a worker is killed: one that has finished, one whose run has failed
 _REASONS_S = 3.0  # after a first failure, how long to wait for a better reason
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """The mean loss of every update, and the weights after the last, by name in the operator graph.
+    """The mean loss of every update, and the weights after the last one, by name in the operator graph.
 
-    `numbers` are what else the model returns that is one number, by name: its mean in every update.
+    `numbers` holds, for each other output of the model that is one number, its mean in every update.
     `metrics` is what a report shows: `result.metrics.save(folder)`.
     """
 
@@ -105,7 +105,7 @@ class LocalRun:
         return max(self._sent)
 
     def step(self, batch: Any) -> None:
-        """Hand a batch out; returns when the workers have room for another."""
+        """Hands out a batch; returns when the workers have room for another one."""
         layout, m = self.jobs[0].layout, self.jobs[0].microbatches_per_update
         try:
             flat = layout.flat_batches(batch, m)
@@ -114,7 +114,7 @@ class LocalRun:
             raise InputError(f"batch {self.num_given}: {error}") from None
         own = [[{name: one[name].detach() for name in job.inputs()} for one in flat] for job in self.jobs]
         messages = [encoded(Batch(inputs, sizes)) for inputs in own]
-        with interrupts_noted() as interrupts:  # ranks that have not been given the same do not finish
+        with interrupts_noted() as interrupts:  # ranks that have been given different batches do not finish
             for rank, message in enumerate(messages):
                 self._send(rank, message)
                 self._sent[rank] += 1
@@ -124,7 +124,7 @@ class LocalRun:
             self._hear()
 
     def finish_after_error(self) -> TrainResult:
-        """What was trained; nobody is told of it.
+        """Returns what was trained, without calling `on_update`.
 
         Raises WorkerError also where workers have not been given the same batches, and would wait for more.
         """
@@ -156,7 +156,9 @@ class LocalRun:
         return TrainResult(losses, tensors, metrics, numbers)
 
     def end(self) -> None:
-        """No process outlives the run, whatever happened; one that ends by itself prints what it has to."""
+        """Ends all processes of the run, whatever has happened; those that end by themselves may print
+        first.
+        """
         for rank, connection in enumerate(self._connections):
             if rank not in self._finished:
                 _hang_up(connection)
@@ -189,11 +191,11 @@ class LocalRun:
         threading.Thread(target=_write, args=arguments, daemon=True).start()
 
     def _send(self, rank: int, message: bytes) -> None:
-        """Without waiting: a worker that stands still must not stop us from noticing."""
+        """Sends without waiting: a worker that stands still must not keep this process from noticing."""
         self._outboxes[rank].put(message)
 
     def _hear(self) -> None:
-        """Take in at least one message; a worker's failure or death is raised."""
+        """Reads at least one message; raises a worker's failure or death."""
         waiting = [c for rank, c in enumerate(self._connections) if rank not in self._finished]
         heard = mp.wait(waiting, timeout=BEAT_S)
         self._check_silence({self._connections.index(c) for c in heard if isinstance(c, Connection)})
@@ -211,7 +213,7 @@ class LocalRun:
                 raise KeyboardInterrupt
 
     def _check_silence(self, about_to_speak: set[int]) -> None:
-        """A rank whose words wait to be heard is alive, however long another's took."""
+        """Raises WorkerError for a silent worker. One whose messages wait to be read here is alive."""
         for rank, heard in self._last_heard.items():
             silence_s = time.monotonic() - heard
             if rank not in self._finished.keys() | about_to_speak and silence_s > SILENCE_S:
@@ -241,7 +243,9 @@ class LocalRun:
                 self.is_told_to_stop = self.is_told_to_stop or _is_false(told)
 
     def _reason(self, failures: dict[int, Failed | None]) -> WorkerError:
-        """The first cause. A worker whose peer died fails too, so wait a moment for what the others say."""
+        """Returns the first cause. A worker whose peer died fails too, so this waits a moment for what the
+        others say.
+        """
         deadline = time.monotonic() + _REASONS_S
         while time.monotonic() < deadline and not any(f and not f.is_consequence for f in failures.values()):
             open_ = {self._connections[r]: r for r in range(len(self.jobs)) if r not in failures}
@@ -287,7 +291,7 @@ class LocalRun:
 
 
 def _is_false(told: Any) -> bool:
-    """Python's or numpy's; a callback may return what it likes besides."""
+    """Returns whether a callback's result is Python's or numpy's False; it may return anything else."""
     return type(told).__name__ in ("bool", "bool_") and not told
 
 
@@ -299,7 +303,7 @@ def _write(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> N
 
 
 def _hang_up(connection: Connection) -> None:
-    """The worker ends when it sees this; whatever writes or reads here may go on doing so."""
+    """Shuts a connection down, at which the worker ends; other threads may go on to read and write here."""
     with contextlib.suppress(OSError), socket(fileno=os.dup(connection.fileno())) as pair:
         pair.shutdown(SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""The loss of one update, and other numbers of it: known on one rank, on their way to the others."""
+"""The loss of one update, and its other numbers, which one rank computes and sends to all others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.failure import calls_apart, translated
 from pd2bw_fx.units import counted
 
-_TAGS = 2**16  # far more than are ever under way at once
+_TAGS = 2**16  # far more than there are messages on their way at once
 Part = tuple[Sequence[int], Tensor]
 
 
 def _of_float(name: str) -> Callable[..., Any]:
-    """The operator of that name, as floats have it."""
+    """Returns the operator of that name, as floats have it."""
     operator = getattr(float, name)
 
     def method(*operands: Any) -> Any:
@@ -31,11 +31,11 @@ def _of_float(name: str) -> Callable[..., Any]:
 
 
 class Means:
-    """Of one update: the means of what a stage returns for each microbatch, when they have arrived.
+    """The means over an update's microbatches of the numbers that a stage returns, once they have arrived.
 
-    `parts` are those of the stage's ranks: the numbers of the rank's microbatches, and the tensor that has a
-    row for each of them, with a column for each of `names`. `wait` stands still until they are there and have
-    left this rank, which has them from the beginning where it `is_known_here`.
+    `parts` holds, for each of the stage's ranks, the numbers of its microbatches, and a tensor with a row for
+    each of them and a column for each of `names`. `wait` returns when all parts are here and this rank's own
+    have left it. `is_known_here`: this rank has computed all of them.
     """
 
     __slots__ = ("_wait", "is_known_here", "names", "parts")
@@ -54,12 +54,12 @@ class Means:
             self._wait = None
 
     def values(self) -> list[float]:
-        """In the order of the names."""
+        """Returns the means in the order of the names."""
         rows = [row for _, tensor in self.parts for row in tensor.tolist()]
         return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
     def first_broken(self) -> int | None:
-        """The first microbatch whose first number is not finite."""
+        """Returns the first microbatch whose first number is not finite."""
         broken = (
             number
             for numbers, tensor in self.parts
@@ -69,16 +69,16 @@ class Means:
         return min(broken, default=None)
 
     def as_read(self) -> Means:
-        """For whoever reads them here: nothing is waited for that is here."""
+        """Returns the means for a reader on this rank, who need not wait for what was computed here."""
         return Means(self.names, self.parts, _nothing, is_known_here=True) if self.is_known_here else self
 
 
 def _nothing() -> None:
-    """There is nothing to wait for."""
+    """Waits for nothing."""
 
 
 class _LikeATensor:
-    """For scripts in which the loss was a tensor: what they do with it before they read it."""
+    """Methods of tensors that scripts call on a loss before they read it."""
 
     __slots__ = ()
 
@@ -89,7 +89,7 @@ class _LikeATensor:
     data = property(detach)
 
     def backward(self, *_: Any, **__: Any) -> None:
-        """Raises InputError."""
+        """Raises InputError: the engine does the backward."""
         raise InputError(
             "engine.step(batch) has done the forward, and does the backward and the optimizer's step; leave "
             "loss.backward(), optimizer.step() and optimizer.zero_grad() out"
@@ -97,21 +97,24 @@ class _LikeATensor:
 
 
 class Loss(_LikeATensor):
-    """Behaves as the float that it is, to numpy too, and to torch's functions as a tensor of that number;
-    reading it waits until the last stage has it. What scripts do with a loss that is a tensor without reading
-    it (`detach()`, `cpu()`, `float()`) gives the loss itself. pickle and torch.save write a tensor of that
-    number. Where only a float will do (json.dumps, torch.tensor, statistics.mean), give float(loss).
+    """The loss of an update, which behaves like a float, also to numpy, and like a tensor to torch's
+    functions.
 
-    On all but the rank of the loss, a read right after `step` stands still until the update's last
-    microbatch has gone through the whole pipeline. Read the loss of the step before, or every tenth one,
-    and no rank waits. With pipedream, pb and pipemare, tied parameters or `max_gradient_norm` make the last
-    stage wait for gradients that come some steps later: a read before that raises InputError.
+    Reading it waits until the last stage has computed it. What scripts do with a loss that is a tensor
+    without reading it (`detach()`, `cpu()`, `float()`) returns the loss itself. pickle and torch.save write a
+    tensor of its value. Where only a float will do (json.dumps, torch.tensor, statistics.mean), pass
+    float(loss).
+
+    On all ranks but that of the loss, a read right after `step` waits until the update's last microbatch has
+    gone through the whole pipeline. Read the loss of the step before, or every tenth one, and no rank waits.
+    With pipedream, pb and pipemare, tied parameters or `max_gradient_norm` make the last stage wait for
+    gradients that come some steps later: a read before that raises InputError.
     """
 
     __slots__ = ("_means", "is_of_training", "update")
 
     def __init__(self, update: int, means: Sequence[Means], *, is_of_training: bool = True) -> None:
-        """`means` are those of each stage that returns numbers; the first begin with the loss."""
+        """Takes the means of each stage that returns numbers; the first of the first ones is the loss."""
         self.update = update
         self.is_of_training = is_of_training
         self._means = means
@@ -121,7 +124,7 @@ class Loss(_LikeATensor):
             means.wait()
 
     def as_read(self) -> Loss:
-        """For whoever reads it here: nothing is waited for that is here."""
+        """Returns the loss for a reader on this rank, who need not wait for what was computed here."""
         return Loss(
             self.update, [means.as_read() for means in self._means], is_of_training=self.is_of_training
         )
@@ -144,13 +147,17 @@ class Loss(_LikeATensor):
         return torch.tensor(self.item(), device="cpu")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What it waits at is this process's, and torch.load takes no class of ours."""
+        """Pickles the loss as a tensor: what it waits for is this process's, and torch.load takes no class of
+        ours.
+        """
         return torch.tensor(self.item(), dtype=torch.float64, device="cpu").__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The other numbers that the model returns, by name: means over the microbatches, as the loss is. Of
-        a count that is how many there are in a microbatch, of a truth value how often it is true."""
+        """The model's other outputs that are numbers, by name: means over the microbatches, like the loss.
+
+        The mean of a count is the count in a microbatch, that of a bool the share in which it is true.
+        """
         self.wait()
         arrived: dict[str, float] = {}
         for means in self._means:
@@ -159,7 +166,7 @@ class Loss(_LikeATensor):
         return arrived
 
     def broken_microbatch(self) -> int | None:
-        """The first whose loss is no finite number."""
+        """Returns the first microbatch whose loss is not finite."""
         self._means[0].wait()
         return self._means[0].first_broken()
 
@@ -207,18 +214,17 @@ class Loss(_LikeATensor):
 
 
 class NumberPost:
-    """Brings the numbers that a stage computes for each microbatch, the loss among them, from its ranks
-    (`sources`) to all others.
+    """Sends the numbers that a stage computes for each microbatch, the loss among them, to all other ranks.
 
-    A rank sends its part right after its last forward of the update, before anything that may wait for
-    another rank: a rank that stands still until it has the loss holds nobody up. A GPU computes them later
-    than its rank asks for it: there, they go out before the next wait. What is made of them, the means, is
-    computed by whoever reads it, when it is read.
+    `sources` are the stage's ranks. A rank sends its part right after its last forward of the update, before
+    anything that may wait for another rank: so a rank that waits for the loss does not block the others. A
+    GPU computes the numbers later than its rank launches it; they are then sent before the rank waits next.
+    The means are computed from them by the rank that reads them, when it reads them.
 
-    With them goes what they are of, an update or an evaluation: a rank that makes a call alone may hold
-    nobody up, and the others would take its numbers for those of their next call.
+    Each message also says which call it belongs to, an update or an evaluation. A rank that makes a call
+    alone may not block any other, and those would take its numbers for the ones of their next call.
 
-    message   | loss, number, .. of the first microbatch | .. of the second | .. | the call |
+        message   | loss, number, .. of the first microbatch | .. of the second | .. | the call |
     """
 
     def __init__(
@@ -232,8 +238,10 @@ class NumberPost:
         group: dist.ProcessGroup,
         named: Callable[[int], str] = "rank {}".format,
     ) -> None:
-        """`tag` is this post's number, and how many there are between the same ranks; `group` moves tensors
-        of the CPU; `named` names a rank with its stages."""
+        """Takes `tag`, this post's number and how many there are between the same ranks.
+
+        `group` moves tensors of the CPU; `named` names a rank with its stages.
+        """
         self.names = tuple(names)
         self._sources = sources
         self._rank = rank
@@ -250,15 +258,19 @@ class NumberPost:
 
     @property
     def is_known_here(self) -> bool:
-        """This rank computes all of it, and need not wait to read it."""
+        """Whether this rank computes all of the numbers, and need not wait to read them."""
         return list(self._sources) == [self._rank]
 
     def expect(self, update: int, numbers: Mapping[int, Sequence[int]], *, training: bool = True) -> None:
-        """The coming update, or the evaluation before it, and the microbatches of each of its ranks."""
+        """Prepares for an update, or an evaluation before it: `numbers` are the microbatches of each
+        source.
+        """
         self._update, self._expected, self._training = update, numbers, training
 
     def collect(self, microbatch: int, name: str, number: Tensor) -> None:
-        """A number of one of this rank's microbatches; with the update's last, they all go out."""
+        """Takes a number of one of this rank's microbatches; sends all of them when the update's last one is
+        there.
+        """
         own = self._expected[self._rank]
         # Its value now, for it may be part of a buffer that the next microbatch writes.
         is_on_gpu = number.device.type == "cuda"
@@ -270,15 +282,17 @@ class NumberPost:
             self._bring(own)
 
     def send(self) -> None:
-        """What the GPU may have still had to compute."""
+        """Sends the numbers that the GPU had still to compute."""
         if self._coming is not None:
             (part, is_there), self._coming = self._coming, None
             is_there.synchronize()
             self._send(part)
 
     def means(self) -> Means:
-        """Of the update that was expected last, whose forwards this rank has done. Whoever waits for them
-        raises InputError where another rank has sent those of something else."""
+        """Returns the means of the update that was expected last, whose forwards this rank has done.
+
+        A rank that waits for them raises InputError where another rank has sent those of another call.
+        """
         self.send()
         works: list[tuple[int | None, dist.Work | None]] = []
         parts: list[Part] = []
@@ -339,7 +353,7 @@ class NumberPost:
         self._sent = message, works
 
     def _call(self) -> int:
-        """2 u of update u, 2 u + 1 of an evaluation before it."""
+        """Returns 2 u for update u, 2 u + 1 for an evaluation before it."""
         return 2 * self._update + (not self._training)
 
     def _tag_of_update(self) -> int:

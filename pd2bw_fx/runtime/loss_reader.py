@@ -1,12 +1,12 @@
-"""Which losses a rank can wait for: not those that others compute only after what it does next.
+"""Tells which losses a rank can wait for: not those that other ranks compute only after its next steps.
 
-With pipedream, pb and pipemare the last stage runs some updates ahead of the first. Where its versions also
-take gradients of the first (tied parameters, clipping by the whole gradient's norm), the loss of an update
-comes out of a version that the first stage gives its part to only some steps later:
+With pipedream, pb and pipemare the last stage runs some updates ahead of the first. If its versions also take
+gradients from the first stage (tied parameters, clipping by the whole gradient's norm), the loss of an update
+is computed on a version to which the first stage contributes only some steps later:
 
     4 stages, m = 1    stage 3 computes the loss of update u on W(u), stage 0 helps make W(u) in step u + 3
 
-A rank that stood still for that loss before its step u + 3 would stop them both for ever.
+A rank that waited for that loss before its step u + 3 would stop all of them for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pd2bw_fx.runtime.weights import WeightStore
 
 
 class _Need(NamedTuple):
-    """Stage `by` computes on W(`version`), which stage `of` gives gradients to."""
+    """Stage `by` computes on W(`version`), to which stage `of` contributes gradients."""
 
     of: int
     by: int
@@ -30,22 +30,24 @@ class _Need(NamedTuple):
 
 
 def updates_apart(job: Job, *, clips: bool) -> int:
-    """How many updates the first of linked stages is past the one that the last computes; 0 where none are.
+    """Returns how many updates the first of linked stages is ahead of the update that the last one computes.
 
-    A rank that is not given so many batches more than have come out waits for ever. `clips`: every version
-    takes all ranks' gradients.
+    0 where no stages are linked. A rank that is not given so many batches more than losses have come out
+    waits for ever. `clips`: every version takes all ranks' gradients.
     """
     late = 4 * job.num_ranks  # the pipeline is full
     return max((_steps_to(job, last, first, late) for first, last in _links(job, clips=clips)), default=0)
 
 
 def _links(job: Job, *, clips: bool) -> list[tuple[int, int]]:
-    """First and last of the stages that give gradients to one version."""
+    """Returns the first and last of each group of stages that contribute gradients to one version."""
     return [(0, job.shape.num_stages - 1)] if clips else job.linked_stages()
 
 
 def _steps_to(job: Job, last: int, first: int, update: int) -> int:
-    """From the update to the one in which stage `first` is on the version that `last` is on in it."""
+    """Returns the steps from the update to the one in which stage `first` is on the version that `last` is on
+    in it.
+    """
     wanted, reached = _version(job, last, update), update
     while _version(job, first, reached) < wanted:
         reached += 1
@@ -53,13 +55,15 @@ def _steps_to(job: Job, last: int, first: int, update: int) -> int:
 
 
 def _version(job: Job, stage: int, update: int, *, empty_before: int = 0) -> int:
-    """What the update's last forward runs on at a stage: all its ranks have given their part to it."""
+    """Returns the version on which a stage's last forward of the update runs: all its ranks have contributed
+    to it.
+    """
     last = (update + 1) * job.microbatches_per_update - 1
     return job.work.rules.forward_version(job.shape, stage, last, empty_before=empty_before)
 
 
 class LossReader:
-    """Makes the losses of a rank's updates, which look before they wait.
+    """Makes the losses of a rank's updates, which raise an error where waiting would never end.
 
     `clips`: every version takes all ranks' gradients. The first `synchronous_updates` are flushed each.
     """
@@ -81,17 +85,17 @@ class LossReader:
         self._synchronous_updates = synchronous_updates
         self._links = _links(job, clips=clips)
         self.may_be_held_up = updates_apart(job, clips=clips) > 0
-        self._newest = 0  # this rank has done its step of it
+        self._newest = 0  # the update of which this rank has done its step last
         self._empty_before = synchronous_updates
 
     def of_update(self, update: int) -> Loss:
-        """After this rank's step."""
+        """Returns the loss of an update, after this rank's step of it."""
         self._newest = update
         needs = [_Need(first, last, self._version(last, update)) for first, last in self._links]
         return self._loss(update, needs if update >= self._synchronous_updates else [], is_of_training=True)
 
     def flushed(self, updates: int) -> None:
-        """All ranks have made so many updates, and nothing is in flight."""
+        """Notes that all ranks have made so many updates, and nothing is in flight."""
         self._empty_before = max(updates, self._synchronous_updates)
 
     def of_evaluation(self, update: int) -> Loss:
@@ -127,7 +131,9 @@ class LossReader:
                 )
 
     def _steps_until_given(self, need: _Need) -> int:
-        """How many more this rank must do, that no other waits for it on the way to the version."""
+        """Returns how many more steps this rank must do until no other rank waits for it on the way to the
+        version.
+        """
         if need.version <= self._empty_before:
             return 0
         held_up = max(need.of, *self._job.stages)  # a stage behind it sends the gradients, one before inputs

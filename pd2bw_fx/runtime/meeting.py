@@ -1,11 +1,11 @@
-"""Where ranks come together, and a store that is theirs alone.
+"""How the ranks of a job meet, and agree on a store that is theirs alone.
 
-torchrun's store outlives its ranks and their engines: what it holds may be addresses that nobody listens at,
-left by an engine before or by ranks that torchrun has started again since.
+torchrun's store outlives its ranks and their engines: it may hold addresses that nobody listens at any more,
+left by an earlier engine or by ranks that torchrun has restarted since.
 
-    word/RANK            every rank says a word that it has made up for this meeting
-    answer/RANK          rank 0 answers with the word and its own, which names the meeting
-    taken/MEETING/RANK   the rank has had the answer to its own word
+    word/RANK            every rank writes a word that it has made up for this meeting
+    answer/RANK          rank 0 answers with that word and its own, which names the meeting
+    taken/MEETING/RANK   the rank has read the answer to its own word
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pd2bw_fx.errors import InputError, WorkerError
 
 _PLACE = "pd2bw_fx/meeting"
 _LOOK_S = 0.02
-_PATIENCE_S = 30.0  # before it is said who is waited for
+_PATIENCE_S = 30.0  # before a log message says which ranks are missing
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """All ranks have come."""
+    """The result of a meeting: all ranks have come."""
 
     store: Any
     rank: int
@@ -41,10 +41,10 @@ class Meeting:
 
 
 def meet(timeout_s: float) -> Meeting:
-    """Wait for the ranks that torchrun describes, or take those that torch.distributed has.
+    """Waits for the ranks that torchrun describes, or takes those of an initialised torch.distributed.
 
-    Raises InputError where there are neither, or where torch.distributed has a way between GPUs alone,
-    WorkerError with the ranks that did not come in time.
+    Raises InputError where there are neither, or where torch.distributed connects only GPUs, WorkerError
+    naming the ranks that did not come in time.
     """
     if dist.is_initialized():
         if "cpu:" not in (backends := dist.get_backend_config()):
@@ -66,7 +66,7 @@ def meet(timeout_s: float) -> Meeting:
 
 @functools.cache
 def _rendezvous(timeout_s: float) -> tuple[Any, int, int]:
-    """Once for a process: where rank 0 keeps the store itself, another engine would find it gone."""
+    """Makes the store once in a process: where rank 0 holds it itself, another engine would find it gone."""
     rank, num_ranks = (_number(name) for name in ("RANK", "WORLD_SIZE"))
     if not 0 <= rank < num_ranks:
         raise InputError(

@@ -1,4 +1,4 @@
-"""What a training run's parent and its local workers tell each other."""
+"""The messages between a training run's parent and its local workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.wire import decoded
 
 BEAT_S = 1.0
-SILENCE_S = 7.0  # of a worker that has begun to work: it hangs; all have ended in ten
+SILENCE_S = 7.0  # of a worker that has begun to work: it hangs. All workers have ended in ten seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One update's inputs of this stage, whole or microbatch by microbatch, and what identifies the sizes of
-    all inputs in each microbatch."""
+    """One update's inputs of this stage, whole or by microbatch.
+
+    `sizes` identifies the sizes of all inputs in each microbatch.
+    """
 
     inputs: Sequence[Mapping[str, Tensor]]
     sizes: tuple[Hashable, ...]
@@ -49,19 +51,19 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """No more batches: flush, and answer with the weights."""
+    """There are no more batches: flush, and answer with the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Sent every `BEAT_S`, with what the worker is doing, whatever that is."""
+    """Sent every `BEAT_S`, with what the worker is doing."""
 
     doing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step has been made. The rank of the loss says what it is, and the other numbers that are returned."""
+    """A step was made. The rank of the loss adds its value, and the other numbers that the model returns."""
 
     loss: float | None = None
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The stage's newest tensors by name in the graph; `records` from rank 0, of all ranks."""
+    """The stage's newest tensors by name in the graph; from rank 0 also `records` of all ranks."""
 
     tensors: dict[str, Tensor]
     records: tuple[Record, ...] = ()
@@ -90,8 +92,10 @@ def receive(connection: Connection) -> Any:
 
 @contextmanager
 def interrupts_noted() -> Iterator[list[int]]:
-    """Ctrl-C is put off until a message has been read, whose rest would be taken for the next one. Gives a
-    list that has an entry for it; a second one is not put off."""
+    """Puts Ctrl-C off until a message has been read, whose rest would else be taken for the next one.
+
+    Yields a list that gets an entry for it; a second Ctrl-C is not put off.
+    """
     noted: list[int] = []
 
     def note(number: int, frame: Any) -> None:

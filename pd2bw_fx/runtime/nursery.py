@@ -1,11 +1,11 @@
-"""Where local workers come from: forks of one process that has imported what they need.
+"""Starts local workers: as forks of one process that has imported what they need.
 
-this process --(socket pair)-- nursery --fork--> worker 0      a fork takes milliseconds, importing torch
-                                       --fork--> worker 1      in each worker two seconds of its core
+    this process --(socket pair)-- nursery --fork--> worker 0      a fork takes milliseconds, importing torch
+                                           --fork--> worker 1      in each worker two seconds of its core
 
-The nursery imports and does nothing else, no thread and no tensor, which is what makes it safe to fork. It
-ends with the training run that began it; runs in `kept_nursery` share one, and later ones start at once.
-Where there is no safe fork (anywhere but Linux) each worker is started by itself.
+The nursery imports and does nothing else; it has no other thread and no tensor, which makes it safe to fork.
+It ends with the training run that began it; runs in `kept_nursery` share one, and later ones start at once.
+Where there is no safe fork (anywhere but Linux) each worker is a process of its own from the start.
 
 A process that is started here has its end of a socket pair as its standard input, and the parent's sys.path.
 """
@@ -36,7 +36,7 @@ _CODE = struct.Struct("!i")
 
 
 class Process(Protocol):
-    """What is asked of a worker's process; a Popen is one."""
+    """What is needed of a worker's process; a Popen has it."""
 
     @property
     def pid(self) -> int: ...
@@ -50,7 +50,9 @@ _BEGIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module}
 
 
 def _started(module: str, end: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Without the working directory on its path, where a file may have the name of a module of Python's."""
+    """Starts a process whose path lacks the working directory: a file there may be named like a module of
+    Python's.
+    """
     path = [entry for entry in sys.path if entry and isinstance(entry, str)]
     with _outputs() as (output, errors):
         return subprocess.Popen(
@@ -63,7 +65,7 @@ def _started(module: str, end: socket.socket, environment: Mapping[str, str]) ->
 
 
 def given_end() -> int:
-    """The descriptor that `_started` gave this process, whose standard input is empty from now on."""
+    """Returns the descriptor that `_started` gave this process, whose standard input is empty from now on."""
     end = os.dup(0)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -72,7 +74,9 @@ def given_end() -> int:
 
 @contextlib.contextmanager
 def _outputs() -> Iterator[tuple[int, int]]:
-    """Standard output and error; in place of a closed one, whose number another file may have, nowhere."""
+    """Returns standard output and error, or /dev/null for a closed one, whose number another file may
+    have.
+    """
     with open(os.devnull, "wb") as nowhere:
         output, errors = (
             nowhere.fileno() if stream is None or stream.closed else number
@@ -82,7 +86,7 @@ def _outputs() -> Iterator[tuple[int, int]]:
 
 
 class _Forked:
-    """A worker by its process id, and a pipe through which the nursery tells its exit code."""
+    """A worker by its process id, and a pipe through which the nursery sends its exit code."""
 
     def __init__(self, pid: int, ended: int) -> None:
         self.pid = pid
@@ -90,7 +94,7 @@ class _Forked:
         self._code: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises TimeoutExpired. Where the nursery is gone, and the code with it: -SIGKILL."""
+        """Raises TimeoutExpired. Returns -SIGKILL where the nursery is gone, and the exit code with it."""
         if self._ended is not None:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._ended, selectors.EVENT_READ)
@@ -110,7 +114,7 @@ class _Forked:
 
 
 class Nursery:
-    """This process's side of it; begun by the first worker that is asked for."""
+    """This process's side of the nursery, which is begun by the first worker that is asked for."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
@@ -120,11 +124,11 @@ class Nursery:
 
     @property
     def is_ours(self) -> bool:
-        """And not of a process that this one was forked from."""
+        """Whether this process began it, rather than one that this process was forked from."""
         return self._owner == os.getpid()
 
     def start_worker(self, connection: socket.socket, environment: Mapping[str, str]) -> Process:
-        """A process that runs `worker.serve` on its end of the parent's connection.
+        """Returns a new process that runs `worker.serve` on its end of the parent's connection.
 
         Raises WorkerError where the nursery has ended, or cannot fork.
         """
@@ -141,7 +145,7 @@ class Nursery:
                 control.sendall(request)
                 pid = _CODE.unpack(_exactly(control, _CODE.size))[0]
             except BaseException as error:
-                # Half a question may have been asked; whoever asks next has another process.
+                # Half a request may have been written; the next one begins another nursery.
                 code = self.end()
                 os.close(ended)
                 if isinstance(error, EOFError | OSError):
@@ -165,7 +169,9 @@ class Nursery:
         return self._control
 
     def end(self) -> int | None:
-        """Its exit code, if it was begun; workers that are still there are not its to end."""
+        """Ends the nursery and returns its exit code, if it was begun; workers that are left end by
+        themselves.
+        """
         if self._control is None or self._process is None:
             return None
         self._control.close()
@@ -177,17 +183,17 @@ class Nursery:
 
 
 _kept: Nursery | None = None
-_is_a_worker = False  # this process
+_is_a_worker = False  # whether this process is one
 
 
 def note_worker() -> None:
-    """From now on this process is one, and has none."""
+    """Marks this process as a worker, which starts no workers."""
     global _is_a_worker
     _is_a_worker = True
 
 
 def require_no_worker(what: str) -> None:
-    """Raises InputError in a worker: others that it starts would import the script too, and so on."""
+    """Raises InputError in a worker: workers that it starts would import the script too, and so on."""
     if _is_a_worker:
         raise InputError(
             f"{what} was called in a worker process, which imports the modules of the functions that it was "
@@ -197,7 +203,7 @@ def require_no_worker(what: str) -> None:
 
 @contextlib.contextmanager
 def nursery() -> Iterator[Nursery]:
-    """What a training run starts its workers with: kept for several, or its own and ended with it."""
+    """Yields what a training run starts its workers with: a nursery that is kept for several, or its own."""
     if _kept is not None and _kept.is_ours:
         yield _kept
         return
@@ -210,7 +216,9 @@ def nursery() -> Iterator[Nursery]:
 
 @contextlib.contextmanager
 def kept_nursery() -> Iterator[None]:
-    """Training runs inside share a nursery, which the first of them begins and the end of the block ends."""
+    """Lets the training runs inside share a nursery: the first of them begins it, the end of the block ends
+    it.
+    """
     global _kept
     if _kept is not None and _kept.is_ours:
         yield
@@ -234,7 +242,7 @@ def _exactly(control: socket.socket, size: int) -> bytes:
 
 
 def main() -> None:
-    """The nursery itself: forks when it is asked to, and tells when a worker has ended."""
+    """Runs the nursery: forks when it is asked to, and says when a worker has ended."""
     import torch._dynamo  # noqa: F401 - which the first step of any torch optimizer imports
 
     from pd2bw_fx.runtime.worker import serve
@@ -246,7 +254,7 @@ def main() -> None:
     signal.set_wakeup_fd(wakes.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
     tells: dict[int, int] = {}  # by worker, the pipe for its exit code
-    gc.freeze()  # what was imported is shared by all, and stays so
+    gc.freeze()  # so that the memory of what was imported stays shared by all workers
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as leaving:
         leaving.callback(signal.set_wakeup_fd, -1)  # workers may end when the sockets are closed
         selector.register(control, selectors.EVENT_READ)
@@ -292,7 +300,7 @@ def _tell_ends(tells: dict[int, int]) -> None:
 def _become_worker(
     serve: Callable[[int], None], request: dict[str, Any], descriptors: list[int], ours: list[int]
 ) -> NoReturn:
-    """As if this process had been started by itself."""
+    """Makes this fork like a process that was started by itself."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)

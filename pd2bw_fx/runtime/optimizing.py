@@ -1,8 +1,8 @@
-"""A rank's optimizer and learning rate scheduler: how they are made, stepped, saved and gone on with.
+"""A rank's optimizer and learning rate scheduler: how they are made, stepped, saved and loaded.
 
 Option groups are those of the whole model, in its order, on every rank: a scheduler with a function for each
-group has the same groups everywhere, be some of them empty here. A rank that trains nothing has them too, for
-their learning rates.
+group has the same groups everywhere, though some may be empty on a rank. A rank that trains nothing has them
+too, for their learning rates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OptimizerFactory = Callable[[Any], Optimizer]  # takes what torch's optimizers t
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 ParameterOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
 _log = logging.getLogger(__name__)
-_KIND = "class"  # of a scheduler, beside its state
+_KIND = "class"  # the key of a scheduler's class, beside its state
 EXPECTED_OPTIMIZER = (
     "a function was expected that makes a torch optimizer of the parameters it is given: "
     "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
@@ -41,10 +41,12 @@ _GO_ON = "go on with the one it was made with, or begin from the weights alone"
 
 
 class RankOptimizer:
-    """Steps `parameters`, by name. Where there are none, `optimizer` is None, and one that steps nothing
-    tells the learning rates: it is made of the whole model's parameters, without memory behind them.
+    """Steps `parameters`, given by name.
 
-    Raises InputError for what the factories give that is no optimizer, steps other parameters, or wants more
+    If there are none, `optimizer` is None, and the learning rates come from an optimizer that steps nothing:
+    it is made from the whole model's parameters, without memory behind them.
+
+    Raises InputError for factories whose result is not an optimizer, steps other parameters, or needs more
     than gradients to step.
     """
 
@@ -74,7 +76,7 @@ class RankOptimizer:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """Of its groups, in the coming step; an optimizer may find them itself, and have none."""
+        """The rates of the groups in the coming step; an optimizer may find them itself, and have none."""
         known = self.optimizer or self._stand_in
         groups = [] if known is None else known.param_groups
         rates = (group.get("lr") for group in groups)
@@ -85,7 +87,9 @@ class RankOptimizer:
             self._scheduler.step()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors, as optimizer/NAME/KEY, and what is plain: numbers by parameter, options, scheduler."""
+        """Returns tensors as optimizer/NAME/KEY, and plain state: numbers by parameter, options,
+        scheduler.
+        """
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {"numbers": {}, "options": {}, "groups": [], "scheduler": None}
         if self.optimizer is None:
@@ -120,9 +124,10 @@ class RankOptimizer:
         )
 
     def load(self, checkpoint: Checkpoint, found: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` gave, of this rank or of those that held its parameters then.
+        """Loads what `state` returned, on this rank or on those that held its parameters then.
 
-        Parameters that were not trained then begin anew. Raises InputError for another optimizer's state.
+        Parameters that were not trained then begin with new state. Raises InputError for another optimizer's
+        state.
         """
         if self.optimizer is not None:
             self._require_same_kinds(checkpoint, self.optimizer)
@@ -131,7 +136,7 @@ class RankOptimizer:
             self._require_same_kinds(checkpoint, self._stand_in)
             try:
                 self._load(self._stand_in, checkpoint, {})
-            except InputError:  # no reason to end: nothing is trained at these rates
+            except InputError:  # no reason to stop: nothing is trained at these rates
                 self._stand_in = self._scheduler = None
 
     def _load(self, optimizer: Optimizer, checkpoint: Checkpoint, found: Mapping[str, Tensor]) -> None:
@@ -166,8 +171,10 @@ class RankOptimizer:
             self._load_scheduler(optimizer, checkpoint, dict(checkpoint.scheduler))
 
     def _require_same_kinds(self, checkpoint: Checkpoint, optimizer: Optimizer) -> None:
-        """Raises InputError for another class of optimizer or scheduler than the checkpoint's run had: their
-        options may have the same names, and a scheduler that is new would begin at a rate that is not."""
+        """Raises InputError for another class of optimizer or scheduler than the checkpoint's.
+
+        Their options may have the same names, and a new scheduler would begin at its own rate.
+        """
         mine, scheduler = type(optimizer).__name__, checkpoint.scheduler or {_KIND: "no lr_scheduler"}
         own = "no lr_scheduler" if self._scheduler is None else type(self._scheduler).__name__
         for found, had in ((mine, checkpoint.optimizer or mine), (own, scheduler[_KIND])):
@@ -177,8 +184,11 @@ class RankOptimizer:
                 )
 
     def _lay_out(self, parameter: Tensor, kept: Mapping[str, Any]) -> None:
-        """In the saved type: torch rounds what it loads to the parameter's, moments in float64 for a float32
-        one. And in memory as the parameter (channels_last, say), which a fused kernel takes for granted."""
+        """Returns loaded state in the type in which it was saved, and in the parameter's memory order.
+
+        torch rounds what it loads to the parameter's type, such as moments in float64 for a float32
+        parameter. Fused kernels assume the parameter's memory order (channels_last, say).
+        """
         assert self.optimizer is not None
         state = self.optimizer.state[parameter] if kept else {}
         for key, saved in kept.items():
@@ -201,10 +211,11 @@ class RankOptimizer:
 def _as_far_along(
     group: Mapping[str, Any], trained: Iterable[Mapping[str, Any]], path: Path
 ) -> dict[str, Any]:
-    """Options of a group of which nothing was trained when the checkpoint was written: as far along the
-    schedule as what was (`trained`: options of its groups). Without a scheduler they are its own.
+    """Returns options for a group of which nothing was trained when the checkpoint was written.
 
-    Raises InputError where the learning rates of those are not as far along as each other.
+    They are as far along the schedule as those of the groups that were (`trained`). Without a scheduler they
+    are the group's own. Raises InputError where the learning rates of trained groups are not equally far
+    along.
     """
     known = [options for options in trained if options.get("initial_lr")]
     if "initial_lr" not in group or not known:
@@ -236,9 +247,9 @@ def grouped(
     everywhere: Iterable[ParameterSpec],
     options: ParameterOptions | None,
 ) -> list[Any]:
-    """What an optimizer is made from: the parameters, or one group for each distinct set of options.
+    """Returns what an optimizer is made from: the parameters, or one group for each distinct set of options.
 
-    `options` is asked of all parameters of the model; those of other ranks have no memory behind them.
+    `options` is called for all parameters of the model; those of other ranks have no memory behind them.
     """
     if options is None:
         return list(parameters.values())
@@ -264,8 +275,10 @@ def grouped(
 def _without_parameters(
     factory: OptimizerFactory, everywhere: Sequence[ParameterSpec], options: ParameterOptions | None
 ) -> Optimizer | None:
-    """The whole model's option groups, of which this rank has nothing; None where the factory cannot do
-    without values."""
+    """Returns an optimizer of the whole model's option groups, for a rank that has none of their parameters.
+
+    None where the factory cannot do without values.
+    """
     if not everywhere:
         return None
     try:

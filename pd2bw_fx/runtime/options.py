@@ -1,4 +1,4 @@
-"""What an engine is told besides its job; what cannot be is refused in the user's own process and call."""
+"""An engine's options, which are checked in the user's own process and call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ Precision = Literal["bf16", "fp16"]
 
 
 class TrainingOptions(TypedDict, total=False):
-    """What every way to train takes by name, for editors and type checkers (`Engine.from_pipeline`)."""
+    """The options that every way to train takes, for editors and type checkers (see
+    `Engine.from_pipeline`).
+    """
 
     slack: float | Literal["auto"]
     replicas: int | tuple[int, ...] | None
@@ -52,13 +54,13 @@ class TrainingOptions(TypedDict, total=False):
 
 
 class RankOptions(TrainingOptions, total=False):
-    """Those of a rank's own engine."""
+    """The options of a rank's own engine."""
 
     silence_s: float
 
 
 class LocalOptions(TrainingOptions, total=False):
-    """Those of a run with local processes (`train_local`)."""
+    """The options of a run with local processes (`train_local`)."""
 
     on_update: Callable[[int, float], bool | None] | None
     threads_per_worker: int | None
@@ -66,7 +68,7 @@ class LocalOptions(TrainingOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Those that `Engine.from_pipeline` describes, which a local run takes too."""
+    """The options that `Engine.from_pipeline` describes; a local run takes them too."""
 
     optimizer: OptimizerFactory
     lr_scheduler: SchedulerFactory | None = None
@@ -102,7 +104,9 @@ class EngineOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *others: str) -> Self:
-        """Raises InputError for a name that is no option; `others` are what the caller takes besides."""
+        """Raises InputError for a name that is no option; `others` are further names that the caller
+        takes.
+        """
         own = [field.name for field in fields(cls)]
         known = [*own, *_OF_THE_METHOD, *others]
         for name in options:
