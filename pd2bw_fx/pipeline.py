@@ -412,8 +412,7 @@ class Pipeline:
         method: str | None = None,
         **options: Unpack[LocalOptions],
     ) -> TrainResult:
-        """Trains on this machine with one local process a rank, one update for each batch, and a flush at the
-        end.
+        """Trains on this machine with one local process a rank: one update for each batch, then a flush.
 
         It works from a plain script or a notebook. The pipeline has the trained weights afterwards, also
         where a batch was wrong, `on_update` raised an error or returned False, or Ctrl-C was pressed. Every

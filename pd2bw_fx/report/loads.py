@@ -14,8 +14,7 @@ _PARTS = tuple(Part(f"l{i}", title, svg.HUES[i]) for i, title in enumerate(_TITL
 
 
 def loads_svg(plan: Plan) -> str:
-    """Returns an SVG of the seconds that each stage needs for one microbatch, part by part, shared by its
-    copies."""
+    """Returns an SVG of the seconds that a stage needs for one microbatch, part by part, over its copies."""
     longest_s = max(stage.load_s for stage in plan.stages)
     end_s = max(longest_s, plan.bottleneck_s, 1e-12) * 1.04
     is_used = [any(own) for own in zip(*map(_seconds, plan.stages), strict=True)]

@@ -55,9 +55,7 @@ class ActionStream:
         return self._first is None or min(self._made.values(), default=self._first) < self._first + 2
 
     def elsewhere(self) -> Elsewhere:
-        """Returns what the other ranks do in the update that was begun last. It must be called in every
-        update.
-        """
+        """Returns what the other ranks do in the last update that was begun; to be called in every update."""
         return self._elsewhere(range(self.updates - 1, self.updates), drain=False)
 
     def elsewhere_draining(self) -> Elsewhere:
@@ -85,8 +83,8 @@ class ActionStream:
         self._made = dict.fromkeys(self._made, updates)
 
     def evaluation(self, microbatches: range) -> list[Action]:
-        """Returns forwards alone, on the newest version, on the ranks where the method runs those
-        microbatches.
+        """Returns forwards alone, on the newest version, of the microbatches that the method gives to this
+        rank.
         """
         job, version = self._job, self.updates
         actions: list[Action] = []

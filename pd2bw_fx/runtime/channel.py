@@ -95,7 +95,7 @@ class Route:
             work.wait()
 
     def shared_buffer(self, notes: Notes, microbatch: int, position: int) -> int:
-        """Waits for the note on a tensor: the number of its shared buffer, or NO_BUFFER if it comes over the
+        """Waits for the note on a tensor: its shared buffer's number, or NO_BUFFER if it comes over the
         group.
         """
         with translated(self.peer):

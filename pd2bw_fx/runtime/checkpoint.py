@@ -168,10 +168,9 @@ def _before(folder: Path, name: str) -> Path:
 
 
 def _numbers(folder: Path) -> dict[Path, int]:
-    """Returns the update's number of each checkpoint in a folder: names ("update_000123") do not sort beyond
-    a million.
+    """Returns the update's number of each checkpoint in a folder: the names do not sort beyond a million.
 
-    Folders of other names, such as copies that somebody made, are left out.
+    Folders of other names than "update_000123", such as copies that somebody made, are left out.
     """
     named = ((path, _NAME.fullmatch(path.name)) for path in folder.glob("update_*"))
     return {path: int(match[1]) for path, match in named if match is not None}
@@ -241,8 +240,7 @@ class Checkpoint:
             self._places = {**dict.fromkeys(keys, self._file(other)), **self._places}
 
     def require_model(self, parameters: Iterable[ParameterSpec], buffers: Iterable[ParameterSpec]) -> None:
-        """Raises PlanMismatchError, naming the first difference, where the checkpoint has other tensors than
-        these.
+        """Raises PlanMismatchError, naming the first difference, unless the checkpoint has these tensors.
 
         Buffers that are not persistent are not compared: they are constants of a trace, at one batch size.
         """

@@ -40,9 +40,7 @@ class Draws:
 
     @contextlib.contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
-        """Seeds what is drawn for this microbatch, with the same numbers whenever the microbatch is run
-        again.
-        """
+        """Seeds what is drawn for this microbatch, which is the same whenever it is run again."""
         drawn = 0
 
         def begin() -> None:

@@ -49,9 +49,7 @@ def end_now() -> NoReturn:
 
 
 def end_with_parent(process_id: int) -> None:
-    """Ends this process once its parent is another one than `process_id`, which was killed and could not
-    tell.
-    """
+    """Ends this process once `process_id` is not its parent any more: it was killed and could not tell."""
 
     def watch() -> None:
         while os.getppid() == process_id:
@@ -162,8 +160,8 @@ def share_failure(
 
 
 def is_met_by_all(what: str, num_ranks: int) -> bool:
-    """Returns whether every rank calls this with the same `what` within a few seconds: then no rank waits for
-    this one.
+    """Returns whether every rank calls this with the same `what` in a few seconds: then none waits for this
+    one.
 
     `what` is a name that is used for nothing else.
     """
@@ -179,8 +177,7 @@ def is_met_by_all(what: str, num_ranks: int) -> bool:
 
 
 def tell_launcher(error: BaseException, shown: str = "", *, is_first: bool = False) -> None:
-    """Writes what torchrun's summary, the last thing on the screen, says of this rank in place of its exit
-    code.
+    """Writes what torchrun's summary, the last thing on the screen, says of this rank beside its exit code.
 
     torchrun names a file for it in the environment (torch.distributed.elastic's error file); a later error
     replaces an earlier one. torchrun takes the error with the earliest time for the cause, in whole seconds.

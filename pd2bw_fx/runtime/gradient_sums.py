@@ -53,8 +53,7 @@ class Bucket:
 
 
 def in_buckets(ties: Sequence[TiedParameter], like: Mapping[str, Tensor]) -> tuple[Bucket, ...]:
-    """Returns buckets of the parameters from the last to the first, about as a backward completes their
-    gradients.
+    """Returns the parameters in buckets, last to first, about as a backward completes their gradients.
 
     `like[name]` has a gradient's size and type.
     """
@@ -169,8 +168,7 @@ class GradientSums:
 
 
 class UseQuestion:
-    """Asks all ranks once, with the first update, which tied parameters have a gradient on any of their
-    holders.
+    """Asks all ranks once, in the first update, which tied parameters have a gradient on any holder.
 
     It is for models in which that is the same in every update. Where no holder has a gradient, torch's
     optimizers leave the parameter alone, but would step it for a sum of zeros.

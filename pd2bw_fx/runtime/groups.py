@@ -70,9 +70,7 @@ class Groups:
         return self.of(self._ranks)
 
     def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Returns a group for sums of tensors on the ranks' devices. An nccl group is used once here, as for
-        links.
-        """
+        """Returns a group for sums of tensors on the ranks' devices. An nccl group is used once here."""
         if not self.is_nccl:
             return self._new(ranks, self._of_host)
         group = self._new(ranks, "nccl")

@@ -171,8 +171,7 @@ class Connections:
         return self.job.num_ranks + self.job.shape.num_stages + self.job.microbatches_per_update
 
     def _untaken(self, own: int, receiver: int) -> int:
-        """Returns how many gradients may be on their way to an earlier stage, so that no send has to wait for
-        it.
+        """Returns how many gradients may be on their way to an earlier stage, so that no send has to wait.
 
         In asynchronous methods, when this stage sends the gradient of microbatch k, it has had the
         activations of k + w here, which the other stage sent after it took the gradient of k + w here - w

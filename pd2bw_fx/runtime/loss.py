@@ -97,8 +97,7 @@ class _LikeATensor:
 
 
 class Loss(_LikeATensor):
-    """The loss of an update, which behaves like a float, also to numpy, and like a tensor to torch's
-    functions.
+    """The loss of an update. It behaves like a float, also to numpy, and like a tensor to torch's functions.
 
     Reading it waits until the last stage has computed it. What scripts do with a loss that is a tensor
     without reading it (`detach()`, `cpu()`, `float()`) returns the loss itself. pickle and torch.save write a
@@ -147,7 +146,7 @@ class Loss(_LikeATensor):
         return torch.tensor(self.item(), device="cpu")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the loss as a tensor: what it waits for is this process's, and torch.load takes no class of
+        """Pickles the loss as a tensor: it waits for this process's links, and torch.load takes no class of
         ours.
         """
         return torch.tensor(self.item(), dtype=torch.float64, device="cpu").__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -262,13 +261,11 @@ class NumberPost:
         return list(self._sources) == [self._rank]
 
     def expect(self, update: int, numbers: Mapping[int, Sequence[int]], *, training: bool = True) -> None:
-        """Prepares for an update, or an evaluation before it: `numbers` are the microbatches of each
-        source.
-        """
+        """Prepares for an update, or an evaluation before it: `numbers` are the microbatches by source."""
         self._update, self._expected, self._training = update, numbers, training
 
     def collect(self, microbatch: int, name: str, number: Tensor) -> None:
-        """Takes a number of one of this rank's microbatches; sends all of them when the update's last one is
+        """Takes a number of one of this rank's microbatches; sends all when the update's last one is
         there.
         """
         own = self._expected[self._rank]

@@ -45,9 +45,7 @@ def _links(job: Job, *, clips: bool) -> list[tuple[int, int]]:
 
 
 def _steps_to(job: Job, last: int, first: int, update: int) -> int:
-    """Returns the steps from the update to the one in which stage `first` is on the version that `last` is on
-    in it.
-    """
+    """Returns the steps from `update` until stage `first` is on the version that `last` is on in it."""
     wanted, reached = _version(job, last, update), update
     while _version(job, first, reached) < wanted:
         reached += 1
@@ -55,9 +53,7 @@ def _steps_to(job: Job, last: int, first: int, update: int) -> int:
 
 
 def _version(job: Job, stage: int, update: int, *, empty_before: int = 0) -> int:
-    """Returns the version on which a stage's last forward of the update runs: all its ranks have contributed
-    to it.
-    """
+    """Returns the version that a stage's last forward of the update runs on: all its ranks gave to it."""
     last = (update + 1) * job.microbatches_per_update - 1
     return job.work.rules.forward_version(job.shape, stage, last, empty_before=empty_before)
 
@@ -131,9 +127,7 @@ class LossReader:
                 )
 
     def _steps_until_given(self, need: _Need) -> int:
-        """Returns how many more steps this rank must do until no other rank waits for it on the way to the
-        version.
-        """
+        """Returns the steps after which no other rank waits for this one on the way to the version."""
         if need.version <= self._empty_before:
             return 0
         held_up = max(need.of, *self._job.stages)  # a stage behind it sends the gradients, one before inputs

@@ -50,7 +50,7 @@ _BEGIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module}
 
 
 def _started(module: str, end: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts a process whose path lacks the working directory: a file there may be named like a module of
+    """Starts a process without the working directory on its path: a file there may hide a module of
     Python's.
     """
     path = [entry for entry in sys.path if entry and isinstance(entry, str)]
@@ -74,9 +74,7 @@ def given_end() -> int:
 
 @contextlib.contextmanager
 def _outputs() -> Iterator[tuple[int, int]]:
-    """Returns standard output and error, or /dev/null for a closed one, whose number another file may
-    have.
-    """
+    """Returns standard output and error; /dev/null for a closed one, whose number another file may have."""
     with open(os.devnull, "wb") as nowhere:
         output, errors = (
             nowhere.fileno() if stream is None or stream.closed else number
@@ -169,7 +167,7 @@ class Nursery:
         return self._control
 
     def end(self) -> int | None:
-        """Ends the nursery and returns its exit code, if it was begun; workers that are left end by
+        """Ends the nursery, if it was begun, and returns its exit code. Workers that are left end by
         themselves.
         """
         if self._control is None or self._process is None:
@@ -216,7 +214,7 @@ def nursery() -> Iterator[Nursery]:
 
 @contextlib.contextmanager
 def kept_nursery() -> Iterator[None]:
-    """Lets the training runs inside share a nursery: the first of them begins it, the end of the block ends
+    """Lets the training runs inside share a nursery: the first run begins it, the end of the block ends
     it.
     """
     global _kept

@@ -32,9 +32,7 @@ Precision = Literal["bf16", "fp16"]
 
 
 class TrainingOptions(TypedDict, total=False):
-    """The options that every way to train takes, for editors and type checkers (see
-    `Engine.from_pipeline`).
-    """
+    """Options that every way to train takes, for editors and type checkers (see `Engine.from_pipeline`)."""
 
     slack: float | Literal["auto"]
     replicas: int | tuple[int, ...] | None
@@ -104,8 +102,8 @@ class EngineOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *others: str) -> Self:
-        """Raises InputError for a name that is no option; `others` are further names that the caller
-        takes.
+        """Raises InputError for a name that is no option; `others` are names that the caller takes
+        besides.
         """
         own = [field.name for field in fields(cls)]
         known = [*own, *_OF_THE_METHOD, *others]

@@ -1,8 +1,10 @@
-"""State of a stage whose forward is run again: the second run reads what the first did, and writes nothing.
+"""The state of a stage whose forward is recomputed: the second run reads what the first one did.
 
-forward 7     mean 0.3 -> 0.4        0.3 is kept beside the microbatch
-forward 8     mean 0.4 -> 0.2
-again 7       copies: mean 0.3       the true one stays 0.2
+It writes nothing:
+
+    forward 7     mean 0.3 -> 0.4        0.3 is kept beside the microbatch
+    forward 8     mean 0.4 -> 0.2
+    again 7       copies: mean 0.3       the true one stays 0.2
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from pd2bw_fx.stage import StageProgram, held_parameters
 
 
 class WrittenState:
-    """Buffers that a stage's forward writes, found out in its first one (a running mean, a codebook), and
-    frozen parameters that are known to be written (those of an encoder that follows another).
+    """Copies of the buffers and frozen parameters that a stage's forward writes.
 
-    Running statistics of batch norm, which training only writes, change without it being seen, and need not.
+    Which buffers it writes (a running mean, a codebook) is found out in the first forward. Frozen parameters
+    that are written (those of a momentum encoder, say) are known before. Running statistics of batch norm,
+    which training only writes, change without being noticed, and need no copy.
     """
 
     def __init__(self, program: StageProgram, parameters: frozenset[str]) -> None:
@@ -29,7 +32,7 @@ class WrittenState:
         self._seen: dict[Tensor, int] = {}
 
     def before(self, module: nn.Module) -> dict[Tensor, Tensor]:
-        """Copies of those that a forward may write."""
+        """Returns copies of the tensors that a forward may write."""
         if self._written is None:
             own = held_parameters(self._program, module)
             held = (*module.buffers(), *(own[name] for name in self._parameters & own.keys()))
@@ -38,7 +41,7 @@ class WrittenState:
         return {tensor: tensor.detach().clone() for tensor in kept}
 
     def keep(self, copies: dict[Tensor, Tensor]) -> None:
-        """After the forward: what it did not write needs no copy."""
+        """Drops the copies, after the first forward, of tensors that it did not write."""
         if self._written is None:
             self._written = [tensor for tensor, version in self._seen.items() if tensor._version != version]
             self._seen = {}
@@ -48,8 +51,10 @@ class WrittenState:
 
 @contextlib.contextmanager
 def other_state(module: nn.Module, before: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """The module with copies of its buffers, which it may write and autograd may keep, and of the parameters
-    that there are copies of."""
+    """Gives the module copies of its buffers, and of the parameters that `before` has.
+
+    The module may write them and autograd may keep them; afterwards it has its own again.
+    """
     held = [(owner, dict(owner._buffers), dict(owner._parameters)) for owner in module.modules()]
     copies = {b: before.get(b, b).clone() for _, own, _ in held for b in own.values() if b is not None}
     frozen = {

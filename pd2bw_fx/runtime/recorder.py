@@ -1,4 +1,4 @@
-"""Who did what when: the actions of a rank with their beginnings and ends, on one clock for all ranks."""
+"""Records a rank's actions with their beginnings and ends, on one clock for all ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _EXCHANGES = 8
 class Recorder:
     """Keeps the actions of the last `updates` calls; an action that waits for a peer lasts until it came.
 
-    `offset_s` is added to this process's clock, which gives rank 0's. A GPU works on after a call has
-    returned: its actions end, and the next begin, when it has done them.
+    `offset_s` is added to this process's clock, which gives rank 0's. A GPU goes on after a call has
+    returned: its actions end, and the next ones begin, when it has done them.
     """
 
     def __init__(self, rank: int, updates: int, *, offset_s: float, device: torch.device) -> None:
@@ -30,16 +30,16 @@ class Recorder:
         self._offset_s = offset_s
         self._device = device
         self._calls: deque[list[tuple[Action, float, float]]] = deque(maxlen=updates)
-        self._put_off: dict[int, list[Action]] = {}  # by version: updates that are still to be told
+        self._put_off: dict[int, list[Action]] = {}  # by version: updates that are still to be recorded
 
     def begin(self) -> None:
-        """A call of the engine."""
+        """Begins a call of the engine."""
         self._calls.append([])
 
     def note(self, action: Action, began_s: float, steps: Iterable[Step]) -> None:
-        """An action has ended, in which `steps` were made. Seconds are those of `time.perf_counter`.
+        """Records an action that has ended, and the `steps` made in it, by `time.perf_counter`.
 
-        An update that is put off is told when it is made: as a wait for other ranks, and a step.
+        A pending update is recorded when it is made: as a wait for other ranks, and a step.
         """
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
@@ -58,12 +58,14 @@ class Recorder:
         self._calls[-1].append((action, began_s, time.perf_counter()))
 
     def note_rest(self, steps: Iterable[Step]) -> None:
-        """Steps that were made after the last action."""
+        """Records steps that were made after the last action."""
         for step in steps:
             self._tell_put_off(step)
 
     def _tell_put_off(self, step: Step) -> None:
-        """Of a rank's stages, the last one's update stands for all of them: they step together."""
+        """Records an update that was pending; the rank's stages step together, so the last one's stands for
+        all.
+        """
         *others, last = self._put_off.pop(step.version)
         told = self._calls[-1]
         told.append((replace(last, kind=Kind.ALL_REDUCE), step.began_s, step.added_s))
@@ -77,10 +79,10 @@ class Recorder:
 
 
 def offset_to_first_rank(rank: int, num_ranks: int, group: dist.ProcessGroup) -> float:
-    """What to add to `time.perf_counter` here for rank 0's, by the quickest of a few exchanges.
+    """Returns what to add to `time.perf_counter` here for rank 0's, by the quickest of a few exchanges.
 
-    Half of its round trip bounds the error (Cristian 1989). Where no offset at all is within that bound
-    it is none: processes of one machine share a clock. All ranks call this at the same time.
+    Half of its round trip bounds the error (Cristian 1989). If no offset at all is within that bound, it is
+    zero: processes of one machine share a clock. All ranks call this at the same time.
     """
     offset_s = 0.0
     for other in range(1, num_ranks):

@@ -3,8 +3,8 @@
     2bw           W(t+1) = W(t) - lr * grad f(W(max(t-1, 0)))      the gradient is one update late
     synchronous   W(t+1) = W(t) - lr * grad f(W(t))
 
-Written from the rule alone, with two copies of the model and an ordinary optimizer; it knows no schedule, no
-stages and no weight store.
+It is written from the rule alone, with two copies of the model and an ordinary optimizer; it knows no
+schedule, no stages and no weight store.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def train_reference(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     on_update: Callable[[int, float], None] | None = None,
 ) -> ReferenceResult:
-    """Train a copy of the model, one update for each batch; the model itself stays as it is.
+    """Trains a copy of the model, one update for each batch; the model itself does not change.
 
     Batches are as for the pipeline: a tuple of the forward's arguments (targets last where there is a
     loss_fn), a dict of them (targets under "targets"), or one tensor. `method` is "2bw" or "synchronous".
@@ -57,7 +57,7 @@ def train_reference(
     if method not in ("2bw", "synchronous"):
         raise InputError(f"method is {method!r}; the reference knows '2bw' and 'synchronous'")
     newest = copy.deepcopy(model)  # W(t): what the optimizer steps
-    # What gradients are taken of: W(max(t-1, 0)), or W(t).
+    # The weights that gradients are computed on: W(max(t-1, 0)), or W(t).
     differentiated = _another_version(model, newest) if method == "2bw" else newest
     trained = {name: parameter for name, parameter in newest.named_parameters() if parameter.requires_grad}
     options = parameter_options or (lambda name, parameter: {})
@@ -93,7 +93,7 @@ def train_reference(
 
 
 def _another_version(model: nn.Module, newest: nn.Module) -> nn.Module:
-    """A copy that has its frozen parameters in common: there is one version of what no optimizer steps."""
+    """Returns a copy that shares the frozen parameters: what no optimizer steps has only one version."""
     both = zip(model.parameters(), newest.parameters(), strict=True)
     return copy.deepcopy(model, {id(own): copied for own, copied in both if not own.requires_grad})
 
@@ -109,8 +109,10 @@ def _require_unwritten(model: nn.Module, versioned: list[nn.Parameter], given: l
 
 
 def _cut(batch: Any, num_parts: int) -> list[Any]:
-    """Equal parts along dimension 0 of every tensor in the batch; what else is in it goes to every part.
-    `Microbatches` are cut already."""
+    """Returns equal parts of every tensor in the batch along dimension 0; other values go to every part.
+
+    `Microbatches` are cut already.
+    """
     if isinstance(batch, Microbatches):
         if len(batch) != num_parts:
             raise InputError(f"{len(batch)} microbatches were given, and an update has {num_parts}")
@@ -149,7 +151,7 @@ def _loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | 
 
 
 def _merged(newest: nn.Module, forwarded: nn.Module) -> dict[str, Tensor]:
-    """Parameters of the newest weights; buffers (running statistics) of the copy that ran the forwards."""
+    """Returns parameters of the newest weights, and running statistics of the copy that ran the forwards."""
     parameters = {name for name, _ in newest.named_parameters(remove_duplicate=False)}
     running = forwarded.state_dict()
     return {

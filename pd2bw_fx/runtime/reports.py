@@ -17,29 +17,32 @@ from dataclasses import dataclass
 from pd2bw_fx.errors import WorkerError
 from pd2bw_fx.runtime.loss import Loss
 
-_UNDER_WAY = 4  # so many losses at least, that none is waited for
+_UNDER_WAY = 4  # losses that have not arrived: at least so many, so that no rank waits for one
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """`loss` is the mean over the update's microbatches, `seconds` the time since the call of the update
-    before, or of the evaluation after it. `numbers` are what the model returns beside its loss that is one
-    number, the terms of the loss for example: means as well, by name."""
+    """What `on_report` is given for an update.
+
+    `loss` is the mean over the update's microbatches, `seconds` the time since the call of the update before,
+    or of an evaluation after that. `numbers` holds the model's outputs beside its loss that are one number,
+    such as the terms of the loss: means as well, by name.
+    """
 
     update: int
     loss: float
     seconds: float
     microbatches_per_s: float
-    learning_rates: tuple[float, ...]  # of the optimizer's groups, on a rank without parameters too
+    learning_rates: tuple[float, ...]  # of the optimizer's groups, also on a rank without parameters
     numbers: Mapping[str, float]
-    gradient_norm: float | None = None  # of the whole model's, before it is clipped to max_gradient_norm
+    gradient_norm: float | None = None  # of the whole model, before it is clipped to max_gradient_norm
 
 
 class LossLog:
-    """Losses on their way, and what happens when they have arrived: the same on all ranks, some updates late.
+    """Keeps losses until they have arrived, and then reports them: on all ranks alike, some updates late.
 
-    `source` names the rank that computes a microbatch's. A loss waits for no update that the first of
-    `num_ranks` has still to give its gradients to: so many updates late they have all gone in.
+    `source` names the rank that computes a microbatch's loss. No loss is waited for to which the first of
+    `num_ranks` has still to contribute gradients: after as many updates it has contributed to all.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class LossLog:
             self._retire(*self._under_way.popleft())
 
     def _retire(self, loss: Loss, seconds: float) -> None:
-        """Raises WorkerError, on every rank, for a loss that is no number."""
+        """Raises WorkerError, on every rank, for a loss that is not finite; else reports it."""
         loss.wait()
         if self._stop_at_nan and loss.is_of_training and not math.isfinite(loss.item()):
             microbatch = loss.broken_microbatch()

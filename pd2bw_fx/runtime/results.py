@@ -1,6 +1,7 @@
-"""What the model returns, on its way from the ranks that compute it to all others.
+"""Sends what the model returns from the ranks that compute it to all others.
 
-In training its numbers alone: the loss, and what else is one number. In an evaluation whatever is asked for.
+In training that is the loss and the other outputs that are one number; in an evaluation, whatever is asked
+for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pd2bw_fx.runtime.loss import Means, NumberPost
 
 
 class Results:
-    """Is told by this rank's stages what they return for each microbatch."""
+    """Collects what this rank's stages return for each microbatch."""
 
     def __init__(self, job: Job, *, group: dist.ProcessGroup) -> None:
         named = {job.loss_stage: (job.loss,)}
@@ -44,7 +45,7 @@ class Results:
         self._kept: dict[str, Tensor] = {}
 
     def expect(self, update: int, numbers: range, *, training: bool) -> None:
-        """The update that is to come, or the evaluation before it, and its microbatches."""
+        """Prepares for an update, or an evaluation before it, and its microbatches."""
         job = self._job
         for stage, post in self._posts.items():
             of_ranks: dict[int, list[int]] = {rank: [] for rank in job.ranks_of(stage)}
@@ -57,33 +58,36 @@ class Results:
             self._post_of[name].collect(microbatch, name, value.detach())
         if name in self._wanted:
             kept = value.detach()
-            # A part of a buffer, maybe, which the next microbatch writes.
+            # It may be a part of a buffer, which the next microbatch writes.
             self._kept[_key(microbatch, name)] = kept.clone() if value._is_view() else kept
 
     def send(self) -> None:
-        """Before this rank waits for another: numbers of an update that are still here."""
+        """Sends the numbers of an update that are still here, before this rank waits for another one."""
         for post in self._posts.values():
             post.send()
 
     def keep(self, names: Collection[str]) -> None:
-        """From now on, until they are taken."""
+        """Keeps these outputs from now on, until they are taken."""
         self._wanted = names
 
     def take(self) -> dict[str, Tensor]:
-        """What this rank has of them."""
+        """Returns what this rank has of the outputs that were kept."""
         kept, self._kept, self._wanted = self._kept, {}, ()
         return {key: value.contiguous() for key, value in kept.items()}
 
     def means(self) -> tuple[Means, ...]:
-        """Of what was expected last: those of each stage, the loss the first of all."""
+        """Returns the means of each stage for what was expected last; the loss is the first of the first
+        ones.
+        """
         return tuple(post.means() for post in self._posts.values())
 
 
 def evaluation_pieces(job: Job, batch: Any, wanted: Sequence[str]) -> list[dict[str, Tensor]]:
-    """The batch in as many microbatches as an update has; whole where it cannot be cut into them, or what the
-    model returns for them could not be put together; as it was cut, where the caller has cut it.
+    """Returns the batch in as many microbatches as an update has, or whole.
 
-    Raises InputError for a batch that is neither possible for.
+    It is whole where it cannot be cut into them, or where the microbatches' outputs could not be joined. A
+    batch that the caller has cut stays as it is. Raises InputError for a batch that can be run in neither
+    way.
     """
     layout, count = job.layout, job.microbatches_per_update
     apart = next((name for name in wanted if not _can_be_joined(job.outputs[name], layout)), None)
@@ -111,7 +115,7 @@ def evaluation_pieces(job: Job, batch: Any, wanted: Sequence[str]) -> list[dict[
 
 
 def joined(job: Job, parts: Mapping[str, Tensor], numbers: range, wanted: Sequence[str]) -> dict[str, Tensor]:
-    """The outputs of microbatches as those of the batch: one after another, numbers as their mean."""
+    """Returns the microbatches' outputs as the batch's: concatenated, or the mean of single numbers."""
     found: dict[str, Tensor] = {}
     for name in wanted:
         pieces = [parts[_key(number, name)] for number in numbers]

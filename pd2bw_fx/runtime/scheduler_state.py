@@ -1,4 +1,4 @@
-"""A learning rate scheduler's state as JSON can hold it, and back for the option groups of another run."""
+"""A learning rate scheduler's state as JSON can hold it, and back for another run's option groups."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _PLAIN = (int, float, str, bool, list, tuple, dict, type(None))
 
 
 def as_number(option: Any) -> Any:
-    """A learning rate may be a tensor."""
+    """Returns a learning rate, which may be a tensor, as a number."""
     return option.item() if isinstance(option, Tensor) and option.dim() == 0 else option
 
 
 def plain_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Its state without the functions in it, which the next run brings itself; of an object that is called
-    like one, its attributes.
+    """Returns a scheduler's state without the functions in it, which the next run brings itself.
 
-    Raises InputError for what JSON cannot hold.
+    For an object that is called like a function, it has the object's attributes. Raises InputError for what
+    JSON cannot hold.
     """
     state, kind = scheduler.state_dict(), type(scheduler).__name__
     found: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def _not_plain(kind: str, key: str, value: Any) -> InputError:
 
 
 def _attributes(called: Any) -> dict[str, Any]:
-    """Of an object of the author's own; functions, methods and classes have none that training changes."""
+    """Returns the attributes of a user's object; functions, methods and classes have none that change."""
     of_python = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, functools.partial)
     return {} if isinstance(called, of_python) else dict(getattr(called, "__dict__", {}))
 
@@ -69,7 +69,7 @@ def _written(value: Any) -> Any:
 
 
 def _read(saved: Any, own: Any) -> Any:
-    """In the kinds that this run's scheduler has: a Counter, a tuple."""
+    """Returns saved values in the types that this run's scheduler has: a Counter, a tuple."""
     if isinstance(saved, dict) and saved.keys() == {_ATTRIBUTES} and hasattr(own, "__dict__"):
         vars(own).update(_read(saved[_ATTRIBUTES], dict(vars(own))))
         return own
@@ -88,11 +88,11 @@ def state_for_groups(
     *,
     num_saved: int,
 ) -> dict[str, Any]:
-    """A scheduler's saved state for an optimizer with these groups, whose options have been loaded.
+    """Returns a scheduler's saved state for an optimizer with these groups, whose options have been loaded.
 
-    Another number of ranks may have another number of groups (`num_saved` then), where the optimizer's
-    factory made them of the parameters that it was given. Raises InputError for a list whose part of each
-    group cannot be told.
+    With another number of ranks there may be another number of groups (it was `num_saved`), if the
+    optimizer's factory made them from the parameters that it was given. Raises InputError for a list of which
+    the part of each group cannot be told.
     """
     state = {key: _read(value, own.get(key)) for key, value in saved.items() if key != _LAMBDAS}
     if _LAMBDAS in own:
@@ -109,13 +109,13 @@ def state_for_groups(
             state[key] = [state_for_groups(*pair, groups, num_saved=num_saved) for pair in each]
             continue
         if (len(before), len(now)) != (num_saved, len(groups)) or len(before) == len(now):
-            continue  # something else than one for each group
+            continue  # not a list with one entry for each group
         state[key] = _one_each(key, before, now)
     return state
 
 
 def _of_functions(saved: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-    """Attributes of the objects among them; None is a function, which stays the run's own."""
+    """Returns the attributes of the objects among a scheduler's functions; None for a plain function."""
     if not any(saved):
         return [None] * len(own)
     kept = saved if len(saved) == len(own) else _one_each(_LAMBDAS, saved, own)
@@ -123,7 +123,7 @@ def _of_functions(saved: Sequence[Any], own: Sequence[Any]) -> list[Any]:
 
 
 def _one_each(key: str, before: Sequence[Any], now: Sequence[Any]) -> list[Any]:
-    """For another number of groups what all of them had."""
+    """Returns one value for each of another number of groups, if all saved groups had the same."""
     if any(value != before[0] for value in before):
         raise InputError(
             f"the checkpoint's scheduler has {len(before)} values of {key!r} where this run's has "

@@ -1,4 +1,4 @@
-"""The parts of an engine, put together for one rank's job."""
+"""Makes the parts of an engine for one rank's job."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def make_weights(
     precision: Precision | None,
     corrections: Sequence[Correction],
 ) -> WeightStore:
-    """All ranks call this at the same time: those that hold the same parameters join in groups.
+    """Makes the weight store. All ranks call this at the same time: those with the same parameters join
+    groups.
 
     Raises InputError for a precision or corrections that do not go with the method.
     """
@@ -84,7 +85,7 @@ def _check_precision(job: Job, precision: Precision | None) -> None:
 
 
 def _versions_of_an_update(job: Job) -> set[int]:
-    """Weights that its microbatches run on, forwards and backwards, at any stage."""
+    """Returns the weight versions that an update's forwards and backwards run on, over all stages."""
     rules, shape = job.work.rules, job.shape
     of = (rules.forward_version, rules.backward_version)
     microbatches, stages = _microbatches_of_a_late_update(job), range(shape.num_stages)
@@ -92,7 +93,7 @@ def _versions_of_an_update(job: Job) -> set[int]:
 
 
 def delay_of(job: Job) -> int:
-    """Updates that a rank makes between a microbatch's forward and backward, once the pipeline is full."""
+    """Returns the updates between a microbatch's forward and backward on a rank of a full pipeline."""
     rules, shape, stage = job.work.rules, job.shape, job.stages[0]
     return max(
         rules.backward_version(shape, stage, k) - rules.forward_version(shape, stage, k)
@@ -101,7 +102,7 @@ def delay_of(job: Job) -> int:
 
 
 def _microbatches_of_a_late_update(job: Job) -> range:
-    """Of one for which the pipeline is full."""
+    """Returns the microbatches of an update for which the pipeline is full."""
     m = job.shape.microbatches_per_update
     first = m * (job.num_ranks + job.shape.num_stages + 1)
     return range(first, first + m)

@@ -1,4 +1,4 @@
-"""The calls of one engine: all ranks make them, and what ends one ends all."""
+"""The calls of one engine that all ranks make, and that fail on all ranks if they fail on one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.world import World
 
-Together = Callable[[], AbstractContextManager[None]]  # a part of a call, which all ranks end alike
+Together = Callable[[], AbstractContextManager[None]]  # a part of a call that ends alike on all ranks
 _NOBODY = Watch(None, 0, 1, silence_s=0.0)
 
 
 class SharedCalls:
-    """What has become of an engine, and whether it can still be called.
+    """Runs an engine's calls, and knows whether it can still be called.
 
-    `world` is what a torchrun engine has joined; None where others care for the ranks.
+    `world` is what a torchrun engine has joined; None where the ranks are watched in another way.
     """
 
     def __init__(self, job: Job, control: dist.ProcessGroup) -> None:
@@ -43,19 +43,21 @@ class SharedCalls:
         self._control: dist.ProcessGroup | None = control
         self._name = control.group_name
         self._num_refused = 0
-        self._has_told = False  # why this rank ends
-        self._at: Callable[[], str] = str  # the action, where others do not care for that
-        self._why_broken: str | None = None  # unless another rank was the first
+        self._has_told = False  # whether this rank has told the others why it ends
+        self._at: Callable[[], str] = str  # what this rank is doing, for the note on full memory
+        self._why_broken: str | None = None  # this rank's own failure; None if another rank was the first
         if self._rank == 0:
             forget(self._name)
 
     @contextmanager
     def shared(self, doing: str, *, alone: bool = False, on: str = "") -> Iterator[None]:
-        """A call on all ranks, or (`alone`) one that waits for others and that not all need make; `on` what,
-        which is the same on all of them.
+        """Runs a call that all ranks make.
+
+        `alone`: not all ranks need make it, but it waits for others. `on` is what the call works on, in words
+        that are the same on all ranks.
 
         Raises InputError for an engine that was closed or has lost its process group, WorkerError for one
-        that failed before, and with the reason of a rank that fails in here.
+        that failed before, and WorkerError with the reason of a rank that fails in here.
         """
         if self.is_closed:
             raise InputError("this engine was closed; make a new one")
@@ -85,7 +87,9 @@ class SharedCalls:
 
     @contextmanager
     def reading_a_batch(self, doing: str, update: int) -> Iterator[None]:
-        """What every rank refuses was begun by none: the engine is as before, and goes on."""
+        """Runs the part of a call that may refuse a batch. If every rank refuses it, the engine is as
+        before.
+        """
         refused: InputError | None = None
         with self.shared(doing):
             try:
@@ -101,7 +105,7 @@ class SharedCalls:
 
     @contextmanager
     def agreeing(self, doing: str) -> Iterator[Together]:
-        """What a rank refuses in a part of this, all do at its end. The engine is as before, and goes on."""
+        """Runs a call with parts in which what one rank refuses, all refuse. The engine is then as before."""
         refused: InputError | None = None
         with self.shared(doing):
             try:
@@ -128,12 +132,14 @@ class SharedCalls:
                 raise InputError(f"rank {rank}: {words}")
 
     def join(self, world: World, named: Callable[[int], str], doing: Callable[[], str]) -> None:
-        """The engine is made; `named` names a rank with its stages, `doing` tells what this one is at."""
+        """Takes note of a complete engine: `named` names a rank with its stages, `doing` says what it is
+        at.
+        """
         self.world, self._at = world, doing
         world.watch.tell_of(self._name, named, doing, functools.partial(tell, self._name))
 
     def tell(self, error: BaseException, when: str) -> None:
-        """The user's program on this rank fails outside of the engine's calls: others may wait for it."""
+        """Tells ranks that may wait for this one that its program fails outside of the engine's calls."""
         if not self.is_closed and not self.is_broken:
             self._has_told = True
             shown = "".join(traceback.format_exception(error))
@@ -145,7 +151,7 @@ class SharedCalls:
                 self.world.watch.fail(self._why_broken)
 
     def leave_torn(self) -> None:
-        """The user's program ends with microbatches in flight, which others may wait for."""
+        """Tells ranks that may wait that the user's program ends here with microbatches in flight."""
         if self.world is not None and not self._has_told:
             who = f"rank {self._rank} ({self._described})"
             self.world.watch.fail(
@@ -153,8 +159,11 @@ class SharedCalls:
             )
 
     def close(self) -> None:
-        """Connections are not closed before all ranks are through with them: what this one has sent last may
-        still be on its way, and would be lost. Nobody is waited for longer than some seconds."""
+        """Waits some seconds at most until all ranks have come to their end, and leaves the world.
+
+        If connections were closed before, what this rank has sent last might still be on its way, and would
+        be lost.
+        """
         self.is_closed = True
         self._control = None  # its owner knows when the last reference goes
         if self.world is not None:

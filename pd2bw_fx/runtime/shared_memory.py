@@ -62,7 +62,7 @@ class SharedBuffers:
 
     @classmethod
     def attach(cls, ticket: tuple[int, int], dtype: torch.dtype, shape: tuple[int, ...]) -> Self:
-        """Raises OSError where the other process cannot be looked into."""
+        """Maps another process's memory. Raises OSError where that process cannot be looked into."""
         descriptor = os.open(_entry(*ticket), os.O_RDWR | os.O_CLOEXEC)
         try:
             return cls(descriptor, dtype, shape)
@@ -103,20 +103,23 @@ class Notes:
 
     @classmethod
     def make(cls) -> tuple[Self, Self]:
-        """The end to read, which is there for others to attach by, and the end to write."""
+        """Returns the end to read, to which others attach, and the end to write."""
         read, write = os.pipe()
         return cls(read, process=os.getpid()), cls(write, process=os.getpid())
 
     @classmethod
     def attach(cls, ticket: tuple[int, int]) -> Self:
-        """Another process's end to read. Raises OSError where that cannot be looked into."""
+        """Opens another process's end to read. Raises OSError where that process cannot be looked into."""
         return cls(os.open(_entry(*ticket), os.O_RDONLY | os.O_CLOEXEC), process=ticket[0])
 
     def put(self, microbatch: int, position: int, buffer: int) -> None:
         os.write(self._descriptor, _NOTE.pack(microbatch, position, buffer))
 
     def take(self, microbatch: int, position: int, *, timeout_s: float) -> int:
-        """The buffer of a tensor. Raises EOFError where the other process is gone, TimeoutError."""
+        """Waits for the note on a tensor, and returns the number of its buffer.
+
+        Raises EOFError where the other process is gone, TimeoutError after `timeout_s`.
+        """
         key = microbatch, position
         while key not in self._known:
             if not self._waiting.poll(timeout_s * 1e3):
@@ -130,7 +133,9 @@ class Notes:
 
 
 def ranks_in_reach(group: dist.ProcessGroup, rank: int, num_ranks: int) -> frozenset[int]:
-    """The ranks whose memory this one sees, and that see its own, found by trying. All ranks call this."""
+    """Returns the ranks that see this one's memory and whose memory it sees, by trying. All ranks call
+    this.
+    """
     if num_ranks == 1:
         return frozenset()
     token = os.urandom(_TOKEN_BYTES)
@@ -145,7 +150,8 @@ def ranks_in_reach(group: dist.ProcessGroup, rank: int, num_ranks: int) -> froze
 
 
 def _offer(token: bytes, stack: contextlib.ExitStack) -> tuple[int, int] | None:
-    # A buffer is given back by a plain store, which other processors may make visible before what was read.
+    # A buffer is freed by a plain store. Other processors than x86's may make it visible before the copy is
+    # read, so that the sender would overwrite it too early.
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "i686"):
         return None
     descriptor = os.memfd_create("pd2bw_fx", os.MFD_CLOEXEC)

@@ -3,8 +3,8 @@
     slot 0    stage 1's module, stage 5's module      parameters are views of one flat buffer a type
     slot 1    the same modules once more              buffers and frozen parameters are those of slot 0
 
-Two trees of modules, rather than one whose data is swapped, so that a microbatch in flight keeps the version
-that it began with, recomputation included.
+There is a tree of modules for each slot, rather than one whose data is swapped, so that a microbatch in
+flight keeps the version that it began with, also for recomputation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pd2bw_fx.stage import StageProgram, build_module, held_buffers, held_parameters
 
-# Kernels may choose by alignment, and with them the last bit of a sum; torch's own allocations have this one.
+# Which kernel runs, and with it the last bit of a sum, may depend on alignment; this one is torch's own.
 _ALIGNMENT_BYTES = 64
 
 Flat = dict[torch.dtype, Tensor]
@@ -47,7 +47,7 @@ class Span:
 class Slot:
     """One version of the rank's trainable parameters, and its stages' modules that compute with them.
 
-    A parameter that several of the rank's stages hold is one span in memory and one Parameter for each.
+    A parameter that several of the rank's stages hold is one span in memory, and a Parameter for each stage.
     """
 
     flat: Flat
@@ -55,7 +55,7 @@ class Slot:
     parameters: dict[str, list[nn.Parameter]] = field(default_factory=dict)
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """What backwards have added up since the last call, handed over rather than copied."""
+        """Returns the gradients that were added up since the last call, not copied, and leaves none."""
         taken: dict[str, Tensor] = {}
         for name, uses in self.parameters.items():
             for parameter in uses:
@@ -82,7 +82,8 @@ class Slots:
         self._programs = programs
         names = {name for program in programs for name in (*program.parameters, *program.buffers)}
         local = {name: tensors[name].to(device) for name in names}
-        # What is trained is copied once, into the flat memory: making an engine takes no more than training.
+        # What is trained is copied only once, into the flat memory: making an engine takes no more memory
+        # than training.
         local = {name: tensor if name in trainable else tensor.clone() for name, tensor in local.items()}
         trees = [{p.stage: build_module(p, local, copied=False) for p in programs} for _ in range(count)]
         held: dict[str, nn.Parameter] = {}
@@ -106,7 +107,7 @@ class Slots:
         return iter(self._slots)
 
     def parameters(self, index: int) -> dict[str, nn.Parameter]:
-        """Trainable and frozen ones of one slot, by their names in the graph, in the graph's order."""
+        """Returns one slot's parameters, trainable and frozen, by name in the graph and in its order."""
         found: dict[str, nn.Parameter] = {}
         for program in self._programs:
             found |= held_parameters(program, self._slots[index].modules[program.stage])
@@ -124,7 +125,7 @@ class Slots:
                 module.train(on)
 
     def _shared(self, held: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """What exists once: buffers and frozen parameters."""
+        """Returns what exists once: buffers and frozen parameters."""
         frozen = {name: parameter for name, parameter in held.items() if name not in self.spans}
         return {**frozen, **self.buffers()}
 
@@ -147,7 +148,7 @@ def _lay_out(parameters: Mapping[str, nn.Parameter]) -> dict[str, Span]:
 
 
 def _move_in(slot: Slot, program: StageProgram, spans: Mapping[str, Span]) -> None:
-    """Give a stage's trainable parameters their values in the flat buffer; the others are frozen."""
+    """Moves a stage's trainable parameters into the flat buffer, and freezes the others."""
     module = slot.modules[program.stage]
     for name, parameter in held_parameters(program, module).items():
         parameter.requires_grad_(name in spans)
@@ -160,7 +161,7 @@ def _move_in(slot: Slot, program: StageProgram, spans: Mapping[str, Span]) -> No
 
 
 def _share(module: nn.Module, program: StageProgram, shared: Mapping[str, Tensor]) -> None:
-    """Buffers and frozen parameters exist once: the module takes these."""
+    """Gives the module the buffers and frozen parameters, which exist once."""
     for name, _ in list(module.named_parameters(remove_duplicate=False)):
         parameter = shared.get(program.ties.get(name, name))
         if parameter is not None:
@@ -176,8 +177,11 @@ def _owner(module: nn.Module, name: str) -> nn.Module:
 
 
 def _refresh_recurrent(module: nn.Module) -> None:
-    """Recurrent modules keep a list of their weights beside the attributes. They are not flattened, as they
-    are where cuDNN is: it would have the weights in memory of its own, which no optimizer steps."""
+    """Renews the lists of weights that recurrent modules keep beside their attributes.
+
+    The weights are not flattened, as torch flattens them for cuDNN: they would get memory of their own, which
+    no optimizer steps.
+    """
     for part in module.modules():
         if isinstance(part, nn.RNNBase):
             weights = [getattr(part, name, None) for name in part._flat_weights_names]

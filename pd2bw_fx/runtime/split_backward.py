@@ -1,15 +1,15 @@
-"""A backward in two halves, as zero-bubble schedules have it (arXiv 2401.10241).
+"""A backward in two halves, as in zero-bubble schedules (arXiv 2401.10241).
 
-I   from the stage's outputs to its inputs, so that the stage before can go on; what passes the operators
-    that have weights is kept
+I   from the stage's outputs to its inputs, so that the stage before can go on; the gradients that reach
+    operators with weights are kept
 W   from there to the weights, any time later
 
     output <- matmul <- gelu <- matmul <- input         I runs along this row
                 |                 |
                 W2                W1                    W runs each of these steps alone
 
-An output may be made of weights alone, and be used in its own stage too: no gradient of an input passes it.
-W begins there with the output's own gradient, and adds what comes from the operators above it.
+An output may be computed from weights alone and also be used in its own stage: no gradient of an input passes
+it. W begins there with the output's own gradient, and adds what comes from the operators above it.
 
     output <- matmul <- gelu <- input
                 |
@@ -34,10 +34,10 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(slots=True)
 class _Group:
-    """Operators that share weights, the gradients that reached them, and the ends of the weights.
+    """Operators that share weights, the gradients that reached them, and the weights' own nodes.
 
-    `reached` has all that reaches an operator that the first half `passed`. Of an output that it did not pass
-    it has the output's own gradient alone.
+    `reached` has everything that reaches an operator that the first half `passed`. For an output that it did
+    not pass, it has only the output's own gradient.
     """
 
     operators: list[Node]
@@ -54,7 +54,7 @@ class WeightHalf:
     whole: tuple[list[GradientEdge], list[Tensor]] | None = None
 
     def run(self) -> None:
-        """Add the gradients of the weights to their `grad`."""
+        """Adds the gradients of the weights to their `grad`."""
         if self.whole is not None:
             torch.autograd.backward(*self.whole)
         for group in self.groups:
@@ -62,7 +62,7 @@ class WeightHalf:
 
 
 def input_half(roots: list[GradientEdge], gradients: list[Tensor], inputs: Sequence[Tensor]) -> WeightHalf:
-    """Set the inputs' `grad`; what is left to do. Without inputs that need one, that is everything."""
+    """Sets the inputs' `grad`; returns what is left to do: everything, if no input needs a gradient."""
     if not inputs:
         return WeightHalf([], (roots, gradients))
     nodes = [edge.node for edge in roots]
@@ -83,7 +83,7 @@ def input_half(roots: list[GradientEdge], gradients: list[Tensor], inputs: Seque
 
 
 def reaches(roots: Sequence[GradientEdge], tensor: Tensor) -> bool:
-    """Whether a backward from there comes to this leaf, with or without a gradient for it."""
+    """Returns whether a backward from there comes to this leaf, with or without a gradient for it."""
     nodes, leaf = [edge.node for edge in roots], _leaf(tensor)
     return leaf in nodes or leaf in _readers(nodes)
 
@@ -99,7 +99,7 @@ def _run_group(group: _Group) -> None:
         return
     handles = []
     if len(group.reached) > 1:
-        # One operator may lie on the way from another: what comes along it is in its own share already,
+        # One operator may lie on the way from another: what arrives that way is in its own share already,
         # unless the first half did not pass it.
         handles = [node.register_prehook(_setter(group.reached[node])) for node in group.passed]
     try:
@@ -124,7 +124,9 @@ def _run_group(group: _Group) -> None:
 
 
 def _lies_as(gradient: Tensor, parameter: Tensor) -> bool:
-    """As autograd leaves gradients, which it accumulates in place: fused optimizers ask for no strides."""
+    """Returns whether a gradient lies in memory as autograd leaves it. Fused optimizers do not check
+    strides.
+    """
     return gradient.is_sparse or gradient.stride() == _strides(parameter)
 
 
@@ -138,7 +140,7 @@ def _laid_as(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Of its gradient: a parameter whose elements lie apart has one whose do not."""
+    """Returns the strides of a parameter's gradient, which are dense even where the parameter's are not."""
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()
@@ -155,7 +157,7 @@ def _leaf(tensor: Tensor) -> Node:
 
 
 def _readers(roots: Sequence[Node]) -> dict[Node, list[Node]]:
-    """For each node below the roots, those that hand it gradients."""
+    """Returns, for each node below the roots, the nodes that pass it gradients."""
     readers: dict[Node, list[Node]] = defaultdict(list)
     seen, queue = set(roots), deque(dict.fromkeys(roots))
     while queue:
@@ -182,7 +184,10 @@ def _above(leaves: set[Node], readers: dict[Node, list[Node]]) -> set[Node]:
 def _groups(
     roots: Sequence[Node], readers: dict[Node, list[Node]], leaves: set[Node], on_the_way: set[Node]
 ) -> list[_Group]:
-    """Weights with the operators that a backward to them begins at, those with a common one together."""
+    """Returns groups of weights, each with the operators at which a backward to them begins.
+
+    Weights that share such an operator are in one group.
+    """
     of_operator: dict[Node, _Group] = {}
     groups: list[_Group] = []
     outputs, ends = set(roots), dict.fromkeys((*readers, *roots))
@@ -204,7 +209,9 @@ def _groups(
 def _users(
     weight: Node, roots: set[Node], readers: dict[Node, list[Node]], on_the_way: set[Node]
 ) -> list[Node]:
-    """The first nodes above a weight that gradients of the inputs pass too, and the outputs below them."""
+    """Returns the first nodes above a weight that gradients of inputs pass too, and the outputs below
+    them.
+    """
     found: dict[Node, None] = {}
     seen, queue = {weight}, deque([weight])
     while queue:
@@ -223,7 +230,7 @@ def _users(
 def _reach_the_rest(
     groups: list[_Group], roots: list[GradientEdge], gradients: list[Tensor], on_the_way: set[Node]
 ) -> None:
-    """Outputs that depend on weights and on no input were not passed by the first half."""
+    """Gives groups the gradients of outputs that depend on no input, which the first half has not passed."""
     for group in groups:
         for node in group.operators:
             if node in on_the_way or node in group.reached:

@@ -1,7 +1,7 @@
-"""One stage at work: what each kind of action does to a microbatch.
+"""Runs one stage: what each kind of action does to a microbatch.
 
 RF k   take the activations of microbatch k from the links       RB k   the same for gradients
-F k    run the module; keep what the backward needs              B k    run autograd from the outputs' edges
+F k    run the module; keep what the backward needs              B k    run autograd from the outputs
 SF k   send the outputs; drop them                               SB k   send the inputs' gradients
                                                                  I, W   the two halves of B
 """
@@ -37,7 +37,7 @@ OnOutput = Callable[[int, str, Tensor], None]
 class Microbatch:
     """A microbatch's model inputs on this rank, and what identifies their sizes on every rank.
 
-    `by_host`: it travels so that no GPU is kept busy.
+    `by_host`: its tensors go between ranks through the host, which does not occupy the GPU.
     """
 
     inputs: Mapping[str, Tensor]
@@ -46,18 +46,18 @@ class Microbatch:
 
     @classmethod
     def of(cls, inputs: Mapping[str, Tensor]) -> Self:
-        """One with all inputs of the model."""
+        """Returns a microbatch with all inputs of the model."""
         return cls(inputs, tuple((name, tuple(tensor.shape)) for name, tensor in inputs.items()))
 
     def on(self, device: torch.device, names: Iterable[str], *, by_host: bool) -> Microbatch:
-        """These inputs alone, there."""
+        """Returns the microbatch with these inputs only, on that device."""
         # From a GPU to the CPU torch would not wait for the copy, and a forward there neither.
         moved = {n: self.inputs[n].to(device, non_blocking=device.type != "cpu") for n in names}
         return Microbatch(moved, self.size, by_host)
 
 
 def sizes_of(microbatches: Iterable[Microbatch]) -> str:
-    """The same on every rank that was given the same batch."""
+    """Returns the sizes in words, the same on every rank that was given the same batch."""
     return "microbatches of " + " and ".join(map(str, dict.fromkeys(each.size for each in microbatches)))
 
 
@@ -75,17 +75,17 @@ class _InFlight:
     runs_again: bool = False  # nothing was kept of the forward
     state: dict[Tensor, Tensor] = field(default_factory=dict)  # as it was before it, if it writes any
     weight_half: WeightHalf | None = None
-    is_done: bool = False  # but for the sending of its gradients
+    is_done: bool = False  # except that its gradients are still to be sent
 
     def release(self) -> None:
-        """Drop the graph and what went into it."""
+        """Drops the graph and the inputs that went into it."""
         self.received, self.roots, self.gradients, self.loss = {}, {}, {}, None
 
 
 class StageRunner:
-    """Links, weights and microbatches in flight of one stage.
+    """The links, weights and microbatches in flight of one stage.
 
-    `precision` is the type that autocast computes in, None: as the model says.
+    `precision` is the type that autocast computes in; None is no autocast.
     """
 
     def __init__(
@@ -122,22 +122,22 @@ class StageRunner:
         self._written = WrittenState(program, job.written_parameters)
 
     def add(self, number: int, microbatch: Microbatch) -> None:
-        """A microbatch that coming actions refer to by its number."""
+        """Takes a microbatch, to which coming actions refer by its number."""
         self._in_flight[number] = _InFlight(microbatch)
 
     @property
     def waiting(self) -> list[int]:
-        """Microbatches whose gradients are still to come."""
+        """The microbatches whose gradients are still to come."""
         return sorted(self._in_flight)
 
     def expect(self, kind: Kind, number: int) -> None:
-        """Post the receives of a coming action, those that are not posted."""
+        """Posts the receives of a coming action, unless they are posted."""
         microbatch = self._in_flight[number].microbatch
         for link in self._incoming(kind):
             link.of(number).expect(number, microbatch.size, by_host=microbatch.by_host)
 
     def expect_sent(self, send: Action, received: Collection[tuple[Kind, int, int]]) -> None:
-        """Post the receives of what another rank sends, if it goes to this stage and is not `received`."""
+        """Posts the receives for another rank's send, if it goes to this stage and is not in `received`."""
         kind = Kind.RECEIVE_ACTIVATION if send.kind is Kind.SEND_ACTIVATION else Kind.RECEIVE_GRADIENT
         number = send.microbatch
         if number not in self._in_flight or (kind, self._stage, number) in received:
@@ -156,7 +156,7 @@ class StageRunner:
     def perform(self, action: Action) -> None:
         self._performs[action.kind](self, action)
 
-    # What other ranks wait for in an update goes out before this one waits for them.
+    # This rank sends what other ranks wait for in an update before it waits for them.
 
     def _receive_activation(self, action: Action) -> None:
         self.weights.progress(needed=action.version)
@@ -192,14 +192,14 @@ class StageRunner:
             del self._in_flight[action.microbatch]
 
     def _kept_in_evaluation(self, module: nn.Module) -> dict[Tensor, Tensor]:
-        """Copies of what a forward writes in training alone, which a trace does in evaluation too."""
+        """Copies what a forward writes in training only: the traced forward writes it in evaluation too."""
         if not self._training_writes:
             return {}
         held = held_tensors(self.program, module)
         return {held[name]: held[name].clone() for name in self._training_writes & held.keys()}
 
     def _run(self, module: nn.Module, kept: _InFlight) -> dict[str, Tensor]:
-        """The stage's forward on what a microbatch has: its outputs by name."""
+        """Runs the stage's forward on a microbatch; returns its outputs by name."""
         arguments = []
         for port in self.program.inputs:
             if port.source is None:
@@ -222,7 +222,7 @@ class StageRunner:
         return torch.autocast(self.device.type, self._precision)
 
     def _keep_roots(self, kept: _InFlight, produced: Mapping[str, Tensor], version: int) -> None:
-        """Where the backward begins. Of the outputs themselves nothing is kept beyond their sending."""
+        """Keeps where the backward begins. The outputs themselves are dropped once they are sent."""
         for port in self.program.outputs:
             value = produced[port.value]
             if not value.requires_grad:
@@ -234,7 +234,7 @@ class StageRunner:
                 kept.loss = edge, self._gradient_of_loss(value, version)
 
     def _gradient_of_loss(self, loss: Tensor, version: int) -> Tensor:
-        """The mean over the update's microbatches is what is trained on."""
+        """Returns the loss's gradient: what is trained on is the mean over the update's microbatches."""
         share = self._share * self.weights.loss_scale(version)
         last = self._loss_gradient
         if last is None or last[0] != share or last[1].dtype != loss.dtype or last[1].shape != loss.shape:
@@ -283,7 +283,7 @@ class StageRunner:
         del self._in_flight[action.microbatch]
 
     def _roots(self, kept: _InFlight, action: Action) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the backward begins, and with what."""
+        """Returns where the backward begins, and the gradients there."""
         module = self.weights.begin_backward(self._stage, action.version)
         if kept.runs_again:
             self._run_again(kept, module, action)
@@ -308,8 +308,11 @@ class StageRunner:
         kept.is_done = True
 
     def _input_gradients(self, kept: _InFlight, edges: Sequence[GradientEdge]) -> dict[str, Tensor | None]:
-        """By value. Where Python computes a part, zeros for what the backward that began at these edges came
-        by without one, and may have one for in another microbatch; None for what never has one."""
+        """Returns the inputs' gradients by value.
+
+        Where Python computes a part of the stage, an input may have a gradient in one microbatch and none in
+        another. It gets zeros if the backward reaches it, and None if no backward ever does.
+        """
         found: dict[str, Tensor | None] = {}
         for value, tensor in kept.received.items():
             found[value] = tensor.grad
@@ -320,7 +323,7 @@ class StageRunner:
         return found
 
     def _run_again(self, kept: _InFlight, module: nn.Module, action: Action) -> None:
-        """The forward that was run without keeping anything. Statistics have counted it already."""
+        """Recomputes a forward that has kept nothing. Running statistics have counted it already."""
         with self._drawing(action.microbatch), other_state(module, kept.state), torch.enable_grad():
             produced = self._run(module, kept)
         kept.state = {}

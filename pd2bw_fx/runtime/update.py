@@ -1,6 +1,6 @@
-"""An update between its last gradient and its step: what other stages add to it travels meanwhile.
+"""An update between its last gradient and its step, while other ranks' contributions are on their way.
 
-U          gradients complete here; tied ones are on their way over their holders
+U          gradients are complete here; those of tied parameters go to their other holders
 progress   they have arrived: start the sum of squares over all stages, if the norm is to be clipped
 finish     before the first forward that needs the new version: wait for both, scale, step
 """
@@ -24,10 +24,10 @@ _PATIENCE = 2000  # updates without an overflow, before the loss scale is double
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """Scale the gradient of the whole model down to `max_norm`, as torch.nn.utils.clip_grad_norm_ does.
+    """Scales the gradient of the whole model down to `max_norm`, as torch.nn.utils.clip_grad_norm_ does.
 
-    The norm is that of one update's mean gradient over all stages, tied parameters counted once. `group` is
-    used for nothing else; `holders[name]` is how many ranks have a parameter that several have. An infinite
+    The norm is that of one update's mean gradient over all stages; tied parameters count once. `group` is
+    used for nothing else; `holders[name]` is how many ranks hold a parameter that several hold. An infinite
     `max_norm` clips nothing: the norm then only tells whether all gradients are finite.
     """
 
@@ -37,11 +37,11 @@ class Clipping:
 
 
 class LossScale:
-    """The loss scale of fp16: the loss is multiplied by it, so that small gradients do not become zeros, and
-    gradients are divided by it again.
+    """The loss scale of fp16.
 
-    It follows the rule of torch.amp.GradScaler. When a gradient is not finite, the scale is halved and all
-    ranks leave the update out; after `_PATIENCE` updates without such a gradient it is doubled. A scale
+    The loss is multiplied by it, so that small gradients do not become zeros, and gradients are divided by it
+    again. It follows the rule of torch.amp.GradScaler. When a gradient is not finite, the scale is halved and
+    all ranks leave the update out; after `_PATIENCE` updates without such a gradient it is doubled. A scale
     belongs to a weight version: every stage scales what runs on W(v) by the same number.
     """
 
@@ -53,7 +53,7 @@ class LossScale:
         return self._scales[version]
 
     def follow(self, version: int, *, overflow: bool) -> None:
-        """W(version) has been made; `overflow`: as a copy, since a gradient was no finite number."""
+        """Sets the scale of W(version). `overflow`: a gradient was not finite, and the version is a copy."""
         scale = self._scales[version - 1]
         self._finite = 0 if overflow else self._finite + 1
         if overflow:
@@ -64,7 +64,7 @@ class LossScale:
         self._scales = {v: kept for v, kept in self._scales.items() if v >= version - 1}
 
     def begin_at(self, newest: int) -> None:
-        """After updates that were made without a scale."""
+        """Goes on after updates that were made without a scale."""
         initial = max(self._scales.values())
         self._scales = dict.fromkeys((newest - 1, newest), initial)
 
@@ -78,8 +78,11 @@ class LossScale:
 
 
 class GradientNorm:
-    """Of a whole update's gradient, before it is clipped. A GPU computes it later than it is asked for, and
-    brings it here meanwhile: whoever reads it some updates later waits for nothing."""
+    """The norm of an update's whole gradient, before it is clipped.
+
+    A GPU computes it later than it is launched, and copies it to the host meanwhile: a reader some updates
+    later does not wait.
+    """
 
     __slots__ = ("_here", "_is_there")
 
@@ -99,7 +102,7 @@ class GradientNorm:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """When W(version) was made, by `time.perf_counter`: what other ranks add is there at `added_s`."""
+    """When W(version) was made, by `time.perf_counter`; other ranks' parts were there at `added_s`."""
 
     version: int
     began_s: float
@@ -109,10 +112,12 @@ class Step:
 
 @dataclass(slots=True)
 class PendingUpdate:
-    """`gradients` by parameter, those that there are; those of `sums` come from all holders.
+    """An update that is not made yet.
 
-    `question`: whether anybody has them, None where the sums tell it themselves. `scale`: what the loss was
-    multiplied by, and `may_overflow`: for which the update is left out, at a scale of 1 too.
+    `gradients` are this rank's by parameter, as far as there are any; those in `sums` come from all holders.
+    `question` asks whether any rank has them; None where the sums themselves tell. `scale` is what the loss
+    was multiplied by. `may_overflow`: the update is left out if a gradient is not finite, even at a scale of
+    1.
     """
 
     version: int
@@ -123,15 +128,15 @@ class PendingUpdate:
     device: torch.device
     scale: float = 1.0
     may_overflow: bool = False
-    used: frozenset[str] = frozenset()  # the answer, when finished
-    norm: GradientNorm | None = None  # where it is clipped, when finished
+    used: frozenset[str] = frozenset()  # the answer to `question`, once finished
+    norm: GradientNorm | None = None  # once finished, if gradients are clipped
     _have_arrived: bool = False
     _squares: Tensor | None = None
     _squaring: dist.Work | None = None
 
     @property
     def can_wait(self) -> bool:
-        """Something is under way, so that the step is better put off."""
+        """Whether something is on its way, so that the step had better wait."""
         return self.sums.is_under_way or self.clipping is not None
 
     @property
@@ -140,19 +145,19 @@ class PendingUpdate:
 
     @property
     def has_arrived(self) -> bool:
-        """It can be finished without waiting."""
+        """Whether it can be finished without waiting."""
         if self.clipping is not None:
             return self._squaring is not None and self._squaring.is_completed()
         return self.sums.have_arrived
 
     def start(self) -> None:
-        """Let gradients go to the other holders."""
+        """Sends gradients to the other holders."""
         if self.question is not None:
             self.question.ask()
         self.sums.start()
 
     def progress(self, *, must: bool = False) -> None:
-        """Start what can be started; `must`: even if that means to wait for other holders first."""
+        """Starts what can be started; `must`: even if it has to wait for other holders first."""
         if self.clipping is None or self._squares is not None:
             return
         if must or self.sums.have_arrived:
@@ -160,7 +165,7 @@ class PendingUpdate:
             self._start_squares(self.clipping)
 
     def finish(self) -> dict[str, Tensor] | None:
-        """The gradients, added up over the holders, unscaled and clipped; None if one is not finite."""
+        """Returns the gradients, summed over the holders, unscaled and clipped; None if one is not finite."""
         self.start()
         self.progress(must=True)
         self._take_sums()
@@ -185,7 +190,7 @@ class PendingUpdate:
         self._squaring = start_adding(clipping, squares)
 
     def _clip(self, clipping: Clipping) -> bool:
-        """Scale the gradients to their true size and down to the norm; whether they are finite."""
+        """Scales the gradients to their true size and down to the norm; returns whether they are finite."""
         assert self._squares is not None
         assert self._squaring is not None
         wait_for(self._squaring)

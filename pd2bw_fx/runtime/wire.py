@@ -1,6 +1,6 @@
-"""Messages with tensors as bytes: of each tensor its own elements and no more.
+"""Messages as bytes, with each tensor's own elements and no more.
 
-Plain pickle writes the whole memory that a tensor is a view of, once for each view: a batch would take its
+Plain pickle writes the whole memory that a tensor is a view of, once for each view: a batch would carry its
 dataset along, and a stage's weights, which share one block, that block as often as there are weights.
 """
 
@@ -23,13 +23,15 @@ from pd2bw_fx.runtime.inference import ordinary_tensors
 
 
 def encoded(message: Any) -> bytes:
-    """Plain pickle otherwise: the receiver has the module of every class and function."""
+    """Pickles a message for a receiver that has the module of every class and function."""
     return _written(_Pickler, message)
 
 
 def encoded_with_code(message: Any) -> bytes:
-    """With functions and classes by value that the receiver cannot import: of the script or the notebook, and
-    of modules that were loaded by their path."""
+    """Pickles a message with the code of functions and classes that the receiver cannot import.
+
+    Those are of the script or the notebook, and of modules that were loaded by their path.
+    """
     before = cloudpickle.list_registry_pickle_by_value()
     try:
         return _written(_PicklerWithCode, message)
@@ -45,8 +47,10 @@ def decoded(data: bytes) -> Any:
 
 
 def is_importable(name: str) -> bool:
-    """Whether another process that looks where this one does finds this module, and not another of its name.
-    Of a package's parts the package counts: it may make them when it is imported."""
+    """Returns whether another process with the same path finds this module, and not another one of its name.
+
+    For a package's submodules the package counts: it may make them when it is imported.
+    """
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top in ("torch", "pd2bw_fx"):
         return True
@@ -90,7 +94,9 @@ def _send_by_value_if_needed(value: Any) -> None:
 
 
 def _is_special_module(value: Any) -> bool:
-    """Of a class of its own, which pickle refuses: torch.backends.cudnn or torch.ops, which code may name."""
+    """Returns whether a module has a class of its own, which pickle refuses (torch.backends.cudnn,
+    torch.ops).
+    """
     if not isinstance(value, ModuleType) or type(value) is ModuleType:
         return False
     return sys.modules.get(value.__name__) is value
@@ -106,7 +112,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _reduced(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    own = tensor.detach().resolve_conj().resolve_neg().cpu()  # where it goes, its GPU may not be
+    own = tensor.detach().resolve_conj().resolve_neg().cpu()  # the receiver may not have its GPU
     is_dense = torch.ops.aten.is_non_overlapping_and_dense(own)
     if not is_dense or own.untyped_storage().nbytes() != own.nbytes:
         own = own.clone()  # as densely as it was laid out: channels_last stays so

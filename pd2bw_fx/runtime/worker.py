@@ -1,7 +1,7 @@
-"""A local worker process, started by train_local and by nothing else: forked by `nursery.py`, or by itself.
+"""A local worker process, started by train_local only: forked by `nursery.py`, or as a process of its own.
 
-It has an end of a socket pair. Commands come as the dataclasses of `messages.py`, answers go back the same
-way; when the other end is gone, so is the worker.
+It has an end of a socket pair. Commands come as the dataclasses of `messages.py`, and answers go back the
+same way; when the other end is gone, the worker ends.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def serve(descriptor: int) -> None:
 
 
 def _loaded(sent: bytes) -> Start:
-    """Imports the modules of the functions and classes in it, which may fail in their own ways."""
+    """Unpickles a message. That imports the modules of its functions and classes, and may fail as they do."""
     try:
         start: Start = decoded(sent)
     except Exception as error:
@@ -70,7 +70,7 @@ def _loaded(sent: bytes) -> Start:
 
 
 class _Parent:
-    """Two threads speak to it."""
+    """The connection to the parent; two threads of this process send on it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -78,7 +78,7 @@ class _Parent:
         self._doing: Callable[[], str] = lambda: "making its engine"
 
     def hear_of(self, doing: Callable[[], str]) -> None:
-        """What it is told from now on that this worker does; what was asked before is not asked any more."""
+        """Sets what is asked from now on for what this worker is doing."""
         with self._lock:
             self._doing = doing
 
@@ -101,7 +101,7 @@ class _Parent:
 
 
 def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
-    """Batches are taken in while the stage computes; an end of the connection is an end of the worker."""
+    """Reads batches while the stage computes; when the connection ends, the worker ends."""
     while True:
         try:
             messages.put(receive(connection))
@@ -114,7 +114,10 @@ def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
 
 
 def _work(received: list[bytes], parent: _Parent, messages: queue.SimpleQueue[Any]) -> None:
-    """`received` has the Start, and nothing any more: its weights would stand beside the engine's."""
+    """Trains until a Finish comes.
+
+    It takes the Start out of `received`: the weights in it would stand in memory beside the engine's.
+    """
     start = _loaded(received.pop())
     job = start.job
     torch.set_num_threads(start.num_threads)
@@ -149,12 +152,12 @@ def _work(received: list[bytes], parent: _Parent, messages: queue.SimpleQueue[An
 
 
 def _meet(file: str, rank: int, num_ranks: int) -> None:
-    """By the file itself, not its file:// address: torch takes what stands there for a blank as it stands."""
+    """Meets through the file itself, not its file:// address, which torch does not unescape."""
     store = FileStore(file, num_ranks)
     store.set_timeout(default_pg_timeout)
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=num_ranks)
 
 
 def main() -> None:
-    """A worker that was started by itself."""
+    """Runs a worker that was started as a process of its own."""
     serve(given_end())

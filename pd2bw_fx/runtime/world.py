@@ -1,4 +1,4 @@
-"""Joining the processes that train together: the process group, the device, and who gets which stage."""
+"""Joins the processes that train together: the process group, the device, and which rank gets which stage."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 def local_device(planned: Planned, wanted: torch.device | str | None = None) -> torch.device:
-    """Where this rank computes: `wanted`, or the GPU that it was planned for.
+    """Returns the device on which this rank computes: `wanted`, or the GPU that it was planned for.
 
-    Where torchrun has put another number of ranks on this machine than were planned for its host, or it shows
-    each of them other GPUs, they take those in turn, by their local rank. Raises InputError where there is
-    none.
+    Where torchrun has put another number of ranks on this machine than were planned for its host, or shows
+    each of them other GPUs, the ranks take the GPUs in turn by their local rank. Raises InputError where
+    there is none.
     """
     device = torch.device(("cuda" if planned.kind == "cuda" else "cpu") if wanted is None else wanted)
     if device.type != "cuda":
@@ -61,7 +61,7 @@ def local_device(planned: Planned, wanted: torch.device | str | None = None) -> 
     )
 
 
-BACKEND = "gloo"  # of what all ranks say to one another; between GPUs engines have groups of their own
+BACKEND = "gloo"  # for what all ranks tell one another; between GPUs, engines have groups of their own
 
 
 class World:
@@ -70,11 +70,12 @@ class World:
     Inside a `with`, a rank that gives no sign of life for `silence_s` ends this one (0: never).
     """
 
-    _engines = 0  # that are open where one of them has initialised torch.distributed
+    _engines = 0  # the open ones, where an engine has initialised torch.distributed
 
     def __init__(self, *, timeout_s: float, silence_s: float = 0.0) -> None:
-        """Raises InputError where torchrun describes no ranks, WorkerError where they do not come or do not
-        reach each other."""
+        """Raises InputError where torchrun describes no ranks, WorkerError where they cannot be reached in
+        time.
+        """
         meeting = meet(timeout_s)
         self.watch = Watch(meeting.store, meeting.rank, meeting.num_ranks, silence_s=silence_s)
         self._is_to_leave = False
@@ -90,7 +91,10 @@ class World:
             raise
 
     def leave(self, failed: str | None = None) -> None:
-        """The last engine that is open gives up what one has initialised. `failed`: why this one has."""
+        """Leaves the world; the last open engine destroys the process group that an engine has initialised.
+
+        `failed` says why this engine has failed.
+        """
         self.watch.close(failed)
         if self._is_to_leave:
             self._is_to_leave = False
@@ -118,9 +122,10 @@ def _initialise(meeting: Meeting, timeout_s: float) -> None:
 
 
 def job_of_this_rank(pipeline: Pipeline | None, request: RunRequest) -> Job:
-    """Rank 0 sends every rank its job, or the error that all of them raise.
+    """Returns this rank's job: rank 0 sends every rank its job, or the error that all of them raise.
 
-    One rank after another: beside the model rank 0 holds its own job and one more, not all of them.
+    The jobs are sent one after another: beside the model, rank 0 holds its own job and one more, not all of
+    them.
     """
     if dist.get_rank() != 0:
         return _received_job()
@@ -160,7 +165,7 @@ def _received_job() -> Job:
 
 
 def _checked_work(pipeline: Pipeline, world_size: int, request: RunRequest) -> Work:
-    """Where the number of processes is wrong too, that is said first."""
+    """Returns the work; if the number of processes is wrong, the error for that comes first."""
     try:
         work = work_for(pipeline, request)
     except InputError:
@@ -184,10 +189,10 @@ def _wrong_size(num_stages: int, num_ranks: int, world_size: int) -> InputError:
 
 
 def compare_batches(flat: Sequence[Mapping[str, Tensor]], group: dist.ProcessGroup) -> None:
-    """Ranks that shuffle differently would train on inputs of one batch and targets of another.
+    """Raises InputError on every rank where batches differ, and names the first input that does.
 
-    `flat` is the batch, or where the caller has cut it each of its microbatches. Raises InputError on every
-    rank, naming the first input that differs from rank 0's. All ranks call it.
+    Ranks that shuffle differently would train on inputs of one batch and targets of another. `flat` is the
+    batch, or each of its microbatches where the caller has cut it. All ranks call it.
     """
     digests: list[Any] = [None] * dist.get_world_size(group)
     numbered = {
@@ -207,9 +212,10 @@ def compare_batches(flat: Sequence[Mapping[str, Tensor]], group: dist.ProcessGro
 
 
 def collected(own: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """The tensors of all ranks by name, as copies on the CPU; what several have, as the first has it.
+    """Returns the tensors of all ranks by name, as copies on the CPU; of several ranks' the first one's.
 
-    One after another and each by itself, so that a rank holds no more than the result. All ranks call it.
+    Ranks send one after another, each tensor by itself, so that a rank holds no more than the result. All
+    ranks call it.
     """
     rank = dist.get_rank(group)
     layouts = {name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()}
@@ -243,7 +249,7 @@ def _digests(flat: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def agreed_seed(seed: int | None, group: dist.ProcessGroup) -> int:
-    """Rank 0's, on all ranks."""
+    """Returns rank 0's seed, on all ranks."""
     chosen = torch.initial_seed() if seed is None else seed
     told = torch.tensor([chosen % 2**63], device="cpu")
     with translated(0):
