@@ -170,7 +170,7 @@ class Corrector:
 
     @property
     def _begun(self) -> int:
-        """Returns the updates since the synchronous ones at the beginning; negative during them."""
+        """Updates since the synchronous ones at the beginning; negative during them."""
         return self._updates - (0 if self._pipemare is None else self._pipemare.synchronous_updates)
 
     def _rate_factor(self) -> float:

@@ -74,7 +74,7 @@ def given_end() -> int:
 
 @contextlib.contextmanager
 def _outputs() -> Iterator[tuple[int, int]]:
-    """Returns standard output and error; /dev/null for a closed one, whose number another file may have."""
+    """Yields standard output and error; /dev/null for a closed one, whose number another file may have."""
     with open(os.devnull, "wb") as nowhere:
         output, errors = (
             nowhere.fileno() if stream is None or stream.closed else number

@@ -184,7 +184,7 @@ class RankOptimizer:
                 )
 
     def _lay_out(self, parameter: Tensor, kept: Mapping[str, Any]) -> None:
-        """Returns loaded state in the type in which it was saved, and in the parameter's memory order.
+        """Converts loaded state to the type in which it was saved, and to the parameter's memory order.
 
         torch rounds what it loads to the parameter's type, such as moments in float64 for a float32
         parameter. Fused kernels assume the parameter's memory order (channels_last, say).
