@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +77,59 @@ def test_times_that_the_machine_was_too_busy_for_are_measured_again(tmp_path: Pa
     assert again.forward_s + again.backward_s < 0.1 * sum(seconds[whole])
     assert json.loads(path.read_text())["seconds"][whole] < seconds[whole]
     assert profiled(tmp_path) == again
+
+
+@pytest.mark.parametrize("others", [True, False], ids=["of another model", "of the same model"])
+def test_times_that_are_far_too_short_are_measured_again(tmp_path: Path, *, others: bool) -> None:
+    right = profiled(tmp_path, width=2**18)
+    (path,) = (tmp_path / "profiles").iterdir()
+    kept = json.loads(path.read_text())
+    whole = max(kept["seconds"], key=lambda key: sum(kept["seconds"][key]))
+    seconds = {key: [s / 100 for s in pair] for key, pair in kept["seconds"].items()}
+    shorter = {key: pair for key, pair in seconds.items() if not others or key != whole}
+    path.write_text(json.dumps(kept | {"seconds": shorter}))
+
+    again = profiled(tmp_path, width=2**18)
+
+    assert again.forward_s + again.backward_s > 0.1 * (right.forward_s + right.backward_s)
+    now = json.loads(path.read_text())["seconds"]
+    assert all(sum(now[key]) > sum(pair) for key, pair in shorter.items())
+
+
+class Acting(nn.Module):
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+@pytest.mark.parametrize("kind", ["custom operator", "untraced part"])
+def test_what_a_name_may_stand_for_otherwise_is_measured_in_each_run(tmp_path: Path, kind: str) -> None:
+    """The times of a script's own operators were taken from a run in which they were other code."""
+    calls: list[str] = []
+
+    def run(x: Tensor) -> Tensor:
+        calls.append(kind)
+        return x.tanh()
+
+    with torch.library._scoped_library("tests_of_the_cache", "FRAGMENT") as library:
+        library.define("act(Tensor x) -> Tensor")
+        library.impl("act", run, "CompositeExplicitAutograd")
+        torch.library.register_fake("tests_of_the_cache::act", torch.empty_like, lib=library)
+        torch.library.register_autograd("tests_of_the_cache::act", lambda ctx, g: g, lib=library)
+        is_untraced = kind == "untraced part"
+        acting = Acting(run if is_untraced else torch.ops.tests_of_the_cache.act)
+        if is_untraced:
+            pd2bw_fx.untraced(acting, returns=torch.empty_like)
+        traced = trace(nn.Sequential(nn.Linear(8, 8), acting, nn.Linear(8, 8)), (torch.randn(4, 8),), {})
+        graph = normalise(traced)
+        for _ in range(2):
+            calls.clear()
+            profile(graph, traced.examples, device=CPU, method="measured", whole=traced.call, cache=tmp_path)
+
+    assert len(calls) > 10  # once to count bytes, and many times by the clock
 
 
 def test_times_hold_for_one_torch_and_one_number_of_threads(

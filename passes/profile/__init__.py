@@ -41,6 +41,8 @@ METHODS = ("auto", "measured", "analytic")
 
 _NAMED = 3  # of what a note is about
 _TOO_LONG = 1.5  # operators together, times what the model takes; measured at one time, they are within 1.2
+_TOO_SHORT = 4.0  # what the model takes, times its operators together with a call of each
+_CALL_S = 50e-6
 
 
 def profile(
@@ -155,7 +157,7 @@ def _timed(
     whole: Forward | None,
     known: ProfileCache | None,
 ) -> tuple[dict[str, OperatorCost], bool]:
-    """Also whether times that were known cannot be right."""
+    """The costs, and whether times from the cache cannot be right."""
     with Stopwatch(graph, where, known) as stopwatch:
         walk = Walk(graph, stopwatch)
         costs = walk.run(inputs)
@@ -163,7 +165,9 @@ def _timed(
             return costs, False
         seconds = stopwatch.whole(lambda: whole(inputs), key=("whole", walk.keys))
     total_s = sum(cost.forward_s + cost.backward_s for cost in costs.values())
-    return _scaled(costs, *seconds), stopwatch.knew_some and total_s > _TOO_LONG * stopwatch.takes_s
+    is_too_long = total_s > _TOO_LONG * stopwatch.takes_s
+    is_too_short = stopwatch.takes_s > _TOO_SHORT * (total_s + len(costs) * _CALL_S)
+    return _scaled(costs, *seconds), stopwatch.knew_some and (is_too_long or is_too_short)
 
 
 def _scaled(

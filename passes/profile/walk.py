@@ -13,8 +13,11 @@ from torch.func import functional_call
 from torch.fx.node import map_aggregate
 
 from pd2bw_fx.costs import OperatorCost
+from pd2bw_fx.custom_function import custom_function
+from pd2bw_fx.drawing import Operator
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.program import ProgramInterpreter, region
+from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
 
 from .tape import differentiable
 
@@ -289,19 +292,30 @@ class Walk(ProgramInterpreter):
         return (self._target(node), describe(args), describe(kwargs), regions)
 
     def _target(self, node: fx.Node) -> Hashable:
-        """What is called. Only torch's own functions and layers are known by what they are called; others
-        may be other ones in the next run, so that theirs begin with ONLY_HERE."""
+        """What is called. Only torch's own operators, functions and layers are known by their names. What has
+        any other name may be other code in the next run, so its key begins with ONLY_HERE."""
         if node.op == "call_module":
             layer = self.fetch_attr(str(node.target))
             if not type(layer).__module__.startswith("torch."):
                 return (ONLY_HERE, node.name)
             state = [(name, tuple(t.shape), t.dtype) for name, t in layer.state_dict(keep_vars=True).items()]
             return (repr(layer), layer.training, tuple(state))
-        if isinstance(node.target, str) or hasattr(node.target, "_schema"):
-            return str(node.target)
+        if isinstance(node.target, str):
+            return node.target
+        if isinstance(node.target, Operator):
+            return str(node.target) if _is_torchs(node.target) else (ONLY_HERE, str(node.target))
         module = getattr(node.target, "__module__", None) or ""
         name = f"{module}.{getattr(node.target, '__name__', node.name)}"
         return name if module.partition(".")[0] in ("torch", "_operator") else (ONLY_HERE, name)
+
+
+def _is_torchs(operator: Operator) -> bool:
+    """Whether torch has this operator, or it is made of torch's own and has their hash in its name."""
+    function = custom_function(operator)
+    if function is not None:
+        targets = [node.target for graph in (function.forward, function.backward) for node in graph.nodes]
+        return all(_is_torchs(target) for target in targets if isinstance(target, Operator))
+    return str(operator).partition(".")[0] in NAMESPACES_OF_TORCH  # "aten" of aten.add.Tensor
 
 
 class _SavedStorages:
