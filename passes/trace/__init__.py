@@ -1,17 +1,34 @@
 """From a model to a traced program: front ends tried in a fixed order.
 
 1. `export`: `torch.export.export(strict=False)`; dimension 0 of every input that has the batch's size is
-   the named dimension "batch", so that any batch size can be run; of a model that asks for the batch size
-   in Python, all sizes with the example's answer.
-2. `export-as-example`: the same where Python asks for the values of tensors, if they are constants, or it
-   does so to assert something or to raise an error, or a layer of torch's does; on request, whatever depends
-   on them. See `conditions.py`.
+   the named dimension "batch", so that the program runs at any batch size. If the model asks for the batch
+   size in Python, it runs at all sizes with the example's answer.
+2. `export-as-example`: the same for a model that asks for the values of tensors in Python, if they are
+   constants, if it asks in order to assert something or to raise an error, or if a layer of torch's asks;
+   on request, whatever depends on them. See `patches/conditions.py`.
 3. `export-static`: as the first one, at the example's sizes alone, with a note that says so.
 4. `fx`: `torch.fx` symbolic tracing; the only one where there are no example inputs.
 
 `export-sequence`, on request, is tried before these: `export` with the length of token sequences open too.
-The reason of each one that failed is kept in the report, and beside it the lines of the model that stop
-`export`, as its draft mode finds them.
+The report keeps the reason of each front end that failed, and the lines of the model that stop `export`, as
+its draft mode finds them.
+
+    module            what is in it
+    inputs            example inputs: found, bound to the forward's arguments, flattened and named
+    program           the module that is traced: flat tensors in, flat named tensors out, the model inside
+    exported          the front ends by torch.export, and all their retries
+    symbolic          the front end by torch.fx
+    given             programs that the user traced
+    vmap_regions      what torch.vmap maps, rewritten in an exported program as operators on whole batches
+    size_guards       the batch sizes that a trace's guards hold for
+    eager_run         the model run as it is: does it accept the example, what conditions does it meet
+    source_lines      the author's line that an error or a node comes from
+    draft             the lines that stop torch.export, from its draft mode
+    advice            the error where no front end could trace
+    notes             what users are told about a trace
+    torch_messages    parts of torch's messages that decide how a trace goes on
+    patches/          context managers that change torch, Python or the model's files during a trace
+    checks/           checks that refuse a model or a trace of it
 """
 
 from __future__ import annotations
@@ -19,7 +36,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
@@ -77,6 +94,37 @@ _NO_CONDITIONS = (
     "seen; item() is), or the weights hold no data to run the model with"
 )
 
+_Failure = tuple[str, Exception]  # a front end's name, and why it could not trace
+_Way = tuple[FlatArguments, tuple[str, ...]]  # arguments, and the front ends to try with them
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What one call of `trace` is to trace; `batch_size` is None where there are no example inputs."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    tracer: str
+    batch_size: int | None
+
+    def program(self, flat: FlatArguments) -> Program:
+        return Program(self.model, flat, self.loss_fn)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What the front ends made of a request: the last program that they tried, and its trace, if any."""
+
+    program: Program
+    traced: Traced | None
+    failures: tuple[_Failure, ...]
+
+    @property
+    def needs_findings(self) -> bool:
+        """Whether `export` failed, and no other front end has an open batch size."""
+        is_open = self.traced is not None and self.traced.report.tracer in _OPEN
+        return any(name == "export" for name, _ in self.failures) and not is_open
+
 
 def trace(
     model: nn.Module | ExportedProgram,
@@ -87,7 +135,7 @@ def trace(
     targets: Any = None,
     tracer: str = "auto",
 ) -> Traced:
-    """The model's program, by the first front end that carries it; see the module's docstring.
+    """Traces the model by the first front end that can; see the module's docstring.
 
     `args` and `kwargs` are one batch of example inputs as the forward takes them (None and None: there are
     none). With `loss_fn`, what is traced ends in `loss_fn(output, targets)`, where output is what the model
@@ -96,13 +144,7 @@ def trace(
     Raises InputError if the model does not accept the example inputs, and TraceError with every front end's
     reason, the line that stops it and what to try.
     """
-    if tracer not in _FRONT_ENDS:
-        raise InputError(f"tracer is {tracer!r}, expected one of {', '.join(map(repr, _FRONT_ENDS))}")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InputError(
-            f"example_kwargs is a {type(kwargs).__name__}, expected a dict of the forward's keyword "
-            "arguments; several positional ones are given as a tuple: split(model, (x, y))"
-        )
+    _require_arguments(tracer, kwargs)
     if isinstance(model, ExportedProgram) or (isinstance(model, fx.GraphModule) and loss_fn is None):
         given = _accepted(model, args or (), kwargs or {}, loss_fn)
         require_memory_apart(given)
@@ -112,55 +154,49 @@ def trace(
     require_traceable_modules(model)
     started = time.perf_counter()
     if args is None and kwargs is None:
-        flat, batch_size = arguments_without_examples(model, has_targets=loss_fn is not None), None
-        front_ends: tuple[str, ...] = ("fx",)
         if tracer not in ("auto", "fx"):
             raise InputError("torch.export needs example inputs; pass example_args, or tracer='fx'")
+        flat = arguments_without_examples(model, has_targets=loss_fn is not None)
+        request, ways = _Request(model, loss_fn, tracer, None), [(flat, ("fx",))]
     else:
         flat = flatten_arguments(model, () if args is None else args, kwargs or {}, targets)
         require_data(model, flat.names, flat.tensors)
-        batch_size, front_ends = common_batch_size(flat), _FRONT_ENDS[tracer]
-        fill_caches_outside(Program(model, flat, loss_fn))
-    ways = list(_ways(model, flat, (args, kwargs, targets), tracer, front_ends))
-    before: list[str] = []
-    try:
-        program, traced, attempts = _tried(ways, model, loss_fn, batch_size, tracer)
-    except OtherNextTimeError as first:
-        with called_before(Program(model, flat, loss_fn)) as is_as_before:
-            try:
-                if not is_as_before:
-                    raise TraceError(str(first)) from first
-                program, traced, attempts = _tried(ways, model, loss_fn, batch_size, tracer)
-            except OtherNextTimeError:  # every time
-                raise TraceError(str(first)) from first
-        before.append(f"traced as the model runs after its first call, which sets {first.change}")
-    is_open = traced is not None and traced.report.tracer in _OPEN
-    findings = draft_findings(program, batch_size) if _failed_to_export(attempts) and not is_open else ()
-    if traced is None:
-        raise cannot_be_traced(program, attempts, findings, tracer)
-    require_memory_apart(traced)
+        request = _Request(model, loss_fn, tracer, common_batch_size(flat))
+        fill_caches_outside(request.program(flat))
+        ways = list(_ways(model, flat, (args, kwargs, targets), tracer))
+    outcome, notes = _first_or_later_call(ways, request, flat)
+    findings = draft_findings(outcome.program, request.batch_size) if outcome.needs_findings else ()
+    if outcome.traced is None:
+        raise cannot_be_traced(outcome.program, outcome.failures, findings, tracer)
+    require_memory_apart(outcome.traced)
+    own_notes = outcome.traced.report.notes
     report = TraceReport(
-        tracer=traced.report.tracer,
-        attempts=tuple(Attempt(name, one_line(error)) for name, error in attempts),
-        notes=(*findings, *before, *notes_of(program, batch_size), *traced.report.notes),
+        tracer=outcome.traced.report.tracer,
+        attempts=tuple(Attempt(name, one_line(error)) for name, error in outcome.failures),
+        notes=(*findings, *notes, *notes_of(outcome.program, request.batch_size), *own_notes),
         duration_s=time.perf_counter() - started,
     )
-    return replace(traced, report=report)
+    return replace(outcome.traced, report=report)
 
 
-def _ways(
-    model: nn.Module,
-    flat: FlatArguments,
-    call: tuple[Any, Any, Any],
-    tracer: str,
-    front_ends: tuple[str, ...],
-) -> Iterator[tuple[FlatArguments, tuple[str, ...]]]:
-    """The front ends to try, with what they call the model with.
+def _require_arguments(tracer: str, kwargs: Any) -> None:
+    if tracer not in _FRONT_ENDS:
+        raise InputError(f"tracer is {tracer!r}, expected one of {', '.join(map(repr, _FRONT_ENDS))}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError(
+            f"example_kwargs is a {type(kwargs).__name__}, expected a dict of the forward's keyword "
+            "arguments; several positional ones are given as a tuple: split(model, (x, y))"
+        )
 
-    For open lengths also without the cache for generating, which may allow only some of them and which
-    nobody reads in training.
+
+def _ways(model: nn.Module, flat: FlatArguments, call: tuple[Any, Any, Any], tracer: str) -> Iterator[_Way]:
+    """Yields the front ends to try, each with the arguments that it calls the model with.
+
+    Open lengths are also tried without the cache for generating: the cache may allow only some lengths, and
+    nobody reads it in training.
     """
     args, kwargs, targets = call
+    front_ends = _FRONT_ENDS[tracer]
     uncached = without_cache(model, args or (), kwargs or {}) if tracer == "export-sequence" else None
     if uncached is None:
         yield flat, front_ends
@@ -170,90 +206,104 @@ def _ways(
     yield flat, front_ends[1:]
 
 
-def _tried(
-    ways: Sequence[tuple[FlatArguments, tuple[str, ...]]],
-    model: nn.Module,
-    loss_fn: Callable[..., Any] | None,
-    batch_size: int | None,
-    tracer: str,
-) -> tuple[Program, Traced | None, list[tuple[str, Exception]]]:
-    """The first program, or the last that was tried, and why others could not be traced."""
-    attempts: list[tuple[str, Exception]] = []
-    for arguments, names in ways:
-        program, traced, failed = _first_that_works(names, model, arguments, loss_fn, batch_size, tracer)
-        attempts += failed
-        if traced is not None:
+def _first_or_later_call(
+    ways: Sequence[_Way], request: _Request, flat: FlatArguments
+) -> tuple[_Outcome, tuple[str, ...]]:
+    """Traces the first call of the model or, where a later one computes something else, a later one.
+
+    Returns notes for the user beside the outcome. Raises TraceError for a model that computes something else
+    in every call.
+    """
+    try:
+        return _tried(ways, request), ()
+    except OtherNextTimeError as first:
+        with called_before(request.program(flat)) as is_as_before:
+            try:
+                if not is_as_before:
+                    raise TraceError(str(first)) from first
+                outcome = _tried(ways, request)
+            except OtherNextTimeError:  # every time
+                raise TraceError(str(first)) from first
+        return outcome, (f"traced as the model runs after its first call, which sets {first.change}",)
+
+
+def _tried(ways: Sequence[_Way], request: _Request) -> _Outcome:
+    """Returns the outcome of the first way that works, or of the last one, with all failures so far."""
+    failures: list[_Failure] = []
+    for arguments, front_ends in ways:
+        outcome = _first_that_works(front_ends, arguments, request)
+        failures += outcome.failures
+        if outcome.traced is not None:
             break
-    return program, traced, attempts
+    return replace(outcome, failures=tuple(failures))
 
 
-def _asserted(
-    traced: Traced,
-    model: nn.Module,
-    flat: FlatArguments,
-    loss_fn: Callable[..., Any] | None,
-    batch_size: int | None,
-) -> tuple[Program, Traced] | None:
-    """What torch.fx has traced though Python asks for values in it, none of which depends on an input: with
-    the answers asserted. None where that cannot be traced, or where what is asked may have been written."""
+def _first_that_works(front_ends: Sequence[str], flat: FlatArguments, request: _Request) -> _Outcome:
+    failures: list[_Failure] = []
+    program = request.program(flat)
+    outside = sys.exc_info()[1]
+    for name in front_ends:
+        program = request.program(flat)
+        if name == "fx" and any(isinstance(error, UnseenChoiceError) for _, error in failures):
+            continue
+        try:
+            traced = _attempt(name, program, request)
+            if traced is not None:
+                outcome = _Outcome(program, traced, tuple(failures))
+                return _asserted(outcome, flat, request) or outcome
+            if request.tracer == name:
+                failures.append((name, ValueError(_NO_CONDITIONS)))
+        except Pd2bwError:
+            raise
+        except Exception as error:  # whatever the model does under this tracer, the next one may do without
+            require_not_interrupted(error, outside)
+            failures.append((name, error))
+            if name == front_ends[0] and request.batch_size is not None:
+                require_eager_run(program)
+    return _Outcome(program, None, tuple(failures))
+
+
+def _attempt(name: str, program: Program, request: _Request) -> Traced | None:
+    """Traces the program by one front end, and raises whatever stops it.
+
+    Returns None for `export-as-example` where the example meets no condition that could be assumed.
+    """
+    conditions = program.options.conditions
+    if name == "export-as-example":
+        conditions = program.options.conditions = conditions_of(program)
+        if not conditions.are_any:
+            return None
+    with (
+        attributes_kept(request.model),
+        torch_errors_unlogged(),
+        training_context(),
+        refuse_tensor_hooks(),
+        refuse_inference_mode(request.model),
+    ):
+        traced = _traced(name, program, request.batch_size)
+    require_nothing_kept(program)  # once what the trace has left in attributes is gone
+    if request.tracer == "auto":
+        conditions.require_checks()
+    return traced
+
+
+def _asserted(by_fx: _Outcome, flat: FlatArguments, request: _Request) -> _Outcome | None:
+    """Traces again, with answers asserted, what torch.fx traced though Python asks for values in it.
+
+    None of these values depends on an input. Returns None where there are none, where that cannot be traced,
+    or where the forward may have written what is asked.
+    """
+    traced = by_fx.traced
+    assert traced is not None
+    is_by_fx = request.tracer == "auto" and traced.report.tracer == "fx"
+    if not is_by_fx or not any(map(may_be_allowed, by_fx.failures)):
+        return None
     assert isinstance(traced.program, fx.GraphModule)
     if writes_in_place(traced.program.graph):
         return None
     name = "export-as-example"
-    program, again, _ = _first_that_works((name,), model, flat, loss_fn, batch_size, name)
-    return None if again is None else (program, again)
-
-
-def _failed_to_export(attempts: Sequence[tuple[str, Exception]]) -> bool:
-    return any(name == "export" for name, _ in attempts)
-
-
-def _first_that_works(
-    front_ends: Sequence[str],
-    model: nn.Module,
-    flat: FlatArguments,
-    loss_fn: Callable[..., Any] | None,
-    batch_size: int | None,
-    tracer: str,
-) -> tuple[Program, Traced | None, list[tuple[str, Exception]]]:
-    attempts: list[tuple[str, Exception]] = []
-    program = Program(model, flat, loss_fn)
-    outside = sys.exc_info()[1]
-    for name in front_ends:
-        program = Program(model, flat, loss_fn)
-        if name == "fx" and any(isinstance(error, UnseenChoiceError) for _, error in attempts):
-            continue
-        try:
-            if name == "export-as-example":
-                program.conditions = conditions_of(program)
-                if not program.conditions.are_any:
-                    if tracer == name:
-                        attempts.append((name, ValueError(_NO_CONDITIONS)))
-                    continue
-            with (
-                attributes_kept(model),
-                torch_errors_unlogged(),
-                training_context(),
-                refuse_tensor_hooks(),
-                refuse_inference_mode(model),
-            ):
-                traced = _traced(name, program, batch_size)
-            require_nothing_kept(program)  # when what the trace has left in attributes is gone
-            if tracer == "auto":
-                program.conditions.require_checks()
-            if tracer == "auto" and name == "fx" and any(map(may_be_allowed, attempts)):
-                asserted = _asserted(traced, model, flat, loss_fn, batch_size)
-                if asserted is not None:
-                    return *asserted, attempts[:1]
-            return program, traced, attempts
-        except Pd2bwError:
-            raise
-        except Exception as error:  # whatever the model does under this tracer is the next one's chance
-            require_not_interrupted(error, outside)
-            attempts.append((name, error))
-            if name == front_ends[0] and batch_size is not None:
-                require_eager_run(program)
-    return program, None, attempts
+    again = _first_that_works((name,), flat, replace(request, tracer=name))
+    return None if again.traced is None else replace(again, failures=by_fx.failures[:1])
 
 
 def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
@@ -264,19 +314,21 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
             graph: ExportedProgram | fx.GraphModule = trace_symbolically(program)
         require_nothing_written(written)
         if examples:
-            require_eager_run(program)  # only now is it known which result is the loss
+            require_eager_run(program)  # finds out which result is the loss, which fx does not know
         notes: tuple[str, ...] = ("torch.fx does not see data types, and keeps torch.nn layers whole",)
     else:
         batch = None if name == "export-static" else batch_size
         graph = export(program, batch, with_lengths=name == "export-sequence")
         if batch is not None:
-            sizes = batch_sizes(graph, _placeholders(graph, flat, batch), multiple_of=program.multiple_of)
+            sizes = batch_sizes(
+                graph, _placeholders(graph, flat, batch), multiple_of=program.options.multiple_of
+            )
         if batch is not None and sizes.least <= 1 and not is_right_for_one(graph, program, batch):
             sizes = replace(sizes, least=2)
             if batch == 1:
                 raise ValueError("the model goes another way for one sample than for more")
         static = f"traced at batch size {batch_size} alone: no other one can be run"
-        notes = (static,) if name == "export-static" else program.conditions.notes()
+        notes = (static,) if name == "export-static" else program.options.conditions.notes()
         if not sizes.is_open:
             notes += (
                 f"this program is for batches of {sizes}: others may go another way through the model, where "
@@ -303,7 +355,7 @@ def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
 
 
 def _placeholders(program: ExportedProgram, flat: FlatArguments, batch_size: int) -> list[str]:
-    """What the program calls the inputs whose dimension 0 is the batch."""
+    """Returns the names in the program of the inputs whose dimension 0 is the batch."""
     batched, inputs = flat.batched(batch_size), program.graph_signature.user_inputs
     return [str(inner) for name, inner in zip(flat.names, inputs, strict=True) if name in batched]
 

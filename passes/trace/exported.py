@@ -114,7 +114,7 @@ def _refusing_unseen_choices(
     What a trace gives there is neither True nor False, and nothing shows that it is asked. So the program is
     traced with each of the two answers as well, and refused where these traces differ.
     """
-    if program.conditions.are_any:  # the example has answered
+    if program.options.conditions.are_any:  # the example has answered
         return _with_size_fallbacks(program, batch_size, lengths)
     with intercept_boolean_items() as asked:
         exported = _with_size_fallbacks(program, batch_size, lengths)
@@ -168,7 +168,7 @@ def _with_size_fallbacks(
 ) -> ExportedProgram:
     """Exports the program; where torch cannot solve for an open size, again for fewer sizes."""
     tensors, shapes = program.flat.tensors, None
-    program.multiple_of = 1
+    program.options.multiple_of = 1
     if batch_size is not None:
         shapes = {"tensors": open_sizes(program.flat, batch_size, lengths)}
         if batch_size == 1:  # torch takes a size of 1 for a constant
@@ -211,12 +211,12 @@ def _for_sizes_of_guards(
     if sizes is None:
         return None
     shapes = {"tensors": open_sizes(program.flat, batch_size, {}, least=sizes.least)}
-    program.multiple_of = sizes.multiple_of
+    program.options.multiple_of = sizes.multiple_of
     try:
         with drop_guards_that_hold(sizes):
             return _retrying_as_uncompiled(program, tensors, shapes)
     except (torch._dynamo.exc.UserError, AssertionError):  # guards of this trace that do not hold
-        program.answers, program.multiple_of = answers, 1
+        program.answers, program.options.multiple_of = answers, 1
         return None
 
 
@@ -225,17 +225,17 @@ def _retrying_as_uncompiled(
 ) -> ExportedProgram:
     """Exports, with is_compiling() false where the model itself raises an error while it is true.
 
-    `program.as_uncompiled` says which of the two it was, and is kept for later traces.
+    `program.options.as_uncompiled` says which of the two it was, and is kept for later traces.
     """
-    with answer_is_compiling(not program.as_uncompiled) as asked:
+    with answer_is_compiling(not program.options.as_uncompiled) as asked:
         try:
             return _retrying_with_foreign_parameters(program, tensors, shapes)
         except Pd2bwError:
             raise
         except Exception as error:
-            if program.as_uncompiled or not asked or not is_raised_by_the_model(error):
+            if program.options.as_uncompiled or not asked or not is_raised_by_the_model(error):
                 raise
-    program.as_uncompiled = True
+    program.options.as_uncompiled = True
     return _retrying_as_uncompiled(program, tensors, shapes)
 
 

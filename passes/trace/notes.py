@@ -37,7 +37,7 @@ def notes_of(program: Program, batch_size: int | None) -> list[str]:
             "traced without the autocast around this call; enter torch.autocast in the model's forward to "
             "have it in the stages"
         )
-    if program.as_uncompiled:
+    if program.options.as_uncompiled:
         notes.append(
             "traced as the model runs where torch.compiler.is_compiling() is false: where it is true, the "
             "model fails"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,29 +26,41 @@ MODEL_PREFIX = "model."
 
 
 @dataclass(slots=True)
+class TraceOptions:
+    """What a front end decides before it traces the program."""
+
+    conditions: Conditions = field(default_factory=Conditions)  # what a trace assumes of values
+    as_uncompiled: bool = (
+        False  # whether torch.compiler.is_compiling() is false to the model: see compiling.py
+    )
+    multiple_of: int = 1  # what batches of an open size are multiples of
+
+
+@dataclass(slots=True)
 class Record:
-    """What a run of the program found out: what the flat results are called, and what was no tensor."""
+    """What a run of the program found out about its results, its state and its loss."""
 
     output_names: tuple[str, ...] = ()
     loss: str | None = None
     loss_place: int | None = None  # among the leaves of a tuple
     loss_of_one: bool | None = None  # whether the model's own loss may have dimensions, of size 1
-    left_out: tuple[str, ...] = ()
-    rebound: frozenset[str] = frozenset()  # state that the forward made anew, as it was in shape
+    left_out: tuple[str, ...] = ()  # leaves of the results that are no tensors
+    rebound: frozenset[str] = frozenset()  # state that the forward made anew in its old shape
     resized: tuple[str, ...] = ()  # buffers that the forward made anew in another shape
-    reached_loss: bool = False  # that of loss_fn: the model itself has run
+    reached_loss: bool = False  # whether the model itself has run and loss_fn has begun
     has_checkpoints: bool = False  # activations that the model would compute again in its backward
 
 
 class Program(nn.Module):
-    """Calls the model as the user would, and remembers what the flat results are called.
+    """Calls the model as the user would, on flat tensors, and records the names of the flat results.
 
-    `record` and `watch` are filled in once it has run; things of their own, for export undoes what a forward
-    assigns to a module. For the same reason a buffer that the forward assigns anew (`self.count = self.count
-    + 1`) is written back in place here, and so is a parameter (see rebound.py). A buffer that it makes in
+    `options` goes in: front ends set it before they trace. `record`, `watch` and `answers` come out, and are
+    filled in by the last run or trace. Each is an object of its own, since export undoes what a forward
+    assigns to a module.
+
+    For the same reason a buffer that the forward assigns anew (`self.count = self.count + 1`) is written back
+    in place here, and a parameter is too (see remade_parameters.py). A buffer that the forward makes in
     another shape, as a cache of what follows from the sizes, is made again in every call.
-    `as_uncompiled`: is_compiling() is false to it, see compiling.py. `multiple_of`: what batches of an open
-    size are multiples of.
     """
 
     def __init__(self, model: nn.Module, flat: FlatArguments, loss_fn: Callable[..., Any] | None) -> None:
@@ -56,21 +68,19 @@ class Program(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self.flat = flat
+        self.options = TraceOptions()
         self.record = Record()
         self.watch = Watch()
-        self.conditions = Conditions()
         self.answers = SizeAnswers()
-        self.as_uncompiled = False
-        self.multiple_of = 1
         self.training = model.training
-        self.originals = self._state()  # tracers put others in their places
+        self.originals = self._state()  # tracers put other tensors in their places
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        _take_for_one_batch(tensors, self.multiple_of)
+        _take_for_one_batch(tensors, self.options.multiple_of)
         before, remade = self._state(), list[Remade]()
         with carry_attributes(self.originals, before):
             self.watch.before(self.model)
-            with self.conditions.assumed():
+            with self.options.conditions.assumed():
                 results = self._run(tensors, before, remade)
             self.watch.after(self.model, results)
         require_no_gradient(remade, results)
@@ -80,13 +90,14 @@ class Program(nn.Module):
         return dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers())
 
     def call(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model run as it is, on copies of the tensors, which it may write: results by output name.
+        """Runs the model on copies of the tensors, which it may write, and returns results by output name.
 
         The loss_fn's buffers, by their names in the operator graph, may be among the tensors.
         """
         given = [tensors[name].clone() for name in self.flat.names]
         before = self._state()
-        # A backward may read what they were, and the next call begins with the loss's as this one does.
+        # A backward may read the old values of these, and the next call begins with the same buffers of the
+        # loss as this one.
         apart = [
             name
             for name, tensor in before.items()
@@ -112,7 +123,7 @@ class Program(nn.Module):
         *,
         keeps_loss: bool = False,
     ) -> tuple[Any, ...]:
-        """`remade` is given the parameters that the forward has made in the place of those of before."""
+        """Runs the model and its loss; adds to `remade` the parameters that the forward has replaced."""
         remade = [] if remade is None else remade
         args, kwargs, targets = self.flat.rebuild(tensors)
         self.record.reached_loss = False
@@ -129,7 +140,7 @@ class Program(nn.Module):
             _check_loss(loss)
             named = [("loss", loss), *named_outputs(output, has_loss=False)]
         else:
-            # Without gradients a tuple does not show which of it is the loss; a run before did.
+            # Without gradients a tuple does not show which element is the loss; an earlier run did.
             place = loss_place(output) if torch.is_grad_enabled() else self.record.loss_place
             self.record.loss_place = place
             of_one = self.record.loss_of_one
@@ -151,8 +162,11 @@ class Program(nn.Module):
         return tuple(value for _, value in kept)
 
     def _are_several(self, tensors: Any) -> bool:
-        """Samples: of one alone what has one element may be a value for each sample, and no loss. Torch.fx
-        knows no shapes, and its trace is what other runs are held against."""
+        """Whether there are several samples.
+
+        With a single sample, a result of one element may be a value for each sample and no loss. torch.fx
+        knows no shapes, so its trace decides for the runs that are compared with it.
+        """
         if any(isinstance(tensor, fx.Proxy) for tensor in tensors):
             self.record.loss_of_one = False
         if not self.flat.tensors or self.record.loss_of_one is False:
@@ -192,7 +206,7 @@ class Program(nn.Module):
 
 
 def _require_shape(name: str, value: Any) -> None:
-    """Raises ValueError for a value of torch.fx's, which may be of another shape than the buffer."""
+    """Raises ValueError for a proxy of torch.fx's, which may stand for another shape than the buffer's."""
     if isinstance(value, fx.Proxy):
         own = name.removeprefix(MODEL_PREFIX)
         raise ValueError(
@@ -202,7 +216,7 @@ def _require_shape(name: str, value: Any) -> None:
 
 
 def _take_for_one_batch(tensors: Sequence[torch.Tensor], multiple_of: int) -> None:
-    """Inputs have a symbol each for the batch's size while they are traced, which are one from here on."""
+    """Tells torch that the batch sizes of all inputs are one: each input has a symbol of its own for it."""
     sizes: list[Any] = [t.shape[0] for t in tensors if isinstance(t, torch.Tensor) and t.dim()]
     symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
     for symbol in symbols:
@@ -212,8 +226,9 @@ def _take_for_one_batch(tensors: Sequence[torch.Tensor], multiple_of: int) -> No
 
 
 def loss_place(output: Any) -> int | None:
-    """Which leaf of a tuple is the loss: of the scalars that a gradient flows to the first, if it is the
-    tuple's first, and else the only one.
+    """Returns which leaf of a tuple is the loss, or None.
+
+    That is the tuple's first leaf, if it is a scalar with a gradient, or else the only such scalar.
     """
     if _is_value(output) or _has_keys(output):
         return None
@@ -225,7 +240,7 @@ def loss_place(output: Any) -> int | None:
 def named_outputs(
     output: Any, *, has_loss: bool, place: int | None = None, of_one: bool = False
 ) -> list[tuple[str, Any]]:
-    """Every leaf of what the model returned with its name, the loss first.
+    """Returns every leaf of what the model returned with its name, the loss first.
 
     With `has_loss`, one of them may be the model's own loss: a scalar returned alone, the entry "loss" of a
     dict, the leaf of a tuple at `place`. `of_one`: a loss that is no leaf of a tuple may have dimensions, of
@@ -260,12 +275,15 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _may_be_loss(value: Any) -> bool:
-    """What symbolic tracing hands on has no shape yet; the key says enough."""
+    """Whether the entry "loss" may be one. A proxy of torch.fx has no shape yet; its key is enough."""
     return _is_scalar(value) or isinstance(value, (fx.Proxy, fx.Node))
 
 
 def _one_element(loss: Any) -> Any:
-    """As backward() takes it: a loss that was added up in torch.zeros(1) is a scalar too."""
+    """Returns a loss of one element as a scalar: one that was added up in torch.zeros(1), for example.
+
+    backward() takes it either way.
+    """
     if not isinstance(loss, torch.Tensor) or not loss.dim() or not loss.is_floating_point():
         return loss
     return loss.reshape(()) if all(type(size) is int and size == 1 for size in loss.shape) else loss

@@ -40,11 +40,11 @@ _MOVED_BY = 0.1  # each weight at other ones, of its size and of one
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """`differs`: what the stages give otherwise than the model, or ""; `writes`: the tensors that they alone
-    write, which the model does in training."""
+    """How stages in evaluation mode compare with the model in evaluation mode."""
 
-    differs: str = ""
-    writes: tuple[str, ...] = ()
+    differs: str = ""  # what the stages compute differently from the model, or ""
+    writes: tuple[str, ...] = ()  # tensors that the stages write, and the model only in training
+    has_run: bool = True  # whether both could be run
 
 
 def evaluation_of(
@@ -64,11 +64,11 @@ def evaluation_of(
         try:
             outputs, written, drawn = _of_model(graph, weights, example, model, forward, random=in_order)
         except Exception as error:  # whatever the model's other branch does with the example
-            return Evaluation(f"the model cannot be run on the example inputs: {error}")
+            return Evaluation(f"the model cannot be run on the example inputs: {error}", has_run=False)
         try:
             found, own, drawn_here = _of_stages(graph, programs, weights, example, random=in_order)
         except Exception as error:  # whatever follows from sizes that the one mode alone has
-            return Evaluation(f"the stages cannot be run on the example inputs: {error}")
+            return Evaluation(f"the stages cannot be run on the example inputs: {error}", has_run=False)
         said = outputs_differ(graph, programs, outputs, found)
         said = said or _draws_differ(graph, drawn, drawn_here)
         missed = sorted(written - own)
@@ -80,7 +80,7 @@ def evaluation_of(
     if first.differs or not asking_for_mode(model):
         return first
     later = compared(_moved(graph, tensors))
-    if "cannot be run" in later.differs:  # on weights that nobody has trained
+    if not later.has_run:  # with weights that nobody has trained
         return first
     told = f"with other weights than it has now, {later.differs}" if later.differs else ""
     return Evaluation(told, tuple(sorted({*first.writes, *later.writes})))

@@ -1,1 +1,27 @@
-"""Context managers that change torch, Python or the model's files while a model is traced."""
+"""Context managers that change torch, Python or the model's files while a model is traced.
+
+`while_tracing` enters those that every trace by torch.export needs; the others are entered where a model
+needs them.
+
+    module                what its patches do
+    while_tracing         all patches of a trace by torch.export, in their order
+    batch_rules           rules for vmap that keep the batch size open, in place of torch's own
+    below_autograd        trace what a map differentiates below autograd
+    checkpointing         leave the model's own activation checkpointing out
+    compared_numbers      numbers from `item` that report how comparisons of them come out
+    compiling             choose what torch.compiler.is_compiling() answers to the model
+    conditions            record conditions on values in a run, and assume them in a trace
+    constants             compute what follows from constants alone
+    custom_functions      make operators of custom autograd functions, by `joint_graph` and `function_constants`
+    derivatives           trace what a forward differentiates, and name the line if that fails
+    detached_data         read `tensor.data` as `tensor.detach()`
+    function_transforms   trace transforms of torch.func by autograd
+    helper_frames         keep the lines of functions that a forward calls
+    module_moves          skip `module.to(..)` where it changes nothing
+    named_values          record the names of a forward's arguments and the order of its results
+    numbers_of_sizes      keep `len(x)`, `int(x.shape[0])` and `math.sqrt(x.shape[0])` symbolic
+    parameters_elsewhere  find parameters that a forward has from elsewhere than their module
+    saved_values          find values that operators have saved for their backward
+    size_answers          record conditions on sizes and how they came out
+    symbolic_shapes       keep sizes symbolic in functions of torch that ask for plain ones
+"""
