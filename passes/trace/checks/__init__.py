@@ -1,10 +1,12 @@
 """Checks that refuse a model, or a trace of it, that no stage could reproduce.
 
-    module              what it refuses
+`watch` and `extreme_random` refuse nothing themselves: `second_call` decides by what they see.
+
+    module              what is in it
     unsupported         modules, hooks and modes that stages cannot have, before or during a trace
-    watch               (records what a forward changes while it runs; `second_call` decides by it)
+    watch               what a forward changes while it runs
     second_call         models that compute something else from call to call
-    extreme_random      (the calls, at extreme random numbers, that `second_call` compares)
+    extreme_random      calls at extreme random numbers of Python and numpy
     single_sample       programs that are wrong for a batch of one sample
     remade_parameters   parameters that a forward makes anew, where stages cannot
     tensor_attributes   attributes of parameters and buffers themselves, where the forward reads them

@@ -12,7 +12,7 @@ needs them.
     compiling             choose what torch.compiler.is_compiling() answers to the model
     conditions            record conditions on values in a run, and assume them in a trace
     constants             compute what follows from constants alone
-    custom_functions      make operators of custom autograd functions, by `joint_graph` and `function_constants`
+    custom_functions      keep custom autograd functions whole (with `joint_graph`, `function_constants`)
     derivatives           trace what a forward differentiates, and name the line if that fails
     detached_data         read `tensor.data` as `tensor.detach()`
     function_transforms   trace transforms of torch.func by autograd

@@ -1,4 +1,4 @@
-"""Maps over batches of an open size: torch's own rules for some operators fix the size of a trace."""
+"""Batching rules for `torch.vmap` over batches of an open size, where torch's own rules fix the size."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _MAPPED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
 
 @contextmanager
 def use_batch_rules_for_any_size() -> Iterator[None]:
+    """Registers the rules of this file while it lasts."""
     library: Any = _Library("aten", "IMPL", "FuncTorchBatched")
     try:
         with warnings.catch_warnings():
@@ -31,7 +32,7 @@ def use_batch_rules_for_any_size() -> Iterator[None]:
 
 
 def _below_this_map(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """`rule` is of operands that all have the samples in dimension 0, as have its results."""
+    """Returns the rule as torch calls it: with the current level, and below the map."""
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         level = _functorch.maybe_current_level()
@@ -42,7 +43,7 @@ def _below_this_map(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Samples:
-    """Operands of one map: what has samples at its level, and how many there are."""
+    """The operands of an operator in a map, and which of them have samples at the map's level."""
 
     def __init__(self, level: int, operands: Sequence[Tensor | None]) -> None:
         self.level = level
@@ -73,7 +74,7 @@ def _cat(level: int, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     samples = _Samples(level, tensors)
     if samples.number is None:
         return torch.cat(list(tensors), dim)
-    # What `torch.cat` leaves out: a tensor of no elements and one dimension goes with any shape.
+    # `torch.cat` ignores a tensor of one dimension and no elements, whatever the other shapes are.
     parts = [samples.of_each(place) for place, tensor in enumerate(tensors) if list(tensor.shape) != [0]]
     parts = parts or [samples.of_each(0)]
     return samples.result(torch.cat(parts, dim if dim < 0 else dim + 1))
@@ -163,7 +164,7 @@ def _layer_norm_backward(
 
 
 def _beside(parameter: Tensor, value: Tensor) -> Tensor:
-    """Each sample's own parameter, (samples, *normalized_shape), for (samples, ..., *normalized_shape)."""
+    """(samples, *normalized_shape) -> (samples, 1, .., *normalized_shape), to broadcast with `value`."""
     between = value.ndim - parameter.ndim
     return parameter.reshape(parameter.shape[0], *(1,) * between, *parameter.shape[1:])
 

@@ -1,8 +1,8 @@
-"""What a map differentiates, in the trace of a model that does so in its forward.
+"""Derivatives inside `torch.vmap`, for models that compute them in their forward.
 
-torch.export notes a mapped function as its author wrote it, and what autograd computes for all samples at
-once has no place in there. Below autograd there are no maps and no levels any more: what is noted there,
-where a map is called, is operators on whole batches, for values and derivatives, as torch runs them.
+torch.export records a mapped function as its author wrote it, which leaves no room for what autograd computes
+for all samples at once. Below autograd there are no maps and no levels any more. A call of a map is traced
+there, as operators on whole batches, for values and derivatives, as torch runs them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 @contextmanager
 def trace_maps_below_autograd() -> Iterator[None]:
-    """For all maps of a trace, also those that differentiate nothing."""
+    """Traces every map below autograd, also those that differentiate nothing."""
     own = _apis.vmap_impl
 
     def vmap_impl(*args: Any, **kwargs: Any) -> Any:
@@ -42,13 +42,16 @@ def trace_maps_below_autograd() -> Iterator[None]:
 
 
 def is_traced_above() -> bool:
-    """Whether operators are noted as their author wrote them."""
+    """Whether operators are traced above autograd, as their author wrote them."""
     return _ops._get_dispatch_mode_pre_dispatch(_PROXY) is not None
 
 
 @contextmanager
 def _below_autograd() -> Iterator[None]:
-    """The same trace goes on there. Operators belong to the module that calls the map, as in `mapped.py`."""
+    """Moves the current trace below autograd while it lasts.
+
+    Operators belong to the module that calls the map, as in `vmap_regions.py`.
+    """
     above = _ops._get_dispatch_mode_pre_dispatch(_PROXY)
     if above is None:  # within another map, or in no trace
         yield
@@ -56,10 +59,10 @@ def _below_autograd() -> Iterator[None]:
     tracer = above.tracer
     place = dict(tracer.module_stack)
     create_node = tracer.create_node
-    asked = _Asked()
+    forward = _WatchForward()
 
     def create_below(kind: str, target: Any, args: Any, *others: Any, **more: Any) -> fx.Node:
-        if target is torch.ops.aten.detach.default and not asked.detaches:
+        if target is torch.ops.aten.detach.default and not forward.detaches:
             saved: fx.Node = args[0]
             return saved
         node: fx.Node = create_node(kind, target, args, *others, **more)
@@ -74,7 +77,7 @@ def _below_autograd() -> Iterator[None]:
             patch.object(tracer, "create_node", create_below),
             proxy_tensor._temp_remove_pre_dispatch_torch_function_mode(),
             proxy_tensor.ProxyTorchDispatchMode(tracer, above.tracing_mode),
-            asked,
+            forward,
         ):
             yield
     finally:
@@ -82,19 +85,20 @@ def _below_autograd() -> Iterator[None]:
 
 
 def _described(stack: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """As a trace notes modules: path and class by name."""
+    """Returns the module stack in the form of a trace: paths, and classes by name."""
     return {
         key: (path, f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else kind)
         for key, (path, kind) in stack.items()
     }
 
 
-class _Asked(TorchFunctionMode):
-    """What the forward itself asks for.
+class _WatchForward(TorchFunctionMode):
+    """Tells a `detach` that the forward asks for from one of autograd's.
 
-    `detaches`: whether it asks for a value without its history now. Autograd detaches what it saves, whose
-    history it knows; in a trace that would be its end. A Jacobian is split into those of each result; where
-    there is one, that is left out.
+    `detaches` is true during a call by which the forward asks for a value without its history. Autograd also
+    detaches the values that it saves, since it knows their history; a trace would lose that history.
+
+    The mode also skips `split` into a single part, by which torch.func takes the Jacobian of a single result.
     """
 
     def __init__(self) -> None:

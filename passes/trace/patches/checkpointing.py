@@ -1,5 +1,5 @@
-"""Activation checkpointing of the model's own, which a trace leaves out: what a stage computes again in its
-backward is the plan's to say."""
+"""The model's own activation checkpointing, which a trace leaves out: the plan decides what a stage
+recomputes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.utils.checkpoint
 
 @contextmanager
 def skip_checkpointing(found: Callable[[], None]) -> Iterator[None]:
-    """While it lasts, torch.utils.checkpoint calls the function that it is given, and `found`.
+    """Makes torch.utils.checkpoint only call its function; `found` is called as well.
 
-    Torch exports the backward of one kind of it (`use_reentrant=True`) not at all, and what follows a
-    checkpoint within a checkpoint of the other as if it were under no_grad. Both compute running statistics
-    twice, which a stage does not.
+    Torch does not export the backward of `use_reentrant=True` at all. With `use_reentrant=False` it exports
+    what follows a checkpoint within a checkpoint as if under no_grad. Both update running statistics twice,
+    which a stage does not.
     """
 
     def without_saving(*_args: Any, **_kwargs: Any) -> Iterator[None]:
@@ -27,7 +27,7 @@ def skip_checkpointing(found: Callable[[], None]) -> Iterator[None]:
     class Reentrant:
         @staticmethod
         def apply(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
-            """As torch's: where no argument has a gradient, nothing inside has one."""
+            """Calls the function; as in torch, nothing inside has a gradient if no argument has one."""
             found()
             has_gradient = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
             with torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient):

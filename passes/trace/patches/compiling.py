@@ -1,4 +1,4 @@
-"""Models that go another way while they are compiled, and fail there.
+"""Models that take another branch while they are compiled, and fail there.
 
 if attention_mask is None and not is_torchdynamo_compiling():    under torch.compile it is expected from the
     attention_mask = torch.ones(batch, length)                   caller: a trace would fail on None
@@ -19,9 +19,9 @@ _TORCH = str(Path(torch.__file__).resolve().parent)
 
 @contextmanager
 def answer_is_compiling(answer: bool) -> Iterator[list[str]]:
-    """What torch.compiler.is_compiling() answers while torch traces, to everyone but torch itself.
+    """Makes torch.compiler.is_compiling() return `answer` while torch traces, except to torch itself.
 
-    The list gets the file of everyone who asks.
+    Yields a list that gets the file of every caller.
     """
     asked: list[str] = []
     of_torch = torch.compiler.is_compiling
@@ -41,7 +41,7 @@ def answer_is_compiling(answer: bool) -> Iterator[list[str]]:
 
 
 def is_raised_by_the_model(error: BaseException) -> bool:
-    """Whether it comes from a line outside torch: nothing that cannot be traced, but what fails as it is."""
+    """Whether the error was raised outside of torch: then the model itself fails, not its trace."""
     innermost: TracebackType | None = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next

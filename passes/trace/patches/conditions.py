@@ -1,9 +1,10 @@
-"""Python conditions on the values of tensors: how they come out on the example inputs, assumed in a trace.
+"""Python conditions on the values of tensors: recorded in a run on the example inputs, assumed in a trace.
 
-if not torch.isfinite(hidden).all():      the way that the example takes is traced,
-    hidden = hidden.clamp(...)            and an assertion that it is the way of every batch
+if not torch.isfinite(hidden).all():      the branch that the example takes is traced, with an
+    hidden = hidden.clamp(...)            assertion that every batch takes it
 
-What is asked of constants (`torch.linspace(0, 1, 5)`, the times of an ODE's solver) is the same for all.
+A condition on constants (`torch.linspace(0, 1, 5)`, the times of an ODE solver) comes out alike for all
+batches and needs no assertion.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from pd2bw_fx.traced import assumption
 
-from .compared_numbers import asked_number
+from .compared_numbers import reporting_number
 from .constants import constant_number
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -43,48 +44,47 @@ FOR_YOU_TO_ALLOW = "for you to allow"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where Python wants to know whether a tensor is true: the line that asks, and the model's."""
+class AskedAt:
+    """The line where Python asks whether a tensor is true, and the model's line that leads there."""
 
     asking: str
     model: str  # "modeling_detr.py:643"
     line: str
-    is_torchs: bool  # a layer of torch's asks, whether a mask is causal for example
-    is_check: bool  # an assertion, or what would raise an error, of the model's or of torch's own
+    is_torchs: bool  # a layer of torch's asks: whether a mask is causal, for example
+    is_check: bool  # an assertion or a condition of an error, in the model or in torch
 
     def __str__(self) -> str:
         return f"{self.model}: {self.line}"
 
     @property
     def may_be_assumed(self) -> bool:
-        """Without being asked: there is one way to go, or it makes no difference."""
+        """Whether no user need allow it: only one branch goes on, or the branches do not differ."""
         return self.is_torchs or self.is_check
 
 
 @dataclass(slots=True)
 class Conditions:
-    """How they came out in one run, in order; `assumed` in a trace, which has no values to ask.
+    """How the conditions of one run came out, in order, to be assumed in a trace, which has no values.
 
-    A trace may ask less than a run does: models leave checks out while they are traced. `asked` are the
-    places that the last trace came to.
+    A trace may ask less than a run does: models leave checks out while they are traced.
     """
 
-    found: list[tuple[Place, bool]] = field(default_factory=list)
-    asked: list[Place] = field(default_factory=list)
-    asks_for_numbers: bool = False  # which a trace has where they are those of constants
+    found: list[tuple[AskedAt, bool]] = field(default_factory=list)
+    asked: list[AskedAt] = field(default_factory=list)  # the conditions that the last trace met
+    asks_for_numbers: bool = False  # the run asked for numbers; a trace has those of constants
 
     @property
     def are_any(self) -> bool:
         return bool(self.found) or self.asks_for_numbers
 
     def require_checks(self) -> None:
-        """Raises ValueError for a condition that chooses between two ways."""
+        """Raises ValueError for a condition of the last trace that chooses between two branches."""
         for place in self.asked:
             if not place.may_be_assumed:
                 raise ValueError(f"chooses a way by values, which is {FOR_YOU_TO_ALLOW}, at {place}")
 
     def notes(self) -> tuple[str, ...]:
-        """Once for a line, whatever it asks in functions of torch's."""
+        """Returns a note for each line of the model, however often it asks in functions of torch."""
         return tuple(
             f"traced with the way that the example inputs take, which the stages assert, at {place}"
             for place in dict.fromkeys(map(str, self.asked))
@@ -92,14 +92,14 @@ class Conditions:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        def record(tensor: Tensor, place: Place) -> bool:
+        def record(tensor: Tensor, place: AskedAt) -> bool:
             outcome = TensorBase.__bool__(tensor)
             self.found.append((place, outcome))
             return outcome
 
         def number(tensor: Tensor) -> Any:
             self.asks_for_numbers = True
-            return asked_number(TensorBase.item(tensor), self._note)
+            return reporting_number(TensorBase.item(tensor), self._note)
 
         def converted(tensor: Tensor) -> None:
             self.asks_for_numbers = True
@@ -108,15 +108,15 @@ class Conditions:
             yield
 
     def _note(self, outcome: bool, asking: FrameType) -> None:
-        self.found.append((_place(_authors(asking)), outcome))
+        self.found.append((_asked_at(_authors(asking)), outcome))
 
     @contextmanager
     def assumed(self) -> Iterator[None]:
-        """What the run did not come to is asked of the trace itself, which mostly has no answer."""
+        """Answers conditions as the run did; any other is left to the trace, which mostly has no answer."""
         coming = list(self.found)
         self.asked = []
 
-        def answer(tensor: Tensor, place: Place) -> bool:
+        def answer(tensor: Tensor, place: AskedAt) -> bool:
             entry = next((entry for entry in coming if entry[0] == place), None)
             if entry is not None:
                 coming.remove(entry)
@@ -142,7 +142,7 @@ class Conditions:
             symbols = sorted(free_unbacked_symbols(condition), key=str)
             if not symbols or not numbers.keys() >= set(symbols):
                 return None
-            place = _place(_authors(sys._getframe(2)))
+            place = _asked_at(_authors(sys._getframe(2)))
             if all(entry[0] != place for entry in coming):
                 return None
             tensor = sympy.lambdify(symbols, condition.node.expr, "math")(*(numbers[s] for s in symbols))
@@ -160,23 +160,22 @@ class Conditions:
 
 
 @contextmanager
-def _on_truth(answer: Callable[[Tensor, Place], bool], number: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Whenever this thread's Python wants to know whether a tensor is true, by `item` too, it asks `answer`;
-    for any other `item` it has what `number` makes of it.
+def _on_truth(answer: Callable[[Tensor, AskedAt], bool], number: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Has `answer` decide this thread's `bool(tensor)` and `item` of truth values, and `number` other `item`.
 
-    A torch function mode would not see what functions of torch's ask.
+    A torch function mode would not see what functions of torch ask.
     """
     thread = threading.get_ident()
 
     def truth(tensor: Tensor) -> bool:
         if threading.get_ident() != thread:
             return TensorBase.__bool__(tensor)
-        return answer(tensor, _place(sys._getframe(1)))
+        return answer(tensor, _asked_at(sys._getframe(1)))
 
     def item(tensor: Tensor) -> Any:
         if threading.get_ident() != thread:
             return TensorBase.item(tensor)
-        return answer(tensor, _place(sys._getframe(1))) if tensor.dtype == torch.bool else number(tensor)
+        return answer(tensor, _asked_at(sys._getframe(1))) if tensor.dtype == torch.bool else number(tensor)
 
     Tensor.__bool__ = truth  # type: ignore[method-assign, assignment]
     Tensor.item = item  # type: ignore[method-assign, assignment]
@@ -188,7 +187,8 @@ def _on_truth(answer: Callable[[Tensor, Place], bool], number: Callable[[Tensor]
 
 @contextmanager
 def _on_conversion(number: Callable[[Tensor], Any]) -> Iterator[None]:
-    """`int(tensor)` and `float(tensor)` are made of what `number` gives; of the tensor where that is None."""
+    """Makes `int(tensor)` and `float(tensor)` of what `number` returns, or of the tensor where that is
+    None."""
     thread = threading.get_ident()
 
     def converting(kind: type, plain: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -208,7 +208,7 @@ def _on_conversion(number: Callable[[Tensor], Any]) -> Iterator[None]:
 
 @contextmanager
 def _on_truth_of_numbers(answer: Callable[[torch.SymBool], bool | None]) -> Iterator[None]:
-    """The same of comparisons of numbers in a trace; None leaves it to torch."""
+    """Answers comparisons of symbolic numbers by `answer`; where that is None, torch answers."""
     thread = threading.get_ident()
     torchs: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
 
@@ -224,23 +224,23 @@ def _on_truth_of_numbers(answer: Callable[[torch.SymBool], bool | None]) -> Iter
 
 
 class UnseenChoiceError(ValueError):
-    """A way that is chosen by a truth value, where no trace would know of it, torch.fx's least of all."""
+    """A truth value chooses between two branches where no trace sees it, and torch.fx least of all."""
 
 
 @contextmanager
-def intercept_boolean_items(given: bool | None = None) -> Iterator[list[Place]]:
-    """What `item` of a tensor of truth values gives while something is traced: `given`, if not None.
+def intercept_boolean_items(given: bool | None = None) -> Iterator[list[AskedAt]]:
+    """Makes `item` of a tensor of truth values return `given`, if that is not None, in a trace.
 
-    Yields the places that have asked, as they come.
+    Yields a list that gets the place of every such `item`.
     """
-    thread, asked = threading.get_ident(), list[Place]()
+    thread, asked = threading.get_ident(), list[AskedAt]()
 
     def item(tensor: Tensor) -> float | bool:
         if threading.get_ident() != thread or tensor.dtype != torch.bool:
             return TensorBase.item(tensor)
         if (value := constant_number(tensor)) is not None:
             return bool(value)
-        asked.append(_place(sys._getframe(1)))
+        asked.append(_asked_at(sys._getframe(1)))
         return TensorBase.item(tensor) if given is None else given
 
     Tensor.item = item  # type: ignore[method-assign, assignment]
@@ -251,23 +251,23 @@ def intercept_boolean_items(given: bool | None = None) -> Iterator[list[Place]]:
 
 
 def authors_line() -> str:
-    """Where the model's own code is, with what it says there."""
-    return str(_place(_authors(sys._getframe(1))))
+    """Returns the line that the model's own code is at, with its text."""
+    return str(_asked_at(_authors(sys._getframe(1))))
 
 
 def _authors(frame: FrameType) -> FrameType:
-    """The first one outside of torch and of what asks for numbers."""
+    """Returns the innermost frame outside of torch and of this folder."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _PATCHES)):
         frame = frame.f_back
     return frame
 
 
-def _place(asking: FrameType) -> Place:
+def _asked_at(asking: FrameType) -> AskedAt:
     code, frame = asking.f_code, asking
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _PATCHES)):
         frame = frame.f_back
     file, number = frame.f_code.co_filename, frame.f_lineno
-    return Place(
+    return AskedAt(
         asking=f"{code.co_filename}:{asking.f_lineno}",
         model=f"{Path(file).name}:{number}",
         line=linecache.getline(file, number).strip(),
@@ -279,8 +279,8 @@ def _place(asking: FrameType) -> Place:
 def _is_check(file: str, number: int) -> bool:
     """Whether the statement at this line is an assertion, or a condition of nothing but an error.
 
-    Of several parts only such that all are asked whatever they are: `assert a and b`, `if a or b: raise`.
-    With the others a batch may go the same way where the parts come out otherwise.
+    A condition of several parts counts only if the good branch asks all of them: `assert a and b`,
+    `if a or b: raise`. With `assert a or b`, two batches may go on with different outcomes of the parts.
     """
     for statement in _statements(file):
         if not isinstance(statement, ast.Assert | ast.If):
@@ -299,7 +299,7 @@ def _is_check(file: str, number: int) -> bool:
 
 
 def _is_without_tensors(part: ast.expr) -> bool:
-    """`labels is not None`, `isinstance(x, Tensor)`: the same for every batch."""
+    """Whether the part has one outcome for every batch: `labels is not None`, `isinstance(x, Tensor)`."""
     if isinstance(part, ast.Compare):
         return all(isinstance(op, ast.Is | ast.IsNot) for op in part.ops)
     return isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id == "isinstance"

@@ -1,10 +1,10 @@
-"""Tensors that a trace has made of nothing but constants, and their values.
+"""Values of tensors that the model computes from nothing but constants.
 
 times = torch.linspace(0, 4, 5)
 steps = torch.ceil((times[-1] - times[0]) / 0.5).item()      8, in every call
 
 sizes = torch.tensor([(4, 4), (2, 2)])
-parts = x.split([height * width for height, width in sizes], 1)      16 and 4, which torch itself asks for
+parts = x.split([height * width for height, width in sizes], 1)      16 and 4, for which torch itself asks
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _torchs: Callable[..., Any] = proxy_tensor.proxy_call
 
 @contextmanager
 def fold_constants() -> Iterator[None]:
-    """While torch traces: a number of a constant, whoever asks (as a size, as an index), is that number, and
-    of constants an operator has its results where their shapes depend on values (`unique_consecutive`)."""
+    """Makes numbers of constants plain numbers while torch traces, whoever asks (for a size, for an index).
+
+    Operators on constants are computed where the shape of the result depends on values (`unique_consecutive`).
+    """
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         if (func is _TRUTH or _ASKING & set(func.tags)) and not func._schema.is_mutable:
@@ -51,14 +53,16 @@ def fold_constants() -> Iterator[None]:
 
 
 def constant_number(tensor: Tensor) -> Any:
-    """What a tensor of one element in the trace holds; None where an input, a draw, or what stays from call
-    to call may have made it another one."""
+    """Returns the number that a tensor of one element holds in every call, or None if it may change.
+
+    It may where it depends on an input, on a random number, or on what stays from call to call.
+    """
     mode = get_proxy_mode()
     return None if mode is None else _results(TensorBase.item, (tensor,), {}, mode)
 
 
 def _results(func: Any, args: Any, kwargs: Any, mode: Any) -> Any:
-    """None where an operand is no constant."""
+    """Returns the results of the operator on constants, or None where an operand is no constant."""
     leaves, form = pytree.tree_flatten((args, kwargs))
     with _as_they_are():
         values = [_value(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -70,7 +74,7 @@ def _results(func: Any, args: Any, kwargs: Any, mode: Any) -> Any:
 
 @contextmanager
 def _as_they_are() -> Iterator[None]:
-    """The tracer's modes would take the constants for a part of the model."""
+    """Switches the tracer's modes off, which would take the constants for a part of the model."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
@@ -87,7 +91,7 @@ def _value(tensor: Tensor, mode: Any) -> Tensor | None:
 
 
 def _made_by(node: fx.Node) -> set[fx.Node]:
-    """What it is computed from, and what has written any of that."""
+    """Returns the nodes that `node` is computed from, with those that write to any of them."""
     found, new = set[fx.Node](), _sources(node)
     while new - found:
         found |= new
@@ -101,7 +105,7 @@ def _made_by(node: fx.Node) -> set[fx.Node]:
 
 
 def _sources(node: fx.Node, until: Sequence[Any] = ()) -> set[fx.Node]:
-    """What it is made of, itself included; not what is behind calls of `until`."""
+    """Returns `node` and all nodes that it is computed from, without those behind calls of `until`."""
     found, left = set[fx.Node](), [node]
     while left:
         source = left.pop()
@@ -120,8 +124,8 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _writes_what_stays(node: fx.Node) -> bool:
-    """`self.calls += 1`: what is there in the next call."""
-    if node.target is torch.ops.aten.detach_.default:  # of every constant, and changes no value
+    """Whether the node writes to what the next call finds, as `self.calls += 1` does."""
+    if node.target is torch.ops.aten.detach_.default:  # called on every constant; changes no value
         return False
     places = written_by_schema(node)
     return any(source.op == "get_attr" for place in places for source in _sources(place, until=_COPIED))

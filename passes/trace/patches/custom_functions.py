@@ -1,8 +1,8 @@
 """Calls of custom autograd functions, kept whole: each becomes an operator with a forward and a backward.
 
-Whoever traces a model sees only the operators inside of the forward of such a function, and would lose the
-backward. Here a call of one is taken aside while the model is traced: its class's forward and backward are
-traced together, as one program over tensors of open sizes, which is then taken apart.
+A tracer sees only the operators inside the forward of such a function, and would lose its backward. Here each
+call is handled separately while the model is traced: the forward and backward of its class are traced
+together, as one joint graph over tensors of open sizes, which is then split in two.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from .joint_graph import Halves
 
 @contextmanager
 def keep_custom_functions() -> Iterator[None]:
-    """Calls of custom autograd functions that this thread makes meanwhile become calls of operators.
+    """Makes this thread's calls of custom autograd functions calls of operators.
 
-    Torch's own (those of activation checkpointing) and calls within other functions run as they are.
+    Torch's own functions (those of activation checkpointing) and calls within other functions run as they
+    are.
     """
     thread, names = threading.get_ident(), _Names()
 
@@ -60,8 +61,11 @@ def keep_custom_functions() -> Iterator[None]:
 
 
 def _computed_again(cls: type, args: Sequence[Any]) -> Callable[[], Any] | None:
-    """For activation checkpointing that a library has copied (guided-diffusion, latent-diffusion, Megatron):
-    what is computed, without the saving. `CheckpointFunction.apply(function, length or flag, *operands)`."""
+    """Returns what a library's own copy of activation checkpointing computes, without the checkpointing.
+
+    guided-diffusion, latent-diffusion and Megatron have a `CheckpointFunction`, which is called as
+    `CheckpointFunction.apply(function, length or flag, *operands)`. None for any other function.
+    """
     if not cls.__name__.endswith("CheckpointFunction") or len(args) < 2 or not callable(args[0]):
         return None
     function, flag, *operands = args
@@ -77,7 +81,8 @@ _RUN_AS_THEY_ARE = ("torch", "pd2bw_fx")
 
 @dataclass(slots=True)
 class _Names:
-    """What classes are called in generated code: each name once in a model, with a capital letter."""
+    """Names of the classes in generated code: each stands once in a model and begins with a capital
+    letter."""
 
     given: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
@@ -94,19 +99,20 @@ class _Names:
 
 
 def _call(cls: Any, args: Sequence[Any], names: _Names) -> Any:
-    """The call as an operator's. Raises TraceError with the reason where the function cannot be traced."""
-    answer: list[_Found | Exception] = []
+    """Makes the call by an operator. Raises TraceError with the reason where the function cannot be
+    traced."""
+    answer: list[_TracedFunction | Exception] = []
 
     def work() -> None:
         answer.append(_traced(cls, args, names))
 
-    # The tracer that is at work on the model has modes that belong to its thread, and some that do not.
+    # Some modes of the tracer that is at work on the model belong to its thread, and others do not.
     thread = threading.Thread(target=work)
     with _disable_current_modes():
         thread.start()
         thread.join()
     (found,) = answer
-    if isinstance(found, _Found):
+    if isinstance(found, _TracedFunction):
         tensors = (value for value in args if isinstance(value, Tensor))
         return as_operator(found.function)(*tensors, *found.constants)
     if isinstance(found, _FixedSizeError):
@@ -121,21 +127,23 @@ def _call(cls: Any, args: Sequence[Any], names: _Names) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A function, and the operands that it has beside the call's own."""
+class _TracedFunction:
+    """A function, and the constants that it takes as operands beside those of the call."""
 
     function: CustomFunction
     constants: tuple[Tensor, ...]
 
 
-def _traced(cls: Any, args: Sequence[Any], names: _Names) -> _Found | Exception:
-    """The function with as many open sizes as it allows, or why it has none. Numpy, for one, takes no open
-    size for a number, so that a function may raise anything for a size that the model fixes."""
+def _traced(cls: Any, args: Sequence[Any], names: _Names) -> _TracedFunction | Exception:
+    """Returns the function, traced with as many open sizes as it allows, or the error if it cannot be traced.
+
+    A function may raise anything for an open size: numpy, for example, does not take one for a number.
+    """
     failed: Exception | None = None
     for open_sizes in _OpenSizes:
         try:
             traced = _Traced(cls, args, open_sizes)
-            found = _Found(traced.function(names), tuple(traced.constants.values()))
+            found = _TracedFunction(traced.function(names), tuple(traced.constants.values()))
         except Exception as error:  # the function is the model's
             if open_sizes is _OpenSizes.OF_THE_MODEL and isinstance(error, _FixedSizeError):
                 return error
@@ -163,19 +171,20 @@ def _reason(error: Exception) -> str:
 
 
 class _FixedSizeError(ValueError):
-    """What a function computes depends on sizes: a front end that fixes them may still trace it."""
+    """The function can only be traced at fixed sizes: a front end that fixes them may still trace the
+    model."""
 
 
 class _OpenSizes(Enum):
-    """Which sizes a function is traced for any number in, the most first."""
+    """Which sizes are open when a function is traced, the most first."""
 
     ALL = auto()
-    OF_THE_MODEL = auto()  # that are open in the model's trace, and equal where they are equal there
+    OF_THE_MODEL = auto()  # sizes that are open in the model's trace, and equal where they are equal there
     NONE = auto()
 
 
 class _Context:
-    """What a function's forward and backward get for `ctx`."""
+    """The `ctx` that a function's forward and backward get."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         self.needs_input_grad = tuple(isinstance(v, Tensor) and v.requires_grad for v in args)
@@ -189,29 +198,29 @@ class _Context:
         self.not_differentiable = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Gradients that are missing come as zeros, which is what None stands for."""
+        """Does nothing: missing gradients are passed as zeros, which None stands for."""
 
     def mark_dirty(self, *tensors: Tensor) -> None:
         raise ValueError("it writes to its input")
 
 
 class _Traced:
-    """One call: its forward and backward as a graph, and which part of the graph is which."""
+    """One call: its forward and backward as a joint graph, and which nodes belong to the forward."""
 
     def __init__(self, cls: Any, args: Sequence[Any], open_sizes: _OpenSizes) -> None:
         self.cls = cls
         self.args = args
         self.open_sizes = open_sizes
-        self.symbols: dict[Any, Any] = {}  # by the model's own
+        self.symbols: dict[Any, Any] = {}  # the function's symbols, by the model's
         self.has_setup = cls.setup_context is not _SingleLevelFunction.setup_context
         self.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
         self.context = _Context(args)
-        # What it is given, without a word to autograd: scratch memory, which nobody reads.
+        # It writes to its operands without telling autograd: scratch memory, which nobody reads.
         self.writes = False
         self.returns_tuple = False
         self.not_differentiable: tuple[int, ...] = ()
-        self.early: set[fx.Node] = set()  # what the forward has traced
-        self.constants: dict[fx.Node, Tensor] = {}  # operands that it makes itself
+        self.early: set[fx.Node] = set()  # nodes of the forward
+        self.constants: dict[fx.Node, Tensor] = {}  # tensors that the function makes, as placeholders
         if not self.places:
             raise ValueError("it is given no tensor")
         if any(isinstance(value, torch.SymInt | torch.SymFloat) for value in args):
@@ -260,7 +269,7 @@ class _Traced:
         return results
 
     def _without_data(self, place: int, shapes: ShapeEnv) -> Tensor:
-        """A tensor of the argument's type and order in memory, whose sizes are symbols."""
+        """Returns a fake tensor of the argument's type and memory layout, whose sizes are symbols."""
         like: Tensor = self.args[place]
         sizes = []
         for dimension, extent in enumerate(like.shape):
@@ -280,7 +289,8 @@ class _Traced:
         return self.open_sizes is _OpenSizes.ALL
 
     def _symbol(self, extent: Any, shapes: ShapeEnv, name: str) -> Any:
-        """One that two sizes have in common if they are the same in the model, and not all are to be open."""
+        """Returns a symbol for a size; with `OF_THE_MODEL`, the same one for sizes that are equal in the
+        model."""
         if self.open_sizes is _OpenSizes.ALL:
             return _symbol(_hint(extent), shapes, name)
         if extent.node.expr not in self.symbols:
@@ -331,7 +341,8 @@ class _Traced:
 
 
 def _several(names: Sequence[str], places: Iterable[int]) -> list[str]:
-    """The names of the arguments at these places; the last of `names` may stand for several (`*tensors`)."""
+    """Returns the names of the arguments at these places; the last name may stand for several
+    (`*tensors`)."""
     return [names[place] if place < len(names) else f"{names[-1]}_{place}" for place in places]
 
 
@@ -348,7 +359,7 @@ def _symbol(hint: int, shapes: ShapeEnv, name: str) -> Any:
 
 
 def _require_operators(graph: fx.Graph) -> None:
-    """Raises ValueError for what cannot be written as a line of its own."""
+    """Raises ValueError for a node that cannot be written as a line of code of its own."""
     for node in list(graph.nodes):
         if node.target is torch._C._set_grad_enabled:
             if node.args[0] is not False:
@@ -361,7 +372,8 @@ def _require_operators(graph: fx.Graph) -> None:
 
 
 def _require_one_draw(forward: fx.Graph, backward: fx.Graph) -> None:
-    """Random numbers are repeated by operator."""
+    """Raises ValueError for several draws: a recomputed forward repeats the random numbers of one
+    operator."""
     if sum(draws(node) for node in forward.nodes) > 1 or any(draws(node) for node in backward.nodes):
         raise ValueError("it draws random numbers more than once, or in its backward")
 

@@ -1,7 +1,7 @@
 """Models that differentiate in their forward: physics-informed networks, gradient penalties, energies.
 
-What autograd computes there is operators of the trace. Where values that it has saved are missing there
-(`saved_values.py`), torch fails somewhere behind it with words of its own.
+What autograd computes there becomes operators of the trace. Where the trace lacks values that autograd has
+saved (`saved_values.py`), torch fails at a later point with an error that does not name the cause.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from .function_transforms import leave_out_levels
 
 
 class DerivativeError(TraceError):
-    """The trace has not all that autograd computes."""
+    """The trace lacks a part of what autograd computes."""
 
 
 @contextmanager
 def trace_derivatives() -> Iterator[None]:
-    """What fails in here after a derivative was asked for fails with a TraceError that has the line, of
-    autograd's own with a DerivativeError."""
+    """Traces derivatives; an error after the forward asked for one becomes a TraceError with the asking line.
+
+    It is a DerivativeError where autograd itself was asked, not a transform of torch.func.
+    """
     asked: list[TraceError] = []
     engine = _noted(vars(torch.autograd)["_engine_run_backward"], DerivativeError, asked)
 
@@ -42,7 +44,7 @@ def trace_derivatives() -> Iterator[None]:
         found = engine(outputs, seeds, keeps_graph, makes_graph, *args, **options)
         if makes_graph or not found:
             return found
-        # The trace has the operators, and a stage would send gradients through what is a constant.
+        # The trace has the operators; without `detach` a stage would send gradients through a constant.
         return tuple(None if one is None else one.detach() for one in found)
 
     with ExitStack() as stack:
@@ -61,7 +63,7 @@ def trace_derivatives() -> Iterator[None]:
         stack.enter_context(patch.object(forward_ad, "enter_dual_level", dual_level))
         try:
             yield
-        except (Pd2bwError, torch._dynamo.exc.UserError):  # the latter: sizes cannot be open
+        except (Pd2bwError, torch._dynamo.exc.UserError):  # a UserError: sizes cannot be open
             raise
         except Exception as error:
             if not asked:

@@ -1,4 +1,4 @@
-"""`tensor.data`, which torch.export loses: a trace has `tensor.detach()`, the memory without gradients."""
+"""`tensor.data`, which torch.export loses: a trace has `tensor.detach()` instead, the same memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .conditions import authors_line
 
 
 class DataIsDetached(TorchFunctionMode):
-    """`h.data` is `h.detach()`, and `buffer.data = value` writes the value into the buffer's memory."""
+    """Reads `h.data` as `h.detach()`, and writes the value of `buffer.data = value` into the buffer's
+    memory."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -41,7 +42,7 @@ def is_of_data(func: Any) -> bool:
 
 
 def _attribute(func: Any) -> str:
-    """Of a tensor, that the function reads or sets."""
+    """Returns the name of the tensor attribute that the function reads or sets, or ""."""
     return str(getattr(getattr(func, "__self__", None), "__name__", ""))
 
 

@@ -1,4 +1,7 @@
-"""Tensors that a custom function makes of numbers, as indices by numpy: written out, or operands of it."""
+"""Tensors that a custom function makes of numbers (indices by numpy, for example).
+
+Small ones are written out in its code, larger ones become operands of the function.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ _SAME_CONSTANT = (
 
 
 def write_out_constants(joint: fx.GraphModule, early: set[fx.Node]) -> dict[fx.Node, Tensor]:
-    """Those of a few numbers become calls of torch.tensor, larger ones placeholders, which are returned with
-    their values. Nodes that take the place of one of `early` are added to it, but for placeholders."""
+    """Rewrites the constants of a joint graph, and returns new placeholders for large ones with their values.
+
+    Constants of a few numbers become calls of torch.tensor, which are added to `early` for constants in it.
+    """
     operands = dict[fx.Node, Tensor]()
     for node in joint.graph.find_nodes(op="get_attr"):
         value = getattr(joint, str(node.target))

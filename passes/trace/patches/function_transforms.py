@@ -1,7 +1,8 @@
-"""The transforms of torch.func in a forward, by the autograd that a trace can follow.
+"""Transforms of torch.func in a forward (grad, vjp, jvp), by plain autograd, which a trace can follow.
 
-They wrap tensors for a level of their own, which no trace has. An alias of each does as well: what is
-differentiated by it is what the function does with it. Within `torch.vmap` they stay (`below_autograd.py`).
+Torch wraps the operands of such a transform for a level of their own, which a trace cannot have. An alias of
+each operand works as well: differentiating by the alias covers all that the function does with it. Within
+`torch.vmap` the levels stay (`below_autograd.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch.utils._pytree import tree_map_only
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """In place of the number that torch has; `is_differentiated`: with gradients outside of it, too."""
+    """A level that is left out, in place of torch's number of a level."""
 
-    is_differentiated: bool
+    is_differentiated: bool  # whether there are gradients outside of the level too
 
 
 @contextmanager
 def leave_out_levels(nested: Callable[[], Any]) -> Iterator[None]:
-    """`nested` opens a level where one cannot be left out."""
+    """Leaves out the levels of torch.func; `nested` opens a level within a map, where it must stay."""
     replacements = {
         "_wrap_all_tensors": lambda value, level: tree_map_only(Tensor, torch.ops.aten.alias.default, value),
         "_create_differentiable": lambda value, level: tree_map_only(Tensor, Tensor.requires_grad_, value),
@@ -56,9 +57,9 @@ def _jvp_by_vjps(
     strict: bool = False,
     has_aux: bool,
 ) -> tuple[Any, ...]:
-    """What a vjp is of its cotangents is linear, and the vjp of that is the jvp.
+    """Computes a jvp by two vjps: a vjp is linear in its cotangents, and the vjp of that function is the jvp.
 
-    Forward mode has zeros in places of tangents that fix the batch size in a trace.
+    Forward mode fills in zeros for missing tangents, which fix the batch size in a trace.
     """
     chosen = primals if argnums is None else eager_transforms._slice_argnums(primals, argnums)
 
@@ -77,7 +78,8 @@ def _jvp_by_vjps(
 def _mapped(
     func: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, allow_none_pass_through: bool = False
 ) -> Callable[..., Any]:
-    """What autograd maps over batches of gradients, by `torch.vmap`, which a trace knows."""
+    """Maps over batches of gradients by `torch.vmap`, which a trace knows, as autograd does by its own
+    map."""
 
     def mapped(*args: Any) -> Any:
         missing: list[bool] = []
@@ -109,7 +111,7 @@ _vjp: Any = eager_transforms._vjp_with_argnums
 
 
 def _graph_kept(*args: Any, **options: Any) -> Any:
-    """A level's own graph is nobody else's; this one may be differentiated again."""
+    """Keeps the graph: one that belongs to a level is used once, but this one may be differentiated again."""
     return _autograd_grad(*args, **{**options, "retain_graph": True})
 
 

@@ -1,5 +1,7 @@
-"""Where an operator was written: torch notes the lines of forwards alone, and a function that one calls has
-its own. So has what torch's attention calls, whose queries, keys and values have their names there."""
+"""Source lines of functions that a forward calls: torch records the lines of forwards alone.
+
+The functions of torch's attention are included: the queries, keys and values have their names there.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ _OF_ATTENTION = {"multi_head_attention_forward", "_in_projection_packed", "_in_p
 
 @contextmanager
 def record_helper_frames() -> Iterator[None]:
-    """While it lasts, stack traces have functions beside a forward's file too, behind the forward; behind the
-    last forward, those of its whole package."""
+    """Keeps frames of functions in stack traces, if they come after a forward and lie beside its file.
+
+    After the last forward, frames of its whole package are kept.
+    """
     plain = TracerBase._filter_traceback_frames
 
     def filtered(tracer: TracerBase, summary: StackSummary) -> StackSummary:
@@ -35,7 +39,7 @@ def record_helper_frames() -> Iterator[None]:
                 own = os.path.dirname(frame.filename) if is_the_authors(frame.filename) else None
                 package = None if own is None else _package(own)
             folder = os.path.dirname(frame.filename)
-            # Before another forward, functions elsewhere in the package are wrappers of it.
+            # Functions elsewhere in the package that come before another forward only wrap it.
             is_theirs = is_the_authors(frame.filename) and _package(folder) == package
             is_last = own is not None and at > forwards[-1] and is_theirs
             is_beside = own is not None and (folder == own or is_last)
@@ -54,7 +58,7 @@ def record_helper_frames() -> Iterator[None]:
 
 @functools.cache
 def _package(folder: str) -> str:
-    """The outermost folder around one that is a package; the folder itself, if it is in none."""
+    """Returns the outermost folder of the package that a folder belongs to, or the folder itself."""
     while os.path.exists(os.path.join(os.path.dirname(folder), "__init__.py")):
         folder = os.path.dirname(folder)
     return folder

@@ -1,4 +1,4 @@
-"""A forward and a backward that were traced as one graph, taken apart."""
+"""A forward and a backward that were traced as one joint graph, split into two graphs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """A joint graph taken apart: `early` nodes are of the forward, `late` ones of the backward.
+    """The nodes of a joint graph, sorted into its forward and its backward."""
 
-    `given` and `gradients` are the placeholders, with what they are to be called.
-    """
-
-    given: dict[fx.Node, str]
-    gradients: dict[fx.Node, str]
-    early: Sequence[fx.Node]
-    late: Sequence[fx.Node]
+    given: dict[fx.Node, str]  # placeholders of the forward's operands, with the names that they get
+    gradients: dict[fx.Node, str]  # placeholders of the gradients, with the names that they get
+    early: Sequence[fx.Node]  # the other nodes of the forward
+    late: Sequence[fx.Node]  # the other nodes of the backward
 
     def saved(self, wanted: Sequence[fx.Node | None]) -> list[fx.Node]:
-        """The tensors of the forward that the backward reads, in the forward's order."""
+        """Returns the tensors of the forward that the backward reads, in the forward's order."""
         read: set[fx.Node] = set()
         waiting = [node for node in wanted if node is not None]
         waiting += [node for node in self.late if node.is_impure()]  # they may write what is wanted
@@ -79,7 +76,10 @@ class Halves:
         return node.all_input_nodes if stands is None else [stands[0]]
 
     def _size_elsewhere(self, node: fx.Node) -> tuple[fx.Node, int] | None:
-        """For the size of a tensor a gradient that has it too: no tensor is kept for its size alone."""
+        """Returns a gradient, and its dimension, of the size that `node` reads, so as not to save a tensor.
+
+        None where the node reads no size, or no gradient has it.
+        """
         if node.target is not torch.ops.aten.sym_size.int:
             return None
         size = str(node.meta["val"])

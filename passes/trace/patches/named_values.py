@@ -1,7 +1,7 @@
-"""What the model's forwards call the values that they are given, and in which order they return others.
+"""The names that forwards have for their arguments, and the order in which they return values.
 
-A trace knows which call an operator belongs to, and nothing of a call's arguments: to generate a forward with
-the author's own signature, they are noted on the values while the author's forward runs.
+A trace knows which call an operator belongs to, but not the arguments of a call. They are recorded on the
+values while the author's forward runs, so that a forward with the author's own signature can be generated.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
 from pd2bw_fx.graph import GIVEN_AS, RETURNED_AT, RETURNED_INSIDE
 
-_ROOT = "_export_root"  # what torch.export calls the traced module until it is done
+_ROOT = "_export_root"  # torch.export's name for the traced module until it is done
 
 
 @contextmanager
 def record_value_names() -> Iterator[None]:
-    """While it lasts, each value that is passed to a module's forward has `GIVEN_AS` in its node's meta: by
-    the call's key in nn_module_stack, its place in the signature, the parameter's name ("" for a part of one)
-    and how many there are. What a forward returns has `RETURNED_AT`: its place, its name where it is an entry
-    of a dict, and how many values are returned; what is in a tuple there `RETURNED_INSIDE`."""
+    """Records in `node.meta` how values are passed to forwards of modules and returned from them.
+
+    Each entry is a dict by the call's key in nn_module_stack:
+
+        GIVEN_AS         place in the signature, name ("" for an element of a list or tuple) and number of
+                         arguments
+        RETURNED_AT      place among the results, name (where the forward returns a dict) and number of results
+        RETURNED_INSIDE  of an element of a tuple among the results: a place between the tuple's and the next
+    """
     plain = fx.Tracer.call_module
 
     @functools.wraps(plain)
@@ -53,13 +58,13 @@ def record_value_names() -> Iterator[None]:
 
 
 def _key(tracer: fx.Tracer) -> str:
-    """Of the innermost call, as it is in the exported program."""
+    """Returns the key of the innermost call in nn_module_stack, as the exported program has it."""
     key = next(reversed(tracer.module_stack), "")
     return f"L__self__{key[len(_ROOT) :].removeprefix('.')}" if key.startswith(_ROOT) else key
 
 
 def _arguments(module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Names and values in the order of the signature; parts of lists and tuples have no name."""
+    """Returns names and values in the order of the signature; elements of lists and tuples have no name."""
     try:
         bound = inspect.signature(module.forward).bind(*given, **named).arguments
     except (TypeError, ValueError):
@@ -90,7 +95,10 @@ def _note(tracer: fx.Tracer, key: str, kind: str, values: list[tuple[str, Any]])
 
 
 def _note_inside(tracer: fx.Tracer, key: str, results: list[tuple[str, Any]]) -> None:
-    """`state` of `return out, state`, where it is a tuple: its elements between this place and the next."""
+    """Records the elements of a tuple among the results (`state` of `return out, state`).
+
+    They get places between that of the tuple and the next one.
+    """
     for place, (_, value) in enumerate(results):
         inner = value if isinstance(value, list | tuple) else ()
         for number, each in enumerate(inner):
@@ -101,7 +109,7 @@ def _note_inside(tracer: fx.Tracer, key: str, results: list[tuple[str, Any]]) ->
 
 
 def _node(tracer: Any, value: Any) -> fx.Node | None:
-    if isinstance(value, fx.Proxy):  # what an attribute is of has none until it is used
+    if isinstance(value, fx.Proxy):  # a proxy for an attribute has no node until it is used
         return None if isinstance(value, fx.proxy.Attribute) else value.node
     slot: Any = get_proxy_slot(value, tracer, None) if isinstance(value, torch.Tensor) else None
     return None if slot is None else slot.proxy.node

@@ -1,5 +1,7 @@
-"""`len(x)`, `int(x.shape[0])`, `math.sqrt(x.shape[0])`: Python makes plain numbers of them, and a trace would
-be for the example's size alone."""
+"""`len(x)`, `int(x.shape[0])` and `math.sqrt(x.shape[0])`, kept symbolic.
+
+Python makes plain numbers of them, and the trace would be for the example's size alone.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,18 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 @contextmanager
 def keep_sizes_symbolic(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[None]:
-    """While torch traces, these give sizes of sizes in the files that define the model and its loss, and
-    `len` in the files that these have functions from or share a package with.
+    """Replaces these functions while torch traces: they return symbolic sizes for symbolic sizes.
 
-    What else is called `len` (`int`, `float`) there stays, other files see the built-in, and a file that has
-    `int` or `float` for something else than calls keeps it. `math.sqrt` is another one everywhere, and so are
-    `torch.randn` and its kin, which take no size beside `generator=None`.
+    `len`, `int` and `float` are replaced in the files that define the model and its loss. `len` is also
+    replaced in the files whose functions these use, and in those of the same package. Names that a file
+    defines itself stay; so do `int` and `float` in a file that uses them otherwise than in calls. All other
+    files have the built-ins. `math.sqrt` is replaced everywhere, and so are `torch.rand`, `randn` and
+    `randint`, which take no symbolic size beside `generator=None`.
     """
     names = {type(module).__module__ for module in model.modules()}
     names |= {getattr(loss_fn, "__module__", None) or "", type(loss_fn).__module__}
     files = _loaded(names)
-    changed: list[tuple[dict[str, Any], str, Any]] = []  # with what stood there, or _NOTHING
+    changed: list[tuple[dict[str, Any], str, Any]] = []  # with the value before, or _NOTHING
     try:
         for file, found in (
             *((file, _replacements(file)) for file in files),
@@ -59,7 +62,7 @@ def _loaded(names: Iterable[str]) -> list[ModuleType]:
 
 
 def _helpers(files: Sequence[ModuleType]) -> list[ModuleType]:
-    """Where the functions come from that these files call."""
+    """Returns the files whose functions these files use, and those of the same packages."""
     packages = {file.__name__.partition(".")[0] for file in files}
     names = {name for name in sys.modules if name.partition(".")[0] in packages}
     for file in files:
@@ -72,11 +75,11 @@ _NOTHING = object()
 _OF_OTHERS = {"torch", "pd2bw_fx", *sys.stdlib_module_names}
 _plain_sqrt = math.sqrt
 _plain_division = torch.SymInt.__truediv__
-_WHOLE = "_pd2bw_fx_whole"  # of a quotient that is a whole number for every size: that number
+_WHOLE = "_pd2bw_fx_whole"  # attribute of a quotient that is whole for every size: the whole number
 
 
 def _replacements(file: ModuleType) -> Mapping[str, Any]:
-    """What names stand for in a file; `from math import sqrt` may have given one a name of its own."""
+    """Returns replacements by name in a file, where `from math import sqrt as root` may have made a name."""
     own = vars(file)
     found: dict[str, Any] = {name: _sqrt for name, value in own.items() if value is _plain_sqrt}
     if "len" not in own:
@@ -96,7 +99,10 @@ def _sqrt(number: Any) -> Any:
 
 
 def _divided(size: torch.SymInt, by: Any) -> Any:
-    """`int(windows.shape[0] / (H * W / 49))`, as in Swin: by what each size is a multiple of."""
+    """Divides a size, and notes on the quotient if it is whole for every size.
+
+    Swin computes `int(windows.shape[0] / (H * W / 49))`.
+    """
     found = _plain_division(size, by)  # type: ignore[no-untyped-call]
     is_whole = type(by) in (int, float) and by != 0 and by % 1 == 0
     if is_whole and isinstance(found, torch.SymFloat) and statically_known_true(size % int(by) == 0):
@@ -121,7 +127,7 @@ _EVERYWHERE: Sequence[tuple[ModuleType, str, Callable[..., Any]]] = (
 
 
 class _Number(type):
-    """A class that is called in place of a built-in one, and has its instances."""
+    """A metaclass of classes that stand in for a built-in one: it has their instances and subclasses."""
 
     plain: type
     of_a_size: Callable[[Any], Any]
@@ -153,7 +159,8 @@ _NUMBERS: Mapping[str, type] = {"int": _Int, "float": _Float}
 
 @functools.cache
 def _only_called(file: ModuleType) -> frozenset[str]:
-    """Of `int` and `float` those that a file calls, and names besides in annotations and isinstance alone."""
+    """Returns which of `int` and `float` a file calls and otherwise names only in annotations and
+    isinstance."""
     try:
         tree = ast.parse(inspect.getsource(file))
     except (OSError, TypeError, SyntaxError):

@@ -1,8 +1,8 @@
-"""Parameters that a forward has from elsewhere than their module: a list beside the layers, a partial, a
-library's own variables.
+"""Parameters that a forward reads from elsewhere than their module: from a list beside the layers, from a
+partial, from a library's own variables.
 
-While it traces, torch has something else in a parameter's place in its module; whoever holds the parameter
-itself would put its values into the trace as a constant, which nothing trains.
+While it traces, torch puts another tensor in a parameter's place in its module. A forward that holds the
+parameter itself would put its values into the trace as a constant, which nothing trains.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Instead = Callable[[Tensor], Any]
 
 
 class ParametersReadInstead(TorchFunctionMode):
-    """Every torch function has what `instead` gives for a parameter, wherever its caller has that from.
+    """Passes to every torch function what `instead` returns for a parameter, wherever the caller has it from.
 
-    `but_data`: `.data` is left as it is; who writes through it is found by the values.
+    With `but_data`, `.data` reads the parameter itself; writes through it are found by comparing values.
     """
 
     def __init__(self, instead: Instead, *, but_data: bool = False) -> None:
@@ -47,7 +47,8 @@ class ParametersReadInstead(TorchFunctionMode):
 
 
 def in_their_modules(model: nn.Module) -> Instead:
-    """What their modules have in the place of the parameters and buffers that they have now."""
+    """Returns a function from a parameter or buffer of now to what is in its place in its module when
+    called."""
     places = {
         id(tensor): (registry, name)
         for module in model.modules()

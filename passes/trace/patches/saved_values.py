@@ -1,4 +1,4 @@
-"""What operators have saved for their backward, in the trace of a model that differentiates in its forward.
+"""Values that operators save for their backward, for models that differentiate in their forward.
 
 torch.export sees what autograd computes, but not all that it computes from: a saved value comes out of its
 operator as a new tensor, which the trace does not know.
@@ -18,9 +18,11 @@ from torch.fx.experimental import proxy_tensor
 
 @contextmanager
 def find_saved_values(*, all_composite: bool) -> Iterator[None]:
-    """A saved value is known by the memory that it is in, as a value of the trace or its transpose (`linear`
-    saves its weight so). What operators of several parts save besides are results of those, which are noted
-    in their place: of norms, pools and the like, or `all_composite`.
+    """Lets a trace recognise saved values.
+
+    A saved value shares its memory with a value of the trace, or with the transpose of one (`linear` saves
+    its weight transposed). Composite operators also save results of their parts: so norms, pools and the
+    like, or all of them with `all_composite`, are traced as their parts.
     """
     known: dict[int, list[Tensor]] = {}
     track, fetch = proxy_tensor.track_tensor, proxy_tensor.fetch_object_proxy
@@ -74,7 +76,11 @@ def _batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """Its decomposition chooses between libraries, and ends the process where there are no statistics."""
+    """Runs batch_norm by one operator.
+
+    Its decomposition chooses between libraries, and crashes the process where there are no running
+    statistics.
+    """
     rates = training, momentum, eps
     if running_mean is None:
         results = torch.ops.aten._native_batch_norm_legit.no_stats(given, weight, bias, *rates)
@@ -87,7 +93,7 @@ def _batch_norm(
 def _is_opened(operator: Any, *, all_composite: bool) -> bool:
     name = operator.overloadpacket.__name__
     if name == "scaled_dot_product_attention" and torch._C._get_flash_sdp_enabled():
-        return all_composite  # its own kernel cannot be differentiated twice, and is of this device
+        return all_composite  # its flash kernel cannot be differentiated twice, and depends on the device
     if name in _KEEPING_NOTHING or (not all_composite and name not in _COMPOSITE):
         return False
     return bool(operator._can_decompose())
@@ -115,13 +121,14 @@ _COMPOSITE = frozenset(
         "upsample_trilinear3d",
     }
 )
-# Composite, and all that their parts save is an operand or the result.
+# Composite operators whose parts save nothing but operands and the result.
 _KEEPING_NOTHING = frozenset({"contiguous", "flatten", "log_softmax", "reshape", "softmax", "to"})
 _KEEPING_NOTHING |= {"size", "stride", "storage_offset"}
 
 
 def _memory(tensor: Tensor) -> int:
-    """0 for what has none of its own: a value of one sample within a map."""
+    """Returns an identity of the tensor's storage; 0 for a value within a map, which has no storage of its
+    own."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return 0
     return int(tensor.untyped_storage()._cdata)

@@ -1,8 +1,8 @@
-"""What the author's code asks of open sizes, and for which batches the answers are the same.
+"""Conditions on open sizes in the author's code, and the batches that have the same answers.
 
 if x.shape[0] > 1:                      torch takes an open size for two or more, and answers by itself
 if x.shape[0] * x.shape[1] <= 100:      it cannot solve this for the batch where 100 is no multiple
-x.chunk(math.ceil(x.shape[0] / 128))    nor this
+x.chunk(math.ceil(x.shape[0] / 128))    it cannot solve this either
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ _LARGEST = 2**32
 
 @dataclass(slots=True)
 class SizeAnswers:
-    """Conditions on sizes, and how each came out in the last trace; numbers that were made of sizes; and all
-    that torch has noted of them. A thing of its own, as `record` is."""
+    """What the last trace asked of sizes, as expressions of symbols."""
 
-    given: list[tuple[Any, bool]] = field(default_factory=list)
-    numbers: list[tuple[Any, int]] = field(default_factory=list)
-    guards: list[Any] = field(default_factory=list)
+    given: list[tuple[Any, bool]] = field(
+        default_factory=list
+    )  # the author's conditions, with their outcomes
+    numbers: list[tuple[Any, int]] = field(default_factory=list)  # numbers made of sizes, with their values
+    guards: list[Any] = field(default_factory=list)  # all guards of torch
 
 
 @contextmanager
 def record_size_answers(answers: SizeAnswers) -> Iterator[None]:
-    """While it lasts, conditions on open sizes that the author's code asks for are added to `answers`, and
-    all numbers that are made of open sizes."""
+    """Adds to `answers` each condition on open sizes in the author's code, and each number made of open
+    sizes."""
     kind: Any = torch.SymBool
     number_kind: Any = SymNode
     plain, plain_number = kind.__bool__, number_kind.guard_int
@@ -65,8 +66,11 @@ def record_size_answers(answers: SizeAnswers) -> Iterator[None]:
 
 
 def largest_batch_answered_alike(answers: SizeAnswers, batch_size: int) -> int | None:
-    """The largest batch up to which conditions on one size, and numbers that are made of one, come out as
-    they did, at least `batch_size`; None where they do for all."""
+    """Returns the largest batch size up to which all answers are the same; None if there is no limit.
+
+    These are the conditions on a single size and the numbers that are made of a single size. The result is
+    at least `batch_size`.
+    """
     given = [*answers.given, *answers.numbers]
     known = [(asked, answer) for asked, answer in given if len(asked.free_symbols) == 1]
 
