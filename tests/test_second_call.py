@@ -17,7 +17,7 @@ import pd2bw_fx
 from pd2bw_fx.errors import TraceError, VerificationError
 from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.passes.trace.checks.extreme_random import extreme_numbers
-from pd2bw_fx.passes.trace.checks.second_call import _is_alike
+from pd2bw_fx.passes.trace.checks.second_call import _is_same_result
 
 DRAWN: dict[str, Callable[[], float]] = {
     "random": random.random,
@@ -436,6 +436,6 @@ def test_calls_are_compared_by_the_largest_entry() -> None:
     """Sums in another order differ by roundings of what was added up, however little comes out."""
     first = torch.tensor([1.0, 1e-4, torch.nan, torch.inf])
 
-    assert _is_alike(first, first + torch.tensor([0.0, 1e-7, 0.0, 0.0]))
-    assert not _is_alike(first, first + torch.tensor([0.0, 1e-5, 0.0, 0.0]))
-    assert not _is_alike(torch.tensor([1, 2]), torch.tensor([1, 3]))
+    assert _is_same_result(first, first + torch.tensor([0.0, 1e-7, 0.0, 0.0]))
+    assert not _is_same_result(first, first + torch.tensor([0.0, 1e-5, 0.0, 0.0]))
+    assert not _is_same_result(torch.tensor([1, 2]), torch.tensor([1, 3]))

@@ -1,4 +1,4 @@
-"""Why no front end could trace a model, and what to try, in the words of an error."""
+"""The error where no front end could trace a model: why, and what to try."""
 
 from __future__ import annotations
 
@@ -46,10 +46,13 @@ def may_be_allowed(attempt: tuple[str, Exception]) -> bool:
 def cannot_be_traced(
     program: Program, attempts: _Attempts, findings: Sequence[str], tracer: str
 ) -> TraceError:
-    """`findings`: the lines of the model that are known to stop a trace; `tracer`: what was asked for."""
+    """Returns the error for a model that no front end could trace.
+
+    `findings` are the lines of the model that are known to stop a trace; `tracer` is what the user asked for.
+    """
     lines = [f"{type(program.model).__name__} cannot be traced."]
     lines += [f"  {Attempt(name, one_line(error))}" for name, error in attempts]
-    # What asks for conditions as the example has them gets furthest.
+    # The front end that assumes conditions gets furthest.
     furthest = sorted(attempts, key=lambda attempt: attempt[0] != "export-as-example")
     places = [place for place in (source_line(error) for _, error in furthest) if place]
     if places:
@@ -73,8 +76,10 @@ def _advice(program: Program, attempts: _Attempts, tracer: str) -> str:
 
 
 def _of_conditions(attempts: _Attempts, tracer: str) -> str:
-    """Not the front end that has failed: asked for or not, it takes the example's way through all that it
-    sees asked."""
+    """Returns advice on conditions, without a front end that has failed.
+
+    `export-as-example`, asked for or not, takes the example's branch at every condition that it sees.
+    """
     if any(map(may_be_allowed, attempts)):
         return _AS_EXAMPLE
     if any(name == "export-as-example" for name, _ in attempts):

@@ -1,4 +1,4 @@
-"""What torch.export's draft mode says of a model that export could not carry: each line, and why."""
+"""The lines of a model that stop torch.export, and why, as torch's draft mode finds them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _MOST = 3
 
 
 def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
-    """The first few lines that stop a trace, each with its cause; nothing where the draft fails as well.
+    """Returns the first few lines that stop a trace, each with its cause; nothing where the draft fails too.
 
-    The draft runs the model on the example inputs; buffers and random generators are as before afterwards.
+    The draft runs the model on the example inputs. Buffers and random generators are restored afterwards.
     """
     tensors = [*program.parameters(), *program.buffers(), *program.flat.tensors]
     if batch_size is None or any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
@@ -54,7 +54,7 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
         ):
             warnings.simplefilter("ignore")
             draft = draft_export(program, program.flat.tensors, strict=False, dynamic_shapes=shapes)
-    except Exception:  # a diagnosis is extra: the front ends' own reasons stand without it
+    except Exception:  # a diagnosis is optional: users still get the front ends' own reasons
         return ()
     report: Any = getattr(draft, "_report", None)
     found = () if report is None else dict.fromkeys(_said(report, batch_size))
@@ -63,8 +63,10 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Without the draft's own report, made from what torch logs, which must go on being logged, and without
-    the program that it prints where it fails."""
+    """Hides the draft's own report, and the program that it prints where it fails.
+
+    The report is made from what torch logs, so that logging itself must stay on.
+    """
     names = ("torch.fx.experimental.symbolic_shapes", "torch.export._draft_export")
     loggers = [logging.getLogger(name) for name in names]
     try:
@@ -82,7 +84,7 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 def _said(report: Any, batch_size: int) -> Iterator[str]:
-    # The report knows the files that it heard of first; torch numbers each once in a process.
+    # The report names only the files that it met first: torch numbers each file once in a process.
     files = {number: name for name, number in INTERN_TABLE.items()} | report.str_to_filename
     for failure in report.failures:
         kind, data = failure.failure_type.name, failure.data
@@ -99,13 +101,13 @@ def _said(report: Any, batch_size: int) -> Iterator[str]:
 
 
 def _is_the_drafts(data: Mapping[str, Any], files: Mapping[int, str]) -> bool:
-    """Whether it was asked where a draft compares an operator's fake results with real ones."""
+    """Whether the draft itself asked, where it compares an operator's fake results with real ones."""
     names = (files.get(frame["filename"], "") for frame in data.get("stack", ()))
     return any(Path(name).parts[-2:] == ("_subclasses", "fake_utils.py") for name in names)
 
 
 def _line(stack: list[Mapping[str, Any]], files: Mapping[int, str]) -> tuple[str, str] | None:
-    """The innermost line of the model's on the stack: its place, and its text."""
+    """Returns the place and text of the innermost line of the model on the stack."""
     for frame in reversed(stack):
         name = files.get(frame["filename"])
         folders = set() if name is None else {*Path(name).resolve().parents}

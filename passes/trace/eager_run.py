@@ -1,4 +1,4 @@
-"""Why a front end failed, in one line, and whether the model runs at all."""
+"""Runs of the model as it is: whether it accepts the example inputs, and what conditions it meets."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .source_lines import one_line, source_line
 
 
 def require_eager_run(program: Program) -> None:
-    """Runs the model once as it is; InputError with its own words if it does not accept the example inputs.
+    """Runs the model once as it is; raises InputError with its own error if it refuses the example inputs.
 
-    Buffers and random generators are as before afterwards. Weights that hold no data are not run.
+    Buffers and random generators are restored afterwards. A model whose weights hold no data is not run.
     """
     if not holds_data(program):
         return
@@ -52,9 +52,9 @@ def blaming_the_model(
     inputs: str = _EXAMPLE,
     advice: str = _ACCEPTED,
 ) -> Iterator[None]:
-    """What runs the traced program in here may raise only where the model itself does not: else InputError.
+    """Raises InputError in place of an error of the traced program, where the model itself raises one too.
 
-    torch.export lets through what shapes allow, such as integers where weights are floats.
+    torch.export accepts whatever shapes allow, such as integers where weights are floats.
     """
     try:
         yield
@@ -87,7 +87,7 @@ def _own_words(
 
 
 def conditions_of(program: Program) -> Conditions:
-    """What the model asks of the values of tensors on the example inputs; nothing where it cannot be run."""
+    """Returns the conditions on values that the model meets on the example inputs; none if it has no data."""
     conditions = Conditions()
     if holds_data(program):
         with conditions.recorded():
@@ -107,9 +107,9 @@ def _run(program: Program) -> None:
 
 @contextmanager
 def state_kept(module: nn.Module) -> Iterator[list[str]]:
-    """Parameters, buffers, tensors that are plain attributes and random generators come out as they went in.
+    """Restores parameters, buffers, tensors in plain attributes and random generators afterwards.
 
-    The list has the names of those that were written, once the block has ended.
+    Yields a list that has the names of the tensors that were written, once the block has ended.
     """
     tensors = {
         name: tensor
@@ -139,9 +139,10 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def require_nothing_written(names: list[str], *, how: str = "through .data") -> None:
-    """What runs while torch.fx traces is not in its graph: `target.data.mul_(0.9)` is done once, and lost.
+    """Raises TraceError with the first of these names of tensors, if there is one.
 
-    Raises TraceError with the first of these names.
+    Writes through `.data` run while torch.fx traces and are not in its graph: `target.data.mul_(0.9)` would
+    be done once, and lost.
     """
     if names:
         raise TraceError(

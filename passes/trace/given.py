@@ -21,7 +21,8 @@ from .vmap_regions import has_transforms
 
 
 def accept_exported(program: ExportedProgram) -> Traced:
-    """Its own example inputs serve as examples; its first dynamic dimension 0 is the batch."""
+    """Accepts the user's program: its own example inputs serve as such, its first dynamic dimension 0 is the
+    batch."""
     if has_transforms(program.graph_module):
         raise TraceError(
             "the ExportedProgram maps or differentiates by torch.func (torch.vmap, torch.func.grad), which "
@@ -101,7 +102,7 @@ def accept_graph_module(
 
 
 def _without_guards(module: fx.GraphModule) -> fx.GraphModule:
-    """`ExportedProgram.module()` calls what checks the sizes of its inputs and computes nothing."""
+    """Returns the module without the call that checks input sizes, which `ExportedProgram.module()` adds."""
     guards = module.graph.find_nodes(op="call_module", target="_guards_fn")
     if not guards:
         return module
@@ -120,7 +121,7 @@ def _caller(
     names: tuple[str, ...],
     names_out: tuple[str, ...],
 ) -> Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Runs the program's module on tensors by name, in the places of the example's tensors."""
+    """Returns a function that runs the module on tensors by name, in the places of the example's tensors."""
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
 
     def call(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -138,7 +139,8 @@ def _fake(value: Any) -> Any:
 
 
 def _names(output: Any) -> tuple[tuple[str, ...], str | None]:
-    """In the program's own order, so that a tuple's loss is its first element or none."""
+    """Returns the output names and the loss's name, in the program's order: a tuple's loss can only be
+    first."""
     named = named_outputs(output, has_loss=True, place=0 if loss_place(output) == 0 else None)
     names: list[str] = []
     for name, _ in named:

@@ -20,9 +20,9 @@ from pd2bw_fx.names import free_name, name_of_path
 
 @dataclass(frozen=True, slots=True)
 class FlatArguments:
-    """A call of the model with its tensors set aside: `rebuild` puts the same number of tensors back.
+    """A call of the model, with its tensors taken out: `rebuild` puts the same number of tensors back.
 
-    Everything that is no tensor is a constant of the trace.
+    Everything that is not a tensor is a constant of the trace.
     """
 
     names: tuple[str, ...]
@@ -31,14 +31,15 @@ class FlatArguments:
     spec: pytree.TreeSpec
 
     def batched(self, batch_size: int) -> frozenset[str]:
-        """The inputs whose dimension 0 is the batch."""
+        """Returns the inputs whose dimension 0 is the batch."""
         pairs = zip(self.names, self.tensors, strict=True)
         return frozenset(name for name, t in pairs if t.dim() > 0 and t.shape[0] == batch_size)
 
     def lengths(self, batch_size: int) -> dict[str, str]:
-        """By batched input of whole numbers (batch, length): what its length is called.
+        """Returns names for the lengths of inputs of whole numbers (batch, length), by input.
 
-        Tokens, their labels and masks; inputs of one length have one name. A length of 1 is a column.
+        These are tokens, their labels and masks. Inputs of the same length share a name. A length of 1 is not
+        a sequence but a column.
         """
         found: dict[int, str] = {}
         named: dict[str, str] = {}
@@ -69,11 +70,11 @@ class _Slot:
 
 
 def find_example_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """What the model itself offers: its `example_inputs()`, or a Hugging Face model's `dummy_inputs`, on the
-    GPU where all of the model is.
+    """Returns the model's own `example_inputs()`, or a Hugging Face model's `dummy_inputs`; None if it has
+    none.
 
-    None where it offers nothing. A language model's dummy tokens serve as its labels too, for without
-    labels it would have no loss to train on.
+    They are moved to the GPU if all of the model is there. A language model's dummy tokens serve as its
+    labels too, since without labels it would have no loss to train on.
     """
     offered = _offered(model)
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
@@ -109,10 +110,11 @@ def _offered(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
 
 
 def without_cache(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The keyword arguments with `use_cache=False`, where a model in training takes it and is not told.
+    """Returns the keyword arguments with `use_cache=False`; None if that is not for the caller to add.
 
-    Hugging Face models else keep keys and values for generating; of a sliding window they keep the last ones,
-    by slices that allow only some lengths.
+    A model in training gets it where it takes the argument and the call does not give it. Hugging Face models
+    would otherwise keep keys and values for generating. For a sliding window they keep the last ones, by
+    slices that allow only some lengths.
     """
     accepted = list(forward_signature(model).parameters)
     if not model.training or "use_cache" not in accepted or "use_cache" in kwargs:
@@ -133,10 +135,10 @@ def _as_call(offered: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def flatten_arguments(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any = None
 ) -> FlatArguments:
-    """The call's tensors in the order of the forward's signature, then the targets' ones.
+    """Flattens a call: its tensors in the order of the forward's signature, then those of the targets.
 
-    A tensor nested in an argument is named by the path to it: `batch_pixels`, `state_0`. Tensors are copied:
-    a model may write into its inputs, and a tracer would take two that share memory for one.
+    A tensor nested in an argument is named by the path to it: `batch_pixels`, `state_0`. Tensors are copied,
+    since a model may write to its inputs, and a tracer would take two that share memory for one.
     """
     if not isinstance(args, (tuple, list)):
         by_name = " or, where it holds the forward's arguments by name, example_kwargs=x"
@@ -183,7 +185,7 @@ def _require_plain(path: str, leaf: Any) -> None:
 
 
 def arguments_without_examples(model: nn.Module, *, has_targets: bool) -> FlatArguments:
-    """One tensor for each argument that the forward cannot do without; the others have their defaults."""
+    """Returns a call with a tensor for each argument that has no default."""
     signature = forward_signature(model)
     variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in variable]
@@ -197,7 +199,8 @@ def arguments_without_examples(model: nn.Module, *, has_targets: bool) -> FlatAr
 
 
 def common_batch_size(flat: FlatArguments) -> int:
-    """The size of dimension 0 that most of the tensors share; the first one's, where none is shared."""
+    """Returns the size of dimension 0 that most of the tensors share, or the first tensor's if none share
+    one."""
     sizes = Counter(tensor.shape[0] for tensor in flat.tensors if tensor.dim() > 0)
     if not sizes:
         raise InputError(

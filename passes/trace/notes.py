@@ -1,4 +1,4 @@
-"""What a trace says of itself: what is otherwise in the stages than a reader of the model would think."""
+"""Notes on a trace: where the stages differ from what a reader of the model would expect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .program import Program
 
 
 def notes_of(program: Program, batch_size: int | None) -> list[str]:
-    """What whoever trains the stages should know of the program that was traced."""
+    """Returns what users should know of the traced program before they train the stages."""
     flat = program.flat
     notes = [f"{what} is no tensor and was left out of the outputs" for what in program.record.left_out]
     notes += [
@@ -42,7 +42,7 @@ def notes_of(program: Program, batch_size: int | None) -> list[str]:
             "traced as the model runs where torch.compiler.is_compiling() is false: where it is true, the "
             "model fails"
         )
-    is_compiled = "_orig_mod" in program.model._modules  # to import the class takes a second
+    is_compiled = "_orig_mod" in program.model._modules  # the class takes a second to import
     if is_compiled or isinstance(program.model, WRAPPERS):
         inner = "_orig_mod" if is_compiled else "module"
         notes.append(
@@ -98,7 +98,7 @@ def note_on_operator(name: str) -> str:
 
 
 def _said_of(changes: Sequence[Change]) -> list[str]:
-    """Of modules within one another that change their mode the outermost alone is named."""
+    """Returns notes on changed attributes; of nested modules that change their mode, only the outermost."""
     turned = [f"{change.path}." for change in changes if change.attribute == "training" and change.path]
     said = []
     for change in changes:

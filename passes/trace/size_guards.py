@@ -1,9 +1,9 @@
-"""Of which batch sizes a trace's own questions about sizes have the example's answers.
+"""The batch sizes that a trace's guards hold for.
 
 bs = x.shape[0] // 2                    torch notes `s // 2 <= s`, which holds for every size, `s // 2 != 1`,
-chosen, rejected = x[:bs], x[bs:]       which does from 4 on, and `s // 2 == s - s // 2`, of even sizes
+chosen, rejected = x[:bs], x[bs:]       which holds from 4 on, and `s // 2 == s - s // 2`, for even sizes
 
-torch.export solves none of these for a batch that has a name, and would fix it.
+torch.export does not solve these for a named batch dimension, and would fix the batch size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pd2bw_fx.size_range import SizeRange
 
-_LONGEST_PERIOD = 32  # of the answers, from one size to the next
+_LONGEST_PERIOD = 32  # of the sizes after which answers repeat
 _SMALL = 64
 _LARGE = tuple(2**power for power in range(7, 33))
 _SIDES = {sympy.Eq: (0,), sympy.Le: (-1, 0), sympy.Lt: (-1,), sympy.Ge: (0, 1), sympy.Gt: (1,)}
@@ -26,7 +26,7 @@ _SIDES = {sympy.Eq: (0,), sympy.Le: (-1, 0), sympy.Lt: (-1,), sympy.Ge: (0, 1), 
 
 @contextmanager
 def record_guards(guards: list[Any]) -> Iterator[None]:
-    """While it lasts, what a trace has asked of sizes is added to `guards`, before torch solves for them."""
+    """Adds the guards of each trace to `guards`, before torch solves for them."""
 
     def noted(shape_env: Any) -> None:
         guards.extend(guard.expr for guard in shape_env.guards)
@@ -37,7 +37,7 @@ def record_guards(guards: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def drop_guards_that_hold(sizes: SizeRange) -> Iterator[None]:
-    """While it lasts, torch does not solve for what holds for all of these sizes."""
+    """Drops guards that hold for all of these sizes before torch solves for them."""
 
     def dropped(shape_env: Any) -> None:
         shape_env.guards = [guard for guard in shape_env.guards if not _hold([guard.expr], sizes)]
@@ -63,8 +63,10 @@ def _before_guards_are_solved(done: Callable[[Any], None]) -> Iterator[None]:
 
 
 def sizes_where_all_hold(guards: Sequence[Any], batch_size: int) -> SizeRange | None:
-    """All sizes from some on, or all multiples of a divisor of the batch's; None where no such ones are
-    found. `guards` are of the batch size alone."""
+    """Returns all sizes from a smallest one on, or all such multiples of a divisor of the batch size.
+
+    `guards` are on the batch size alone. None where no such sizes are found.
+    """
     period = _period(guards)
     if not guards or period is None:
         return None
@@ -80,8 +82,10 @@ def sizes_where_all_hold(guards: Sequence[Any], batch_size: int) -> SizeRange | 
 
 
 def is_for_many_sizes(text: str, batch_size: int) -> bool:
-    """Whether a guard as torch prints it, `Ne((s77//2), 1)`, has the example's answer for many other sizes:
-    by itself it does not fix the batch's."""
+    """Whether a guard as torch prints it, `Ne((s77//2), 1)`, holds for many other sizes.
+
+    Such a guard does not fix the batch size by itself.
+    """
     try:
         guard = sympy.sympify(text)
         if isinstance(guard, sympy.Eq) and len(guard.free_symbols) == 2 and guard.lhs.is_Symbol:
@@ -92,11 +96,11 @@ def is_for_many_sizes(text: str, batch_size: int) -> bool:
 
 
 def _hold(guards: Iterable[Any], sizes: SizeRange) -> bool:
-    """Whether they do for all of `sizes`, which have no end.
+    """Whether the guards hold for all of `sizes`, which have no upper end.
 
-    Each is a comparison of sums, products, quotients and remainders: far from the smallest sizes it repeats
-    itself, period by period, or goes on as it is. An inequality may fail at a single size, so no side of it
-    may be the larger one at first and the smaller one later.
+    Each is a comparison of sums, products, quotients and remainders. Beyond the smallest sizes its outcome
+    repeats, period by period, or stays. An inequality may fail at a single size, so no side of it may be the
+    larger one for some sizes and the smaller one for others.
     """
     guards = list(guards)
     period = _period(guards)
@@ -130,7 +134,7 @@ def _right(guard: Any) -> set[int]:
 
 
 def _side(guard: Any, size: int) -> int | None:
-    """Whether the left side is smaller (-1), as large (0) or larger (1) for this size."""
+    """Returns whether the left side is smaller (-1), equal (0) or larger (1) for this size."""
     found = (guard.lhs - guard.rhs).xreplace(dict.fromkeys(guard.free_symbols, sympy.Integer(size)))
     if not found.is_number or not found.is_real:
         return None
@@ -138,8 +142,10 @@ def _side(guard: Any, size: int) -> int | None:
 
 
 def _period(guards: Iterable[Any]) -> int | None:
-    """The sizes from one to the next that what is divided has the same remainder for; None where that is
-    too long, or where it is not known how these guards go on."""
+    """Returns after how many sizes the remainders in the guards repeat.
+
+    None where that is too many, or where nothing is known about how these guards go on.
+    """
     period = 1
     for guard in guards:
         if type(guard) not in (*_SIDES, sympy.Ne) or len(guard.free_symbols) != 1 or guard.atoms(sympy.Float):

@@ -19,17 +19,18 @@ _CONDITION = re.compile(r"\b(if|while|assert|and|or|not)\b")
 _ASSIGNMENT = re.compile(r"\s*(\w+)\s*=[^=]")
 _DRAWS = re.compile(r"\b(rand|randn|randint|random|uniform_?|bernoulli_?)\b")
 _LINES_BEFORE = 8
-# For who works on torch: its own switches, and a line of its own or of ours where it came upon something.
+# Advice for developers of torch: its own switches, and the line of torch or of this package that met the
+# error.
 _OF_TRACERS = re.compile(
     r" (For more information, run with TORCH_LOGS=\S+"
-    r"|Caused by: \([^)]*\)"  # told as the place, whole
+    r"|Caused by: \([^)]*\)"  # our own message has the place, in full
     r"|consider using data-dependent friendly APIs such as \w+, \w+ and \w+\.|Suggested fixes:$)"
 )
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in [^\n]*\n([^\n]*)')
 
 
 def one_line(error: BaseException) -> str:
-    """The first lines of an error that say something, without torch's advice on its own settings."""
+    """Returns the first lines of an error that say something, without torch's advice on its own settings."""
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines if line]
     text = _OF_TRACERS.sub("", " ".join(lines[:3])) or type(error).__name__
@@ -38,7 +39,7 @@ def one_line(error: BaseException) -> str:
 
 
 def source_line(error: BaseException) -> str | None:
-    """The innermost line of the model author's code that the error came through, with its text."""
+    """Returns the innermost line of the model author's code that the error came through, with its text."""
     own = _authors_place(error)
     if own is None:
         return None
@@ -48,9 +49,9 @@ def source_line(error: BaseException) -> str | None:
 
 
 def chooses_at_random(error: BaseException) -> bool:
-    """Whether a random number decides in Python where the error came through.
+    """Whether the error came from a Python condition on a random number.
 
-    It is drawn in the condition, or in one of the lines before, and comes into the condition by name.
+    The number is drawn in the condition, or in one of the lines before, whose names the condition uses.
     """
     own = _authors_place(error)
     if own is None:
@@ -78,7 +79,7 @@ def _authors_place(error: BaseException) -> tuple[str, int] | None:
 
 
 def met_packed_sequences(error: BaseException) -> bool:
-    """Whether one was at hand where the error came through."""
+    """Whether a function that the error came through has a packed sequence among its variables."""
     return any(
         isinstance(value, PackedSequence)
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -87,7 +88,7 @@ def met_packed_sequences(error: BaseException) -> bool:
 
 
 def line_of(node: fx.Node) -> str:
-    """The innermost line of the model author's code that a traced node comes from, with its text."""
+    """Returns the innermost line of the model author's code that a traced node comes from, with its text."""
     own = "a line that torch has not kept"
     for file, number, text in _FRAME.findall(node.meta.get("stack_trace") or ""):
         if is_the_authors(file) and file.endswith(".py"):
@@ -97,6 +98,6 @@ def line_of(node: fx.Node) -> str:
 
 @functools.cache
 def is_the_authors(file: str) -> bool:
-    """Whether code of that file is the model's, and not torch's or what traces it."""
+    """Whether the file has code of the model, and not of torch or of this pass."""
     parents = Path(file).resolve().parents
     return _TORCH not in parents and _PACKAGE not in parents

@@ -30,7 +30,7 @@ from .patches.parameters_elsewhere import ParametersReadInstead
 from .program import MODEL_PREFIX, Program
 from .source_lines import is_the_authors
 
-# These are numbers of the program, as the sizes of layers are.
+# What a forward reads of a buffer's form becomes a constant of the program, as the sizes of layers are.
 _OF_A_BUFFERS_FORM = frozenset(("shape", "ndim", "size", "dim", "numel", "dtype", "device"))
 
 _NO_NUMBER = (
@@ -40,7 +40,7 @@ _NO_NUMBER = (
 
 
 class _Proxy(fx.Proxy):
-    """Takes no assignment: torch.fx would forget `self.weight.data = ..` without a word."""
+    """Refuses assignments: torch.fx would silently lose `self.weight.data = ..`."""
 
     tracer: _Tracer
 
@@ -65,7 +65,7 @@ class _Proxy(fx.Proxy):
 
 
 class _Attribute(fx.proxy.Attribute):
-    """Its node is made when it is first used, maybe in another module; it belongs where it was read."""
+    """Has its node belong to the module where it was read: the node is made only when it is first used."""
 
     def __init__(self, root: fx.Proxy, attr: str) -> None:
         super().__init__(root, attr)
@@ -89,7 +89,7 @@ class _Tracer(fx.Tracer):
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.record_stack_traces = True
-        self.proxy_buffer_attributes = True  # what is read of a buffer as a number would stay as it is now
+        self.proxy_buffer_attributes = True  # else numbers read from a buffer would be constants
         self.input_names = program.flat.names
         self.parameter_names = {id(parameter): name for name, parameter in program.named_parameters()}
         self.modes = {module: module.training for module in program.modules()}
@@ -99,7 +99,7 @@ class _Tracer(fx.Tracer):
             return super().trace(root, concrete_args)
 
     def of_parameter(self, tensor: torch.Tensor) -> Any:
-        """What its module gives for a parameter that the forward has from elsewhere."""
+        """Returns the proxy of its module for a parameter that the forward has from elsewhere."""
         name = self.parameter_names.get(id(tensor))
         return tensor if name is None else self.create_proxy("get_attr", name, (), {})
 
@@ -121,7 +121,7 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """What buffers decide is asked of the buffers: `_asserted` has the answers asserted."""
+        """Decides conditions on buffers by the buffers' values; `_asserted` has the answers asserted."""
         try:
             return bool(self._value_in_buffers(obj.node))
         except _InNoBufferError:
@@ -135,7 +135,7 @@ class _Tracer(fx.Tracer):
         if node.op != "get_attr":
             return None
         buffer = dict(self.root.named_buffers(remove_duplicate=False)).get(str(node.target))
-        return None if isinstance(buffer, fx.Proxy) else buffer  # one that the forward has assigned
+        return None if isinstance(buffer, fx.Proxy) else buffer  # a buffer that the forward has assigned
 
     def _value_in_buffers(self, node: Any) -> Any:
         if not isinstance(node, fx.Node):
@@ -157,8 +157,8 @@ class _Tracer(fx.Tracer):
         return StackSummary.from_list(frame for frame in frames if is_the_authors(frame.filename))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        # A layer that holds submodules which it calls itself (Sequential, TransformerEncoder) is opened, and
-        # so is one that is the model.
+        # A layer is traced into if it calls submodules of its own (Sequential, TransformerEncoder) or is the
+        # whole model.
         is_layer = super().is_leaf_module(m, module_qualified_name) and not isinstance(m, fx.GraphModule)
         return is_layer and m is not self.root.model
 
@@ -166,7 +166,7 @@ class _Tracer(fx.Tracer):
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if isinstance(m, nn.Sequential) and all(m is not module for module in self.root.modules()):
-            return forward(*args, **kwargs)  # a part of one, `layers[1:3]`, is no module of the model's
+            return forward(*args, **kwargs)  # a slice, `layers[1:3]`, is not a module of the model
         if isinstance(m, LAYERS_WITH_MODES) and self.modes.get(m, m.training) != m.training:
             raise ValueError(
                 f"torch.fx keeps the layer {self.path_of_module(m).removeprefix(MODEL_PREFIX)} whole, which "
@@ -176,18 +176,19 @@ class _Tracer(fx.Tracer):
 
 
 class _InNoBufferError(Exception):
-    """A value that follows from something else than buffers, as they are before the forward."""
+    """A value depends on something else than the buffers as they are before the forward."""
 
 
 class _Uncompiled(fx.GraphModule):
-    """Names in it may be a hostile hand's, and torch.fx would paste them unescaped into code that it runs."""
+    """Compiles no code: its names may come from an attacker, and torch.fx would paste them in unescaped."""
 
     def recompile(self) -> Any:
         return None
 
 
 class _RefuseDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What depends on no input is computed while tracing: a random number would stay the same."""
+    """Refuses random numbers that depend on no input: they are drawn while tracing, and would be
+    constants."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -200,7 +201,8 @@ class _RefuseDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _refuse_custom_backwards() -> Iterator[None]:
-    """torch.fx sees the operators of a custom autograd function's forward, and would lose its backward."""
+    """Refuses custom autograd functions: torch.fx sees the operators of their forward, and loses the
+    backward."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(arg, fx.Proxy) for arg in args):
@@ -234,7 +236,7 @@ def trace_symbolically(program: Program) -> fx.GraphModule:
 
 
 def writes_in_place(graph: fx.Graph) -> bool:
-    """By the names of its operators: what was asked of a tensor while tracing may not be what it holds."""
+    """Whether an operator may write in place, by its name: answers of the trace may then be out of date."""
     return any(map(_may_write, graph.nodes))
 
 
@@ -244,7 +246,7 @@ def _may_write(node: fx.Node) -> bool:
 
 
 def _text(root: nn.Module, graph: fx.Graph) -> list[tuple[str, ...]]:
-    """Whatever torch.fx calls the nodes, and the tensors that it computed while tracing."""
+    """Returns the nodes in a form to be compared, whatever names torch.fx gave to nodes and constants."""
     number = {node: f"%{at}" for at, node in enumerate(graph.nodes)}
     return [
         (
@@ -261,7 +263,7 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _write_plainly(node: fx.Node) -> None:
-    """Python's operators as functions, and named parts of a result, `x.max(-1).values`, by their place."""
+    """Rewrites Python's operators as functions, and named results (`x.max(-1).values`) as indexing."""
     if node.op == "call_method" and str(node.target).startswith("__"):  # table[x], of a buffer
         function = getattr(operator, str(node.target), None)
         if function is not None:

@@ -1,7 +1,7 @@
-"""What `torch.vmap` maps over becomes the operators on whole batches that it stands for.
+"""Regions of an exported program that `torch.vmap` maps, rewritten as operators on whole batches.
 
-torch.export leaves a mapped function as its author wrote it, between two calls that change what every
-operator in between means. No stage could begin or end there, and nobody could read it.
+torch.export leaves a mapped function as its author wrote it, between two calls that change the meaning of
+every operator in between. No stage could begin or end there, and nobody could read it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 _OF_TRANSFORMS = "torch._functorch.predispatch"
 _IDLE = "lazy_load_decompositions"
 _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
-# The same values and gradients, in words that people write.
+# Operators with the same values and gradients, by the names that people use.
 _PLAIN = MappingProxyType(
     {
         torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default,
@@ -45,7 +45,7 @@ def has_transforms(module: fx.GraphModule) -> bool:
 
 
 def _parts_with_transforms(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """The graph itself and those of its `with` blocks, where they call a transform of torch.func."""
+    """Yields the module and those of its `with` blocks that call a transform of torch.func."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule) and any(_transform(node) for node in part.graph.nodes):
             yield part
@@ -75,14 +75,16 @@ def _transform(node: fx.Node) -> str:
 def _write_out(module: fx.GraphModule, region: Sequence[fx.Node]) -> None:
     inside = set(region)
     outside = [node for user in region for node in user.all_input_nodes if node not in inside]
-    read = [node for node in dict.fromkeys(outside) if node.op != "get_attr"]  # else the body of a `with`
+    read = [
+        node for node in dict.fromkeys(outside) if node.op != "get_attr"
+    ]  # get_attr: the body of a `with`
     results = [node for node in region if not node.users.keys() <= inside]
     body = fx.Graph()
     copies = {node: body.placeholder(node.name) for node in read}
     for node in (*(node for node in dict.fromkeys(outside) if node.op == "get_attr"), *region):
         copies[node] = body.node_copy(node, copies.__getitem__)
     body.output([copies[node] for node in results])
-    # A layer that is mapped is another function than the layer: its operators belong to who maps it.
+    # A mapped layer is not the layer's own function: its operators belong to the module that maps it.
     place = {key: region[0].meta[key] for key in ("nn_module_stack",) if key in region[0].meta}
     place["of_map"] = True
     written = _traced(fx.GraphModule(module, body), [node.meta["val"] for node in read], place)
@@ -100,16 +102,18 @@ def _write_out(module: fx.GraphModule, region: Sequence[fx.Node]) -> None:
 
 
 def in_plain_words(node: fx.Node) -> fx.Node:
-    """The same node; what torch runs for an operator is called as the operator."""
+    """Renames the node's operator, where torch has run an internal one, to the one that people use."""
     plain = _PLAIN.get(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
-    if plain is not None and not any(argument is True for argument in node.args):  # of a softmax: to float32
+    if plain is not None and not any(
+        argument is True for argument in node.args
+    ):  # a softmax that converts to float32
         node.target = plain
         node.args = tuple(argument for argument in node.args if argument is not False)
     return node
 
 
 def _traced(module: fx.GraphModule, values: Sequence[Any], place: dict[str, Any]) -> fx.Graph:
-    """What runs below the map; each operator has the source line of the one that it comes from."""
+    """Traces what runs below the map; each operator has the source line of the one that it comes from."""
 
     def run(*operands: Any) -> Any:
         return _Mapped(module, place).run(*operands)
@@ -123,7 +127,8 @@ def _traced(module: fx.GraphModule, values: Sequence[Any], place: dict[str, Any]
 
 @contextmanager
 def _transforms_ended() -> Iterator[None]:
-    """Where an operator raises between two calls of a transform, all of torch would stay inside of it."""
+    """Leaves the levels of transforms afterwards: an error between their two calls would leave torch in
+    one."""
     depth = _functorch.get_dynamic_layer_stack_depth()
     try:
         yield
@@ -132,7 +137,7 @@ def _transforms_ended() -> Iterator[None]:
 
 
 class _Mapped(fx.Interpreter):
-    """`place` is the meta data of each new node, beside its value and its source line."""
+    """Interprets a region; each new node gets the metadata `place`, beside its value and source line."""
 
     def __init__(self, module: fx.GraphModule, place: dict[str, Any]) -> None:
         super().__init__(module)

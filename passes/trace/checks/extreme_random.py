@@ -1,7 +1,7 @@
 """Python's and numpy's random numbers at their extremes.
 
-A forward that leaves a layer out with a small probability mostly goes the same way twice. With the least and
-the largest numbers that there are it does not.
+A forward that skips a layer with a small probability mostly takes the same branch twice. With the least and
+the largest random numbers it does not.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-_NUM_WORDS = 624  # of a Mersenne twister's state
-_NUM_EXTREME = 200  # two words a number; fewer than all, for samplers draw until a number pleases them
-_LEAST, _LARGEST = 0x00000040, 0x12DD9BB3  # words that are given out as 0x40 and as all bits
+_NUM_WORDS = 624  # the length of a Mersenne twister's state
+_NUM_EXTREME = 200  # two words a number; fewer than all, since rejection samplers draw until they accept one
+_LEAST, _LARGEST = 0x00000040, 0x12DD9BB3  # state words whose outputs are 0x40 and all bits set
 
 
 def calls_by_chance() -> list[AbstractContextManager[None]]:
-    """To be called in, one after another, and compared: the least numbers, the largest, and two of any."""
+    """Returns contexts for calls that are to be compared: least numbers, largest ones, and two other
+    seeds."""
     return [
         extreme_numbers(largest=False),
         extreme_numbers(largest=True),
@@ -31,7 +32,7 @@ def calls_by_chance() -> list[AbstractContextManager[None]]:
 def extreme_numbers(*, largest: bool) -> Iterator[None]:
     """Inside, the next hundred `random.random()` and `numpy.random.rand()` are almost 0, or almost 1.
 
-    Not 0, for a rate of 0 is never met, whether it is asked for by < or by <=. Both generators are as before
+    They are not 0, which would meet a rate of 0 in a comparison by `<=`. Both generators are restored
     afterwards.
     """
     others = random.Random(0)

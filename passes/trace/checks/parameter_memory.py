@@ -1,9 +1,6 @@
-"""Parameters that a forward has from elsewhere than their module: a list beside the layers, a partial, a
-library's own variables.
+"""Tensors in the memory of a parameter that are not the parameter itself.
 
-While it traces, torch has something else in a parameter's place in its module; whoever holds the parameter
-itself would put its values into the trace as a constant, which nothing trains. And a tensor that is none of
-the model's parameters but in the memory of one follows its training, which no stage could.
+In the model such a tensor follows the training of the parameter. No stage could reproduce that.
 """
 
 from __future__ import annotations
@@ -18,11 +15,12 @@ from torch.export import ExportedProgram
 from pd2bw_fx.errors import InputError, TraceError
 from pd2bw_fx.traced import Traced
 
-_Extent = tuple[int, int]  # the first address, and the one behind the last
+_Extent = tuple[int, int]  # the first address, and the one after the last
 
 
 def parameter_in_memory_of(tensors: Iterable[Any], model: nn.Module) -> str | None:
-    """The first trainable parameter that has memory in common with one of the tensors; it may be that one."""
+    """Returns the name of the first trainable parameter that shares memory with, or is, one of the
+    tensors."""
     trained = [
         (name, _extent(parameter)) for name, parameter in model.named_parameters() if parameter.requires_grad
     ]
@@ -35,7 +33,7 @@ def parameter_in_memory_of(tensors: Iterable[Any], model: nn.Module) -> str | No
 
 
 def require_memory_apart(traced: Traced) -> None:
-    """Raises InputError if a trace reads a trainable parameter and another tensor that is in its memory."""
+    """Raises InputError if a trace reads a trainable parameter and another tensor in its memory."""
     read, model = _read(traced), traced.model
     pair = _in_one_memory(
         (name, tensor)
@@ -52,9 +50,10 @@ def require_memory_apart(traced: Traced) -> None:
 
 
 def _in_one_memory(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """A trainable parameter and another tensor, the first that are not apart."""
+    """Returns the names of the first trainable parameter and other tensor that share memory, or None."""
     known = [(extent, name, t.requires_grad) for name, t in named if (extent := _extent(t)) is not None]
-    ends_last: dict[bool, tuple[_Extent, str]] = {}  # of the trained ones so far, and of the others
+    # By whether it is trained: the tensor so far that ends last.
+    ends_last: dict[bool, tuple[_Extent, str]] = {}
     for extent, name, is_trained in sorted(known):
         for trained in (True, False):
             if trained in ends_last and (trained or is_trained) and _overlap(ends_last[trained][0], extent):
@@ -66,7 +65,7 @@ def _in_one_memory(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | Non
 
 
 def _read(traced: Traced) -> set[int]:
-    """The parameters and buffers of which a trace reads something, by identity."""
+    """Returns the identities of the parameters and buffers that a trace reads."""
     program, model = traced.program, traced.model
     state = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     named = {f"{traced.prefix}{name}": tensor for name, tensor in state}
@@ -96,8 +95,8 @@ def _overlap(one: _Extent, other: _Extent) -> bool:
 
 
 def _extent(tensor: Any) -> _Extent | None:
-    """The addresses of its memory; None where it has none, or leaves gaps that another may be in."""
-    if type(tensor) not in (Tensor, nn.Parameter):  # a traced one, one of quantized parts
+    """Returns the addresses of a tensor's memory; None if it has none, or leaves gaps for other tensors."""
+    if type(tensor) not in (Tensor, nn.Parameter):  # a fake or quantized tensor, for example
         return None
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return None

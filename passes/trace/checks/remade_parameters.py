@@ -1,8 +1,8 @@
-"""Parameters that a forward makes anew, as codebooks and centres that follow an average are:
+"""Parameters that a forward makes anew, such as codebooks and centres that follow an average:
 
     self.centre = nn.Parameter(0.9 * self.centre + 0.1 * hidden.mean(0), requires_grad=False)
 
-Stages write such a value into the parameter that there is, which an optimizer holds and other stages may.
+Stages write the new value into the existing parameter, since an optimizer and other stages may hold it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .watch import leaves_of
 
 @dataclass(frozen=True, slots=True)
 class Remade:
-    """A parameter, and what the forward has put in its place."""
+    """A parameter, and the tensor that the forward has put in its place."""
 
     name: str
     before: torch.Tensor
@@ -29,8 +29,10 @@ class Remade:
 
 
 def require_values(remade: Remade, apart: Sequence[str]) -> None:
-    """Raises TraceError where these are no values for the parameter that there is; `apart` are other names of
-    it that have something else now."""
+    """Raises TraceError where the new value cannot be written into the existing parameter.
+
+    `apart` are other names of the parameter that no longer have the same tensor.
+    """
     name, old, new = remade.name, remade.before, remade.after
     if (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
         raise TraceError(
@@ -46,8 +48,10 @@ def require_values(remade: Remade, apart: Sequence[str]) -> None:
 
 
 def require_no_gradient(remade: Iterable[Remade], results: Iterable[Any]) -> None:
-    """Raises TraceError where a gradient flows to what was made anew, or to what it was: an optimizer goes on
-    with the one that it was made for, and the model with another."""
+    """Raises TraceError where a gradient flows to a remade parameter, new or old.
+
+    An optimizer would go on with the old parameter, and the model with the new one.
+    """
     leaves = {id(leaf) for leaf in leaves_of(results)} if remade else set()
     for parameter in remade:
         if id(parameter.before) in leaves or id(parameter.after) in leaves:
@@ -59,7 +63,7 @@ def require_no_gradient(remade: Iterable[Remade], results: Iterable[Any]) -> Non
 
 
 def copied(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The values as another tensor of the same kind: a parameter for a parameter."""
+    """Returns a copy of the values, of the same type as `tensor`: a parameter for a parameter."""
     copy = values.detach().to(tensor, copy=True)
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(copy, requires_grad=tensor.requires_grad) if is_parameter else copy

@@ -1,7 +1,7 @@
-"""Whether a second call of the forward is traced to the same program as the first, and that one if it is not.
+"""Whether a second call of the forward computes what the first does; if not, a later call is traced.
 
-Models keep what they have computed in attributes (tables of angles, masks): a trace of the first call would
-compute it in every call, or fail where a table that the trace has made is read by the next one.
+Models keep what they have computed in attributes (tables of angles, masks). A trace of the first call would
+compute it in every call, or fail where the next trace reads a table that the first has made.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from .extreme_random import calls_by_chance, random_numbers_kept
 from .tensor_attributes import set_on_a_tensor
 from .watch import Change, Watch
 
-# How far results of one computation are apart, relative to the largest entry.
+# How far two results of the same computation may be apart, relative to the largest entry.
 _ROUNDING = 1e-6
 _IN_ANY_ORDER = {torch.float32: 2e-5, torch.complex64: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-# By what every other entry of a weight is multiplied: also the sign, where that leaves a result.
+# Factors of the entries of a weight, by turns. The first pair changes signs too, where results then have no
+# nan.
 _MOVES = ((1.25, -0.75), (1.25, 0.75))
-_MOVES_BEFORE = (0.75, 1.25)  # in the call that leaves something
-_FROM_ZERO = 2.0**-6
-_MANY = 1000  # calls, after which a condition on their number is another
+_MOVES_BEFORE = (0.75, 1.25)  # the factors in the call that leaves something in attributes
+_FROM_ZERO = 2.0**-6  # a weight that is all zero becomes the factors times this
+_MANY = 1000  # calls, after which a condition on their number has surely changed
 
 
 class OtherNextTimeError(TraceError):
-    """By attributes that the first call sets; `change` names one of them."""
+    """The next call computes something else, by attributes that the first sets; `change` names one of
+    them."""
 
     def __init__(self, message: str, change: str) -> None:
         super().__init__(f"{message}; if only a first call is another one, run the model once, then split it")
@@ -51,17 +53,20 @@ def _by_plain_values(changes: Sequence[Change]) -> OtherNextTimeError:
 
 @contextmanager
 def called_before(program: Program) -> Iterator[bool]:
-    """The model as it is after a first call on the example inputs; whether attributes are all that it left.
+    """Has the model as it is after a first call on the example inputs.
 
-    What the call has in buffers or parameters then is not what the stages begin with.
+    Yields whether the call has changed attributes alone: stages do not begin with what it has written to
+    buffers or parameters.
     """
     with attributes_kept(program.model):
         yield holds_data(program) and _leaves_only_attributes(program)
 
 
 def fill_caches_outside(program: Program) -> None:
-    """Calls the model once, so that what it keeps outside of itself (by functools.lru_cache, in a dict of its
-    file or class) are real tensors: a trace would leave some without data there, for good.
+    """Calls the model once, to fill the caches that it keeps outside of itself with real tensors.
+
+    These are caches of functools.lru_cache, or dicts of its file or class. A trace would fill them with
+    tensors without data, for good.
     """
     if not holds_data(program):
         return
@@ -74,17 +79,19 @@ def _leaves_only_attributes(program: Program) -> bool:
     with state_kept(program) as written, torch.no_grad():
         try:
             program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
-        except Exception:  # the model's own; what is told is why its trace is no good
+        except Exception:  # the model's own; the user is told why its trace is wrong
             return False
     return not written and buffers == {name for name, _ in program.model.named_buffers()}
 
 
 def require_the_same_again(program: Program, first: Any, traced_again: Callable[[], Any]) -> None:
-    """Traces once more as a second call would run; raises OtherNextTimeError for a program that is another
-    one then, or TraceError where random numbers make it so, or where the first call made parameters.
+    """Traces once more as a second call would run, and raises OtherNextTimeError if the program differs.
 
-    `first` is what was traced, in a form to be compared. Only where the first call set attributes or drew
-    Python's or numpy's random numbers can there be a difference.
+    Raises TraceError where random numbers of Python or numpy make it differ, where the first call made
+    parameters, or where results depend on a trainable parameter that is not the model's.
+
+    `first` is the first trace in a form that can be compared. There can only be a difference where the first
+    call set attributes or drew random numbers of Python or numpy.
     """
     watch = program.watch
     if watch.made:
@@ -122,13 +129,14 @@ def require_the_same_again(program: Program, first: Any, traced_again: Callable[
 
 
 def require_nothing_kept(program: Program) -> None:
-    """Raises TraceError where what a call leaves in attributes makes the next call another one: tensors, and
-    what is in lists and dicts. OtherNextTimeError, if it follows from the weights: a trace of the second call
-    may have it as a constant.
+    """Raises TraceError where what a call leaves in attributes changes the next call.
 
-    A call is compared with the same one after another, which had other inputs and other weights; buffers and
-    random numbers are the same. A trace has what was in such an attribute before as a constant, or makes what
-    the first of all calls puts there in every call.
+    These are tensors, and the contents of lists and dicts. A trace has the attribute's earlier value as a
+    constant, or computes in every call what only the first should. Raises OtherNextTimeError if what is left
+    follows from the weights alone: a trace of the second call may have it as a constant.
+
+    A call is compared with the same call after another one with other inputs and other weights. Buffers and
+    random numbers are the same in both.
     """
     watch = program.watch
     names = (*watch.assigned_tensors, *watch.on_layers, *watch.made_buffers, *watch.filled)
@@ -136,7 +144,7 @@ def require_nothing_kept(program: Program) -> None:
         return
     given = dict(zip(program.flat.names, program.flat.tensors, strict=True))
     factors, first = _first(program, given)
-    # Other weights than the model has: after a first call an attribute may hold those.
+    # The weights are not the model's own: an attribute may hold those after an earlier call.
     later = _later(program, given, factors, before=factors and _MOVES_BEFORE)
     if _are_alike(first, later):
         return
@@ -157,9 +165,11 @@ _Factors = tuple[float, float] | None
 
 
 def _first(program: Program, given: Mapping[str, torch.Tensor]) -> tuple[_Factors, dict[str, torch.Tensor]]:
-    """How weights may be moved, and what the model gives with them in its first call. In evaluation they stay
-    as they are: what follows from them may be kept there. On a GPU they keep their signs: probabilities that
-    are none fail an assertion in a kernel."""
+    """Returns the factors for the weights, and the results of a first call with these weights.
+
+    In evaluation mode weights stay as they are, since a model may keep what follows from them. On a GPU they
+    keep their signs: values that are not probabilities fail an assertion in a kernel.
+    """
     is_on_cpu = all(parameter.device.type == "cpu" for parameter in program.parameters())
     moves = _MOVES if is_on_cpu else _MOVES[1:]
     for factors in moves if program.model.training else ():
@@ -174,7 +184,7 @@ def _first(program: Program, given: Mapping[str, torch.Tensor]) -> tuple[_Factor
 def _later(
     program: Program, given: Mapping[str, torch.Tensor], factors: _Factors, *, before: _Factors
 ) -> dict[str, torch.Tensor]:
-    """What it gives after a call of other inputs, with the weights moved by `before` in that one."""
+    """Returns the results after another call, which had other inputs and weights multiplied by `before`."""
     with suppress(Exception), attributes_kept(program.model):  # inputs that the model may not take
         results_of(program, _others(program, given), before)
         return results_of(program, given, factors)
@@ -184,7 +194,7 @@ def _later(
 
 
 def _are_alike(first: Mapping[str, torch.Tensor], later: Mapping[str, torch.Tensor]) -> bool:
-    return all(_is_alike(result, later.get(name)) for name, result in first.items())
+    return all(_is_same_result(result, later.get(name)) for name, result in first.items())
 
 
 def _tells_something(result: torch.Tensor) -> bool:
@@ -194,8 +204,11 @@ def _tells_something(result: torch.Tensor) -> bool:
 
 
 def _others(program: Program, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Inputs of the same shapes. On a GPU the first row of the batch in place of all: an index out of range
-    fails an assertion in a kernel there, and with that all else that the process does on the GPU."""
+    """Returns other inputs of the same shapes.
+
+    On a GPU they repeat the first row of the batch: an index out of range would fail an assertion in a
+    kernel, and with it everything else that the process does on the GPU.
+    """
     if all(tensor.device.type == "cpu" for tensor in given.values()):
         return {name: _other(tensor) for name, tensor in given.items()}
     batched = program.flat.batched(common_batch_size(program.flat))
@@ -211,8 +224,8 @@ def _other(tensor: torch.Tensor) -> torch.Tensor:
 def results_of(
     program: Program, given: Mapping[str, torch.Tensor], factors: _Factors = None
 ) -> dict[str, torch.Tensor]:
-    """What the model itself gives for these inputs, with the random numbers of checks, and with its trained
-    weights multiplied by the factors."""
+    """Runs the model itself, with the random numbers of checks and trained weights multiplied by the
+    factors."""
     with state_kept(program), random_numbers_kept():
         if factors is not None:
             _move_weights(program, factors)
@@ -233,7 +246,8 @@ def _move_weights(program: Program, factors: tuple[float, float]) -> None:
             data.copy_(moves.view(data.shape)).mul_(_FROM_ZERO)
 
 
-def _is_alike(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+def _is_same_result(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two runs of the model gave one result: the same operators run, so only rounding may differ."""
     if other is None or one.shape != other.shape:
         return False
     if not (one.is_floating_point() or one.is_complex()):
@@ -241,7 +255,7 @@ def _is_alike(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     wide = torch.complex128 if one.is_complex() else torch.float64
     a, b = one.to(wide), other.to(wide)
     largest = a.abs().nan_to_num(nan=0.0, posinf=0.0).max().item() if a.numel() else 0.0
-    # A GPU adds up in another order each time, where several entries go to one place.
+    # A GPU adds up in a different order each time where several entries are added to one place.
     within = _IN_ANY_ORDER.get(one.dtype, _ROUNDING) if one.device.type != "cpu" else _ROUNDING
     return torch.allclose(a, b, rtol=0.0, atol=within * largest, equal_nan=True)
 

@@ -20,25 +20,31 @@ from .second_call import results_of
 
 
 def is_right_for_one(exported: ExportedProgram, program: Program, batch_size: int) -> bool:
-    """Runs model and program on the first sample, where one of the author's conditions would come out
-    otherwise for it; a program that cannot be run here is believed to be right."""
+    """Whether the program gives the model's results on the first sample alone.
+
+    They are run only where one of the author's conditions would come out differently for one sample. A
+    program that cannot be run here at all is assumed to be right.
+    """
     batched = program.flat.batched(batch_size)
-    if not _is_asked(exported, program.answers, batched, program) or not holds_data(program):
+    if not _may_differ_for_one(exported, program.answers, batched, program) or not holds_data(program):
         return True
     given = dict(zip(program.flat.names, program.flat.tensors, strict=True))
     one = {name: tensor[:1] if name in batched else tensor for name, tensor in given.items()}
     try:
         expected = list(results_of(program, one).values())
-    except Exception:  # the model takes no single samples
+    except Exception:  # the model does not accept a single sample
         return False
     try:
         found = _as_traced(exported, program, one)
-    except Exception:  # of shapes that do not meet, or of an operator that only its stage can run
+    except Exception:  # shapes that do not fit, or an operator that only a stage can run
         return not _runs(exported, program, given)
-    return len(found) == len(expected) and all(map(_is_alike, found, expected))
+    return len(found) == len(expected) and all(map(_is_close, found, expected))
 
 
-def _is_asked(exported: ExportedProgram, answers: SizeAnswers, batched: Any, program: Program) -> bool:
+def _may_differ_for_one(
+    exported: ExportedProgram, answers: SizeAnswers, batched: Any, program: Program
+) -> bool:
+    """Whether one of the author's conditions comes out differently for a batch of one sample."""
     values = {node.name: node.meta.get("val") for node in exported.graph.find_nodes(op="placeholder")}
     inputs = zip(program.flat.names, exported.graph_signature.user_inputs, strict=True)
     sizes = [
@@ -51,7 +57,8 @@ def _is_asked(exported: ExportedProgram, answers: SizeAnswers, batched: Any, pro
 
 
 def _as_traced(exported: ExportedProgram, program: Program, tensors: Mapping[str, Tensor]) -> list[Any]:
-    """As `results_of`, of the program: without the sizes that its own module insists on."""
+    """Returns the program's results as `results_of` does the model's, without the module's checks of
+    sizes."""
     user = iter([tensors[name].clone() for name in program.flat.names])
     arguments: list[Any] = []
     for entry in exported.graph_signature.input_specs:
@@ -78,14 +85,19 @@ def _runs(exported: ExportedProgram, program: Program, tensors: Mapping[str, Ten
     return True
 
 
-def _is_alike(one: Any, other: Any) -> bool:
+def _is_close(one: Any, other: Any) -> bool:
+    """Whether the program's result equals the model's, but for rounding.
+
+    Traced program and model may compute by different operators, hence the wider tolerance than in
+    `second_call`, which compares two runs of the model. Another branch for one sample differs by far more.
+    """
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return bool(one == other)
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not other.numel() or other.dtype == torch.bool:
         return torch.equal(one, other)
-    # Of one sample a deviation is nan: that is no scale for the others.
+    # The standard deviation of one sample is nan, which is no scale for the other entries.
     finite = other.abs()[other.isfinite()]
     scale = float(finite.max()) if finite.numel() else 0.0
     return torch.allclose(one, other, rtol=1e-4, atol=1e-5 * scale, equal_nan=True)

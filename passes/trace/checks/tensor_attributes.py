@@ -1,7 +1,7 @@
-"""Attributes of parameters and buffers themselves, as `weight.org` of a binary network's.
+"""Attributes that an author sets on parameters and buffers, such as `weight.org` in a binary network.
 
-A trace has other tensors in their places, without what an author has put on them: a forward that asks for it
-would go the way of a first call.
+A trace has other tensors in their places, without these attributes: a forward that asks for one would take
+the branch of a first call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pd2bw_fx.errors import TraceError
 
 
 def _of_fake_tensors() -> frozenset[str]:
-    """What torch itself keeps on a tensor without data."""
+    """Returns the attributes that torch itself sets on a fake tensor."""
     with FakeTensorMode() as mode:
         return frozenset(vars(mode.from_tensor(torch.empty(1))))
 
@@ -28,7 +28,7 @@ _OF_TORCH = _of_fake_tensors()
 
 
 def attributes_on(tensor: Any) -> dict[str, Any]:
-    """What was set on a parameter or buffer; of types that keep their own parts there nothing is said."""
+    """Returns what was set on a parameter or buffer; nothing for subclasses, which keep their parts there."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) and not isinstance(tensor, FakeTensor):
         return {}
     return {name: value for name, value in vars(tensor).items() if name not in _OF_TORCH}
@@ -38,7 +38,11 @@ def attributes_on(tensor: Any) -> dict[str, Any]:
 def carry_attributes(
     originals: Mapping[str, torch.Tensor], current: Mapping[str, torch.Tensor]
 ) -> Iterator[None]:
-    """The tensors that are in the places of a model's have the attributes of those; afterwards none more."""
+    """Sets the attributes of the original tensors on the fake ones in their places, and removes them
+    afterwards.
+
+    Attributes that the forward has set meanwhile are removed as well.
+    """
     instead = [(originals[name], tensor) for name, tensor in current.items() if name in originals]
     traced = [(original, tensor) for original, tensor in instead if isinstance(tensor, FakeTensor)]
     before = [(tensor, attributes_on(tensor)) for _, tensor in traced]
@@ -53,7 +57,7 @@ def carry_attributes(
 
 
 def require_none_read(constants: Iterable[Any], model: nn.Module) -> None:
-    """Raises TraceError for a constant of a trace that is a tensor on a parameter or buffer."""
+    """Raises TraceError for a constant of a trace that is an attribute of a parameter or buffer."""
     kept = {
         id(value): f"{name}.{attribute}"
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -67,7 +71,7 @@ def require_none_read(constants: Iterable[Any], model: nn.Module) -> None:
 
 
 def set_on_a_tensor(name: str) -> TraceError:
-    """`name` is the parameter's or buffer's, and the attribute's."""
+    """Returns the error for the attribute `name`: the tensor's name, a dot and the attribute's."""
     tensor, _, attribute = name.rpartition(".")
     return TraceError(
         f"the forward computes with {attribute!r}, which is an attribute of {tensor!r} itself; stages have "

@@ -1,4 +1,4 @@
-"""What a model must not have, for no stage could do as it does: refused before or while it is traced."""
+"""Modules, hooks and modes that no stage could reproduce: refused before or during a trace."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 
 
 def require_traceable_modules(model: nn.Module) -> None:
-    """Raises InputError for modules whose code is not there, or that would have hooks called, and for what
-    the tracers would not find."""
+    """Raises InputError for modules whose code is missing, that have backward hooks, or that tracers miss."""
     for path, module in model.named_modules():
         what = f"module {path!r}" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):
@@ -62,7 +61,7 @@ def require_traceable_modules(model: nn.Module) -> None:
 
 
 def _is_sharded(tensor: Tensor) -> bool:
-    dtensor = sys.modules.get("torch.distributed.tensor")  # a second to import, and nobody has one without it
+    dtensor = sys.modules.get("torch.distributed.tensor")  # takes a second to import; no DTensor without it
     return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 
 
@@ -73,7 +72,7 @@ def _counts_its_batches(module: nn.Module) -> bool:
 
 
 def require_data(model: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Raises InputError where the weights have no data and the inputs have."""
+    """Raises InputError where the weights have no data and the inputs do."""
     weights = dict(model.named_parameters()) | dict(model.named_buffers())
     empty = [name for name, weight in weights.items() if weight.is_meta]
     if not empty:
@@ -94,7 +93,7 @@ def require_data(model: nn.Module, names: Sequence[str], tensors: Sequence[Tenso
 
 @contextlib.contextmanager
 def refuse_tensor_hooks() -> Iterator[None]:
-    """Where the forward gives a tensor a hook, InputError is raised: export would leave it out."""
+    """Raises InputError where the forward registers a hook on a tensor: export would leave it out."""
     own = Tensor.register_hook
 
     def refuse(tensor: Tensor, hook: Callable[..., Any]) -> Any:
@@ -111,7 +110,7 @@ def refuse_tensor_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refuse_inference_mode(model: nn.Module) -> Iterator[None]:
-    """Where the forward of a model that can be trained enters it, InputError is raised: no trace sees it."""
+    """Raises InputError where the forward of a trainable model enters inference mode: no trace sees that."""
     own = torch.inference_mode.__enter__
 
     def refuse(mode: Any) -> Any:
@@ -124,7 +123,7 @@ def refuse_inference_mode(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except _InferenceMode as error:
-        place = source_line(error)  # none of a decorated forward
+        place = source_line(error)  # None for a decorated forward
         raise InputError(
             f"the forward computes under torch.inference_mode{f' ({place})' if place else ''}, which a trace "
             "does not have: stages would have gradients there; use torch.no_grad()"

@@ -1,10 +1,10 @@
-"""What a trace would silently get wrong, seen while the model's forward runs.
+"""What a forward does that a trace would silently get wrong, observed while it runs.
 
 - A custom autograd function: the tracer keeps its forward and differentiates through that, whatever its
-  backward says.
+  backward does.
 - Layers that a first call makes: they would be made anew, with other weights, in every call.
-- Python's own random numbers, and attributes that change from call to call: their values at the time of
-  tracing would be baked in.
+- Python's own random numbers, and attributes that change from call to call: the trace would keep their values
+  at the time of tracing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pd2bw_fx.modes import LAYERS_WITH_MODES
 
 from .tensor_attributes import attributes_on
 
-# What torch.library makes of a registered operator, and we of a custom function: the trace keeps them whole.
+# Autograd functions that torch.library makes of registered operators, and we of custom functions: the trace
+# keeps them whole.
 _KEPT_WHOLE = (
     "torch._library.autograd",
     "pd2bw_fx.custom_function",
@@ -47,7 +48,7 @@ class Change:
 
     @property
     def is_of_a_layer(self) -> bool:
-        """Whether a layer of torch's computes something else for it."""
+        """Whether a layer of torch computes something else because of it."""
         if self.attribute == "training":
             return isinstance(self.module, LAYERS_WITH_MODES)
         return type(self.module).__module__.startswith("torch.nn")
@@ -63,18 +64,18 @@ class Change:
 
 @dataclass(slots=True)
 class Watch:
-    """Filled in by one run of the forward."""
+    """What one run of the forward changed or depended on; names are paths of attributes."""
 
     custom_functions: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
-    assigned_tensors: tuple[str, ...] = ()  # attributes that are no buffers: nothing keeps them
+    assigned_tensors: tuple[str, ...] = ()  # attributes that are not buffers, so that nothing keeps them
     drew_python_random: bool = False
-    on_layers: tuple[str, ...] = ()  # the same, of layers of torch's
-    on_tensors: tuple[str, ...] = ()  # attributes that were set of parameters and buffers themselves
-    filled: tuple[str, ...] = ()  # attributes that are lists, dicts, objects, with something else in them
-    made: tuple[str, ...] = ()  # parameters that were not there before
-    made_buffers: tuple[str, ...] = ()  # the same of buffers
-    foreign: tuple[nn.Parameter, ...] = ()  # that results depend on, and that are none of the model's
+    on_layers: tuple[str, ...] = ()  # tensors assigned to layers of torch
+    on_tensors: tuple[str, ...] = ()  # attributes set on parameters and buffers themselves
+    filled: tuple[str, ...] = ()  # lists, dicts and objects whose contents changed
+    made: tuple[str, ...] = ()  # new parameters
+    made_buffers: tuple[str, ...] = ()  # new buffers
+    foreign: tuple[nn.Parameter, ...] = ()  # parameters that results depend on and that are not the model's
     _parameters: frozenset[str] = frozenset()
     _buffers: frozenset[str] = frozenset()
     _attributes: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -134,8 +135,11 @@ class Watch:
 
 
 def _identity(module: nn.Module) -> int:
-    """Of its attributes: where a layer has two names, the tracer has another object for each reading of it,
-    and of what it is in."""
+    """Returns the identity of the module's attributes.
+
+    The tracer makes another module object each time it reads a layer that has two names, or a module with
+    such a layer in it; the dict of attributes is the same.
+    """
     return id(vars(module))
 
 
@@ -144,7 +148,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    """Of the author's own lists, dicts, sets, queues and objects: what is in them, and in those in them."""
+    """Returns the contents, nested ones too, of the author's own lists, dicts, sets, queues and objects."""
     return {
         name: _held(value)
         for name, value in vars(module).items()
@@ -160,7 +164,7 @@ def _holds(value: Any) -> bool:
 
 
 def _held(value: Any, depth: int = 0) -> Any:
-    """To be compared: plain values by value, all others by identity."""
+    """Returns the value in a form to be compared: plain values by value, all others by identity."""
     if not _holds(value) or depth == _DEEPEST:
         return value if isinstance(value, _PLAIN) else _Same(value)
     if is_of_attributes(value):
@@ -176,7 +180,7 @@ _DEEPEST = 4
 
 
 class _Same:
-    """Equal to itself alone; keeps it, for another object may have the identity of one that is gone."""
+    """Compares an object by identity, and keeps it alive: a new object may have the id of a freed one."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -188,18 +192,20 @@ class _Same:
 
 
 def _tensor_attributes(module: nn.Module) -> dict[str, int]:
-    """By identity, tuples of tensors and what torch.fx has in place of tensors too; parameters and buffers
-    are elsewhere."""
+    """Returns the identities of attributes that are tensors, tuples of tensors or proxies of torch.fx.
+
+    Parameters and buffers are not among them.
+    """
     return {name: id(value) for name, value in vars(module).items() if _is_of_tensors(value)}
 
 
 def _is_of_a_hook(module: nn.Module, name: str) -> bool:
-    """Whether it is a weight that weight_norm, spectral_norm or pruning compute in each call."""
+    """Whether the attribute is a weight that weight_norm, spectral_norm or pruning compute in each call."""
     return any(f"{name}_{kind}" in module._parameters for kind in ("g", "orig"))
 
 
 def _on_tensors(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The attributes of parameters and buffers themselves, to be compared."""
+    """Returns the attributes of parameters and buffers themselves, in a form to be compared."""
     return {
         name: {attribute: _held(value) for attribute, value in attributes_on(tensor).items()}
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -213,14 +219,14 @@ def _is_of_tensors(value: Any) -> bool:
 
 
 def _random_state() -> Any:
-    """Python's generator and, where it is in use, numpy's."""
+    """Returns the states of Python's generator and, where numpy is imported, numpy's."""
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
     return random.getstate(), None if state is None else (state[1].tolist(), state[2:])
 
 
 def _own_generators(model: nn.Module) -> list[Any]:
-    """The states of those of Python and numpy that modules keep in attributes."""
+    """Returns the states of generators of Python and numpy that modules keep in attributes."""
     held = (value for module in model.modules() for value in vars(module).values())
     return [state for state in map(_state_of, held) if state is not None]
 
@@ -237,7 +243,7 @@ def _state_of(value: Any) -> Any:
 
 
 def _autograd_nodes(results: Iterable[Any]) -> list[Any]:
-    """Between the results and the parameters, those included."""
+    """Returns the nodes of the autograd graph from the results to the leaves, leaves included."""
     tensors = (value for value in results if isinstance(value, torch.Tensor))
     waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen, found = set(waiting), list[Any]()
@@ -252,13 +258,13 @@ def _autograd_nodes(results: Iterable[Any]) -> list[Any]:
 
 
 def leaves_of(results: Iterable[Any]) -> list[Any]:
-    """What a gradient of the results is for."""
+    """Returns the leaf tensors that a gradient of the results flows to."""
     variables = (getattr(node, "variable", None) for node in _autograd_nodes(results))
     return [variable for variable in variables if variable is not None]
 
 
 def _custom_functions(nodes: Iterable[Any]) -> list[str]:
-    """Those that are written in Python."""
+    """Returns the names of autograd functions that are written in Python and not kept whole."""
     found = dict[str, None]()
     for node in nodes:
         forward_class = getattr(node, "_forward_cls", None)

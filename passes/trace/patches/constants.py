@@ -36,7 +36,8 @@ _torchs: Callable[..., Any] = proxy_tensor.proxy_call
 def fold_constants() -> Iterator[None]:
     """Makes numbers of constants plain numbers while torch traces, whoever asks (for a size, for an index).
 
-    Operators on constants are computed where the shape of the result depends on values (`unique_consecutive`).
+    Operators on constants are computed where the shape of the result depends on values
+    (`unique_consecutive`).
     """
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:

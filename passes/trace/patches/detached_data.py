@@ -1,4 +1,5 @@
-"""`tensor.data`, which torch.export loses: a trace has `tensor.detach()` instead, the same memory."""
+"""`tensor.data`, which torch.export loses: a trace has `tensor.detach()` instead, the same memory without
+gradients."""
 
 from __future__ import annotations
 

@@ -29,8 +29,9 @@ def record_value_names() -> Iterator[None]:
 
         GIVEN_AS         place in the signature, name ("" for an element of a list or tuple) and number of
                          arguments
-        RETURNED_AT      place among the results, name (where the forward returns a dict) and number of results
-        RETURNED_INSIDE  of an element of a tuple among the results: a place between the tuple's and the next
+        RETURNED_AT      place among the results, name (where the forward returns a dict) and number of
+        results RETURNED_INSIDE  of an element of a tuple among the results: a place between the tuple's and
+        the next
     """
     plain = fx.Tracer.call_module
 
