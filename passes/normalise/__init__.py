@@ -1,4 +1,28 @@
-"""From any front end's program to the one form that everything later relies on (see pd2bw_fx/graph.py)."""
+"""From any front end's program to the one normal form that everything later relies on (see
+pd2bw_fx/graph.py).
+
+`normalise` lifts the program into a flat graph, rewrites it step by step, and describes it as operators.
+
+    module         what is in it, in the order of use
+    lift           the front end's program as one flat graph that reads the model's tensors by name
+    paths          names of modules and tensors in the user's model
+    nodes          what a node's schema says of it: its name, its writes, its random numbers
+    clean          small rewrites: guards, identities, dead code and the like are removed
+    augmented      `mask |= other` under the names of the plain operators
+    resized        `resize_` of tensors that have no values yet
+    numbers        tensors that the tracer made of numbers, as numbers again
+    functional     in-place writes to activations, as functional operators
+    facts          what torch says of each value: gradients, shared memory, writes
+    assume         the same by name, where there are no example inputs
+    one_sample     whether tensors share memory for one sample as for several
+    state          copies of state that a later forward writes, for a gradient to read
+    casts          casts that do something only under autocast
+    layers         the operators of a linear layer within a map, as the layer
+    author_lines   whole statements in stack traces, where they go over several lines
+    memory         operators that must stay in one stage
+    heavy          operators on inputs alone that stages should not repeat
+    describe       from nodes to operators of the graph
+"""
 
 from __future__ import annotations
 
@@ -44,7 +68,7 @@ __all__ = ["normalise", "tensors"]
 
 
 def normalise(traced: Traced) -> OperatorGraph:
-    """The operator graph of a traced program."""
+    """Returns the operator graph of a traced program."""
     with training_context():
         return _normal_form(traced)
 
@@ -99,8 +123,10 @@ def _normal_form(traced: Traced) -> OperatorGraph:
 
 
 def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts, SizeRange]:
-    """The program without the in-place writes that can be done without, what is known of its values, and the
-    batch sizes that it is right for."""
+    """Makes the program functional where it can be.
+
+    Returns it with the facts about its values, and the batch sizes that it is right for.
+    """
     if not traced.examples:
         trainable = {name for name, p in traced.model.named_parameters() if p.requires_grad}
         return draft, assume(draft, trainable), traced.batch_sizes
@@ -109,9 +135,9 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts, SizeRange]:
         sizes = sizes_alike(_program(draft), facts, traced)
     except Pd2bwError:
         raise
-    except Exception as error:  # of an operator of the model's, whatever it is
+    except Exception as error:  # whatever an operator of the model raises
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
-        where = source_line(str(error))  # torch tells of the operator that it was at
+        where = source_line(str(error))  # torch's message names the operator's line
         raise TraceError(
             f"{traced.model_name} was traced, and what came of it cannot be run on sizes and types alone"
             f"{f' at {where}' if where else ''}: {type(error).__name__}: {reason}\n{traced.report}\n"
@@ -132,8 +158,11 @@ def _program(draft: Draft) -> FxProgram:
 
 
 def _symbols(traced: Traced, placeholders: Any) -> dict[str, str]:
-    """The tracer's symbols in our words: the size of dimension 0 of a batched input is the batch, that of
-    dimension 1 of a sequence its length."""
+    """Returns our names for the tracer's symbols.
+
+    The size of dimension 0 of a batched input is "batch", and that of dimension 1 of a sequence is its
+    length.
+    """
     symbols: dict[str, str] = {}
     for node in placeholders:
         value = node.meta.get("val")

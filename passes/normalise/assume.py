@@ -1,4 +1,5 @@
-"""What is taken for true of values whose shapes nobody knows: symbolic tracing without example inputs."""
+"""Facts about values, assumed by the names of operators: for programs that were traced without example
+inputs."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ _VIEWS |= {
 
 
 def assume(draft: Draft, trainable: Set[str]) -> Facts:
-    """A gradient flows through all but what has none by its name; views are known by name as well."""
+    """Returns assumed facts: a gradient flows through all operators but some, and some return views, by
+    name."""
     facts = Facts(fake_mode())
     fresh = count()
     for node in draft.graph.nodes:
@@ -101,7 +103,7 @@ def _owns_trainable(node: fx.Node, draft: Draft, trainable: Set[str]) -> bool:
 
 
 def assumed_dtype(node: fx.Node, draft: Draft) -> torch.dtype:
-    """Integers for what an embedding looks up, the default type for the rest."""
+    """Returns int64 for what an embedding looks up, and the default type for everything else."""
     for reader in node.users:
         module = draft.values.get(str(reader.target)) if reader.op == "call_module" else None
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or operator_name(reader) == "embedding":

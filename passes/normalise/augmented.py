@@ -1,4 +1,4 @@
-"""Augmented assignments of Python that torch has as operators of their own, under the names of others.
+"""Python's augmented assignments, which torch has as operators of their own, renamed to the plain operators.
 
 mask |= other        __ior__(mask, other)  ->  bitwise_or_(mask, other)
 """

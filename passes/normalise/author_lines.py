@@ -1,4 +1,5 @@
-"""What an author wrote over several lines is one statement: operators keep it whole, and its first line."""
+"""Statements that an author wrote over several lines: operators keep the whole statement and its first
+line."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ _FRAME = re.compile(r'(  File "([^"]+)", line )(\d+)(, in [^\n]*\n)([ \t]*)([^\n
 
 
 def keep_whole_statements(draft: Draft) -> None:
-    """In the stack traces of its operators: Python names the line of each call within a statement, by which
-    neither its other operators nor the name that it assigns could be told."""
+    """Puts whole statements into the stack traces of operators.
+
+    Python gives the line of each call within a statement. That line tells neither which other operators
+    belong to the statement nor what name it assigns.
+    """
     for node in draft.graph.nodes:
         if node.meta.get("stack_trace"):
             node.meta["stack_trace"] = _with_whole_statements(node.meta["stack_trace"])
@@ -29,14 +33,14 @@ def _whole(frame: re.Match[str]) -> str:
     before, file, number, within, margin, code = frame.groups()
     statement = _long_statements(file).get(int(number))
     if statement is None or linecache.getline(file, int(number)).strip() != code.strip():
-        return frame[0]  # short, or the file is not any more what was traced
+        return frame[0]  # on one line, or the file has changed since the trace
     first, text = statement
     return f"{before}{first}{within}{margin}{text}"
 
 
 @functools.lru_cache(maxsize=256)
 def _long_statements(file: str) -> dict[int, tuple[int, str]]:
-    """The plain statements of a file that go over several lines: by each of these the first, and the text."""
+    """Returns, by line, the first line and the text of each simple statement that goes over several lines."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):

@@ -1,11 +1,11 @@
-"""Casts to the type that a value has already: as traced they do nothing, under autocast they may.
+"""Casts to the type that a value already has: they do nothing as traced, but may under autocast.
 
 x = self.proj(x).float()    bfloat16 under autocast, and the norm that follows is meant to be in float32
 
-And where there is none but has to be one:
+Also casts that are missing:
 
 out = torch.zeros(8, 4, dtype=h.dtype)      float32 as traced, whatever type h has later
-out[order] = h[order]                       takes no other type than its own
+out[order] = h[order]                       accepts no other type than its own
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .facts import Facts, FakeRun
 from .nodes import operator_name
 
 CASTS = {"to", "type_as"}
-# Operators whose operands must be of one type, and at which place the one is that is put into the first.
+# Operators whose operands must have one type, and the place of the operand that is put into the first one.
 _PUTS = {
     "index_put": 2,
     "masked_scatter": 2,
@@ -35,9 +35,9 @@ _PUTS = {
 
 
 def working_casts(program: FxProgram, facts: Facts, example: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """The names of those that change a value's type where the program runs under autocast, with new ones.
+    """Returns the names of casts that change a type under autocast, and adds casts that are missing there.
 
-    The CPU's is asked, which leaves more results in low precision than CUDA's does.
+    The CPU's autocast decides, which leaves more results in low precision than CUDA's.
     """
     idle = frozenset(node.name for node in program.graph.nodes if _is_idle(node))
     if not idle and not any(_put_by(node) for node in program.graph.nodes):
@@ -49,7 +49,7 @@ def working_casts(program: FxProgram, facts: Facts, example: Mapping[str, torch.
 
 
 def _cast(node: fx.Node, facts: Facts) -> str:
-    """Casts what `node` puts into its first operand to the type of that; the name of the cast."""
+    """Casts what `node` puts into its first operand to that operand's type; returns the name of the cast."""
     base, put = node.args[0], _put_by(node)
     assert put is not None
     with node.graph.inserting_before(node):
@@ -62,7 +62,7 @@ def _cast(node: fx.Node, facts: Facts) -> str:
 
 
 def _put_by(node: fx.Node) -> fx.Node | None:
-    """The operand that is put into the first one."""
+    """Returns the operand that the node puts into its first one, or None if it does no such thing."""
     place = _place(node)
     put = node.args[place] if place is not None and place < len(node.args) else None
     return put if isinstance(put, fx.Node) and isinstance(node.args[0], fx.Node) else None
@@ -74,7 +74,10 @@ def _place(node: fx.Node) -> int | None:
 
 
 def _is_idle(node: fx.Node) -> bool:
-    """Whether it casts floats to the type that they have as traced; autocast lets 64 bits be."""
+    """Whether the node casts floats to the type that they have as traced, but for float64.
+
+    Autocast leaves float64 as it is.
+    """
     if node.op != "call_function" or operator_name(node) not in CASTS:
         return False
     before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
@@ -84,7 +87,8 @@ def _is_idle(node: fx.Node) -> bool:
 
 
 class _UnderAutocast(FakeRun):
-    """Where an operator takes no operands of two types, its value is as it was traced."""
+    """Runs the program under autocast; an operator that refuses operands of two types has its traced
+    value."""
 
     def __init__(self, program: FxProgram, facts: Facts, idle: frozenset[str]) -> None:
         super().__init__(program, facts.mode)
@@ -98,7 +102,7 @@ class _UnderAutocast(FakeRun):
             self.of_two_types.append(n)
         try:
             value = super().run_node(n)
-        except Exception:  # of whatever operator
+        except Exception:  # whatever the operator raises
             value = self.facts.values[n.name]
         if n.name in self.idle and self.env[n.all_input_nodes[0]].dtype != value.dtype:
             self.working.append(n.name)

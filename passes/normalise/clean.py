@@ -1,4 +1,4 @@
-"""What only the tracer needed is taken out: assertions, guards, identity casts, dead code."""
+"""Removes what only the tracer needed: assertions, guards, identity casts, dead code."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def remove_guards(draft: Draft) -> None:
 
 
 def remove_identities(draft: Draft, facts: Facts) -> None:
-    """Aliases, casts to the type that the tensor has, reshapes to its shape, also by way of others, two
-    transpositions, parts put together where there is one: the same values and gradient.
+    """Removes operators that return their operand's values and gradient.
 
-    Casts that have something to do under autocast stay, as do copies of memory that is written, and what
-    cuts a gradient off, as all that makes a new tensor or a view does under `no_grad`.
+    These are aliases, casts to the tensor's own type, reshapes that lead back to a shape, pairs of
+    transpositions, and `cat` of a single part. Others stay: casts that do something under autocast, copies of
+    memory that is written, and whatever stops a gradient, as every new tensor or view does under `no_grad`.
     """
     written, differentiated = _written_storages(facts), _written_storages(facts, with_gradients=True)
     for node in list(draft.graph.nodes):
         if node.op != "call_function":
             continue
         if operator_name(node) == "detach" and facts.storages[node.name] & differentiated:
-            continue  # without it the memory itself would get a gradient's history
+            continue  # without `detach` the memory itself would become part of the autograd graph
         same = _same_before(node, facts)
         if same is None or facts.requires_grad(same.name) != facts.requires_grad(node.name):
             continue
@@ -60,7 +60,7 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
 
 
 def _same_before(node: fx.Node, facts: Facts) -> fx.Node | None:
-    """The value that `node` has once more."""
+    """Returns the earlier node that has the same value as `node`, or None."""
     if _is_identity(node, facts):
         return node.all_input_nodes[0]
     if operator_name(node) == "t" and operator_name(node.all_input_nodes[0]) == "t":
@@ -69,22 +69,22 @@ def _same_before(node: fx.Node, facts: Facts) -> fx.Node | None:
         return _only_part(node)
     same = _of_the_same_shape_before(node)
     if any(operator_name(reader) == "embedding_bag" for reader in node.users):
-        return None  # F.embedding_bag's own, of bags of one word each
+        return None  # F.embedding_bag makes bags of one word each by this
     return same
 
 
 def _may_copy(node: fx.Node, same: fx.Node, facts: Facts) -> bool:
-    """Whether it may have memory of its own: where it does on the example, or a reshape is on the way."""
+    """Whether the node may have memory of its own: it does on the example, or is several reshapes away."""
     return facts.storages[node.name] != facts.storages[same.name] or same not in node.all_input_nodes
 
 
 def _put_in_order(cat: fx.Node, part: fx.Node) -> None:
-    """What is put together lies in order, as a part that was transposed does not."""
+    """Replaces `cat` of one part by `contiguous`: the result is contiguous, even of a transposed part."""
     cat.target, cat.args, cat.kwargs = torch.ops.aten.contiguous.default, (part,), {}
 
 
 def remove_default_formats(draft: Draft) -> None:
-    """`torch.ones_like(x, memory_format=torch.preserve_format)`, autograd's way to say `ones_like(x)`."""
+    """Removes `memory_format=torch.preserve_format`, the default, which autograd writes in `ones_like`."""
     for node in draft.graph.nodes:
         is_default = node.kwargs.get("memory_format") is torch.preserve_format
         if is_default and operator_name(node).endswith("_like"):
@@ -92,8 +92,10 @@ def remove_default_formats(draft: Draft) -> None:
 
 
 def even_bounds(draft: Draft) -> None:
-    """`x.clamp(0.01, 10)` of real numbers is `x.clamp(0.01, 10.0)`: torch's ONNX export knows bounds of one
-    kind alone."""
+    """Rewrites `x.clamp(0.01, 10)` of floats as `x.clamp(0.01, 10.0)`.
+
+    Torch's ONNX export accepts only bounds of one type.
+    """
     for node in draft.graph.nodes:
         value = node.meta.get("val")
         is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -109,7 +111,7 @@ def _as_real(bound: Any) -> Any:
 
 
 def separate_repeated_outputs(draft: Draft, facts: Facts) -> None:
-    """What the model returns twice is one operator's value, and then that of one that hands it on."""
+    """Gives a value that the model returns twice an alias for each repetition."""
     output = draft.graph.output_node()
     results: list[Any] = list(cast("Sequence[Any]", output.args[0]))
     for place, value in enumerate(results):
@@ -150,7 +152,7 @@ def _is_identity(node: fx.Node, facts: Facts) -> bool:
 
 
 def _has_signed_zeros(value: torch.Tensor) -> bool:
-    """-0.0 + 0 is 0.0."""
+    """Whether the tensor may hold -0.0, to which adding 0 gives 0.0."""
     return value.is_floating_point() or value.is_complex()
 
 
@@ -160,7 +162,7 @@ def _lies_in_order(node: fx.Node, facts: Facts) -> bool:
 
 
 def _is_in_order(value: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous by its strides alone: at any batch, where the example has one row."""
+    """Whether a tensor is contiguous by its strides: at any batch size, even if the example has one row."""
     expected: Any = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if not statically_known_true(stride == expected):
@@ -170,7 +172,10 @@ def _is_in_order(value: torch.Tensor) -> bool:
 
 
 def _of_the_same_shape_before(node: fx.Node) -> fx.Node | None:
-    """What `node` is after reshapes one after the other, as around what a map makes of a layer."""
+    """Returns the node, before a chain of reshapes, that has the shape of `node`; None if there is none.
+
+    There are such chains around a layer that is mapped.
+    """
     shape, source = _sizes_and_type(node), node
     while shape is not None and source.op == "call_function" and operator_name(source) in _RESHAPES:
         before = source.args[0]
@@ -179,14 +184,14 @@ def _of_the_same_shape_before(node: fx.Node) -> fx.Node | None:
         source = before
         if _sizes_and_type(source) == shape:
             return source
-    return None  # torch.fx knows no shapes
+    return None  # also for programs by torch.fx, which knows no shapes
 
 
 _RESHAPES = {"view", "reshape", "unsqueeze", "squeeze"}
 
 
 def remove_true_terms(draft: Draft, facts: Facts) -> None:
-    """`True & mask`, with which masks that are put together from parts begin, is the mask."""
+    """Replaces `True & mask` by the mask: masks that are made of parts begin so."""
     written = _written_storages(facts)
     for node in list(draft.graph.nodes):
         if node.op != "call_function" or operator_name(node) not in {"__and__", "bitwise_and"}:
@@ -201,7 +206,7 @@ def remove_true_terms(draft: Draft, facts: Facts) -> None:
 
 
 def _is_true(term: object) -> bool:
-    """One truth value that nobody writes: `new_ones` of no dimension, which only `&` reads."""
+    """Whether the term is a scalar True that nothing writes: a boolean `new_ones` that only `&` reads."""
     if not isinstance(term, fx.Node) or operator_name(term) != "new_ones":
         return False
     value = term.meta.get("val")
@@ -210,7 +215,7 @@ def _is_true(term: object) -> bool:
 
 
 def _written_storages(facts: Facts, *, with_gradients: bool = False) -> set[int]:
-    """All, or those that values which a gradient flows to are written into."""
+    """Returns the memory that is written; with `with_gradients`, only by writers that a gradient flows to."""
     return {
         storage
         for writer, targets in facts.written.items()
@@ -221,20 +226,20 @@ def _written_storages(facts: Facts, *, with_gradients: bool = False) -> set[int]
 
 
 def remove_broadcasts(draft: Draft) -> None:
-    """What `torch.broadcast_tensors` hands back as it was (a loss asks for it, equal sizes or not)."""
+    """Removes `torch.broadcast_tensors` where it changes nothing: losses call it even for equal sizes."""
     for node in list(draft.graph.nodes):
         source = node.args[0] if node.target is getitem else None
         if not isinstance(source, fx.Node) or operator_name(source) != "broadcast_tensors":
             continue
         if source.meta.get("no_grad"):
-            continue  # a view without the gradient that its operand may have
+            continue  # a view that stops the gradient of its operand
         operand = source.args[0][node.args[1]]  # type: ignore[index]
         if isinstance(operand, fx.Node) and _sizes_and_type(operand) == _sizes_and_type(node):
             put_in_place(node, operand)
 
 
 def remove_detached_constants(draft: Draft) -> None:
-    """`detach_` of a constant, which no gradient flows to; as a write it would tie down its readers."""
+    """Removes `detach_` of constants: no gradient flows to them, and a write would tie readers together."""
     for node in list(draft.graph.nodes):
         operand = node.args[0] if node.args else None
         if operator_name(node) == "detach_" and isinstance(operand, fx.Node) and operand.op == "get_attr":
@@ -244,8 +249,10 @@ def remove_detached_constants(draft: Draft) -> None:
 
 
 def fill_empty(draft: Draft) -> None:
-    """What `torch.empty` makes to be written part by part is 0 until then: a stage may hand it on before all
-    is written, and two runs are to give the same."""
+    """Makes zeros of what `torch.empty` makes, if it is written part by part.
+
+    A stage may send it on before all parts are written, and two runs must give the same.
+    """
     for node in list(draft.graph.nodes):
         zeros = _ZEROS.get(operator_name(node)) if node.op == "call_function" else None
         if zeros is None or not any(operator_name(user) in _OF_PARTS for user in node.users):
@@ -270,7 +277,8 @@ _OF_PARTS = {"select", "slice", "diagonal", "index_put_", "index_copy_", "scatte
 
 
 def _only_part(cat: fx.Node) -> fx.Node | None:
-    """The one tensor that `torch.cat` has, maybe beside the empty one that a cache begins with."""
+    """Returns the single part of `torch.cat`, or None; an empty tensor, with which a cache begins, is
+    ignored."""
     parts = cat.args[0]
     assert isinstance(parts, list | tuple)
     nodes = [part for part in parts if isinstance(part, fx.Node)]
@@ -280,7 +288,8 @@ def _only_part(cat: fx.Node) -> fx.Node | None:
 
 
 def _is_empty(value: object) -> bool:
-    """For all batches and values: a size that depends on them is not asked whether it is zero."""
+    """Whether the tensor is 1-D and empty for all batches and values: a symbolic size never counts as
+    zero."""
     if not isinstance(value, torch.Tensor) or value.ndim != 1:
         return False
     return isinstance(value.shape[0], int) and value.shape[0] == 0
@@ -296,10 +305,10 @@ def _sizes(tensor: torch.Tensor) -> list[str]:
 
 
 def remove_dead_code(draft: Draft, facts: Facts) -> None:
-    """Nodes whose value nobody reads; what writes in place stays, for its effect is on another value.
+    """Removes nodes whose value nobody reads.
 
-    So does a module that was not traced into, which may write its buffers, what draws random numbers, since
-    later draws would be others without it, and what asserts that the trace holds.
+    These stay: nodes that write in place; modules that were not traced into, which may write their buffers;
+    nodes that draw random numbers, without which later draws would differ; assertions that the trace holds.
     """
     for node in reversed(list(draft.graph.nodes)):
         is_needed = node.op in {"placeholder", "output", "call_module"} or node.users

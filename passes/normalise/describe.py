@@ -45,7 +45,8 @@ class Describer:
         return self._unknown(node) if fake is None else self._spec(fake, node.meta.get("val"))
 
     def _spec(self, fake: torch.Tensor, traced_value: Any) -> TensorSpec:
-        """The shape in symbols from the trace, its size and gradient from the observed run."""
+        """Returns a spec with the symbolic shape of the trace, and the sizes and gradient of the observed
+        run."""
         shape = traced_value.shape if isinstance(traced_value, torch.Tensor) else fake.shape
         return TensorSpec(
             shape=tuple(self.size(size) for size in shape),
@@ -58,7 +59,8 @@ class Describer:
         return TensorSpec(None, assumed_dtype(node, self.draft), self.facts.requires_grad(node.name))
 
     def example_size(self, size: Any) -> int:
-        """A size that depends on data is at most what it was made from; 1 stands for the unknown."""
+        """Returns the size at the example; a size that depends on data has its upper bound, or 1 if
+        unknown."""
         return size if isinstance(size, int) else size.node.hint or 1
 
     def size(self, size: Any) -> int | str:
@@ -71,7 +73,7 @@ class Describer:
         return re.sub(r"\b[su]\d+\b", lambda match: self.symbols.get(match[0], match[0]), text)
 
     def operators(self) -> dict[str, Operator]:
-        """A heavy operator on inputs alone is as good as an input to those that read it."""
+        """Returns the operators; for their readers, heavy operators on inputs alone count as inputs."""
         of_inputs: set[str] = {node.name for node in self.draft.graph.nodes if node.op == "placeholder"}
         heavy: set[str] = set()
         operators: dict[str, Operator] = {}
@@ -108,7 +110,8 @@ class Describer:
         )
 
     def _state_read(self, node: fx.Node) -> list[str]:
-        """The names of the parameters and buffers that it reads; a whole layer reads all that it holds."""
+        """Returns the names of the parameters and buffers that a node reads; a whole layer reads all of its
+        own."""
         module = self.draft.module_of(node)
         if module is not None:
             state = [*module.named_parameters(), *module.named_buffers()]
@@ -133,7 +136,8 @@ class Describer:
         of_inputs: Set[str],
         heavy: set[str],
     ) -> bool:
-        """Those that would be, were they not so heavy, are added to `heavy`."""
+        """Whether each stage may compute the node itself; adds it to `heavy` if only its cost is against
+        that."""
         if node.name in self.memory.groups or asserts_assumption(node):
             return False
         if not outputs and _is_size(self.facts.values.get(node.name)):
@@ -144,7 +148,7 @@ class Describer:
             return False
         if not all(arg.op == "get_attr" or arg.name in of_inputs for arg in node.all_input_nodes):
             return False
-        # Tuples are not sent: an element is made where they are.
+        # Tuples are not sent: an element is taken in the stage that makes the tuple.
         takes_element = node.target is python_operator.getitem and node.all_input_nodes[0].name in heavy
         if takes_element or is_heavy(node, self._tensors(*node.all_input_nodes), self._tensors(node)):
             heavy.add(node.name)
@@ -162,7 +166,8 @@ def _is_size(value: Any) -> bool:
 
 
 def _module(node: fx.Node) -> tuple[str, str] | None:
-    """Path and class of the innermost module whose forward the node came from, where the trace knows it."""
+    """Returns path and class of the innermost module whose forward the node came from, if the trace has
+    it."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     if not stack:
         return None
@@ -180,7 +185,7 @@ def target_name(node: fx.Node) -> str:
 
 
 def source_line(stack_trace: str | None) -> str | None:
-    """The innermost line outside torch: the model author's."""
+    """Returns the innermost line outside of torch, which is the model author's."""
     frames = _FRAME.findall(stack_trace or "")
     for path, line in reversed(frames):
         if not _is_machinery(path):
@@ -190,7 +195,7 @@ def source_line(stack_trace: str | None) -> str | None:
 
 @functools.cache
 def _is_machinery(file: str) -> bool:
-    """torch's own code, and the front end's."""
+    """Whether the file has code of torch or of the front end."""
     path = Path(file)
     return path.parts[:1] == ("torch",) or any(folder in path.parents for folder in _MACHINERY)
 
@@ -198,7 +203,7 @@ def _is_machinery(file: str) -> bool:
 def parameter_specs(
     traced: Traced, draft: Draft
 ) -> tuple[dict[str, ParameterSpec], dict[str, ParameterSpec]]:
-    """All parameters, and all buffers and constants, of the model; those that no operator reads as well."""
+    """Returns all parameters, and all buffers and constants, of the model, even if no operator reads them."""
     canonical = canonical_names(traced.model)
     ties: dict[str, list[str]] = {name: [] for name in canonical.values()}
     for name, first in canonical.items():

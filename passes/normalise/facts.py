@@ -1,7 +1,7 @@
-"""What autograd says of each value: the program is run once on fake tensors that hold no data.
+"""Facts about each value, by running the program once on fake tensors, which hold no data.
 
-Whether a gradient flows to a value, whether it shares memory with another and what is written in place is
-asked of torch itself; a table of operators would be wrong for the next one.
+Torch itself tells whether a gradient flows to a value, whether it shares memory with another and what is
+written in place; a table of operators would be wrong for the next operator.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from .nodes import writes
 
 @dataclass(slots=True)
 class Facts:
-    """By node name: its fake value (with requires_grad and strides), the memory that it stands on, the nodes
-    among its operands that share it, and those that it writes. `working_casts`: see casts.py."""
+    """Facts about the values of a program, by node name."""
 
     mode: FakeTensorMode
-    values: dict[str, Any] = field(default_factory=dict)
-    storages: dict[str, frozenset[int]] = field(default_factory=dict)
-    aliases: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)
-    written: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)
-    assumed_gradients: set[str] = field(default_factory=set)  # where there is no value to ask
-    working_casts: frozenset[str] = frozenset()
+    values: dict[str, Any] = field(default_factory=dict)  # fake values, with requires_grad and strides
+    storages: dict[str, frozenset[int]] = field(default_factory=dict)  # the memory of a node's tensors
+    aliases: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)  # operands that share its memory
+    written: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)  # operands that it writes in place
+    assumed_gradients: set[str] = field(default_factory=set)  # nodes with a gradient, if values are unknown
+    working_casts: frozenset[str] = frozenset()  # casts that do something under autocast: see casts.py
 
     def is_view(self, name: str) -> bool:
         return bool(self.aliases.get(name))
@@ -44,7 +43,7 @@ class Facts:
 
 
 def fake_mode() -> FakeTensorMode:
-    """With a shape environment of its own, so that sizes which depend on data have something to be."""
+    """Returns a mode with a shape environment of its own, which sizes that depend on data need."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
@@ -82,7 +81,7 @@ class FakeRun(ProgramInterpreter):
     def run_on(self, example: Mapping[str, torch.Tensor]) -> None:
         """`example` holds a tensor for each placeholder."""
         placeholders = self.graph.find_nodes(op="placeholder")
-        # An operator that fails here is run another way, or told in an error of ours.
+        # An operator that fails here is run in another way, or named in an error of ours.
         with torch_errors_unlogged(), self.mode, torch.enable_grad():
             self.run(*(_fake(self.mode, example[str(node.target)]) for node in placeholders))
 
@@ -109,8 +108,11 @@ class _Observer(FakeRun):
         return value
 
     def _without_gradient(self, node: fx.Node, value: Any) -> Any:
-        """Of a view that is made without gradients torch says that it requires one, and none flows through
-        it; what hands its operand on has the operand's."""
+        """Detaches what a node makes under `no_grad`.
+
+        Torch says that a view made there requires a gradient, though none flows through it. A node that
+        returns its operand keeps the operand's gradient.
+        """
         given = {id(tensor) for operand in node.all_input_nodes for tensor in _tensors(self.env[operand])}
 
         def of_its_own(leaf: Any) -> Any:
@@ -120,7 +122,10 @@ class _Observer(FakeRun):
         return pytree.tree_map(of_its_own, value)
 
     def _written(self, node: fx.Node, versions: Mapping[fx.Node, list[int]]) -> tuple[fx.Node, ...]:
-        """By its schema for an ATen operator, for views of one memory count their versions together."""
+        """Returns the operands that a node writes.
+
+        For an ATen operator its schema tells: views of one memory share a version counter.
+        """
         if isinstance(node.target, torch._ops.OpOverload):
             return writes(node)
         return tuple(

@@ -1,15 +1,15 @@
-"""In-place operations on activations become functional ones.
+"""Rewrites in-place operations on activations as functional ones.
 
-A tensor that came over a link is a leaf that autograd does not let be written, and a value that is
-recomputed must not have been written since; so `x.add_(y)` becomes `add(x, y)`, and whoever reads x or a
-view of x afterwards reads the result. Where a view is written, its base changes too:
+Autograd does not allow writes to a tensor that came over a link, which is a leaf, and a value that is
+recomputed must not have been written since. So `x.add_(y)` becomes `add(x, y)`, and later readers of x or of
+a view of x read the result. Where a view is written, its base changes too:
 
     row = select(x, 1, 0)            row = select(x, 1, 0)
     copy_(row, y)               ->   x_1 = select_scatter(x, y, 1, 0)
     sum(x)                           sum(x_1)
 
-Parameters' and buffers' memory is still written in place. So is the memory of a tensor one of whose writes
-has no functional form here: all its writes stay, and `Operator.memory_group` keeps them in one stage.
+The memory of parameters and buffers is still written in place. So is memory that is written in a way that has
+no functional form here: all writes to it stay, and `Operator.memory_group` keeps them in one stage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from .lift import Draft
 from .nodes import operator_name
 
 _ATEN = torch.ops.aten
-# The operand itself under another name or shape: a new value of the view is one of the operand.
+# Operators that return their operand under another name or shape: a new value of the view is a new value of
+# the operand.
 _SAME_ELEMENTS = {
     "alias",
     "contiguous",
@@ -53,7 +54,7 @@ _ASSIGNMENTS = {"copy_", "fill_", "zero_"}
 
 
 def make_functional(draft: Draft, facts: Facts) -> Draft:
-    """The same program without in-place writes, but for those to the memory that has to be written."""
+    """Returns the program without in-place writes, but for those to memory that must be written."""
     if not any(facts.written.values()):
         return draft
     owners = draft.graph.find_nodes(op="get_attr")
@@ -65,7 +66,7 @@ def make_functional(draft: Draft, facts: Facts) -> Draft:
 
 
 def reshape_as_views(draft: Draft) -> None:
-    """`x.unsqueeze_(0)` writes nothing: it is a view, and what x is from then on."""
+    """Rewrites `x.unsqueeze_(0)`, which writes nothing, as a view that later readers of x read."""
     position = {node: i for i, node in enumerate(draft.graph.nodes)}
     for node in position:
         view = functional_overload(node)
@@ -79,7 +80,7 @@ def reshape_as_views(draft: Draft) -> None:
 
 
 def _kept_in_place(draft: Draft, facts: Facts) -> frozenset[int]:
-    """The memory that is written in a way that has no functional form here."""
+    """Returns the memory that is written in a way that has no functional form here."""
     kept: set[int] = set()
     for node in draft.graph.nodes:
         written = facts.written.get(node.name, ())
@@ -118,7 +119,7 @@ def _same_device(node: fx.Node, target: torch.Tensor, facts: Facts) -> bool:
 
 
 def functional_overload(node: fx.Node) -> Any:
-    """aten.add.Tensor of aten.add_.Tensor, if there is one with the same arguments; else None."""
+    """Returns aten.add.Tensor for aten.add_.Tensor, or None if there is none with the same arguments."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     name = operator_name(node)
@@ -132,12 +133,15 @@ def functional_overload(node: fx.Node) -> Any:
 
 
 def _kinds(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
-    """Names and types: pow_.Scalar raises a tensor to a number, pow.Scalar a number to a tensor."""
+    """Returns names and types of the arguments, to tell overloads apart.
+
+    pow_.Scalar raises a tensor to a number, and pow.Scalar a number to a tensor.
+    """
     return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
 
 
 def _left_out(node: fx.Node) -> dict[str, Any]:
-    """What an in-place call leaves to its defaults, where the functional form has none: bernoulli_'s p."""
+    """Returns defaults of an in-place call that the functional form does not have: p of bernoulli_."""
     assert isinstance(node.target, torch._ops.OpOverload)
     given = node.target._schema.arguments[len(node.args) :]
     own = {
@@ -149,7 +153,7 @@ def _left_out(node: fx.Node) -> dict[str, Any]:
 
 
 def _views(node: fx.Node, facts: Facts) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each view and its base, from a value up to the first owner of its memory."""
+    """Yields each view with its base, from a value up to the first owner of its memory."""
     while True:
         bases = facts.aliases.get(node.name, ())
         if bases and not isinstance(facts.values[bases[0].name], torch.Tensor):
@@ -176,7 +180,7 @@ def _is_invertible(view: fx.Node, base: fx.Node, facts: Facts) -> bool:
 
 
 def _is_what_it_wrote(node: fx.Node, written: tuple[fx.Node, ...], facts: Facts) -> bool:
-    """`x.add_(y)` is x, so that its readers may as well read x."""
+    """Whether the result is the written operand, so that its readers may read that: `x.add_(y)` is x."""
     value, before = facts.values[node.name], facts.values[written[0].name]
     return (
         len(written) == 1
@@ -198,7 +202,7 @@ def _is_always_empty(view: fx.Node, facts: Facts) -> bool:
 
 
 def _sized(node: fx.Node, facts: Facts) -> torch.Tensor:
-    """The value with its open sizes, if the tracer knew them; else as the example has it."""
+    """Returns the value with its open sizes, if the tracer knew them, or with those of the example."""
     traced, value = node.meta.get("val"), facts.values[node.name]
     found = traced if isinstance(traced, torch.Tensor) else value
     assert isinstance(found, torch.Tensor)
@@ -206,7 +210,7 @@ def _sized(node: fx.Node, facts: Facts) -> torch.Tensor:
 
 
 def _part_bounds(element: fx.Node, facts: Facts) -> tuple[int, int] | None:
-    """Where an element of a split begins and ends; None where that follows a dynamic size."""
+    """Returns where an element of a split begins and ends, or None where that depends on an open size."""
     parts, index = element.args
     assert isinstance(parts, fx.Node)
     assert isinstance(index, int)
@@ -228,19 +232,21 @@ def _dim(node: fx.Node, position: int) -> int:
 
 @dataclass(slots=True)
 class _Rewriter:
-    """Copies the graph. `current` maps each node of the old one to the node that holds its value now.
+    """Copies the graph without in-place writes.
 
-    A view is `stale` once its memory was written through another name: it is made anew, from its base's
-    value, when it is next read.
+    A view is stale once its memory was written through another name. It is made anew, from its base's value,
+    when it is next read.
     """
 
     facts: Facts
-    kept: frozenset[int]
-    state: frozenset[int]  # among them the memory of parameters and buffers
+    kept: frozenset[int]  # memory that is written in place
+    state: frozenset[int]  # the part of it that belongs to parameters and buffers
     graph: fx.Graph = field(default_factory=fx.Graph)
-    current: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    current: dict[fx.Node, fx.Node] = field(
+        default_factory=dict
+    )  # old node -> new node with its present value
     stale: set[fx.Node] = field(default_factory=set)
-    on_storage: dict[int, list[fx.Node]] = field(default_factory=dict)
+    on_storage: dict[int, list[fx.Node]] = field(default_factory=dict)  # nodes so far, by their memory
 
     def rewrite(self, node: fx.Node) -> None:
         written = self.facts.written.get(node.name, ())
@@ -272,7 +278,7 @@ class _Rewriter:
         return self.current[node]
 
     def _write(self, target: fx.Node, value: fx.Node, writer: fx.Node) -> None:
-        """Carries a new value from the written name up to the memory's owner."""
+        """Passes a new value on from the written name to the owner of the memory."""
         steps = [(view, base, self._now(base)) for view, base in _views(target, self.facts)]
         for storage in self.facts.storages[target.name]:
             self.stale.update(self.on_storage[storage])
@@ -286,7 +292,7 @@ class _Rewriter:
         self.stale.discard(node)
 
     def _functional(self, node: fx.Node, target: fx.Node) -> fx.Node:
-        """The value that the in-place operator leaves in its target, as a value of its own."""
+        """Emits the value that the in-place operator leaves in its target, as a value of its own."""
         args = fx.node.map_arg(node.args, self._now)
         kwargs = fx.node.map_arg(node.kwargs, self._now)
         before = self.facts.values[target.name]
@@ -319,7 +325,10 @@ class _Rewriter:
         return value
 
     def _is_put_into_another(self, node: fx.Node) -> bool:
-        """`out[:, t] = v`, and nobody reads the written part itself: a scatter takes v in any layout."""
+        """Whether v of `out[:, t] = v` needs no layout of its own: a scatter takes any.
+
+        That is so where nobody reads the written part itself.
+        """
         target = self.facts.written[node.name][0]
         base = next((base for view, base in _views(target, self.facts) if view is target), None)
         if node.users or len(target.users) > 1 or base is None or operator_name(target) not in _SCATTERS:
@@ -327,7 +336,7 @@ class _Rewriter:
         return not _is_all_of(target, base, self.facts)
 
     def _dtype(self, node: fx.Node) -> torch.dtype:
-        """The type that the functional form has by itself; the in-place one casts to its target's."""
+        """Returns the type of the functional form's result; the in-place form casts to its target's type."""
         fakes = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: self.facts.values[arg.name])
         with self.facts.mode, region(node), torch.no_grad():
             result = functional_overload(node)(*fakes[0], **fakes[1], **_left_out(node))
@@ -335,7 +344,7 @@ class _Rewriter:
         return result.dtype
 
     def _inverse(self, view: fx.Node, before: fx.Node, value: fx.Node, writer: fx.Node) -> fx.Node:
-        """The base's new value: `before` with `value` where the view looks."""
+        """Emits the new value of the base: `before`, with `value` in the part that the view shows."""
         name = operator_name(view)
         base = self.facts.aliases[view.name][0]
         if self.facts.written.get(view.name):
@@ -371,7 +380,8 @@ class _Rewriter:
     def _scattered(
         self, scatter: Any, before: fx.Node, value: fx.Node, where: tuple[Any, ...], writer: fx.Node
     ) -> fx.Node:
-        """Complex numbers as pairs of real ones: torch has no derivative of the scatters for them."""
+        """Emits a scatter; complex numbers as pairs of real ones, since torch cannot differentiate it
+        otherwise."""
         known = before.meta.get("val")
         if known is None or not known.is_complex():
             return self._emit(scatter, (before, value, *where), writer)
@@ -394,7 +404,7 @@ class _Rewriter:
         fakes = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: arg.meta.get("val"))
         mode = next((v.fake_mode for v in fakes[0] if isinstance(v, torch._subclasses.FakeTensor)), None)
         if mode is not None:
-            # With torch's Python kernels: some of those in C++ take no open sizes.
+            # Torch's Python kernels are used: some of those in C++ accept no open sizes.
             with mode, enable_python_dispatcher(), torch.no_grad():
                 node.meta["val"] = target(*fakes[0], **fakes[1])
         return node

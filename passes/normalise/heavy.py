@@ -1,8 +1,8 @@
-"""Which operators on inputs alone each stage had better not compute anew.
+"""Operators on inputs alone that stages should not each compute again.
 
-Operators that take a step for each element (masks, positions, casts) are done sooner than their results are
-sent. Others are not: products, searches, transforms take many steps for each, and what is found of much is
-little. They are told by name and size, not by time: a graph is to be the same wherever it is traced.
+Operators with one step for each element (masks, positions, casts) are computed faster than their results are
+sent. Products, searches and transforms take many steps for each element, and reductions turn much into
+little. Name and size decide, not time: a graph must be the same wherever it is traced.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ _REDUCTIONS = frozenset({
     "var", "std_mean", "var_mean", "logsumexp", "norm", "count_nonzero", "nansum", "nanmean",
 })  # fmt: skip
 
-_STEPS = 16  # of one of the many for each element
+_STEPS = 16  # for each element, of an operator with many steps
 _HEAVY_STEPS = 2**20  # about a millisecond of one core: more than a message's latency
 
 
 def is_product(node: fx.Node) -> bool:
-    """What is never computed twice, at any size, and neither is what is made of it."""
+    """Whether neither the operator nor what is computed from it is ever computed twice, at any size."""
     return operator_name(node) in _PRODUCTS
 
 
 def is_heavy(node: fx.Node, taken: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
-    """Whether its result is sooner sent than made; `taken` and `given` are its operands and results."""
+    """Whether sending the result is faster than computing it; `taken` and `given` are operands and
+    results."""
     name = operator_name(node)
     if name in _MANY_STEPS or name.startswith(_MANY_STEPS_BEGIN) or _is_of_others(node):
         steps = _STEPS * (_num_elements(taken) + _num_elements(given))
-    elif name in _REDUCTIONS and len(node.all_input_nodes) == 1:  # of two tensors the larger is taken, say
+    elif name in _REDUCTIONS and len(node.all_input_nodes) == 1:  # max of two tensors is no reduction
         steps = _num_elements(taken)
     else:
         return False
@@ -57,12 +58,13 @@ def is_heavy(node: fx.Node, taken: Sequence[torch.Tensor], given: Sequence[torch
 
 
 def _is_of_others(node: fx.Node) -> bool:
-    """An operator that a library or the model's author registered: nobody knows what it does."""
+    """Whether a library or the model's author registered the operator, so that its cost is unknown."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims")
 
 
 def _num_elements(tensors: Sequence[torch.Tensor]) -> int:
-    """At the example's sizes; one that only values tell counts for as much as is known of it."""
+    """Returns the number of elements at the example's sizes; sizes that depend on values by their upper
+    bound."""
     return sum(
         math.prod(size if isinstance(size, int) else size.node.hint or 1 for size in tensor.shape)
         for tensor in tensors

@@ -1,8 +1,8 @@
-"""What a map makes of a linear layer is the layer again.
+"""Linear layers within a map, recognised by the operators that the map makes of them.
 
     t(weight); mm(x, t); add(mm, bias)  ->  linear(x, weight, bias), a call of the layer that has them
 
-The map is of a layer on one sample, and this is the same layer on whole batches.
+The map runs the layer on single samples; the result is the same layer on whole batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FRAME = f'  File "{_CODE.co_filename}", line {_CODE.co_firstlineno}, in forward
 
 
 def call_mapped_layers(draft: Draft, model: nn.Module) -> None:
-    """Products that somebody wrote outside of a map stay what they are."""
+    """Rewrites the operators of mapped linear layers as calls; products outside of a map stay as written."""
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     for node in draft.graph.nodes:
         is_sum = operator_name(node) == "add" and not node.kwargs
@@ -38,7 +38,7 @@ def call_mapped_layers(draft: Draft, model: nn.Module) -> None:
 
 
 def _layer_of(node: fx.Node, layers: Mapping[str, nn.Linear]) -> tuple[str, tuple[Any, ...]] | None:
-    """The layer's name, and (x, weight, bias)."""
+    """Returns the layer's name and (x, weight, bias), or None if the sum is not a layer's."""
     product: Any = node.args[0]
     bias: Any = node.args[1]
     transposed = _operand(product, "mm", 1)
@@ -52,7 +52,7 @@ def _layer_of(node: fx.Node, layers: Mapping[str, nn.Linear]) -> tuple[str, tupl
 
 
 def _operand(node: Any, name: str, place: int) -> fx.Node | None:
-    """Of an operator of that name."""
+    """Returns an operand of `node`, or None if it is not an operator of that name."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or operator_name(node) != name:
         return None
     operand = node.args[place]

@@ -22,10 +22,10 @@ from pd2bw_fx.traced import Traced
 
 from .paths import own_calls, own_name
 
-# The forward that the tracer was given is ours, around the model's.
+# The traced forward is that of our `Program`, around the model's.
 _WRAPPER_FRAME = re.compile(r'\s*File "[^"]*[/\\]trace[/\\]program\.py", line \d+, in forward\n[^\n]*\n?')
 
-_LIFTED = "lifted_"  # how torch.export calls what no module has
+_LIFTED = "lifted_"  # torch.export's prefix for tensors that no module has
 _REGIONS = {"wrap_with_set_grad_enabled", "wrap_with_autocast"}
 
 
@@ -37,13 +37,13 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
 
     def module_of(self, node: fx.Node) -> nn.Module | None:
-        """The layer that was not traced into, of a `call_module` node."""
+        """Returns the layer that a `call_module` node calls, which was not traced into; None for others."""
         module = self.values.get(str(node.target)) if node.op == "call_module" else None
         return module if isinstance(module, nn.Module) else None
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first name of the same tensor in state_dict order."""
+    """Maps every name of a parameter or buffer to the first name of the same tensor in state_dict order."""
     first: dict[int, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
@@ -62,7 +62,7 @@ def lift(traced: Traced) -> Draft:
         else:
             name = next(inputs)
             copied = draft.graph.placeholder(name)
-            copied.name = name  # the author's word, even one that fx would avoid ("input")
+            copied.name = name  # the author's name, even one that fx would avoid ("input")
             copied.meta = {key: node.meta[key] for key in ("val", GIVEN_AS) if key in node.meta}
             environment[node] = copied
     copier = _Copier(draft, traced, {})
@@ -73,7 +73,7 @@ def lift(traced: Traced) -> Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Constant:
-    """A lifted input that is no tensor of the model's state: a plain value."""
+    """A lifted input that is a plain value, not a tensor of the model's state."""
 
     value: Any
 
@@ -117,7 +117,7 @@ def _state_of(traced: Traced) -> dict[str, Any]:
 
 
 def _may_be_called(name: str, value: Any, model: nn.Module) -> bool:
-    """Whether it is the attribute's value, or was at the time of the trace: one that a first call sets."""
+    """Whether the value is the attribute `name`, or was during the trace: a first call may set it."""
     if attribute(model, name) is value:
         return True
     own = name.rpartition(".")[2]
@@ -125,7 +125,7 @@ def _may_be_called(name: str, value: Any, model: nn.Module) -> bool:
 
 
 def attribute(model: nn.Module, name: str) -> Any:
-    """What the model has under a dotted name; None where there is nothing."""
+    """Returns what the model has under a dotted name, or None."""
     value: Any = model
     for step in name.split("."):
         value = getattr(value, step, None)
@@ -139,7 +139,7 @@ class _Copier:
     read: dict[str, fx.Node]
 
     def copy(self, module: nn.Module, environment: dict[fx.Node, Any], marks: Mapping[str, Any]) -> list[Any]:
-        """Copies the nodes of `module`'s graph but its placeholders; what it returns, in the new graph."""
+        """Copies the graph of `module` without its placeholders; returns its results in the new graph."""
         graph = module.graph
         assert isinstance(graph, fx.Graph)
         for node in graph.nodes:
@@ -209,7 +209,7 @@ class _Copier:
             marks = {**marks, "no_grad": not enabled}
         else:
             device_type, dtype, enabled, _cache_enabled, body, *operands = args
-            # Two regions that are alike stay two: casts of weights are kept within one of them.
+            # Two equal regions stay apart: casts of weights are cached within one of them.
             marks = {**marks, "autocast": (device_type, dtype, enabled), "autocast_region": node.name}
         assert isinstance(body, _Constant)
         inner = dict(zip(body.value.graph.find_nodes(op="placeholder"), operands, strict=True))
@@ -228,7 +228,8 @@ class _Copier:
 
 
 def _outermost_frames(stack_trace: str, number: int) -> str:
-    """Without those of layers that run within a map: they are no calls of the module that maps them."""
+    """Returns the stack trace without frames of layers within a map: the mapping module does not call
+    them."""
     before, *frames = re.split(r'(?=  File ")', stack_trace)
     forwards = [place for place, frame in enumerate(frames) if ", in forward\n" in frame]
     end = forwards[number] if number < len(forwards) else len(frames)

@@ -1,4 +1,4 @@
-"""Which operators must stay together: on memory that is written, and on sizes that depend on data."""
+"""Operators that must stay in one stage: on memory that is written, and on sizes that depend on data."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from .lift import Draft
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """By operator name: its group (named after the first operator in it), and the buffers that it writes."""
+    """Memory groups and written buffers, by operator name."""
 
-    groups: Mapping[str, str]
+    groups: Mapping[str, str]  # the name of the first operator in the group
     buffers_written: Mapping[str, tuple[str, ...]]
 
 
 def find_memory_groups(draft: Draft, facts: Facts, model: nn.Module) -> Memory:
-    """Operators on one buffer that is written belong together; so do those on a written activation's memory
-    up to the last write, after which a copy of it is as good; those on values of a size that only a run can
-    tell, for no link knows how many bytes to expect; and those of a call that evaluation leaves out."""
+    """Returns the groups of operators that must stay in one stage. These are:
+
+    - operators on a buffer that is written
+    - operators on a written activation's memory, up to the last write; later readers may have a copy
+    - operators on values of a size that only a run can tell: no link knows how many bytes to expect
+    - operators of a module's call that evaluation leaves out
+    - writers of one module's buffers, if one of them also does something else
+    - calls of a layer that was not traced into and may write its buffers
+    """
     state = {node.name: node for node in draft.graph.nodes if node.op == "get_attr"}
     owners = {storage: str(node.target) for node in state.values() for storage in facts.storages[node.name]}
     touching = _touching(draft, facts)
@@ -56,7 +62,7 @@ def find_memory_groups(draft: Draft, facts: Facts, model: nn.Module) -> Memory:
 
 
 def _on_unknown_sizes(draft: Draft) -> dict[Any, list[fx.Node]]:
-    """By symbol of the size: the operators that make or read a value of it."""
+    """Returns the operators that make or read a value of unknown size, by the symbol of the size."""
     found: dict[Any, list[fx.Node]] = {}
     for node in draft.graph.nodes:
         if node.op in {"placeholder", "get_attr", "output"}:
@@ -68,7 +74,7 @@ def _on_unknown_sizes(draft: Draft) -> dict[Any, list[fx.Node]]:
 
 
 def _left_out_in_evaluation(draft: Draft, model: nn.Module) -> dict[str, list[fx.Node]]:
-    """By call: the operators of modules that give their input back in evaluation."""
+    """Returns the operators of modules that return their input in evaluation, by call."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, list[fx.Node]] = {}
     for node in draft.graph.nodes:
@@ -81,7 +87,7 @@ def _left_out_in_evaluation(draft: Draft, model: nn.Module) -> dict[str, list[fx
 
 
 def _beside_running_statistics(draft: Draft, written: Mapping[str, list[str]]) -> dict[str, list[fx.Node]]:
-    """By module: the operators that write its buffers, where one of them does more than that.
+    """Returns the operators that write a module's buffers, if one of them does more than that, by module.
 
     A layer's count of batches shares no memory with its running statistics, and stays with the layer.
     """
@@ -93,7 +99,7 @@ def _beside_running_statistics(draft: Draft, written: Mapping[str, list[str]]) -
 
 
 def _layers_that_write(draft: Draft) -> dict[str, list[fx.Node]]:
-    """The calls of each layer that was not traced into and that, in training, may write its buffers."""
+    """Returns the calls of each layer that was not traced into and, in training, may write its buffers."""
     calls: dict[str, list[fx.Node]] = {}
     for node in draft.graph.nodes:
         module = draft.module_of(node)
@@ -108,12 +114,12 @@ def _buffer_names(draft: Draft, node: fx.Node) -> list[str]:
 
 
 def _touching(draft: Draft, facts: Facts) -> dict[int, list[fx.Node]]:
-    """The operators that make, read or alias each piece of memory, in program order."""
+    """Returns the operators that make, read or alias each piece of memory, in program order."""
     touching: dict[int, list[fx.Node]] = {}
     for node in draft.graph.nodes:
         if node.op in {"placeholder", "get_attr", "output"}:
             continue
-        # In the order of operands: by address it would be another one in every process.
+        # The order is that of operands: by address it would differ from process to process.
         operands = [*node.all_input_nodes, node]
         for storage in dict.fromkeys(s for each in operands for s in sorted(facts.storages[each.name])):
             touching.setdefault(storage, []).append(node)
@@ -125,7 +131,7 @@ def _written_storages(node: fx.Node, facts: Facts) -> set[int]:
 
 
 def _unite(groups: dict[str, str], names: list[str]) -> None:
-    """Puts the operators, and the groups that they are in, into one group."""
+    """Joins the operators, and the groups that they are in, to one group."""
     joined = {groups[name] for name in names if name in groups}
     members = dict.fromkeys((*(name for name in groups if groups[name] in joined), *names))
     first = next(iter(members))

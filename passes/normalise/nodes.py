@@ -1,4 +1,4 @@
-"""What a node of the graph says of itself."""
+"""What a node's target and schema tell: its name, what it writes, whether it is random."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from pd2bw_fx.traced import is_assumption
 
 
 def operator_name(node: fx.Node) -> str:
-    """The "add_" of aten.add_.Tensor; the function's or method's name where it is no ATen operator; nothing
-    for inputs, weights and whole layers, which have names of the author's."""
+    """Returns the name of the operator ("add_" of aten.add_.Tensor), function or method that a node calls.
+
+    "" for inputs, weights and whole layers, which have the author's names.
+    """
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._opname
     if node.op == "call_method":
@@ -24,7 +26,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def put_in_place(node: fx.Node, other: fx.Node) -> None:
-    """`other` for all that reads `node`, which goes; calls know it under the names that they had for that."""
+    """Replaces `node` by `other` for all readers and erases it; calls keep their names for the value."""
     for kind in NOTED_OF_CALLS:
         if kind in node.meta:
             other.meta[kind] = {**node.meta[kind], **other.meta.get(kind, {})}
@@ -33,21 +35,21 @@ def put_in_place(node: fx.Node, other: fx.Node) -> None:
 
 
 def writes(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes whose values this one changes in place."""
+    """Returns the nodes whose values this one changes in place."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return ()
     return written_by_schema(node) + _hidden_writes(node)
 
 
 def _hidden_writes(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Running statistics, which these write without saying so."""
+    """Returns the running statistics of norms, which write them though their schema does not say so."""
     if operator_name(node) not in {"batch_norm", "native_batch_norm", "instance_norm"} or not node.args[5]:
         return ()
     return tuple(arg for arg in node.args[3:5] if isinstance(arg, fx.Node))
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """An ATen operator's argument by its name in the schema; its default where it was left out."""
+    """Returns an ATen operator's argument by its name in the schema, or its default."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for position, entry in enumerate(node.target._schema.arguments):
         if entry.name == name:
@@ -58,7 +60,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def asserts_assumption(node: fx.Node) -> bool:
-    """Whether it ends a run for which the trace was not made."""
+    """Whether the node asserts that the trace is right for a run."""
     return node.target is torch.ops.aten._assert_async.msg and is_assumption(node.args[1])
 
 
@@ -67,7 +69,7 @@ _DRAWING |= {"randn_like", "randint_like", "uniform", "exponential", "random"}
 
 
 def is_random(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether it draws from the generator; dropout with nothing to drop does not."""
+    """Whether the node draws from the random generator; dropout with rate 0 does not."""
     if module is not None:
         return any(layer_draws(layer) for layer in module.modules())
     if isinstance(node.target, torch._ops.OpOverload):

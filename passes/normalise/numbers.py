@@ -1,10 +1,10 @@
-"""Numbers that the tracer made tensors of are numbers again, where an operator takes one.
+"""Turns tensors that the tracer made of numbers into numbers again, where an operator accepts one.
 
     h[:, 0] = 1.0        fill_(select(h, 1, 0), constant_0)  ->  fill_(select(h, 1, 0), 1.0)
     h[mask] = -1e9       index_put_(h, [mask], constant_1)   ->  masked_fill_(h, mask, -1e9)
 
-What is read says its value then, needs no buffer, and takes the type of what it is written to. Of a float32
-the digits are those that tell it from others, but beside float64, where 0.1 is another number.
+The code then shows the value, needs no buffer, and the number takes the type of the tensor that it is written
+to. A float32 has the fewest digits that identify it, except beside float64, where 0.1 is another number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def write_numbers(draft: Draft, model: nn.Module) -> None:
 
 
 def _number(draft: Draft, constant: fx.Node, model: nn.Module) -> float | bool | None:
-    """The value of a constant that is one number, and nothing of the model's that has a name."""
+    """Returns the value of a constant that is one number, or None if it is a named tensor of the model."""
     name = str(constant.target)
     value = draft.values[name]
     if type(value) is not torch.Tensor or attribute(model, name) is value:
@@ -56,19 +56,19 @@ def _is_beside_wider(constant: fx.Node) -> bool:
 
 
 def _shortest(number: float) -> float:
-    """The number with the fewest digits that is the same float32: 0.1, and not 0.10000000149011612."""
+    """Returns the number with the fewest digits that is the same float32: 0.1, not 0.10000000149011612."""
     candidates = (float(f"{number:.{digits}g}") for digits in range(1, 10))
     return next((found for found in candidates if _as_float32(found) == number), number)
 
 
 def _as_float32(number: float) -> float | None:
-    """None for what torch takes for too large, though it would be rounded to the largest one."""
+    """Rounds to float32; None for a number that torch refuses as too large, though it would round down."""
     is_one = abs(number) <= torch.finfo(torch.float32).max or math.isinf(number)
     return float(struct.unpack("f", struct.pack("f", number))[0]) if is_one else None
 
 
 def _names(constant: fx.Node) -> set[fx.Node]:
-    """The constant and the copies of it that the tracer put between it and its readers."""
+    """Returns the constant and the copies that the tracer put between it and its readers."""
     found, waiting = {constant}, [constant]
     while waiting:
         for user in waiting.pop().users:
@@ -107,13 +107,13 @@ def _replaced(args: tuple[Any, ...], place: int, number: float) -> tuple[Any, ..
 
 
 def _is_same_type(reader: fx.Node, names: set[fx.Node]) -> bool:
-    """Whether the result has its type by another operand, beside a number as beside a tensor of none."""
+    """Whether another operand decides the result's type, for a number as for a tensor of no dimensions."""
     others = (node.meta.get("val") for node in reader.all_input_nodes if node not in names)
     return any(isinstance(o, torch.Tensor) and o.dim() > 0 and o.is_floating_point() for o in others)
 
 
 def _fill_indexed(graph: fx.Graph, write: fx.Node, number: float | bool) -> None:
-    """`x[mask] = number`, and `x[:, index] = number` along one dimension."""
+    """Rewrites `x[mask] = number`, and `x[:, index] = number` along one dimension."""
     target: Any = write.target
     in_place = target._opname.endswith("_")
     base, indices = cast("tuple[fx.Node, list[fx.Node | None]]", write.args[:2])
@@ -133,7 +133,7 @@ def _fill_indexed(graph: fx.Graph, write: fx.Node, number: float | bool) -> None
 
 
 def _widened(graph: fx.Graph, mask: fx.Node, count: int, write: fx.Node) -> fx.Node:
-    """With dimensions behind its own, over which what it picks is filled."""
+    """Returns the mask with `count` more dimensions at the end, to fill all of what it picks."""
     for _ in range(count):
         wider = graph.call_function(_ATEN.unsqueeze.default, (mask, -1))
         wider.meta = {key: value for key, value in write.meta.items() if key != "val"}

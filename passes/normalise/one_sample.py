@@ -1,9 +1,9 @@
 """Whether tensors share memory for one sample as they do for several, where it is written.
 
-    z = h.transpose(0, 1).contiguous()      a copy of several samples; of one it is h's own memory
+    z = h.transpose(0, 1).contiguous()      a copy for several samples, but h's own memory for one
     z *= 2
 
-The program without in-place writes has the one or the other.
+The program without in-place writes can be right for one of the two only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def sizes_alike(program: FxProgram, facts: Facts, traced: Traced) -> SizeRange:
-    """The batch sizes of the trace, without those whose writes go elsewhere than the example's."""
+    """Returns the batch sizes of the trace, without those that write to other memory than the example."""
     sizes = traced.batch_sizes
     if not traced.dynamic_batch or not traced.batch_size or not _writes_behind_copies(program, facts, traced):
         return sizes
@@ -31,7 +31,7 @@ def sizes_alike(program: FxProgram, facts: Facts, traced: Traced) -> SizeRange:
         return sizes
     try:
         others = observe(program, _others(traced))
-    except Exception:  # whatever it is that an operator has against one sample
+    except Exception:  # an operator may refuse a single sample
         return sizes
     if not _is_otherwise(program, facts, others):
         return sizes
@@ -39,8 +39,11 @@ def sizes_alike(program: FxProgram, facts: Facts, traced: Traced) -> SizeRange:
 
 
 def _writes_behind_copies(program: FxProgram, facts: Facts, traced: Traced) -> bool:
-    """Whether there is a write behind an operator that copies only if it has to: to an activation, or to what
-    the example of one sample shows as the memory of a buffer."""
+    """Whether there is a write after an operator that copies only if it must.
+
+    A write to an activation counts, and for an example of one sample also one to what may be a buffer's
+    memory.
+    """
     owners = program.graph.find_nodes(op="get_attr")
     state = {storage for node in owners for storage in facts.storages[node.name]}
     has_copies = False
@@ -53,7 +56,10 @@ def _writes_behind_copies(program: FxProgram, facts: Facts, traced: Traced) -> b
 
 
 def _copies_if_it_has_to(node: fx.Node) -> bool:
-    """By its schema it gives a view, and it has no kernel of its own: torch chooses by sizes and strides."""
+    """Whether torch decides by sizes and strides if the operator copies.
+
+    That is so if its schema says that it returns a view, and it has no kernel of its own.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     given = [result.alias_info for result in node.target._schema.returns]
@@ -62,7 +68,7 @@ def _copies_if_it_has_to(node: fx.Node) -> bool:
 
 
 def _others(traced: Traced) -> dict[str, torch.Tensor]:
-    """One sample of several; two of one."""
+    """Returns the example with one sample if it has several, and with two if it has one."""
 
     def other(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, tensor]) if traced.batch_size == 1 else tensor[:1]
@@ -72,7 +78,7 @@ def _others(traced: Traced) -> dict[str, torch.Tensor]:
 
 
 def _is_otherwise(program: FxProgram, facts: Facts, others: Facts) -> bool:
-    """Whether a value stands on its operand's memory in one of the two alone, and a later write finds it."""
+    """Whether a value shares its operand's memory in only one of the two runs, and is written later."""
     position = {node.name: at for at, node in enumerate(program.graph.nodes)}
     last = [_last_writes(known, position) for known in (facts, others)]
     for name, at in position.items():
@@ -85,7 +91,7 @@ def _is_otherwise(program: FxProgram, facts: Facts, others: Facts) -> bool:
 
 
 def _last_writes(facts: Facts, position: Mapping[str, int]) -> dict[int, int]:
-    """By memory: where in the program it is last written."""
+    """Returns the position in the program of the last write, by memory."""
     return {
         storage: position[writer]
         for writer in sorted(facts.written, key=position.__getitem__)

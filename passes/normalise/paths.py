@@ -1,4 +1,4 @@
-"""The names that a front end's program has for modules and tensors, and those that the user's model has."""
+"""From a front end's names of modules and tensors to those of the user's model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _SLICE = re.compile(r"slice\((None|-?\d+), (None|-?\d+), (None|-?\d+)\)")
 
 
 def own_name(target: str, traced: Traced) -> str:
-    """The name in the user's model, and of what belongs to the loss_fn beside it."""
+    """Returns the name of a tensor in the user's model; one of the loss_fn's gets a name beside those."""
     if target.startswith(traced.prefix):
         return target.removeprefix(traced.prefix)
     return name_beside(traced.model, target)
 
 
 def own_calls(stack: Mapping[str, tuple[str, Any]], traced: Traced) -> dict[str, tuple[str, str]]:
-    """Path in the user's model and class name of each module on the stack, outermost first.
+    """Returns path in the user's model and class name of each module on the stack, outermost first.
 
-    Repeated calls of one module have keys of their own ("block@1") and the same path. `layers[1:3]` is no
-    module of the model's, and left out.
+    Repeated calls of a module have keys of their own ("block@1") and the same path. A slice, `layers[1:3]`,
+    is not a module of the model and is left out.
     """
     calls: dict[str, tuple[str, str]] = {}
     for key, (path, kind) in stack.items():
@@ -42,7 +42,7 @@ def own_calls(stack: Mapping[str, tuple[str, Any]], traced: Traced) -> dict[str,
 def _unsliced(path: str, model: nn.Module) -> str | None:
     """ "layers.slice(1, 3, None).0" is "layers.1"; None for the slice itself.
 
-    A part of an nn.Sequential keeps its members' keys, that of an nn.ModuleList numbers them anew.
+    A slice of an nn.Sequential keeps the keys of its members; one of an nn.ModuleList numbers them anew.
     """
     if "slice(" not in path:
         return path

@@ -1,4 +1,4 @@
-"""`resize_`, which has no functional form: what is made to be given its size is made at that size.
+"""`resize_`, which has no functional form: a tensor that is only made to be resized is made at that size.
 
 e = empty((0,)); resize_(e, (n, 1))  ->  empty((n, 1))
 """
@@ -22,7 +22,8 @@ _WITHOUT_VALUES = {"empty", "new_empty", "empty_like"}
 
 
 def make_at_their_size(draft: Draft) -> None:
-    """Raises TraceError where a tensor that has values is made larger or smaller."""
+    """Removes `resize_` and `resize_as_`; raises TraceError where they change the size of a tensor with
+    values."""
     position = {node: place for place, node in enumerate(draft.graph.nodes)}
     for node in position:
         if node.op != "call_function" or operator_name(node) not in {"resize_", "resize_as_"}:
@@ -68,7 +69,7 @@ def _empty(graph: fx.Graph, before: fx.Node, size: Any) -> fx.Node:
 
 
 def _empty_like(graph: fx.Graph, other: Any, value: torch.Tensor) -> fx.Node | None:
-    """Of the other's size, and of the value's type, in order whatever the other's order is."""
+    """Emits an empty contiguous tensor of the other's size and the value's type; None if it cannot be one."""
     like = other.meta.get("val")
     if not isinstance(like, torch.Tensor) or like.device != value.device or not like.is_contiguous():
         return None

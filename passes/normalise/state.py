@@ -1,9 +1,10 @@
-"""What a gradient is computed from must not be state that a later forward writes.
+"""Copies of state that a later forward writes, for operators whose gradient is computed from it.
 
     self.scale.mul_(0.9).add_(spread)          self.scale.mul_(0.9).add_(spread)
     return x / self.scale                ->    return x / self.scale.clone()
 
-One process runs a backward before it writes the state again; a pipeline has other microbatches in between.
+A single process runs the backward before it writes the state again; a pipeline runs forwards of other
+microbatches in between.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ _UNSAVED = {"embedding", "embedding_bag", "_embedding_bag"}  # their backward do
 
 
 def copy_written_state(draft: Draft, facts: Facts) -> bool:
-    """Operators that a gradient flows through read copies of buffers and parameters that the program writes;
-    whether any does."""
+    """Has operators with a gradient read copies of buffers and parameters that the program writes.
+
+    Returns whether there are any such operators.
+    """
     writes = (node for nodes in facts.written.values() for node in nodes)
     written = {storage for node in writes for storage in facts.storages[node.name]}
     state = draft.graph.find_nodes(op="get_attr")

@@ -157,7 +157,8 @@ def trace(
         if tracer not in ("auto", "fx"):
             raise InputError("torch.export needs example inputs; pass example_args, or tracer='fx'")
         flat = arguments_without_examples(model, has_targets=loss_fn is not None)
-        request, ways = _Request(model, loss_fn, tracer, None), [(flat, ("fx",))]
+        request = _Request(model, loss_fn, tracer, None)
+        ways: list[_Way] = [(flat, ("fx",))]
     else:
         flat = flatten_arguments(model, () if args is None else args, kwargs or {}, targets)
         require_data(model, flat.names, flat.tensors)

@@ -1,11 +1,18 @@
-"""Stages against the original model: outputs, every gradient, every buffer, and every parameter that the
-forward writes, on the same inputs.
+"""Compares stages with the original model on the same inputs: outputs, gradients, buffers, written
+parameters.
 
 The stages run in one process, one after another, forward and then backward, exactly as the runtime chains
 them; the model runs as it is. Both draw the same random numbers. The same operations in the same order give
 the same bits, so the expected difference is zero; only a gradient that is the sum of three or more parts may
-be added up in another order. How far a network carries such a rounding on, the network itself says: where a
-difference is beyond what its type explains, the model is run again with its weights rounded up or down.
+be added up in another order. The network itself tells how much it amplifies such a rounding: where a
+difference is larger than its type explains, the model is run again with its weights rounded up or down.
+
+    module       what is in it
+    sides        the two sides: the model as it is, and its stages one after another
+    compare      how far two tensors are apart, and how far they may be
+    evaluation   what the stages compute differently from the model in evaluation mode
+    fast_path    torch's fast path for encoder layers, which stages do not take
+    reseeding    models that set torch's random generator in their forward
 """
 
 from __future__ import annotations
@@ -49,21 +56,21 @@ __all__ = [
     "verify",
 ]
 
-# A gradient may be nothing but rounding (softmax takes no notice of a key's bias): its scale is at least this
-# share of the largest gradient.
+# A gradient may be nothing but rounding (softmax ignores the bias of a key): its scale is at least this share
+# of the largest gradient.
 _FAINTEST = 1e-3
 
-# What is beyond its tolerance may be so by rounding alone: it is held against what rounding the weights does.
+# A difference beyond its tolerance may still be rounding: it is compared with what rounding the weights does.
 _ROUNDINGS = 3
 _TIMES_SENSITIVITY = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was compared, and how far it was apart. `exact`: every tensor is equal bit for bit."""
+    """The tensors that were compared, and their differences. `exact`: every tensor is equal bit for bit."""
 
     differences: tuple[Difference, ...]
-    with_random_numbers: bool  # dropout was active on both sides; else it was switched off on both
+    with_random_numbers: bool  # whether dropout was active on both sides, or switched off on both
 
     @property
     def worst(self) -> Difference:
@@ -94,15 +101,16 @@ def verify(
     forward: Forward,
     tolerance: float | None = None,
 ) -> Verification:
-    """Compare on the example inputs. `forward` runs `model` on flat inputs and names its flat outputs.
+    """Compares stages and model on the example inputs; `forward` runs `model` on flat inputs by name.
 
-    The model is given `tensors` as its weights and has its own back afterwards. Without a `tolerance`, a
-    tensor may differ by roundings of its type, and by four times what a rounding of all weights does to it.
-    Raises VerificationError naming the first tensor that differs by more. Where torch's fast path for
-    encoders makes the difference, and does so by rounding, the model is run without it.
+    The model has `tensors` as its weights meanwhile. Without a `tolerance`, a tensor may differ by roundings
+    of its type, and by four times what a rounding of all weights does to it. Where torch's fast path for
+    encoders makes the difference, and does so by rounding, the model is run without it. Raises
+    VerificationError with the first tensor that differs by more.
     """
     in_order = draws_in_program_order(graph, plan)
-    # Copies lie alike in memory, by which products round: what is read from a file may lie otherwise.
+    # Products round by how operands lie in memory, and tensors from a file may lie differently; copies do
+    # not.
     example = {name: tensor.clone() for name, tensor in example.items()}
 
     def run(tensors: Mapping[str, Tensor]) -> Run:
@@ -138,7 +146,7 @@ def verify(
 def _without_fast_path(
     wrong: Difference, model: nn.Module, compared: Callable[[], Verification]
 ) -> Verification:
-    """What is found where the model computes its encoders layer by layer, as the stages do."""
+    """Compares again with the model's encoders computed layer by layer, as in the stages."""
     with fast_path_set(on=False):
         found = compared()
     if may_give_zeros(model):
@@ -175,12 +183,12 @@ def _require_no_seed_of_its_own(
 
 
 def another_example(graph: OperatorGraph, example: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inputs of other values and, in every dimension that is open, of another size, the same every time.
+    """Returns inputs of other values and, in every open dimension, of another size; the same every time.
 
-    Values are drawn from each input's own, so that tokens stay tokens; what is all 0 and 1 is a mask, and
-    keeps them. An open batch is one sample longer (shorter, where the program is for no more); an open
-    length is one shorter, for a model may bound it. On a GPU values stay in their place of a sample: columns
-    have ranges of their own, and an index out of range ends all that the process does there.
+    Values are drawn from each input's own, so that tokens stay tokens. An input of 0 and 1 alone is a mask
+    and keeps its values. An open batch is one step larger, or smaller if the program allows no more; an open
+    length is one shorter, since a model may bound it. On a GPU values stay in their place within a sample:
+    columns have ranges of their own, and an index out of range ends all that the process does there.
     """
     generator = torch.Generator().manual_seed(0)
     firsts = Counter(tensor.shape[:1] for tensor in example.values() if tensor.dim())
@@ -229,7 +237,7 @@ def _places(like: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _compared(expected: Run, found: Run) -> list[tuple[Difference, Tensor | None]]:
-    """Every tensor's difference, and one of the two."""
+    """Returns the difference of each pair of tensors, with one of the two."""
     largest = max((largest_of(g) for g in expected.gradients.values() if g is not None), default=0.0)
     faintest = {"output": 0.0, "gradient of": _FAINTEST * largest, "buffer": 0.0, "parameter": 0.0}
     differences: list[tuple[Difference, Tensor | None]] = []
@@ -257,10 +265,10 @@ def _first_beyond(differences: Sequence[Difference], allowed: Mapping[str, float
 def _sensitivity(
     eager: Run, run: Callable[[Mapping[str, Tensor]], Run], tensors: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """How far each tensor of the model's own moves when its weights are rounded once more, at least.
+    """Returns how far, at least, each tensor of the model moves when its weights are rounded once more.
 
-    A deep network on a small batch may carry a rounding on to a hundred times its size. What a rounding does
-    by turning a sign somewhere differs from draw to draw: the least of several leaves that out.
+    A deep network on a small batch may amplify a rounding a hundred times. The effect of a rounding that
+    flips a sign somewhere differs from draw to draw: the minimum of several draws leaves it out.
     """
     moved: dict[str, float] = {}
     for seed in range(_ROUNDINGS):

@@ -12,7 +12,7 @@ from pd2bw_fx.errors import VerificationError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.stage import StageProgram
 
-# Relative to a tensor's largest entry: rounding of sums in another order, no more.
+# Relative to a tensor's largest entry: no more than rounding of sums in another order.
 _TOLERANCES = {
     torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 2e-5, torch.complex64: 2e-5,
     torch.float16: 2e-2, torch.bfloat16: 1e-1,
@@ -21,7 +21,7 @@ _TOLERANCES = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest absolute difference of one tensor, beside the tensor's largest entry.
+    """The largest absolute difference of two tensors, and their largest entry as its scale.
 
     The scale of a gradient is at least a thousandth of the largest entry of all gradients.
     """
@@ -36,7 +36,8 @@ class Difference:
 
 
 def coarsest_tolerance(graph: OperatorGraph, programs: Sequence[StageProgram]) -> float:
-    """Of the coarsest type that the stages compute in, whatever the types of what they take and give are."""
+    """Returns the tolerance of the coarsest type that the stages compute in, whatever they take and
+    return."""
     computed = [op for op in graph.operators.values() if not op.is_replicable]
     dtypes = {spec.dtype for op in computed for spec in op.outputs}
     autocast = [program.source for program in programs if "torch.autocast(" in program.source]
@@ -45,13 +46,14 @@ def coarsest_tolerance(graph: OperatorGraph, programs: Sequence[StageProgram]) -
 
 
 def tolerance_of(tensor: Tensor | None, coarsest: float) -> float:
-    """What a tensor may differ by: whole numbers by nothing, others by `coarsest` or their own type's."""
+    """Returns what a tensor may differ by: 0 for whole numbers, or the larger of `coarsest` and its
+    type's."""
     own = None if tensor is None else _TOLERANCES.get(tensor.dtype)
     return 0.0 if own is None else max(own, coarsest)
 
 
 def rounded(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Each entry up or down by the distance of its type's numbers, by chance."""
+    """Returns the tensors with each entry moved up or down at random by the rounding of its type."""
     generator = torch.Generator().manual_seed(seed)
     return {name: _rounded(tensor, generator) for name, tensor in tensors.items()}
 

@@ -1,9 +1,9 @@
-"""Evaluation by the stages of a model that was traced in training: what they do otherwise than the model.
+"""What the stages of a model that was traced in training compute differently from the model in evaluation.
 
-A trace has one of the two branches of `if self.training`. Where a layer asks for its mode in words of its
-own, the two may be alike at the weights that there are, and not later: noise of a strength that is still
-zero, a power iteration that has converged. So they are compared at other weights too. Or alike by chance,
-where labels are dropped at a small rate: what draws random numbers on one side has to on the other.
+A trace has one of the two branches of `if self.training`. Where a layer of the author's asks for its mode,
+the branches may agree at the present weights and not later: noise of a strength that is still zero, a power
+iteration that has converged. So they are compared at other weights too. They may also agree by chance, where
+labels are dropped at a small rate: so if one side draws random numbers, the other must.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .sides import (
     written_by,
 )
 
-_MOVED_BY = 0.1  # each weight at other ones, of its size and of one
+_MOVED_BY = 0.1  # how far weights are moved, relative to 1 plus their size
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +57,17 @@ def evaluation_of(
     model: nn.Module,
     forward: Forward,
 ) -> Evaluation:
-    """The stages in evaluation mode beside the model in evaluation mode, on the example inputs."""
+    """Compares the stages with the model, both in evaluation mode, on the example inputs."""
     in_order = draws_in_program_order(graph, plan)
 
     def compared(weights: Mapping[str, Tensor]) -> Evaluation:
         try:
             outputs, written, drawn = _of_model(graph, weights, example, model, forward, random=in_order)
-        except Exception as error:  # whatever the model's other branch does with the example
+        except Exception as error:  # whatever the model's other branch raises on the example
             return Evaluation(f"the model cannot be run on the example inputs: {error}", has_run=False)
         try:
             found, own, drawn_here = _of_stages(graph, programs, weights, example, random=in_order)
-        except Exception as error:  # whatever follows from sizes that the one mode alone has
+        except Exception as error:  # sizes that differ between the modes, for example
             return Evaluation(f"the stages cannot be run on the example inputs: {error}", has_run=False)
         said = outputs_differ(graph, programs, outputs, found)
         said = said or _draws_differ(graph, drawn, drawn_here)
@@ -106,7 +106,7 @@ def _of_model(
     *,
     random: bool,
 ) -> tuple[Mapping[str, Tensor], set[str], Drawn]:
-    """What it returns, which buffers it has changed, and what it has drawn."""
+    """Returns the model's results, the tensors that it has changed, and what it has drawn."""
 
     def run(gradients: bool) -> tuple[Mapping[str, Tensor], set[str], Drawn]:
         with weights_of(model, graph, tensors) as live, randomness(on=random) as draws:
@@ -139,7 +139,7 @@ def _of_stages(
 
 
 def draws_in_evaluation(graph: OperatorGraph) -> bool:
-    """Whether stages may draw in evaluation too: something else than dropout, which is off then."""
+    """Whether stages may draw in evaluation too, by an operator other than dropout, which is off then."""
     return next(_not_dropping(graph), None) is not None
 
 
@@ -174,7 +174,7 @@ def outputs_differ(
     expected: Mapping[str, Tensor],
     found: Mapping[str, Tensor],
 ) -> str:
-    """The first of them that is another one than the model's, or ""."""
+    """Describes the first output that differs from the model's, or returns ""."""
     for name, value in found.items():
         if name not in expected:
             return f"the model does not return {name!r}"

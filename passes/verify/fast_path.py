@@ -1,7 +1,7 @@
-"""Torch's fast path for encoder layers: a model in evaluation takes it without gradients, no stage does.
+"""Torch's fast path for encoder layers: a model in evaluation takes it without gradients, and no stage does.
 
-Where a mask says that positions are padding, it packs the others, and the padded ones come out as zeros;
-layer by layer they have values as all positions do.
+It packs the positions that a mask does not mark as padding, and padded positions come out as zeros. Computed
+layer by layer, they have values as all positions do.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multihe
 
 
 def may_take_fast_path(model: nn.Module) -> bool:
-    """Whether it is on, and the model has encoders: one that is a frozen reference is in evaluation mode."""
+    """Whether the fast path is on and the model has encoders, which may be in evaluation mode (if frozen)."""
     return torch.backends.mha.get_fastpath_enabled() and _has(model, _WITH_FAST_PATH)
 
 
 def may_give_zeros(model: nn.Module) -> bool:
-    """Whether an encoder packs what is not padding: with others the fast path rounds otherwise, no more."""
+    """Whether an encoder packs positions; with others the fast path only rounds differently."""
     encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))
     return any(encoder.use_nested_tensor for encoder in encoders)
 
@@ -45,8 +45,7 @@ def note_on_fast_path(
     model: nn.Module,
     forward: Forward,
 ) -> str:
-    """What a user should know where the model in evaluation returns something else with the fast path than
-    without it on the example inputs, or ""."""
+    """Returns a note for users where the fast path changes the model's results on the example, or ""."""
     if not _has(model, _WITH_FAST_PATH):
         return ""
 
@@ -62,7 +61,7 @@ def note_on_fast_path(
 
     try:
         found = with_gradients_if_asked(run)
-    except Exception:  # of whatever the model's other branch does, which evaluation tells of
+    except Exception:  # whatever the model's other branch raises, which `evaluation_of` reports
         return ""
     differs = outputs_differ(graph, programs, *found)
     if not differs:

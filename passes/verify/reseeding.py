@@ -1,4 +1,4 @@
-"""Whether a model sets torch's generators in its forward, which no trace shows and no stage does."""
+"""Models that set torch's generators in their forward, which no trace shows and no stage does."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from unittest.mock import patch
 
 import torch
 
-_SETTING = ("manual_seed", "seed", "set_rng_state")  # fork_rng and the rest are made of them
+_SETTING = ("manual_seed", "seed", "set_rng_state")  # fork_rng and the others call these
 _PASSES = Path(__file__).resolve().parents[1]
 _MACHINERY = (str(Path(torch.__file__).parent), contextlib.__file__)
 
 
 @contextlib.contextmanager
 def settings_noted() -> Iterator[list[str]]:
-    """Meanwhile the list has the lines of the model's author that set a generator."""
+    """Yields a list that gets the model author's lines that set a generator."""
     lines: list[str] = []
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def settings_noted() -> Iterator[list[str]]:
 
 
 def _callers_line() -> str | None:
-    """The innermost outside of torch; None for one of the passes' own, which seed before they compare."""
+    """Returns the innermost line outside of torch; None if it is one of a pass, which seeds to compare."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_MACHINERY):
         frame = frame.f_back

@@ -24,10 +24,14 @@ Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """The tensors of one side that are compared."""
+
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor | None]
     buffers: Mapping[str, Tensor]
-    written: Mapping[str, Tensor]  # parameters: the model's that its forward has written; all of the stages'
+    written: Mapping[
+        str, Tensor
+    ]  # parameters: those that the model's forward has written; all of the stages'
 
 
 def draws_in_program_order(graph: OperatorGraph, plan: Plan) -> bool:
@@ -69,14 +73,14 @@ def run_model(
 
 
 def _version(tensor: Tensor) -> int:
-    """Another one after each write."""
+    """Returns a counter that changes with each write; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def of_the_loss(
     graph: OperatorGraph, tensors: Mapping[str, Tensor], live: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The buffers that are not the model's; its forward is given them beside the inputs."""
+    """Returns the buffers of the loss, which the model's forward is given beside the inputs."""
     return {name: tensors[name] for name in graph.buffers if name not in live and name in tensors}
 
 
@@ -84,7 +88,7 @@ def of_the_loss(
 def weights_of(
     model: nn.Module, graph: OperatorGraph, tensors: Mapping[str, Tensor]
 ) -> Iterator[Mapping[str, Tensor]]:
-    """The model with `tensors` as its weights; all that it was comes back."""
+    """Gives the model `tensors` as its weights, and restores the model afterwards."""
     live: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     missing = sorted(name for name in graph.parameters if name not in live)
     if missing:
@@ -104,15 +108,17 @@ def weights_of(
 
 
 def written_by(graph: OperatorGraph) -> set[str]:
-    """Buffers, and parameters that a forward writes."""
+    """Returns the names of all buffers, and of parameters that a forward writes."""
     return {n for o in graph.operators.values() for n in o.writes_buffers} | graph.buffers.keys()
 
 
 def stage_modules(
     graph: OperatorGraph, programs: Sequence[StageProgram], tensors: Mapping[str, Tensor]
 ) -> list[nn.Module]:
-    """For a run that writes what the model writes: of a large model there may be no room for all weights
-    once more, so that what is not written is the same memory."""
+    """Builds the stages for a run that writes what the model writes.
+
+    Only tensors that are written are copied: there may be no room for all weights of a large model twice.
+    """
     written = written_by(graph)
     if graph.fx is None or any(o.target.startswith(UNTRACED) for o in graph.operators.values()):
         written |= tensors.keys()  # stages that were read may have been edited
@@ -135,10 +141,10 @@ def run_stages(
     modules = stage_modules(graph, programs, tensors)
     with randomness(on=random):
         received, produced = run_forwards(programs, modules, example)
-        if not surrounding_autocast():  # of the caller's, which the model and its stages are both under
+        if not surrounding_autocast():  # else model and stages are both under the caller's autocast
             _require_types(programs, produced)
         outputs = model_outputs(programs, produced)
-        _backward(graph, programs, received, produced)  # of a part run as it is written, it may draw
+        _backward(graph, programs, received, produced)  # may draw, in a part that is run as it is written
     return Run(
         outputs={name: value.detach() for name, value in outputs.items()},
         gradients=_summed_gradients(graph, programs, modules),
@@ -156,7 +162,7 @@ def run_stages(
 
 
 def _require_types(programs: Sequence[StageProgram], produced: Sequence[Mapping[str, Tensor]]) -> None:
-    """Values of lower precision than meant may differ by no more than the model is exact to."""
+    """Raises VerificationError for a type other than the model's: the tolerance might hide it."""
     for program, values in zip(programs, produced, strict=True):
         for port in program.outputs:
             found, expected = values[port.value].dtype, port.spec.dtype
@@ -170,7 +176,7 @@ def _require_types(programs: Sequence[StageProgram], produced: Sequence[Mapping[
 def run_forwards(
     programs: Sequence[StageProgram], modules: Sequence[nn.Module], example: Mapping[str, Tensor]
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """What each stage takes and what it gives, by name."""
+    """Runs the stages; returns what each one takes and what it returns, by name."""
     received: list[dict[str, Tensor]] = []
     produced: list[dict[str, Tensor]] = []
     for program, module in zip(programs, modules, strict=True):
@@ -194,12 +200,12 @@ def model_outputs(
 def _argument(port: Port, example: Mapping[str, Tensor], produced: Sequence[Mapping[str, Tensor]]) -> Tensor:
     if port.source is None:
         return example[port.value]
-    # A leaf, as a tensor that came over a link is.
+    # A leaf of autograd, like a tensor that came over a link.
     return produced[port.source][port.value].detach().requires_grad_(port.needs_gradient)
 
 
 def _trained_on(graph: OperatorGraph, outputs: Mapping[str, Tensor]) -> Tensor | None:
-    """The loss; where the model has none, the sum of all that it returns."""
+    """Returns the loss or, where the model has none, the sum of its differentiable results."""
     if graph.loss is not None:
         return outputs[graph.loss] if outputs[graph.loss].requires_grad else None
     differentiable = [value.sum() for value in outputs.values() if value.requires_grad]
@@ -212,7 +218,10 @@ def _backward(
     received: Sequence[Mapping[str, Tensor]],
     produced: Sequence[Mapping[str, Tensor]],
 ) -> None:
-    """Last stage first; a value's gradient is the sum of what its readers send back, last reader first."""
+    """Runs the backwards, last stage first.
+
+    A value's gradient is the sum of what its readers send back, last reader first.
+    """
     for program in reversed(programs):
         roots, gradients = [], []
         for port in program.outputs:
@@ -239,7 +248,7 @@ def _is_trained_on(graph: OperatorGraph, port: Port) -> bool:
 def _summed_gradients(
     graph: OperatorGraph, programs: Sequence[StageProgram], modules: Sequence[nn.Module]
 ) -> dict[str, Tensor | None]:
-    """A parameter that several stages hold has the sum of their gradients."""
+    """Returns the gradients; a parameter that several stages hold has the sum of theirs."""
     sums: dict[str, Tensor | None] = {name: None for name, spec in graph.parameters.items() if spec.trainable}
     for program, module in reversed(list(zip(programs, modules, strict=True))):
         for name, parameter in held_parameters(program, module).items():
@@ -252,10 +261,10 @@ def _summed_gradients(
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What one side has taken from the generators: equal to the other's where both draw alike."""
+    """What one side has drawn from the random generators; equal to the other side's if both draw alike."""
 
     anything: bool
-    trace: Hashable  # the generators' states; where each draw is from the same seed, how many draws
+    trace: Hashable  # the generators' states, or the number of draws if each starts from the same seed
 
 
 class _FromOneGenerator:
@@ -268,8 +277,10 @@ class _FromOneGenerator:
 
 
 class _EachDrawAlike(TorchFunctionMode):
-    """For stages that draw in another order: every call of torch's draws from the same seed, and dropout, of
-    which layers may do several within a call, passes its input through."""
+    """Has every call of torch draw from the same seed, for stages that draw in another order than the model.
+
+    Dropout passes its input through, since a layer may call it several times within one call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,14 +299,16 @@ class _EachDrawAlike(TorchFunctionMode):
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = kwargs | ({} if len(args) > 4 else {"dropout_p": 0.0})
         if function is nn.functional.multi_head_attention_forward:
-            args = (*args[:10], 0.0, *args[11:])  # of a layer of torch's, which stages call in parts
+            args = (*args[:10], 0.0, *args[11:])  # called by a layer of torch, which stages call in parts
         return function(*args, **kwargs)
 
 
 @contextmanager
 def randomness(*, on: bool) -> Iterator[_FromOneGenerator | _EachDrawAlike]:
-    """The same random numbers for both sides, and the caller's generator as it was. What is given tells what
-    was drawn."""
+    """Gives both sides the same random numbers, and restores the caller's generators.
+
+    Yields an object that tells what was drawn.
+    """
     with torch.random.fork_rng(devices=gpus()):
         torch.manual_seed(SEED_OF_CHECKS)
         if on:

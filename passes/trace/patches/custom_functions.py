@@ -372,8 +372,7 @@ def _require_operators(graph: fx.Graph) -> None:
 
 
 def _require_one_draw(forward: fx.Graph, backward: fx.Graph) -> None:
-    """Raises ValueError for several draws: a recomputed forward repeats the random numbers of one
-    operator."""
+    """Raises ValueError for several draws: random numbers are seeded by operator, and this is one."""
     if sum(draws(node) for node in forward.nodes) > 1 or any(draws(node) for node in backward.nodes):
         raise ValueError("it draws random numbers more than once, or in its backward")
 
