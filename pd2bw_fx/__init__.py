@@ -72,8 +72,8 @@ __all__ = [
     "untraced",
 ]
 
-# What traces, plans and draws is imported when it is first asked for: a process that trains a stage does not
-# need it, and starts in two thirds of the time.
+# The modules that trace, plan and draw are imported on first use: a process that trains a stage does not need
+# them, and starts in two thirds of the time.
 _WHEN_ASKED_FOR = {
     "Engine": "runtime.engine",
     "OnnxPipeline": "onnx_pipeline",

@@ -17,12 +17,14 @@ from pd2bw_fx.arguments import make_plain, require_kind, require_whole_number
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.units import counted
 
-MOST_MICROBATCHES = 10_000  # of an update
+MOST_MICROBATCHES = 10_000  # in an update
 
 
 class Kind(StrEnum):
-    """A backward is whole (B), or stands in two halves: the gradients of the stage's inputs (I), after which
-    they are sent, and some time later those of its weights (W), before the update.
+    """The kinds of actions.
+
+    A backward is whole (B), or comes in two halves: the gradients of the stage's inputs (I), after which they
+    are sent, and some time later, before the update, those of its weights (W).
     """
 
     RECEIVE_ACTIVATION = "RF"
@@ -84,12 +86,12 @@ class Action:
 class Shape:
     """What a schedule is built for; each method refuses what it cannot use.
 
-    `num_stages` are those of the model's cut (interleaved: `chunks` of them on each rank), and
-    `microbatches_per_update` those of the whole update, over all replicas. `replicas` counts the ranks that
-    run a stage, taking its microbatches in turn; None: one rank a stage.
+    `num_stages` is that of the model's cut (interleaved: `chunks` of them on each rank), and
+    `microbatches_per_update` that of the whole update, over all replicas. `replicas` counts the ranks that
+    run a stage, which take its microbatches in turn; None is one rank a stage.
 
     `orders` are lists for each stage that were found elsewhere, "F0 F1 I0 W0 ..", for methods that search
-    (zb-auto); `base` is the method whose lists are used by one that chooses among others (bapipe).
+    (zb-auto). `base` is the method whose lists are used by a method that chooses among others (bapipe).
     """
 
     num_stages: int
@@ -97,7 +99,7 @@ class Shape:
     slack: float = 0.0  # 2bw, 1f1b: the warm-up is (d - 1 - s)(1 + slack) forwards
     replicas: tuple[int, ...] | None = None
     chunks: int = 1  # interleaved: stages of a rank
-    vertical_sync: bool = False  # pipedream: every stage on the version that all of them have
+    vertical_sync: bool = False  # pipedream: every stage runs on a version that all of them have
     orders: tuple[str, ...] | None = None
     base: str | None = None
 
@@ -114,7 +116,7 @@ class Shape:
 
 
 def require_microbatches(microbatches_per_update: Any) -> None:
-    """Raises InputError for all but a number of microbatches that a schedule is laid out for."""
+    """Raises InputError for anything but a number of microbatches for which a schedule can be laid out."""
     require_whole_number("microbatches_per_update", microbatches_per_update)
     if microbatches_per_update > MOST_MICROBATCHES:
         raise InputError(
@@ -125,7 +127,9 @@ def require_microbatches(microbatches_per_update: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """How a plan is to be run: None is as it was planned. `replicas`: for each stage, or one for all."""
+    """How a plan is to be run; None is as it was planned. `replicas` is one number for each stage, or one for
+    all.
+    """
 
     method: str | None = None
     microbatches_per_update: int | None = None
@@ -144,7 +148,7 @@ class Schedule:
     """The actions of updates `updates` (a range) for every rank, in the order in which a rank performs them.
 
     A training run is a sequence of such segments: pipelined methods leave backwards of one segment to the
-    next, and a last one with `drained` set brings them home.
+    next, and the last one, with `drained` set, finishes them.
     """
 
     method: str
@@ -153,15 +157,15 @@ class Schedule:
     updates: range
     ranks: tuple[tuple[Action, ...], ...]
     drained: bool
-    weight_versions: int  # alive at any one time, at the stage with most
-    shape: Shape | None = None  # what it was built for; None in a list written by hand
+    weight_versions: int  # alive at one time, at the stage with the most
+    shape: Shape | None = None  # what it was built for; None in a schedule written by hand
 
     def __repr__(self) -> str:
         parts = counted(len(self.updates), "update"), counted(self.microbatches_per_update, "microbatch")
         return f"<Schedule of {self.method}: {parts[0]} of {parts[1]} on {counted(len(self.ranks), 'rank')}>"
 
     def then(self, later: Schedule) -> Schedule:
-        """This segment and the one that follows it, as one."""
+        """Returns this segment and the one that follows it as one."""
         ranks = tuple((*mine, *theirs) for mine, theirs in zip(self.ranks, later.ranks, strict=True))
         updates = range(self.updates.start, max(self.updates.stop, later.updates.stop))
         return replace(self, ranks=ranks, updates=updates, drained=later.drained)

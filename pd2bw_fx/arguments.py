@@ -1,4 +1,4 @@
-"""Arguments of public calls, refused in one line each: by the first that sees them, before it works."""
+"""Checks arguments of public calls: the first function that sees a wrong one refuses it, in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WRAPPERS = (DataParallel, DistributedDataParallel)  # the class of compiled modu
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy's, say, as Python's own, which JSON can hold; all else as it is."""
+    """Returns a number of numpy's, say, as Python's own, which JSON can hold; other values as they are."""
     if isinstance(value, bool) or type(value) in (int, float):
         return value
     if isinstance(value, numbers.Integral):
@@ -27,7 +27,9 @@ def plain(value: Any) -> Any:
 
 
 def make_plain(frozen: Any, *names: str) -> None:
-    """`plain` for fields of a frozen dataclass that is being made, and for numbers in a sequence there."""
+    """Applies `plain` to fields of a frozen dataclass that is being made, and to numbers in a sequence
+    there.
+    """
     for name in names:
         value = getattr(frozen, name)
         several = isinstance(value, Sequence) and not isinstance(value, str)
@@ -36,22 +38,24 @@ def make_plain(frozen: Any, *names: str) -> None:
 
 
 def forward_signature(model: nn.Module) -> inspect.Signature:
-    """The arguments that a model takes: wrappers of torch's hand on whatever they are given."""
+    """Returns the arguments that a model takes; torch's wrappers pass on whatever they are given."""
     while isinstance(model, WRAPPERS) or "_orig_mod" in model._modules:
         model = getattr(model, "_orig_mod" if "_orig_mod" in model._modules else "module")
     return inspect.signature(model.forward)
 
 
 def require_whole_number(name: str, value: Any, *, least: int = 1) -> None:
-    """Raises InputError for all but an int of `least` or more; None is for the caller to allow."""
+    """Raises InputError for anything but an int of `least` or more; None is for the caller to allow."""
     if not _is_whole(value) or value < least:
         count = {0: "zero", 1: "one"}.get(least, str(least))
         raise _wrong(name, value, f"a whole number of {count} or more")
 
 
 def require_replicas(value: Any, *, or_else: str = "") -> None:
-    """Raises InputError for all but a count of ranks, one for each stage, or None. `or_else`: what the caller
-    takes besides."""
+    """Raises InputError for anything but a number of ranks, one for each stage, or None.
+
+    `or_else` says what else the caller takes.
+    """
     if isinstance(value, Sequence) and not isinstance(value, str):
         for stage, count in enumerate(value):
             require_whole_number(f"replicas[{stage}]", count)
@@ -60,13 +64,13 @@ def require_replicas(value: Any, *, or_else: str = "") -> None:
 
 
 def require_positive(name: str, value: Any) -> None:
-    """Raises InputError for all but a number above 0, infinity too."""
+    """Raises InputError for anything but a number above 0, which may be infinite."""
     if not _is_number(value) or not value > 0:
         raise _wrong(name, value, "a number above 0")
 
 
 def require_not_negative(name: str, value: Any, expected: str = "a number of zero or more") -> None:
-    """Raises InputError for all but a finite number that is not below 0."""
+    """Raises InputError for anything but a finite number of 0 or more."""
     if not _is_number(value) or not 0 <= value < math.inf:
         raise _wrong(name, value, expected)
 
@@ -77,7 +81,7 @@ def require_share(name: str, value: Any, expected: str = "a share from 0 to belo
 
 
 def require_search(max_gap: Any, time_limit_s: Any) -> None:
-    """Raises InputError for a gap or a time that no search can stop at."""
+    """Raises InputError for a gap or a time limit at which no search can stop."""
     require_share("max_gap", max_gap)
     if not _is_number(time_limit_s) or not time_limit_s > 0:
         raise _wrong("time_limit_s", time_limit_s, "a positive number of seconds")
@@ -90,7 +94,7 @@ def require_choice(name: str, value: Any, *choices: Any) -> None:
 
 
 def require_kind(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
-    """Raises InputError with what was `expected` for a value of another kind."""
+    """Raises InputError, with what was `expected`, for a value of another type."""
     if not isinstance(value, kind):
         raise _wrong(name, value, expected)
 
@@ -100,7 +104,7 @@ def require_path(name: str, value: Any) -> None:
 
 
 def require_function(name: str, value: Any, expected: str, *, num_arguments: int | None = None) -> None:
-    """Raises InputError for what cannot be called, or not with so many arguments, as far as it tells."""
+    """Raises InputError for what cannot be called with so many arguments, as far as its signature tells."""
     if not callable(value):
         raise _wrong(name, value, expected)
     if num_arguments is None:

@@ -1,4 +1,4 @@
-"""A model as it was, after a run that leaves marks on it."""
+"""Restores a model after a run that leaves marks on it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from torch import Tensor, nn
 
 from pd2bw_fx.errors import InputError
 
-_DEEPEST = 4  # objects in one another
+_DEEPEST = 4  # levels of objects in objects
 _PLAIN = (Tensor, nn.Parameter)  # others may keep their own parts in attributes
 
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """What a traced forward assigns to its modules, to their parameters and buffers and to objects in them
-    (tensors without data, counters), puts into their caches or registers as a hook is undone: where a first
-    call leaves a mark that it has, a second would not."""
+    """Undoes what a traced forward does to its modules.
+
+    That is what it assigns to them, to their parameters and buffers and to objects in them (tensors without
+    data, counters), what it puts into their caches, and the hooks that it registers. Where a forward leaves a
+    mark in its first call, the next call would do something else.
+    """
     tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if type(tensor) in _PLAIN)
     before = [(holder, dict(vars(holder))) for holder in (*model.modules(), *tensors)]
     contents = [
@@ -42,9 +45,9 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def model_kept(model: nn.Module) -> Iterator[None]:
-    """As `attributes_kept`, its modes included, and with the values of its parameters and buffers.
+    """Undoes what `attributes_kept` does, and restores modes and the values of parameters and buffers.
 
-    Raises InputError for a buffer that is of another size after the run.
+    Raises InputError for a buffer that has another size after the run.
     """
     live: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     before = {name: tensor.detach().clone() for name, tensor in live.items()}
@@ -68,7 +71,9 @@ def model_kept(model: nn.Module) -> Iterator[None]:
 
 
 def without_repeats(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """A view with each element of an expanded tensor once, which torch lets nobody write as it is."""
+    """Returns a view with each element of an expanded tensor once; torch does not let an expanded one be
+    written.
+    """
     for dimension, stride in enumerate((tensor if like is None else like).stride()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -76,7 +81,7 @@ def without_repeats(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def is_of_attributes(value: Any) -> bool:
-    """Whether it is an object of the author's own, or of a library other than torch, that is no module."""
+    """Returns whether it is an object of the user's, or of a library other than torch, and not a module."""
     if isinstance(value, type | Tensor | nn.Module) or not isinstance(getattr(value, "__dict__", None), dict):
         return False
     library = type(value).__module__.partition(".")[0]
@@ -86,7 +91,9 @@ def is_of_attributes(value: Any) -> bool:
 
 
 def _containers(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
-    """The dicts, lists, sets and queues within a value, in one another, and the attributes of objects."""
+    """Yields the dicts, lists, sets and queues within a value, nested ones too, and the attributes of
+    objects.
+    """
     if is_of_attributes(value) and depth < _DEEPEST:
         depth, value = depth + 1, vars(value)
     if not isinstance(value, dict | list | set | tuple | deque) or id(value) in seen:

@@ -1,4 +1,5 @@
-"""From a training batch, as the model's forward takes it, to flat named inputs and to microbatches.
+"""Turns a training batch, in the form that the model's forward takes, into flat named inputs and
+microbatches.
 
 (x, (a, b)), targets  ->  {"x": .., "pair_0": .., "pair_1": .., "targets": ..}  ->  m of these, cut along
                           dimension 0
@@ -29,10 +30,10 @@ _TOO_FEW = "leave such a batch out, as DataLoader(drop_last=True) does, or add s
 
 
 class Microbatches(tuple[Any, ...]):
-    """An update's microbatches, cut by the caller: each is a batch of the usual form, and their sizes may
-    differ, as those of graphs do, or of what is left at the end of an epoch.
+    """An update's microbatches, cut by the caller: each is a batch of the usual form.
 
-    The loss of the update is the mean of theirs, each counted once however many samples it has.
+    Their sizes may differ, as those of graphs do, or of what is left at the end of an epoch. The loss of the
+    update is the mean of theirs, each counted once whatever its number of samples.
     """
 
     __slots__ = ()
@@ -42,8 +43,8 @@ class Microbatches(tuple[Any, ...]):
 class BatchInput:
     """One tensor of the batch: the model's input `name` is found at `path` within the call's `argument`.
 
-    `num_dims` and `dtype` are the example's. Without `batched`, every microbatch gets the tensor whole.
-    `sizes` are those that the program was made for, None where any will do; empty where nothing is known.
+    `num_dims` and `dtype` are the example's. If it is not `batched`, every microbatch gets the whole tensor.
+    `sizes` are those that the program was made for, None where any size will do; empty if nothing is known.
     """
 
     name: str
@@ -63,9 +64,9 @@ class BatchLayout:
     """How a batch becomes the model's inputs.
 
     A batch is a tuple or list of the forward's positional arguments (targets last, if a loss_fn takes them),
-    a dict of its keyword arguments (targets under "targets"), or, where there is one argument, that tensor.
+    a dict of its keyword arguments (targets under "targets"), or, if there is one argument, that tensor.
     `arguments` are the forward's positional parameters in order, `rest` is the name of its `*args`, if any.
-    `lengths_asked`: it was tried to leave lengths open, which the model may have fixed all the same.
+    `lengths_asked`: the trace was to leave lengths open, though the model may have fixed them.
     """
 
     inputs: tuple[BatchInput, ...]
@@ -88,11 +89,11 @@ class BatchLayout:
         microbatch_sizes: SizeRange = ANY_SIZE,
         sizes: Mapping[str, tuple[int | None, ...]] | None = None,
     ) -> Self:
-        """The layout of batches that look like these example inputs.
+        """Returns the layout of batches that look like these example inputs.
 
         `batched` names the inputs whose dimension 0 is the batch; None: those whose dimension 0 has the size
-        that most of them have. `microbatch_sizes` are those that the model was traced for, `sizes` by input
-        those of single tensors. Raises InputError where a batch could not tell targets from an argument.
+        that most inputs have. `microbatch_sizes` are those that the model was traced for, `sizes` those of
+        single tensors, by input. Raises InputError where a batch could not tell targets from an argument.
         """
         signature = forward_signature(model)
         kinds = signature.parameters.values()
@@ -127,7 +128,9 @@ class BatchLayout:
         return cls(tuple(inputs), arguments, rest, targets is not None, microbatch_sizes, plain)
 
     def flatten(self, batch: Any) -> dict[str, Tensor]:
-        """The batch's tensors by input name. Raises InputError naming what is missing or of a wrong kind."""
+        """Returns the batch's tensors by input name. Raises InputError naming what is missing or of a wrong
+        kind.
+        """
         call = self._call(batch)
         found = {known.name: self._find(known, call) for known in self.inputs}
         for plain in self.plain:
@@ -136,7 +139,9 @@ class BatchLayout:
         return found
 
     def is_one_batch(self, batches: Any) -> bool:
-        """Whether what should be many batches, as the rows of a tensor may be, is one, or its parts."""
+        """Returns whether what should be many batches, as the rows of a tensor may be, is one batch or its
+        parts.
+        """
         if isinstance(batches, Mapping):
             return True
         if isinstance(batches, Tensor):
@@ -147,7 +152,7 @@ class BatchLayout:
         return is_of_tensors and len(batches) > 0 and len(self.inputs) > 1
 
     def flat_batches(self, batch: Any, num_microbatches: int) -> list[dict[str, Tensor]]:
-        """The whole batch as `flatten` has it; where the caller has cut it, each of its microbatches."""
+        """Returns the batch as `flatten` does, or each of its microbatches if the caller has cut it."""
         if not isinstance(batch, Microbatches):
             return [self.flatten(batch)]
         if len(batch) != num_microbatches:
@@ -157,7 +162,7 @@ class BatchLayout:
         return [self.flatten(one) for one in batch]
 
     def pieces(self, flat: Sequence[Mapping[str, Tensor]], num_microbatches: int) -> list[dict[str, Tensor]]:
-        """The microbatches of what `flat_batches` gives. Raises InputError as `cut` does."""
+        """Returns the microbatches of what `flat_batches` returned. Raises InputError as `cut` does."""
         if len(flat) == 1:
             return self.cut(flat[0], num_microbatches)
         for number, one in enumerate(flat):
@@ -169,7 +174,9 @@ class BatchLayout:
         return [piece for one in flat for piece in self.cut(one, 1)]
 
     def cut(self, flat: Mapping[str, Tensor], num_microbatches: int) -> list[dict[str, Tensor]]:
-        """Equal microbatches along dimension 0. Raises InputError for a batch that cannot be cut so."""
+        """Returns equal microbatches along dimension 0. Raises InputError for a batch that cannot be cut
+        so.
+        """
         sizes = {known.name: flat[known.name].shape[0] for known in self.inputs if known.batched}
         if len(set(sizes.values())) > 1:
             found = ", ".join(f"{name}: {size}" for name, size in sizes.items())
@@ -209,7 +216,7 @@ class BatchLayout:
         return pieces
 
     def restricted(self, names: Iterable[str]) -> Self:
-        """The same layout with these inputs alone."""
+        """Returns the same layout with only these inputs."""
         wanted = set(names)
         return replace(self, inputs=tuple(known for known in self.inputs if known.name in wanted))
 
@@ -247,7 +254,7 @@ class BatchLayout:
         return cls(inputs, arguments, data["rest"], data["has_targets"], sizes, plain, asked)
 
     def _call(self, batch: Any) -> dict[str, Any]:
-        """The batch's arguments by name."""
+        """Returns the batch's arguments by name."""
         if isinstance(batch, Microbatches):
             raise InputError("Microbatches were given where one batch is expected; pass them one at a time")
         if isinstance(batch, Mapping):
@@ -283,8 +290,8 @@ class BatchLayout:
     def _require_no_more(self, call: Mapping[str, Any]) -> None:
         """Raises InputError for what the example inputs did not have: no stage would read it.
 
-        Leaves are counted: in another container of the same entries, such as a named tuple, all have other
-        paths.
+        Leaves are counted, since in another container of the same entries, such as a named tuple, all paths
+        differ.
         """
         inputs = {(known.argument, known.path) for known in self.inputs}
         plain = {(known.argument, known.path): known.value for known in self.plain}
@@ -308,7 +315,7 @@ class BatchLayout:
                 )
 
     def _argument_names(self, count: int) -> Iterator[str]:
-        """What the first `count` positional arguments are called."""
+        """Yields the names of the first `count` positional arguments."""
         for position in range(count):
             if position < len(self.arguments):
                 yield self.arguments[position]
@@ -363,7 +370,9 @@ class BatchLayout:
 
 
 def _counts(path: tuple[str | int, ...], leaf: Any) -> bool:
-    """None by name is as good as nothing; in a list it makes that longer."""
+    """Returns whether a leaf counts: None by name is like a missing entry, but in a list it makes that
+    longer.
+    """
     return leaf is not None or bool(path and isinstance(path[-1], int))
 
 

@@ -28,11 +28,11 @@ LOCAL_LATENCY_S = 100e-6
 class Device:
     """One accelerator or one CPU process.
 
-    `speed` divides operator times measured or estimated for the reference device (1.0 is that device).
-    `flops_per_s` and `memory_bytes_per_s` serve the analytic estimate, where nothing can be measured; left
-    out they are those of a CPU, or of a GPU where `kind` is "cuda". A device that has others than the first
-    device is estimated by them, and not by its speed. In a cluster file, one that states none has those of
-    the first; here, give both the same where speed is to count.
+    `speed` divides operator times that were measured or estimated for the reference device (1.0 is that
+    device). `flops_per_s` and `memory_bytes_per_s` serve the analytic estimate, where nothing can be
+    measured; by default they are those of a CPU, or of a GPU where `kind` is "cuda". A device with other
+    rates than the first one is estimated by its rates, and not by its speed. In a cluster file, a device that
+    states no rates has those of the first; in Python, pass the same rates for both where speed is to count.
     """
 
     name: str
@@ -53,14 +53,17 @@ class Device:
             object.__setattr__(self, "memory_bytes", int(given))
 
     def roof_s(self, flops: float, num_bytes: float) -> float:
-        """Seconds of the arithmetic or of the memory traffic, whichever takes longer (the roofline)."""
+        """Returns the seconds of the arithmetic or of the memory traffic, whichever takes longer (the
+        roofline).
+        """
         return max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices and the link-cost matrix: sending n bytes from a to b takes
-    latency_s[a][b] + n / bytes_per_s[a][b] seconds.
+    """Devices and the link-cost matrix.
+
+    Sending n bytes from a to b takes latency_s[a][b] + n / bytes_per_s[a][b] seconds.
     """
 
     devices: tuple[Device, ...]
@@ -87,7 +90,7 @@ class Cluster:
         return len(self.devices)
 
     def transfer_s(self, source: int, target: int, num_bytes: int) -> float:
-        """Seconds to send so many bytes between two devices, by index; nothing within one device."""
+        """Returns the seconds to send so many bytes between two devices, by index; 0 within one device."""
         self._require_devices(source, target)
         if num_bytes < 0:
             raise ClusterError(f"a message of {num_bytes} bytes; zero or more were expected")
@@ -97,15 +100,17 @@ class Cluster:
 
     @property
     def threads_each(self) -> int:
-        """Threads of a process that drives the first device: this machine's cores, divided by the CPU devices
-        on that device's host."""
+        """The threads of a process that drives the first device.
+
+        They are this machine's cores divided by the number of CPU devices on that device's host.
+        """
         first = self.devices[0]
         beside = [device for device in self.devices if (device.kind, device.host) == ("cpu", first.host)]
         return min(torch.get_num_threads(), cores_each(max(1, len(beside))))
 
     @property
     def is_uniform(self) -> bool:
-        """All devices alike but for their names, and all links alike."""
+        """Whether all devices are alike but for their names, and all links are alike."""
         unnamed = {replace(device, name="", host="") for device in self.devices}
         links = set[tuple[float, float]]()
         for a, rows in enumerate(zip(self.bytes_per_s, self.latency_s, strict=True)):
@@ -123,7 +128,9 @@ class Cluster:
         kind: str = "cpu",
         speed: float = 1.0,
     ) -> Self:
-        """Equal devices on equal links. Without `memory_bytes`, an equal share of this machine's memory."""
+        """Returns equal devices on equal links. Each has `memory_bytes`, or an equal share of this machine's
+        memory.
+        """
         num_devices = plain(num_devices)
         if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
             raise ClusterError(
@@ -143,7 +150,7 @@ class Cluster:
 
     @classmethod
     def local(cls) -> Self:
-        """What this machine has: its CUDA devices, or two CPU processes (four on 8 cores or more)."""
+        """Returns this machine's CUDA devices, or two CPU processes (four on 8 cores or more)."""
         count = torch.cuda.device_count()
         if count == 0:
             return cls.uniform(4 if (os.cpu_count() or 2) >= 8 else 2)
@@ -152,7 +159,9 @@ class Cluster:
 
     @classmethod
     def of(cls, description: Cluster | int | str | Path | None) -> Cluster:
-        """A cluster from whatever `split(cluster=...)` takes: a count, a Cluster, a TOML file, or nothing."""
+        """Returns a cluster from whatever `split(cluster=...)` takes: a count, a Cluster, a TOML file, or
+        nothing.
+        """
         if description is None:
             return cls.local()
         if isinstance(description, Cluster):
@@ -175,7 +184,7 @@ class Cluster:
         return cls.from_toml(description)
 
     def only(self, devices: Sequence[int]) -> Self:
-        """The cluster of these devices alone, in this order."""
+        """Returns the cluster of only these devices, in this order."""
         if not isinstance(devices, Iterable):
             raise ClusterError(
                 f"devices is {shown(devices)}; a sequence of indices was expected, such as (0,)"
@@ -198,12 +207,12 @@ class Cluster:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
-        """Read a cluster file.
+        """Reads a cluster file.
 
-        Either `[[device]]` tables with full matrices `bytes_per_s` and `latency_s` at the top (rows send,
-        columns receive), or `[[node]]` groups of equal devices, each with its links `inside`, and one table
-        `[between]` for the links of different nodes. An unlike pair of directions is refused as a mistake
-        unless the file says `asymmetric = true`.
+        It has either `[[device]]` tables with full matrices `bytes_per_s` and `latency_s` at the top (rows
+        send, columns receive), or `[[node]]` groups of equal devices, each with its links `inside`, and one
+        table `[between]` for the links of different nodes. A link that differs in its two directions is
+        refused as a mistake unless the file says `asymmetric = true`.
 
         Raises ClusterError naming the file and the entry that is missing, negative or contradictory.
         """
@@ -238,7 +247,7 @@ class Cluster:
                         )
 
     def to_toml(self) -> str:
-        """A cluster file with full matrices, which `from_toml` reads back as it was."""
+        """Returns a cluster file with full matrices, from which `from_toml` reads an equal cluster."""
         lines = [f"asymmetric = {'false' if self._is_symmetric() else 'true'}  # rows send, columns receive"]
         for key, matrix in (("bytes_per_s", self.bytes_per_s), ("latency_s", self.latency_s)):
             rows = [f"    [{', '.join(f'{entry!r}' for entry in row)}]," for row in matrix]
@@ -270,7 +279,7 @@ class Cluster:
 
 
 def cores_each(num_processes: int) -> int:
-    """What each of so many processes on this machine has of its cores."""
+    """Returns the cores of this machine that each of so many processes has."""
     knows_own = hasattr(os, "sched_getaffinity")  # macOS does not
     cores = len(os.sched_getaffinity(0)) if knows_own else os.cpu_count() or 1
     return max(1, cores // num_processes)
@@ -294,7 +303,7 @@ def _constant(size: int, value: float) -> tuple[tuple[float, ...], ...]:
 
 
 def _in_toml(value: str | float) -> str:
-    """As JSON has it, but that TOML has an escape of eight digits where JSON has two of four."""
+    """Returns a string as JSON has it, with TOML's escape of eight digits for JSON's two of four."""
     text = json.dumps(value, ensure_ascii=False)
     return "".join(sign if " " <= sign <= "~" else f"\\U{ord(sign):08x}" for sign in text)
 
@@ -342,7 +351,7 @@ def _check_device(device: Device) -> None:
 
 
 def _rows(key: str, matrix: Any) -> tuple[tuple[float, ...], ...]:
-    """The matrix in tuples and in Python's own numbers."""
+    """Returns the matrix in tuples and in Python's own numbers."""
     if not _is_list(matrix) or not all(_is_list(row) for row in matrix):
         raise ClusterError(
             f"{key} is {shown(matrix)}; a matrix was expected, with one row a sending device "
@@ -366,7 +375,7 @@ def _check_matrix(
     for a, row in enumerate(matrix):
         if len(row) != size:
             raise ClusterError(f"{key}[{a}] has {len(row)} entries for {size} devices")
-        # In a large cluster most links are alike.
+        # In a large cluster most links are alike, and a check of each would take long.
         if _are_numbers(row) and all(_is_link(value, zero_allowed) for value in {*_others(row, a)}):
             continue
         for b, value in enumerate(row):

@@ -10,7 +10,7 @@ from pd2bw_fx.errors import ClusterError
 from pd2bw_fx.units import parse_bytes
 
 _DEVICE_KEYS = {"name", "kind", "memory", "speed", "flops_per_s", "memory_bytes_per_s", "host"}
-# What a device is estimated by that states nothing: a core of a CPU, and a GPU.
+# The rates of a device that states none: a core of a CPU, and a GPU.
 USUAL_RATES = {
     "cpu": {"flops_per_s": 50e9, "memory_bytes_per_s": 10e9},
     "cuda": {"flops_per_s": 20e12, "memory_bytes_per_s": 1e12},
@@ -21,14 +21,14 @@ _LINK_KEYS = {"bytes_per_s", "latency_s"}
 _RATES = ("flops_per_s", "memory_bytes_per_s")
 _EXAMPLES = {"bytes_per_s": "[[0, 25e9], [25e9, 0]]", "latency_s": "[[0, 10e-6], [10e-6, 0]]"}
 
-MOST_DEVICES = 4096  # for every two of them have a link of their own in a matrix
+MOST_DEVICES = 4096  # the matrices have a link for every two of them
 
 Matrix = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a `Cluster` is made of; `devices` have the arguments of each `Device`."""
+    """The parts of a `Cluster`; `devices` have the arguments of each `Device`."""
 
     devices: tuple[dict[str, Any], ...]
     bytes_per_s: Matrix
@@ -37,7 +37,7 @@ class Parts:
 
 
 def require_few(num_devices: int) -> None:
-    """Raises ClusterError for more devices than a cluster is described for."""
+    """Raises ClusterError for more devices than a cluster may have."""
     if num_devices > MOST_DEVICES:
         raise ClusterError(
             f"a cluster of {num_devices} devices was asked for; it may have {MOST_DEVICES}, for every two of "
@@ -46,7 +46,7 @@ def require_few(num_devices: int) -> None:
 
 
 def parts_of(data: Mapping[str, Any]) -> Parts:
-    """What the tables of a TOML file describe. Raises ClusterError naming the entry that cannot be."""
+    """Returns what the tables of a TOML file describe. Raises ClusterError naming an impossible entry."""
     _check_keys("the file", data, {"device", "node", "between", "asymmetric", *_LINK_KEYS})
     if ("device" in data) == ("node" in data):
         raise ClusterError("give either [[device]] tables with full matrices, or [[node]] groups")
@@ -62,7 +62,7 @@ def parts_of(data: Mapping[str, Any]) -> Parts:
 
 
 def _with_rates(devices: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """A device that states no rate has the first one's: its speed is what tells them apart."""
+    """Gives a device that states no rate that of the first device: its speed tells them apart."""
     if not devices:
         return ()
     stated = USUAL_RATES[devices[0]["kind"]] | {key: devices[0][key] for key in _RATES if key in devices[0]}

@@ -1,4 +1,4 @@
-"""Training methods on one model and one cluster: what each would take, and what its loss is."""
+"""Training methods compared on one model and one cluster: their time, memory and loss."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _OF_TRACING = ("example_args", "example_kwargs", "loss_fn", "example_targets", "
 
 
 def training_methods() -> tuple[str, ...]:
-    """All that are registered now."""
+    """Returns all methods that train, the user's registered ones among them."""
     return tuple(name for name, method in METHODS.items() if method.trains)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What a device holds at its worst moment, all of its stages together, and what it has."""
+    """What a device holds at its worst moment, for all of its stages, and what it has."""
 
     device: str
     total_bytes: int
@@ -43,11 +43,12 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One method's. The first three are simulated, the first two of the steady state; `loss` and `measured`
-    are of real runs, the loss that of the trained weights on the last batch.
+    """The figures of one method.
 
-    `measured`: microbatches a second of each round. `delays`: by how many updates the weights of a forward or
-    backward are behind, the least and the most.
+    The first three are simulated, the first two of them in the steady state. `loss` and `measured` are of
+    real runs: the loss is that of the trained weights on the last batch, `measured` the microbatches a second
+    of each round. `delays`: by how many updates the weights of a forward or backward are behind, the least
+    and the most.
     """
 
     method: str
@@ -87,7 +88,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A method that cannot be used here, and why. `fits`: it is refused for another reason than memory."""
+    """A method that cannot be used here, and why. `fits`: memory is not the reason."""
 
     method: str
     reason: str
@@ -98,8 +99,8 @@ class LeftOut:
 class Training:
     """What each method is trained with, for as many updates as there are batches.
 
-    `rounds`: how often, the methods taking turns, each time from the model's weights. One round says little
-    of their speeds where the machine drifts.
+    In each of the `rounds` the methods take turns, each from the model's weights. One round says little of
+    their speeds where the machine's own speed drifts.
     """
 
     batches: Callable[[Pipeline], Iterable[Any]]
@@ -118,12 +119,12 @@ def compare(
     on_run: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Iterator[Figures | LeftOut]:
-    """One method after another, each planned for itself with the same microbatches an update.
+    """Yields the figures of one method after another, each planned with the same microbatches an update.
 
-    `methods`: all that train, one's own that are registered among them, unless said otherwise.
-    `microbatches_per_update`: twice the devices unless said otherwise. With `training` each is also trained
-    with local processes, from the model's weights; what is known after the last round is given then.
-    `on_run(method)` is called after each method's turn in each round. `options` are those of `split`.
+    `methods` are by default all that train, the user's registered ones among them. `microbatches_per_update`
+    is by default twice the number of devices. With `training`, each is also trained with local processes,
+    from the model's weights; the loss is that after the last round. `on_run(method)` is called after each
+    method's turn in each round. `options` are those of `split`.
     """
     m = microbatches_per_update or 2 * len(cluster)
     rounds = 1 if training is None else training.rounds
@@ -140,7 +141,7 @@ def compare(
                 yield LeftOut(name, str(error), not isinstance(error, InfeasibleError))
                 continue
             if known is model:
-                # Traced once, and measured once: a second time the same operator has another one.
+                # Traced and measured only once: measured again, the same operator would have another time.
                 known = copy.copy(pipe)
                 options = {name: given for name, given in options.items() if name not in _OF_TRACING}
                 options["costs"] = pipe.costs
@@ -160,13 +161,13 @@ def compare(
 
 
 def _is_asked_of(method: str, option: str) -> bool:
-    """Data parallelism has one stage, whatever others are to have."""
+    """Returns whether an option is for this method: data parallelism always has one stage."""
     return option != "num_stages" or METHODS[method].placing is not Placing.WHOLE
 
 
 @dataclass(slots=True)
 class _Contender:
-    """A method with its own plan, and what its runs have shown so far."""
+    """A method with its own plan, and the results of its runs so far."""
 
     method: str
     pipe: Pipeline
@@ -177,7 +178,7 @@ class _Contender:
     initial: Mapping[str, Tensor] = field(default_factory=dict)
 
     def train(self, training: Training | None) -> None:
-        """One more run, from the same weights as the first."""
+        """Makes one more run, from the same weights as the first."""
         if training is None or self.not_trained is not None:
             return
         pipe = self.pipe
@@ -218,8 +219,10 @@ class _Contender:
 
 
 def _loss_of(pipe: Pipeline, batch: Any) -> float | None:
-    """Of the weights as they are now. (A method's own last loss is of those that its forwards ran on, which
-    one that delays gradients has older ones of.) None where the stages are not for evaluation.
+    """Returns the loss of the weights as they are now. None where the stages are not for evaluation.
+
+    A run's own last loss is that of the weights that its forwards ran on, which are older with a method that
+    delays gradients.
     """
     layout, m, loss = pipe.batch_layout, pipe.plan.microbatches_per_update, pipe.graph.loss
     assert layout is not None
@@ -240,7 +243,9 @@ def _loss_of(pipe: Pipeline, batch: Any) -> float | None:
 
 
 def _memory(pipe: Pipeline, timeline: Timeline) -> Iterator[DeviceMemory]:
-    """A rank has everything that it holds of all its stages: chimera's have two, ddp's the whole model."""
+    """Yields what each rank holds, over all of its stages: chimera's ranks have two, ddp's the whole
+    model.
+    """
     peaks, devices = pipe.peak_memory_bytes(timeline), pipe.cluster.devices
     used = list(dict.fromkeys(stage.device for stage in pipe.plan.stages))  # rank r is stage r's
     places = used if len(used) == len(peaks) else range(len(peaks))
@@ -249,7 +254,9 @@ def _memory(pipe: Pipeline, timeline: Timeline) -> Iterator[DeviceMemory]:
 
 
 def _delays(timeline: Timeline) -> tuple[int, int]:
-    """Of the last updates, for the first ones run on the initial weights whatever the method."""
+    """Returns the delays in the last updates: the first ones run on the initial weights whatever the
+    method.
+    """
     m = timeline.microbatches_per_update
     last = max((event.microbatch // m for event in timeline.events), default=0)
     behind = [

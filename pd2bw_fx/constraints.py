@@ -1,4 +1,4 @@
-"""What the user fixes before the planner chooses."""
+"""Constraints on a plan that the user sets."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from pd2bw_fx.errors import InputError, shown
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Wishes that a plan must grant, or be refused.
+    """Constraints that a plan satisfies, or is refused.
 
     A name is an operator's ("linear_3") or a module's path ("blocks.3.attention"), which means all operators
     of that module and of those inside it; `*` in a path stands for one part of it ("blocks.*.attention").
 
-    - `stage_of`: these on this stage;
-    - `device_of`: these on the stage that this device (by name or index in the cluster), or one of a tuple
-      of them, takes; where a device has several stages, on any of them;
-    - `together`: all that the names of one entry mean on one stage;
-    - `whole`: no cut inside any of these modules; with `*`, each module that matches by itself;
-    - `memory_bytes`: at most so much of a device's memory ("12 GiB" or a number), by its name or index.
+    - `stage_of`: these are on this stage;
+    - `device_of`: these are on the stage that is on this device (by name or index in the cluster), or on one
+      of a tuple of devices; where a device has several stages, on any of them;
+    - `together`: everything that the names of one entry mean is on one stage;
+    - `whole`: no cut is inside any of these modules; with `*`, inside each module that matches;
+    - `memory_bytes`: the plan uses at most so much of a device's memory ("12 GiB" or a number), by its name
+      or index.
     """
 
     stage_of: Mapping[str, int] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class Constraints:
         return any((self.stage_of, self.device_of, self.together, self.whole, self.memory_bytes))
 
     def to_json(self) -> dict[str, Any]:
-        """With pairs for mappings: JSON would make texts of numbers."""
+        """Returns mappings as lists of pairs: JSON would turn numbers that are keys into strings."""
         return {name: [list(pair) for pair in getattr(self, name).items()] for name in _MAPPINGS} | {
             "together": [list(names) for names in self.together],
             "whole": list(self.whole),

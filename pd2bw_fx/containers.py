@@ -1,4 +1,4 @@
-"""What may hold tensors among a call's arguments: what torch's pytree looks into, and dataclasses."""
+"""The containers of tensors among a call's arguments: what torch's pytree looks into, and dataclasses."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NO_CONTAINERS = (type, nn.Module, types.ModuleType, types.FunctionType, types.M
 
 
 def look_into_dataclasses(value: Any) -> None:
-    """Has torch's pytree look into the dataclasses within `value`, as it looks into tuples and dicts.
+    """Lets torch's pytree look into the dataclasses within `value`, as it looks into tuples and dicts.
 
-    Their classes are registered with torch for that, as `torch.export.register_dataclass` would.
+    Their classes are registered with torch for that, as `torch.export.register_dataclass` does.
     """
     while unknown := {type(leaf) for leaf in pytree.tree_leaves(value) if _is_holding_dataclass(leaf)}:
         for kind in unknown:
@@ -28,14 +28,16 @@ def look_into_dataclasses(value: Any) -> None:
 
 
 def hidden_tensor(leaf: Any) -> str | None:
-    """Where an object that torch does not look into holds a tensor: ".store['x']". None: nowhere."""
+    """Returns where an object that pytree does not look into holds a tensor (".store['x']"), or None."""
     if isinstance(leaf, torch.Tensor):
         return None
     return next(_hidden(leaf, "", _DEPTH), None)
 
 
 def leaves_of(value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Tensors, None, empty containers and whatever else holds nothing, with the way to each."""
+    """Yields tensors, None, empty containers and everything else that is not a container, with the path to
+    each.
+    """
     if isinstance(value, torch.Tensor):
         yield (), value
         return
@@ -48,7 +50,9 @@ def leaves_of(value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
 
 
 def entry_at(value: Any, path: Iterable[str | int]) -> Any:
-    """What is found on such a way. Raises LookupError, AttributeError or TypeError where nothing is."""
+    """Returns what is found at such a path. Raises LookupError, AttributeError or TypeError where nothing
+    is.
+    """
     for key in path:
         value = value[key] if not isinstance(key, str) or isinstance(value, Mapping) else getattr(value, key)
     return value
@@ -63,8 +67,10 @@ def _is_empty(value: Any) -> bool:
 
 
 def step_of(key: Any) -> str | int | None:
-    """Returns what an entry of a path of torch's pytree stands for: a dict's key, an index, or the name of an
-    attribute. None for an entry that a class of the user's own makes in another form."""
+    """Returns what an entry of a pytree path stands for: a dict's key, an index, or an attribute's name.
+
+    None for an entry that a class of the user's own makes in another form.
+    """
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             found: str | int = getattr(key, attribute)
@@ -79,10 +85,12 @@ def _step(key: Any) -> str | int:
 
 
 def _is_holding_dataclass(leaf: Any) -> bool:
-    """One without tensors is a plain value, such as a configuration."""
+    """Returns whether it is a dataclass with tensors; one without is a plain value, such as a
+    configuration.
+    """
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type) or hidden_tensor(leaf) is None:
         return False
-    return all(field.init for field in dataclasses.fields(leaf))  # torch makes it anew from its fields
+    return all(field.init for field in dataclasses.fields(leaf))  # torch rebuilds it from its fields
 
 
 def _hidden(value: Any, path: str, depth: int) -> Iterator[str]:

@@ -1,5 +1,8 @@
-"""`torch.einsum` of three operands or more: where opt_einsum is installed, it looks at all sizes to find the
-order that takes the fewest operations, and a trace would be for the example's sizes alone."""
+"""Traces `torch.einsum` of three operands or more with open sizes.
+
+Where opt_einsum is installed, torch asks it for the order that takes the fewest operations. It looks at all
+sizes, and a trace would be right for the example's sizes only.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def keep_contractions_symbolic() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """All that an order depends on, of a tensor or of what stands for one."""
+    """The shape of a tensor, or of what stands for one: all that an order depends on."""
 
     of: Any
 
@@ -43,7 +46,7 @@ def _for_the_example(contract_path: Callable[..., Any]) -> Callable[..., Any]:
     def found(*operands: Any, **options: Any) -> Any:
         sizes = [_Sizes(given) if hasattr(given, "shape") else given for given in operands]
         first, rest = contract_path(*sizes, **options)
-        # What opt_einsum.contract asks gives the operands too, in their order, before the steps.
+        # What opt_einsum.contract calls returns the operands too, in their order, before the steps.
         if any(isinstance(given, _Sizes) for given in first):
             first = [given.of if isinstance(given, _Sizes) else given for given in first]
         return first, rest

@@ -1,7 +1,7 @@
-"""Connectionist temporal classification as an operator whose result has a size before it is run.
+"""Connectionist temporal classification as an operator whose result's size is known before it runs.
 
-torch's own has a second result, the table for the backward, as long as the longest target says: no trace can
-have it, and so no model with `ctc_loss`. Here only the loss comes out.
+torch's own has a second result for the backward, a table as long as the longest target. No trace can have it,
+and so none of a model with `ctc_loss`. This operator returns only the loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _run(
     targets: Tensor,
     input_lengths: Tensor,
     target_lengths: Tensor,
-    blank: int = 0,  # the dispatcher leaves out what is as by default
+    blank: int = 0,  # the dispatcher leaves out arguments that have their default value
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> Tensor:
@@ -80,7 +80,7 @@ def operator() -> torch._ops.OpOverload:
 
 @contextmanager
 def keep_ctc_loss() -> Iterator[None]:
-    """Calls of torch's function meanwhile are calls of the operator, where the lengths are tensors."""
+    """Turns calls of torch's function into calls of the operator, where the lengths are tensors."""
 
     def ctc_loss(
         log_probs: Tensor,

@@ -1,6 +1,6 @@
-"""Custom autograd functions as operators: a forward and a backward that the model's author wrote apart.
+"""Custom autograd functions as operators: a forward and a backward that the model's author wrote.
 
-The trace keeps such a call as one operator, and generated code has a `torch.autograd.Function` of its own.
+The trace keeps a call of one as one operator, and generated code has a `torch.autograd.Function` of its own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NAMESPACE = "pd2bw_fx"
 
 @dataclass(frozen=True, slots=True)
 class CustomFunction:
-    """Two programs of ATen operators over tensors.
+    """A custom autograd function as two programs of ATen operators over tensors.
 
-    `forward` takes the call's tensors and returns (results, saved); `backward` takes what was saved and a
+    `forward` takes the call's tensors and returns (results, saved). `backward` takes what was saved and a
     gradient for each result, and returns one for each tensor, or None where none flows. `not_differentiable`
-    are places among the results.
+    are positions among the results.
     """
 
     name: str  # of the class in generated code
@@ -48,7 +48,7 @@ class CustomFunction:
 
     @property
     def gradients(self) -> Sequence[fx.Node | None]:
-        """What the backward returns, one for each of `tensors`."""
+        """The values that the backward returns, one for each of `tensors`."""
         return _returned(self.backward)  # type: ignore[no-any-return]
 
     @property
@@ -63,18 +63,18 @@ def draws(node: fx.Node) -> bool:
 
 
 _KNOWN: dict[torch._ops.OpOverload, CustomFunction] = {}
-_LIBRARIES: list[torch.library.Library] = []  # what a library registered is gone with it
+_LIBRARIES: list[torch.library.Library] = []  # kept, for a library's operators go with it
 
 
 def custom_function(target: Any) -> CustomFunction | None:
-    """What an operator of a traced program stands for, if `as_operator` made it."""
+    """Returns the function that an operator of a traced program stands for, if `as_operator` made it."""
     return _KNOWN.get(target) if isinstance(target, torch._ops.OpOverload) else None
 
 
 def as_operator(function: CustomFunction) -> torch._ops.OpOverload:
-    """An operator of torch that computes the function, with its backward. Equal functions share one.
+    """Returns an operator of torch that computes the function, with its backward. Equal functions share one.
 
-    Raises TraceError for one that enters torch.autocast.
+    Raises TraceError for a function that enters torch.autocast.
     """
     _require_no_autocast(function)
     name = f"{function.name}_{_fingerprint(function)}"
@@ -112,7 +112,7 @@ def registered(
     tags: Sequence[torch.Tag] = (),
     namespace: str = _NAMESPACE,
 ) -> torch._ops.OpOverload:
-    """A new operator: without gradients, with them, and on tensors without values."""
+    """Returns a new operator with kernels without gradients, with them, and for tensors without values."""
     name = schema.partition("(")[0]
     make_library: Any = torch.library.Library  # it has no types
     library = make_library(namespace, "FRAGMENT")
@@ -133,7 +133,7 @@ def _returned(graph: fx.Graph) -> Any:
 
 
 def _fingerprint(function: CustomFunction) -> str:
-    """The same in every process: costs are kept by an operator's name."""
+    """Returns a hash that is the same in every process: costs are kept by an operator's name."""
     lines = [
         f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}"
         for graph in (function.forward, function.backward)
@@ -144,7 +144,7 @@ def _fingerprint(function: CustomFunction) -> str:
 
 
 def _kernels(function: CustomFunction) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Without gradients and with them."""
+    """Returns the kernels without gradients and with them."""
     forward = fx.GraphModule(nn.Module(), function.forward)
     backward = fx.GraphModule(nn.Module(), function.backward)
 
@@ -169,6 +169,6 @@ def _kernels(function: CustomFunction) -> tuple[Callable[..., Any], Callable[...
 
 
 def _fresh(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """An operator's results share no memory with its operands."""
+    """Returns results in memory of their own: an operator's results share none with its operands."""
     held = {tensor.untyped_storage()._cdata for tensor in tensors}
     return tuple(r.clone() if r.untyped_storage()._cdata in held else r for r in results)

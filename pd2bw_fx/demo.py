@@ -1,4 +1,4 @@
-"""The main job of the README: a small GPT the whole way through, on real text, on this machine."""
+"""The README's main example: a small GPT from the split to ONNX files, on real text, on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def run_demo(output: Path, *, num_updates: int, console: Console) -> None:
-    """Split, print, train beside one process, draw, export; pictures and files go to `output`."""
+    """Splits, prints, trains beside one process, draws and exports; pictures and files go to `output`."""
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def _train_three_ways(
     pipe: Pipeline, model: GPT, num_updates: int, console: Console
 ) -> tuple[dict[str, Sequence[float]], Metrics]:
     optimizer = functools.partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.01)
-    # A gradient that is one update late asks for a gentle beginning.
+    # A gradient that is one update late needs a warm-up.
     warm_up = functools.partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.02, total_iters=50)
     batches = functools.partial(
         byte_batches,
@@ -123,7 +123,9 @@ def _report(curves: dict[str, Sequence[float]], console: Console) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As each worker has: on a busy machine two threads that wait for each other take longer."""
+    """Limits this process to one thread, as workers are: on a busy machine two that wait for each other are
+    slower.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -134,7 +136,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _bars(console: Console) -> Iterator[Callable[[str, int], Callable[[int, float], None]]]:
-    """Progress bars with the loss beside them."""
+    """Yields progress bars with the loss beside them."""
     columns = (
         TextColumn("{task.description:<28}"),
         BarColumn(),
@@ -157,7 +159,7 @@ def _bars(console: Console) -> Iterator[Callable[[str, int], Callable[[int, floa
 
 
 def _check_onnx(pipe: Pipeline, model: GPT, folder: Path, console: Console) -> None:
-    """The files in onnxruntime, one after another, against the eager model with the trained weights."""
+    """Compares the files in onnxruntime, one after another, with the eager model with the trained weights."""
     batch = next(
         byte_batches(batch_size=3, sequence_length=_CONFIG.sequence_length, seed=1, split="validation")
     )

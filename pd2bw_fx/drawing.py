@@ -1,7 +1,7 @@
 """Which calls of torch take numbers from a generator: of a traced graph's nodes and of running stages alike.
 
 A stage's generators are seeded by the number of the operator that draws (`runtime/draws.py`), so both sides
-have to count the same calls: dropout with nothing to drop is none of them.
+have to count the same calls: dropout that drops nothing is not one of them.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch import nn
 
 Operator = torch._ops.OpOverload | torch._ops.OpOverloadPacket
 
-SEED_OF_CHECKS = 8_589_934_583  # none that a forward sets itself, as they do with 0 and 42
+SEED_OF_CHECKS = 8_589_934_583  # not one that a forward sets itself, as some do with 0 and 42
 RECURRENT = frozenset(("gru", "lstm", "rnn_relu", "rnn_tanh"))
-# Without the "_" of those that write in place.
+# Names without the "_" of operators that write in place.
 _ALWAYS = {"bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "multinomial"}
 _ALWAYS |= {"poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random"}
 _ALWAYS |= {"normal", "randperm", "uniform", "gumbel_softmax", "_sample_dirichlet", "_standard_gamma"}
-# Of nn.functional; the operators are given what is drawn.
+# Functions of nn.functional; their operators are given what is drawn.
 _POOLS = tuple(f"fractional_max_pool{d}d{indices}" for d in (2, 3) for indices in ("", "_with_indices"))
 
 
 def gpus() -> list[int]:
-    """By number: those that have generators of their own."""
+    """Returns the numbers of the GPUs, which have generators of their own."""
     return list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
 
 
 def operator_draws(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of torch.ops draws."""
+    """Returns whether a call of torch.ops draws."""
     overload = _tagged(operator)
     if overload is None or overload.namespace != "aten":
         return overload is not None
@@ -45,7 +45,7 @@ def operator_draws(operator: Operator, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def function_draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of the torch function or tensor method of this name draws."""
+    """Returns whether a call of the torch function or tensor method of this name draws."""
     if name in RECURRENT:
         if "dropout" in kwargs:
             return bool(kwargs["dropout"]) and bool(kwargs.get("train", True))
@@ -71,7 +71,7 @@ def function_draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def layer_draws(layer: nn.Module) -> bool:
-    """Whether a call of a layer of torch.nn draws, as it stands."""
+    """Returns whether a call of a layer of torch.nn draws, with its mode and options as they are."""
     if isinstance(layer, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
         return layer._random_samples is None
     rate: Any = 0
@@ -83,7 +83,7 @@ def layer_draws(layer: nn.Module) -> bool:
 
 
 def call_draws(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a function of torch, of a tensor's method or of torch.ops draws."""
+    """Returns whether a call of a function of torch, of a tensor's method or of torch.ops draws."""
     if isinstance(call, Operator):
         return operator_draws(call, args, kwargs)
     return function_draws(getattr(call, "__name__", ""), args, kwargs)

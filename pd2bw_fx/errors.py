@@ -1,4 +1,4 @@
-"""Everything that a user can cause, each with a type of its own.
+"""Every error that a user can cause, each with a type of its own.
 
 A message says what was found, what was expected and what to try.
 """
@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_SHOWN = 60  # characters of a value, of which a longer one is cut to half
+_SHOWN = 60  # characters of a value; a longer one is cut to half as many
 
 
 class Pd2bwError(Exception):
-    """The base of all errors that are the user's to mend; anything else is a bug of ours."""
+    """The base of all errors that are the user's to correct; anything else is a bug of ours."""
 
 
 def require_not_interrupted(error: BaseException, outside: BaseException | None) -> None:
-    """Raises KeyboardInterrupt for an error that came of one: torch's imports raise their own over it.
-    `outside` is what was being handled before."""
+    """Raises KeyboardInterrupt for an error that came from one: torch's imports raise their own over it.
+
+    `outside` is the exception that was being handled before.
+    """
     cause: BaseException | None = error
     while cause is not None and cause is not outside:
         if isinstance(cause, KeyboardInterrupt):
@@ -69,7 +71,7 @@ class ExportError(Pd2bwError):
 
 
 def shown(value: Any) -> str:
-    """A value for an error of one line: as Python writes it, or its type and how it begins."""
+    """Returns a value for a one-line error: as Python writes it, or its type and its beginning."""
     text = repr(value)
     if len(text) <= _SHOWN and "\n" not in text:
         return text
@@ -79,7 +81,7 @@ def shown(value: Any) -> str:
 
 @contextmanager
 def models_own_backward() -> Iterator[None]:
-    """Around a backward of the model as its author wrote it: torch's error there is an InputError."""
+    """Raises InputError for torch's error in a backward of the model as its author wrote it."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: where it is cut and what else that would cost, what binds, what would help."""
+"""Why a plan is as it is: its cuts and what others would cost, what binds, and what would help."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pd2bw_fx.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The boundary behind `stage`, and all that crosses it, whatever stages it runs between.
+    """The boundary behind `stage`, and everything that crosses it, whatever stages it goes between.
 
     The best plan on the same devices that does not cut exactly here has the bottleneck `next_best_s`, and
-    moves these blocks across this boundary.
-
-    `next_best_s` is None where there is no other cut that fits, or none was found in time.
+    moves these blocks across this boundary. `next_best_s` is None where no other cut fits, or none was found
+    in time.
     """
 
     stage: int
@@ -58,7 +57,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`changes` have what helps most first; those that help by less than the proof can tell are left out."""
+    """The whole explanation of a plan.
+
+    `changes` are sorted by how much they help; those that help by less than the proof can tell are left out.
+    """
 
     bottleneck_s: float
     bound_s: float
