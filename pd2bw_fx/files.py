@@ -1,4 +1,4 @@
-"""Folders that are either whole or not there, and the hashes that tell whether a file was altered."""
+"""Folders that are either complete or not there, and the hashes that tell whether a file was altered."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ _WHERE = "name a file in a folder that is there and is yours"
 
 @contextmanager
 def whole_folder(folder: str | Path) -> Iterator[Path]:
-    """A new folder to write into, which takes its name only when everything in it is written.
+    """Yields a new folder to write into, which takes its name only when everything in it is written.
 
-    One of that name that is empty, or ours and of the same kind, is filled anew. What is in it besides
-    (checkpoints, notes) stays in it, and so does the folder itself: it may be a link's, a mount point, or
-    where a process stands. Raises InputError for a folder of somebody else's, where a file of ours was edited
-    by hand since (no work is lost), and where no folder can be made. After an error nothing is left behind.
+    A folder of that name that is empty, or that is ours and of the same kind, is filled anew. Other files in
+    it (checkpoints, notes) stay, and so does the folder itself: it may be what a link points to, a mount
+    point, or a process's working directory. Raises InputError for a folder that is not ours, for one where a
+    file of ours was edited by hand since (no work is lost), and where no folder can be made. After an error
+    nothing is left behind.
     """
     try:
         target = Path(folder).resolve()
@@ -44,7 +45,7 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
         if is_there:
             _own_manifest(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # In a folder that is there: another may be on another disk.
+        # It is made inside a folder that exists: another one may be on another disk.
         fresh = Path(tempfile.mkdtemp(prefix=_FRESH, dir=target if is_there else target.parent))
     except (OSError, RuntimeError) as error:  # of links in a circle
         why = getattr(error, "strerror", None) or error
@@ -62,7 +63,9 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
 
 
 def _fill(target: Path, fresh: Path) -> None:
-    """Move what is in `fresh` into a folder that is there, the manifest last: until then it says so."""
+    """Moves what is in `fresh` into a folder that exists, the manifest last: until then it says that it is
+    incomplete.
+    """
     before, after = _own_manifest(target), _own_manifest(fresh)
     _require_nothing_lost(target, fresh, before, after)
     # A caller that copied the folder itself has a copy of `fresh` in it.
@@ -84,7 +87,7 @@ def _fill(target: Path, fresh: Path) -> None:
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[Path]:
-    """A file to write. Raises InputError where it cannot be."""
+    """Yields a file to write. Raises InputError where it cannot be written."""
     try:
         yield Path(path)
     except OSError as error:
@@ -94,10 +97,12 @@ def writing(path: str | Path) -> Iterator[Path]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """A safetensors file that whoever may read files of this process may read. Raises OSError.
+    """Writes a safetensors file, which is readable for those who may read other files of this process. Raises
+    OSError.
 
-    Such files have tensors in one order of memory; that of others is told beside them, for `read_tensors`.
-    They have no complex128: its numbers are pairs there, which is told too.
+    Such files have tensors in one memory order; where a tensor has another one, the metadata says so for
+    `read_tensors`. They have no complex128: its numbers are written as pairs, of which the metadata tells
+    too.
     """
     orders = {name: order for name, tensor in tensors.items() if (order := order_of(tensor))}
     whole = {name: _as_it_is(tensor).contiguous() for name, tensor in tensors.items()}
@@ -109,10 +114,10 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     for name, tensor in whole.items():
         storage = tensor.untyped_storage()
         if uses[storage.data_ptr()] > 1 or storage.nbytes() != tensor.nbytes:
-            whole[name] = tensor.clone()  # a part of more, which the file would not take
+            whole[name] = tensor.clone()  # a part of a larger tensor, which safetensors would refuse
     try:
         save_file(whole, path, metadata=told or None)
-    except SafetensorError as error:  # it has no class for a disk that is full
+    except SafetensorError as error:  # also raised for a full disk
         raise OSError(None, str(error)) from error
     mask = os.umask(0)
     os.umask(mask)
@@ -120,13 +125,15 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
-    """On the CPU; a conjugate may be one by a mark alone."""
+    """Returns the tensor on the CPU; a conjugate may be one by a mark alone, which is resolved."""
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """What `save_tensors` wrote, as it lay in memory. Raises OSError, SafetensorError, and ValueError for an
-    order that is none of its tensor's dimensions."""
+    """Reads what `save_tensors` wrote, in the memory order that it had.
+
+    Raises OSError, SafetensorError, and ValueError for an order that is not one of its tensor's dimensions.
+    """
     with safe_open(path, framework="pt") as file:
         orders = json.loads((file.metadata() or {}).get(_ORDERS, "{}"))
         found = {name: tensor_in(file, name) for name in file.keys()}  # noqa: SIM118
@@ -139,7 +146,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def tensor_in(file: Any, name: str) -> Tensor:
-    """One of an open file, contiguous. Raises ValueError for pairs that are none."""
+    """Returns a tensor of an open file, contiguous. Raises ValueError for complex numbers that are not
+    pairs.
+    """
     tensor: Tensor = file.get_tensor(name)
     if not _are_pairs(file, name):
         return tensor
@@ -151,7 +160,7 @@ def tensor_in(file: Any, name: str) -> Tensor:
 
 
 def shape_in(file: Any, name: str) -> tuple[int, ...]:
-    """Of one of an open file, which is not read."""
+    """Returns the shape of a tensor of an open file without reading it."""
     shape = tuple(file.get_slice(name).get_shape())
     return shape[:-1] if _are_pairs(file, name) else shape
 
@@ -161,7 +170,9 @@ def _are_pairs(file: Any, name: str) -> bool:
 
 
 def make_durable(folder: Path) -> None:
-    """What is in the folder is on the disk before anything names it, and outlives a loss of power."""
+    """Writes what is in the folder to the disk, before anything names it: it then outlives a loss of
+    power.
+    """
     for path in (*folder.iterdir(), folder):
         number = os.open(path, os.O_RDONLY)
         try:
@@ -171,7 +182,7 @@ def make_durable(folder: Path) -> None:
 
 
 def _own_manifest(folder: Path) -> dict[str, Any]:
-    """What `write_manifest` wrote; nothing for an empty folder."""
+    """Returns what `write_manifest` wrote; for an empty folder, a manifest without files."""
     if folder.is_dir() and all(path.name.startswith(_FRESH) for path in folder.iterdir()):
         return {"kind": None, "files": {}}
     try:
@@ -191,7 +202,7 @@ def _own_manifest(folder: Path) -> dict[str, Any]:
 def _require_nothing_lost(
     target: Path, fresh: Path, before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> None:
-    """Raises InputError where what is in a folder would be lost by what is to be moved into it."""
+    """Raises InputError where something in a folder would be lost by what is to be moved into it."""
     if before["kind"] not in (None, after["kind"]):
         raise InputError(
             f"{target} holds {before['kind']!r}, which {after['kind']!r} would replace; give another folder"
@@ -216,7 +227,7 @@ def _sha256_if_there(path: Path) -> str | None:
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """`facts` and the hash of every file beside it; returns what is written."""
+    """Writes `facts` and the hash of every file beside it; returns what is written."""
     files = {path.name: sha256(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
     manifest = {**facts, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -230,7 +241,7 @@ _IF_PLAN_ALTERED = "for other stages give the plan that you edited to split(mode
 def read_manifest(
     folder: str | Path, *, kind: str, check: bool = True, if_altered: str | None = None
 ) -> dict[str, Any]:
-    """The manifest of a folder of this kind, every file of it there and unaltered.
+    """Returns the manifest of a folder of this kind; all of its files are there and unaltered.
 
     Raises PlanMismatchError naming the file that is missing or altered (`if_altered` says what to do then),
     InputError where there is no folder.

@@ -51,7 +51,7 @@ SCHEMA = 3
 
 
 def save_pipeline(pipeline: Pipeline, folder: str | Path) -> None:
-    """Write the whole pipeline; the folder appears only when it is complete."""
+    """Writes the whole pipeline; the folder appears only when it is complete."""
     require_path("folder", folder)
     tensors = pipeline.tensors()
     require_values(pipeline.graph, tensors)
@@ -82,11 +82,11 @@ def save_pipeline(pipeline: Pipeline, folder: str | Path) -> None:
 
 
 def read_pipeline(folder: str | Path, *, edited: bool = False) -> dict[str, Any]:
-    """The arguments of `Pipeline`, read back without the model's own code.
+    """Returns the arguments of `Pipeline`, read without the model's own code.
 
-    With `edited`, files may differ from the manifest: that is how hand-edited stages are loaded.
-    Raises PlanMismatchError naming the file that is missing, altered, or made for another model, InputError
-    where there is no folder.
+    With `edited`, files may differ from the manifest: that is how hand-edited stages are loaded. Raises
+    PlanMismatchError naming the file that is missing, altered, or made for another model, InputError where
+    there is no folder.
     """
     require_path("folder", folder)
     require_choice("edited", edited, True, False)
@@ -166,7 +166,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(path: Path, made: Callable[[Any], Any]) -> Any:
-    """What `made` makes of the JSON in a file, which may have been edited by hand."""
+    """Returns what `made` makes from the JSON in a file, which may have been edited by hand."""
     try:
         return made(_read_json(path))
     except Pd2bwError:
@@ -190,8 +190,11 @@ def _programs(folder: Path, entries: Any) -> Iterator[StageProgram]:
 
 
 def _weights(folder: Path, programs: Sequence[StageProgram], graph: OperatorGraph) -> dict[str, Tensor]:
-    """By name in the graph. Raises PlanMismatchError where one is not as the stage has it, and for a tied one
-    of unlike values."""
+    """Returns the weights by name in the graph.
+
+    Raises PlanMismatchError for a tensor that is not as the stage has it, and for tied ones with different
+    values.
+    """
     places: dict[str, str] = {}
     found: dict[str, Tensor] = {}
     for program in programs:
@@ -212,7 +215,7 @@ def _weights(folder: Path, programs: Sequence[StageProgram], graph: OperatorGrap
 def _require_fitting(
     path: Path, found: Mapping[str, Tensor], program: StageProgram, graph: OperatorGraph
 ) -> None:
-    """Raises PlanMismatchError for weights that were written by hand and are not the stage's."""
+    """Raises PlanMismatchError for weights that were written by hand and do not fit the stage."""
     missing, unknown = program.names.keys() - found.keys(), found.keys() - program.names.keys()
     if missing:
         also = f" (it has {min(unknown)!r}, which is none of the stage's)" if unknown else ""

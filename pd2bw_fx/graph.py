@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from pd2bw_fx.program import FxProgram
 
 OF_A_MAP = " of a map"
-# In an operator's meta, by the key of a call in nn_module_stack: (place, name, of how many) of the argument
-# that its value is to the call, and of the result that it is of the call; "" where the author gave no name.
+# Keys of an operator's meta. Their values are dicts by the key of a call in nn_module_stack: which argument
+# of the call its value is, and which result, as (position, name, how many); "" if the author gave no name.
 GIVEN_AS, RETURNED_AT = "given_as", "returned_at"
-# And of a result in a tuple that is itself a result: the place of both in one number.
+# For a result in a tuple that is itself a result, the positions of both are one number.
 RETURNED_INSIDE = "returned_inside"
 NOTED_OF_CALLS = (GIVEN_AS, RETURNED_AT, RETURNED_INSIDE)
 
@@ -60,7 +60,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes at the example's sizes; 0 where the shape is unknown."""
+        """The bytes at the example's sizes; 0 where the shape is unknown."""
         if self.example_shape is None:
             return 0
         return math.prod(self.example_shape) * self.dtype.itemsize
@@ -93,11 +93,10 @@ class Operator:
     """One call of the traced program.
 
     `reads` names the operators and model inputs whose values it takes, in order, without repeats;
-    `parameters` and `buffers` (constants among them) are read by state_dict name.
-    `outputs` holds one spec, or one for each element of a tuple, or none for a size.
-    Operators of one `memory_group` read and write the same memory in place (running statistics, and what
-    has no functional form) or values of a size that only a run can tell, or are of one call that evaluation
-    leaves out: they stay in one stage, in order.
+    `parameters` and `buffers` (constants among them) are read by state_dict name. `outputs` holds one spec,
+    or one for each element of a tuple, or none for a size. Operators of one `memory_group` stay in one stage,
+    in order: they write the same memory in place (running statistics, and what has no functional form), have
+    values whose size only a run can tell, or belong to one call that evaluation leaves out.
     """
 
     name: str
@@ -111,8 +110,8 @@ class Operator:
     source_line: str | None = None  # "modeling_gpt2.py:221"
     writes_buffers: tuple[str, ...] = ()  # BatchNorm's running statistics
     is_view: bool = False  # its output shares storage with an operand
-    is_random: bool = False  # draws from the generator
-    is_replicable: bool = False  # of inputs and sizes, or heavy results of them: done where it is read
+    is_random: bool = False  # it draws random numbers
+    is_replicable: bool = False  # computed from inputs and sizes alone: every stage that reads it computes it
     memory_group: str | None = None
 
     @property
@@ -133,7 +132,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What the model returns under `name` is the value of operator (or input) `value`."""
+    """An output of the model: what it returns under `name` is the value of operator (or input) `value`."""
 
     name: str
     value: str
@@ -151,7 +150,7 @@ class OperatorGraph:
     loss: str | None  # name of the output that is trained on; None: the model has no loss
     model_name: str = "model"
     batch_symbol: str | None = "batch"  # None: traced at one size, the example's
-    batch_sizes: SizeRange = ANY_SIZE  # that the program is right for, where the batch is open
+    batch_sizes: SizeRange = ANY_SIZE  # the sizes that the program is right for, where the batch is open
     unused_inputs: tuple[str, ...] = ()
     fx: FxProgram | None = field(default=None, compare=False, repr=False)
     root: nn.Module | None = field(default=None, compare=False, repr=False)
@@ -162,7 +161,9 @@ class OperatorGraph:
         return f"<OperatorGraph of {self.model_name}: {counted(len(self.operators), 'operator')}, {held}>"
 
     def digraph(self) -> nx.DiGraph[str]:
-        """Nodes are operator names (attribute `operator`), edges go from producer to consumer."""
+        """Returns a graph whose nodes are operator names (attribute `operator`); edges go from producer to
+        consumer.
+        """
         graph: nx.DiGraph[str] = nx.DiGraph()
         for operator in self.operators.values():
             graph.add_node(operator.name, operator=operator)
@@ -173,7 +174,7 @@ class OperatorGraph:
         return graph
 
     def readers(self) -> dict[str, list[str]]:
-        """The operators that read each operator or input, in program order."""
+        """Returns the operators that read each operator or input, in program order."""
         readers: dict[str, list[str]] = {name: [] for name in (*self.inputs, *self.operators)}
         for operator in self.operators.values():
             for value in operator.reads:
@@ -181,7 +182,9 @@ class OperatorGraph:
         return readers
 
     def fingerprint(self) -> str:
-        """A hash of what is computed: a plan made for one graph fits only graphs with the same one."""
+        """Returns a hash of what is computed: a plan made for one graph fits only graphs with the same
+        hash.
+        """
         text = json.dumps(self.to_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

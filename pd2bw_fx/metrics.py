@@ -1,4 +1,4 @@
-"""What a training run measured, as a file that the report shows beside what was predicted."""
+"""What a training run measured, as a file that the report shows beside the predictions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FILE = "metrics.json"
 
 
 class Record(NamedTuple):
-    """One action of one rank as it really was: `action` is its text, "F3(stage 0, W1)".
+    """One action of one rank in a real run: `action` is its text, "F3(stage 0, W1)".
 
-    Seconds are of one clock for all ranks.
+    Seconds are by one clock for all ranks.
     """
 
     rank: int
@@ -38,8 +38,8 @@ class Record(NamedTuple):
 class Metrics:
     """The loss of each update, and the seconds from one loss to the next (the first: from the start).
 
-    `first_update` is where the run began: 0, or the update of its checkpoint. `records`: who did what when.
-    `replicas`: ranks of each stage, None where each had one.
+    `first_update` is where the run began: 0, or the update of its checkpoint. `records` are the actions of
+    all ranks with their times. `replicas` are the ranks of each stage, None where each had one.
     """
 
     method: str
@@ -55,7 +55,7 @@ class Metrics:
 
     @property
     def throughput(self) -> float:
-        """Microbatches a second by the median update: neither the start nor a checkpoint counts."""
+        """Microbatches a second by the median update, so that the start and checkpoints do not count."""
         typical_s = median(self.update_s) if self.update_s else 0.0
         return self.microbatches_per_update / typical_s if typical_s > 0 else 0.0
 
@@ -69,7 +69,9 @@ class Metrics:
         )
 
     def after(self, earlier: Metrics) -> Metrics:
-        """This run and the one that it went on from, as one: of updates that both made, this one's."""
+        """Returns this run and the one that it went on from as one; for updates that both made, this
+        one's.
+        """
         kept = self.first_update - earlier.first_update
         if not 0 < kept <= len(earlier.losses):
             return self
@@ -81,7 +83,7 @@ class Metrics:
         )
 
     def save(self, path: str | Path) -> None:
-        """Into a file, or as metrics.json into a folder that is there (one that `Pipeline.save` wrote).
+        """Writes a file, or metrics.json in a folder that exists (one that `Pipeline.save` wrote).
 
         Raises InputError where it cannot be written.
         """
@@ -92,7 +94,7 @@ class Metrics:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """What `save` wrote. Raises InputError for anything else."""
+        """Reads what `save` wrote. Raises InputError for anything else."""
         file = _file(path)
         try:
             return cls.from_json(json.loads(file.read_text(encoding="utf-8")))
@@ -152,9 +154,9 @@ _KINDS = frozenset(kind.value for kind in Kind)
 def timeline_of(
     records: Iterable[tuple[int, str, float, float]], *, method: str, microbatches_per_update: int
 ) -> Timeline:
-    """Records of (rank, action's text, start, end) as a timeline that begins with the first of them.
+    """Returns records of (rank, action's text, start, end) as a timeline that begins with the first of them.
 
-    The text is what `str(action)` says. Raises InputError for one that says something else.
+    The text is `str(action)`. Raises InputError for any other text.
     """
     told = sorted(records, key=lambda record: (record[0], record[2], record[3]))
     began_s = min((start_s for _, _, start_s, _ in told), default=0.0)

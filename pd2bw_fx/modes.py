@@ -1,4 +1,4 @@
-"""What a module does in the mode that it is not in: a trace sees the one of its two modes."""
+"""What a module does in the mode that it is not in: a trace sees only one of its two modes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ LAYERS_WITH_MODES = (
 
 
 def has_one_mode(module: nn.Module) -> bool:
-    """Whether it has a program of torch.export in it, which refuses `train()` and `eval()`."""
+    """Returns whether it contains a program of torch.export, which refuses `train()` and `eval()`."""
     return any(isinstance(part, fx.GraphModule) and "train" in vars(part) for part in module.modules())
 
 
 def passes_through_in_evaluation(module: nn.Module) -> bool:
-    """Whether a module that is in training mode, and holds nothing, gives its input back in evaluation.
+    """Returns whether a module in training mode, without state, gives its input back in evaluation.
 
-    So do stochastic depth and layers that add noise: their forward asks `if not self.training: return x`, of
-    which a trace in training mode has nothing. torch.nn's own layers are printed as what they are.
+    Stochastic depth and layers that add noise do so: their forward asks `if not self.training: return x`,
+    which a trace in training mode does not have. torch.nn's own layers are printed as what they are.
     """
     if not module.training or type(module).__module__.startswith("torch.nn") or "forward" in vars(module):
         return False
@@ -38,15 +38,17 @@ def passes_through_in_evaluation(module: nn.Module) -> bool:
         module.training = False
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return type(module).forward(module, given) is given
-    except Exception:  # a forward of other inputs, or of several
+    except Exception:  # its forward takes other inputs, or several
         return False
     finally:
         module.training = True
 
 
 def asking_for_mode(model: nn.Module) -> list[str]:
-    """Modules that do something else in evaluation and are no layers of torch.nn's (but may be what it
-    computes weights by), by class: "Name at path"."""
+    """Returns modules that do something else in evaluation, by class: "Name at path".
+
+    They are not layers of torch.nn, but may be what those compute their weights by.
+    """
     found: dict[type[nn.Module], str] = {}
     for path, module in model.named_modules():
         if type(module).__module__.startswith("torch.nn.modules") or not _asks_for_its_mode(module):

@@ -1,4 +1,4 @@
-"""From a stage's source to a module with its weights."""
+"""Builds a module from a stage's source and its weights."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 
 def build_module(program: StageProgram, tensors: Mapping[str, Tensor], *, copied: bool = True) -> nn.Module:
-    """The stage as a module in training mode, its weights copies of `tensors` (by name in the graph), or in
-    the memory of those where they are not to be `copied`.
+    """Returns the stage as a module in training mode, with weights from `tensors` (by name in the graph).
 
-    The source is checked first and runs in a namespace of its own; a traceback shows its lines.
-    Raises PlanMismatchError for a source that is no stage's, weights that do not fit it, or an operator that
-    nothing has registered.
+    They are `copied`, or else share memory with `tensors`. The source is checked first and runs in a
+    namespace of its own; a traceback shows its lines. Raises PlanMismatchError for a source that is not a
+    stage's, weights that do not fit it, or an operator that nothing has registered.
     """
     where = f"stage_{program.stage}.py"
     tree = check_source(program.source, where)
@@ -56,7 +55,7 @@ def build_module(program: StageProgram, tensors: Mapping[str, Tensor], *, copied
 
 @contextmanager
 def _told_by_line(where: str, filename: str) -> Iterator[None]:
-    """Raises PlanMismatchError for whatever fails in a stage that was edited by hand."""
+    """Raises PlanMismatchError, with the line, for anything that fails in a stage that was edited by hand."""
     try:
         yield
     except Exception as error:
@@ -66,7 +65,9 @@ def _told_by_line(where: str, filename: str) -> Iterator[None]:
 
 
 def require_operators(program: StageProgram) -> None:
-    """Raises PlanMismatchError for one that the stage calls by torch.ops and this process does not know."""
+    """Raises PlanMismatchError for an operator that the stage calls by torch.ops and this process does not
+    know.
+    """
     for namespace, name in operators_called(program.source):
         if not hasattr(getattr(torch.ops, namespace), name):
             if namespace == NAMESPACE:
@@ -81,21 +82,23 @@ def require_operators(program: StageProgram) -> None:
 
 
 def held_parameters(program: StageProgram, module: nn.Module) -> dict[str, nn.Parameter]:
-    """The stage's parameters by their names in the graph, which a tied one may not have in the module."""
+    """Returns the stage's parameters by name in the graph, which for a tied one may differ from the
+    module's.
+    """
     local = dict(module.named_parameters(remove_duplicate=False))
     held = {program.ties.get(name, name): parameter for name, parameter in local.items()}
     return {name: held[name] for name in program.parameters}
 
 
 def held_buffers(program: StageProgram, module: nn.Module) -> dict[str, Tensor]:
-    """The stage's buffers and constants by their names in the graph."""
+    """Returns the stage's buffers and constants by name in the graph."""
     local = dict(module.named_buffers(remove_duplicate=False))
     held = {program.ties.get(name, name): buffer for name, buffer in local.items()}
     return {name: held[name] for name in program.buffers}
 
 
 def held_tensors(program: StageProgram, module: nn.Module) -> dict[str, Tensor]:
-    """All that the stage holds, by name in the graph."""
+    """Returns all tensors that the stage holds, by name in the graph."""
     return {**held_parameters(program, module), **held_buffers(program, module)}
 
 

@@ -1,6 +1,6 @@
-"""Optimizers to set against gradients that are one update late, as 2BW's are.
+"""Optimizers for gradients that are one update late, as those of 2BW are.
 
-`docs/PERFORMANCE.md` has what each of them reaches and loses; none is a default.
+`docs/PERFORMANCE.md` says what each of them gains and loses; none is a default.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ def nadamw(
     weight_decay: float = 0.01,
     **options: Any,
 ) -> NAdam:
-    """torch's NAdam with decoupled decay and a long first moment: asynchronous Nesterov (ICML 2025)."""
+    """Returns torch's NAdam with decoupled decay and a long first moment: asynchronous Nesterov (ICML
+    2025).
+    """
     return NAdam(
         parameters, lr=lr, betas=betas, weight_decay=weight_decay, decoupled_weight_decay=True, **options
     )
 
 
 class MuonWithAdamW(Optimizer):
-    """torch's Muon for matrices, AdamW for everything else, as one optimizer.
+    """torch's Muon for matrices and AdamW for everything else, as one optimizer.
 
     Muon's step is given AdamW's size (`adjust_lr_fn="match_rms_adamw"`), so that one learning rate serves
     both. A group with `"kind": "adamw"` leaves its matrices to AdamW, as is usual for embeddings and heads.
@@ -47,7 +49,7 @@ class MuonWithAdamW(Optimizer):
         super().__init__([part for group in groups for part in self._parts(group)], {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Its matrices and its other parameters become a group each."""
+        """Makes one group of the matrices and one of the other parameters."""
         for part in self._parts(param_group):
             super().add_param_group(part)
             self._take(part)
@@ -63,7 +65,7 @@ class MuonWithAdamW(Optimizer):
         return [own | {"params": parameters, "kind": name} for name, parameters in split if parameters]
 
     def _take(self, group: dict[str, Any]) -> None:
-        """Groups and state are the inner optimizers' own."""
+        """Shares the inner optimizers' groups and state."""
         kind = group["kind"]
         if kind in self._inner:
             self._inner[kind].add_param_group(group)
@@ -78,7 +80,7 @@ class MuonWithAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:  # type: ignore[override]
-        """One step of both. Raises ValueError for a closure, which would be evaluated twice."""
+        """Steps both optimizers. Raises ValueError for a closure, which would be evaluated twice."""
         if closure is not None:
             raise ValueError("MuonWithAdamW takes no closure; compute the gradients before the step")
         for inner in self._inner.values():
@@ -88,7 +90,9 @@ class MuonWithAdamW(Optimizer):
         return {**super().__getstate__(), "_chosen": self._chosen, "_adamw": self._adamw}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also called with what is loaded: other groups, and another state."""
+        """Is also called by load_state_dict: groups and state are then new objects, which the inner
+        optimizers must take.
+        """
         super().__setstate__(state)
         self._inner = {}
         for group in self.param_groups:
@@ -96,8 +100,9 @@ class MuonWithAdamW(Optimizer):
 
 
 def heads_to_adamw(graph: OperatorGraph) -> Callable[[str, nn.Parameter], dict[str, Any]]:
-    """`parameter_options` for MuonWithAdamW: embeddings and the last matrix that the model multiplies with
-    (its head) go to AdamW, all other matrices to Muon.
+    """Returns `parameter_options` for MuonWithAdamW that leave embeddings and the head to AdamW.
+
+    The head is the last matrix that the model multiplies with. All other matrices are left to Muon.
     """
     embeddings = {
         name for op in graph.operators.values() if "embedding" in op.target for name in op.parameters

@@ -1,7 +1,8 @@
-"""What a batch holds beside tensors: it is in the stages' code, so each batch must have what the trace had.
+"""Values of a batch beside tensors: the stages have them in their code, so each batch must have the trace's.
 
-Numbers, flags, texts and None are kept as they are. Whatever else a forward may be given (members of an enum,
-data types, slices, functions, configurations) is kept as a text of it, which can be compared and saved.
+Numbers, flags, strings and None are kept as they are. Anything else that a forward may be given (members of
+an enum, data types, slices, functions, configurations) is kept as a text that describes it, which can be
+compared and saved.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True, slots=True)
 class PlainValue:
-    """A value that the model was traced with and that is no tensor: the stages have it in their code.
+    """A value that the model was traced with and that is not a tensor: the stages have it in their code.
 
-    `is_default` is False where the forward has another one for an argument that is left out, or none.
-    `is_text`: `value` is a text of what was given.
+    `is_default` is False where the forward has another default for the argument, or none. `is_text`: `value`
+    is a text that describes what was given.
     """
 
     argument: str
@@ -48,7 +49,9 @@ class PlainValue:
 
 
 def plain_values(signature: inspect.Signature, named: Mapping[str, Any]) -> tuple[PlainValue, ...]:
-    """Of a call's arguments by name, and of the forward's defaults for those that it leaves out."""
+    """Returns the plain values of a call's arguments by name, and of the defaults that the call leaves
+    out.
+    """
     defaults = {
         parameter.name: parameter.default
         for parameter in signature.parameters.values()
@@ -65,7 +68,7 @@ def plain_values(signature: inspect.Signature, named: Mapping[str, Any]) -> tupl
 
 
 def require_plain(plain: PlainValue, call: Mapping[str, Any]) -> None:
-    """Raises InputError where the batch has another value in the place of one that the trace has."""
+    """Raises InputError where the batch has another value than the trace in the same place."""
     if plain.argument not in call:
         if not plain.is_default:
             raise InputError(
@@ -77,13 +80,13 @@ def require_plain(plain: PlainValue, call: Mapping[str, Any]) -> None:
         value = entry_at(call[plain.argument], plain.path)
     except (LookupError, AttributeError, TypeError):
         if plain.value is None and not plain.is_text:
-            return  # what is left out of a dict is as good as None
+            return  # a missing entry of a dict is like None
         raise InputError(
             f"the batch has no {plain}, and the model was traced with {plain.shown} there, which is in the "
             "stages' code; give batches nested like the example inputs, or split with these"
         ) from None
     if isinstance(value, Tensor):
-        return  # told as a tensor too many
+        return  # reported elsewhere, as a tensor too many
     if not _same(_kept(value), (plain.value, plain.is_text)):
         advice = "" if plain.is_text else "give it as a tensor in the example inputs, or "
         raise InputError(
@@ -93,8 +96,8 @@ def require_plain(plain: PlainValue, call: Mapping[str, Any]) -> None:
 
 
 def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
-    """Whether a call without the argument means this value."""
-    if parameter is None:  # of **kwargs or *args, or the targets
+    """Returns whether a call without the argument means this value."""
+    if parameter is None:  # one of **kwargs or *args, or the targets
         return value is None
     if parameter.default is parameter.empty:
         return True  # nothing else can be meant
@@ -106,12 +109,14 @@ def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
 
 
 def _is_alike_in_type(one: Any, other: Any) -> bool:
-    """1 and 1.0 are equal, and a forward may still compute something else with each."""
+    """Returns whether two values have one type: 1 and 1.0 are equal, but a forward may treat them
+    differently.
+    """
     return type(_kept(one)[0]) is type(_kept(other)[0])
 
 
 def _kept(leaf: Any) -> tuple[bool | int | float | str | None, bool]:
-    """What is kept of a leaf, and whether that is a text of it."""
+    """Returns what is kept of a leaf, and whether that is a text that describes it."""
     if hasattr(leaf, "__array__") and getattr(leaf, "shape", None) == ():
         leaf = leaf.item()  # a number of numpy's
     if leaf is None or isinstance(leaf, bool | int | float | str):
@@ -132,7 +137,7 @@ def _shown(value: Any) -> str:
 
 
 def _text(value: Any, depth: int) -> str:
-    """As it is written, without what is another one in the next run, such as addresses."""
+    """Returns a text that describes a value, without what differs in the next run, such as addresses."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, functools.partial):
@@ -167,7 +172,9 @@ def _texts(values: Any, named: Mapping[str, Any], depth: int) -> Iterator[str]:
 
 
 def _text_of_function(function: types.FunctionType, depth: int) -> str:
-    """Functions that one line makes differ by what they were made with, lambdas by their line."""
+    """Returns a text that tells apart functions that one line makes by their closures, and lambdas by their
+    line.
+    """
     name = f"{function.__module__}.{function.__qualname__}"
     if function.__name__ == "<lambda>":
         name += f":{function.__code__.co_firstlineno}"

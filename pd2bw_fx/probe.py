@@ -1,11 +1,11 @@
-"""`pd2bw-fx probe`: what the devices and links of a job do, measured with one process a device.
+"""`pd2bw-fx probe`: measures the devices and links of a job, with one process a device.
 
-A link is timed by sending n bytes from a to b, which answers with a few: that takes
-latency(a, b) + latency(b, a) + n / bandwidth(a, b). A line is fitted through several n, each point weighted
-by its own time; clocks of two machines are not compared, so the two latencies of a pair are taken as equal.
+A link is timed by sending n bytes from a to b, which answers with a few: that takes latency(a, b) +
+latency(b, a) + n / bandwidth(a, b). A line is fitted through several n, each point weighted by its own time.
+Clocks of two machines are not compared, so the two latencies of a pair are taken as equal.
 
-All that is compared is repeated in turns, and the lower quartile counts: what else runs only ever makes a
-sample longer, and for a while at a time.
+All that is compared is measured in turns, again and again, and the lower quartile counts: other programs on
+the machine only make a sample longer, and for a while at a time.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SIZES = (2**10, 2**14, 2**17, 2**19, 2**21, 2**23)
 _ROUNDS = 20
 _TIMEOUT_S = 600.0
 _MORE_TRIES = 10
-_LEAST_SHARE = 0.1  # of the latencies, that the bytes of the largest message take
-_ENOUGH_S = 1.5  # for each device's figures together
-_MEMORY_STEP = 2**26  # devices of one make differ by what their drivers keep
+_LEAST_SHARE = 0.1  # the least time of the largest message's bytes, as a share of the latencies
+_ENOUGH_S = 1.5  # to measure one device
+_MEMORY_STEP = 2**26  # memory is rounded down to this: devices of one make differ by what drivers keep
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one rank found out about its own device; `step_s` is one training step of a fixed small layer.
+    """What one rank has measured of its own device; `step_s` is one training step of a fixed small layer.
 
-    `machine` is torchrun's number of it: two machines may have one name.
+    `machine` is torchrun's number of the machine: two machines may have one name.
     """
 
     device: Device
@@ -53,7 +53,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _ProbeTransport:
-    """How tensors go between ranks, as they do in training: on the device, or over the host's memory."""
+    """How tensors go between ranks, as in training: on the device, or through the host's memory."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -69,14 +69,16 @@ class _ProbeTransport:
 
 
 def probe(kind: str, *, tolerance: float = 0.1) -> Cluster:
-    """The cluster of all ranks, the device of rank r the r-th; every rank calls it and has the same answer.
+    """Returns the cluster of all ranks, whose r-th device is rank r's; every rank calls it and has the same
+    result.
 
     All devices compute at the same time, as they do in training, and links are timed one after another.
-    Speeds count from rank 0's, which is where operators are measured. Figures that differ by less than
-    `tolerance` are written as equal ones, their median: devices that are alike should look alike to the
-    planner. 0 keeps what was measured.
+    Speeds are relative to rank 0's, where operators are measured. Figures that differ by less than
+    `tolerance` are replaced by their median: devices that are alike should look alike to the planner. 0 keeps
+    what was measured.
 
-    Raises InputError for a rank without a device of that kind, ClusterError for a link that gave no line.
+    Raises InputError for a rank without a device of that kind, ClusterError for a link whose times fit no
+    line.
     """
     if not 0 <= tolerance < 1:
         raise InputError(f"tolerance is {tolerance}; a share from 0 to below 1 was expected")
@@ -129,7 +131,7 @@ def _seen(device: torch.device) -> _Seen:
 
 
 def _training_step(device: torch.device) -> Callable[[], object]:
-    """Forward and backward of two matrix products and what stands between them in a transformer."""
+    """Returns a forward and backward of two matrix products and what is between them in a transformer."""
     rows, width = (4096, 2048) if device.type == "cuda" else (256, 256)
     layers = nn.Sequential(
         nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
@@ -141,7 +143,7 @@ def _training_step(device: torch.device) -> Callable[[], object]:
 
 
 def _in_turns(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Seconds of each."""
+    """Returns the seconds of each run."""
     samples: list[list[float]] = [[] for _ in runs]
     began_s = time.perf_counter()
     while len(samples[0]) <= _ROUNDS or time.perf_counter() - began_s < _ENOUGH_S:
@@ -166,11 +168,11 @@ def _wait(device: torch.device) -> None:
 def _fitted_links(
     transport: _ProbeTransport, sizes: Sequence[int]
 ) -> dict[tuple[int, int], tuple[float, float]]:
-    """Latency and bandwidth of each link.
+    """Returns the latency and bandwidth of each link.
 
-    Where one gave no line, all are timed again, and the shortest of all times count: on a machine where
-    something else computes on every core, most messages wait for a turn of the scheduler, which is as long
-    for few bytes as for many. Every rank has the times of all, so that all do the same.
+    Where the times of one fit no line, all links are timed again, and the shortest of all times count: on a
+    machine where something else computes on every core, most messages wait for a turn of the scheduler, which
+    is as long for few bytes as for many. Every rank has the times of all, so that all do the same.
     """
     seconds = _links(transport, sizes, _lower_quartile)
     for _ in range(_MORE_TRIES):
@@ -185,7 +187,9 @@ def _fitted_links(
 def _links(
     transport: _ProbeTransport, sizes: Sequence[int], summary: Callable[[Sequence[float]], float]
 ) -> dict[tuple[int, int], list[float]]:
-    """Seconds for each size there and a few bytes back, by (sender, receiver), each the summary of many."""
+    """Returns the seconds for each size there and a few bytes back, by (sender, receiver), each summarized
+    over many.
+    """
     rank, count = dist.get_rank(), dist.get_world_size()
     buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=transport.device) for num_bytes in sizes]
     own: dict[tuple[int, int], list[float]] = {}
@@ -203,7 +207,9 @@ def _links(
 def _to_and_fro(
     transport: _ProbeTransport, buffers: Sequence[Tensor], other: int, *, goes_first: bool
 ) -> list[list[float]]:
-    """Seconds of each buffer to the other rank, time after time; both directions in turns."""
+    """Returns the seconds of each buffer to the other rank, time after time; the two directions take
+    turns.
+    """
     answer = torch.zeros(8, dtype=torch.uint8, device=transport.device)
     samples: list[list[float]] = [[] for _ in buffers]
     for sends in (goes_first, not goes_first) * _ROUNDS:
@@ -222,9 +228,10 @@ def _to_and_fro(
 
 
 def fitted_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """(latency_s, bytes_per_s) of seconds = 2 latency + size / bandwidth, squares of relative errors least.
+    """Fits (latency_s, bytes_per_s) to seconds = 2 latency + size / bandwidth, by least squares of relative
+    errors.
 
-    Raises ClusterError where larger messages do not take longer, or so little that it may be noise.
+    Raises ClusterError where larger messages do not take longer, or so little longer that it may be noise.
     """
     n, t = np.array(sizes, dtype=float), np.array(seconds)
     both_s, per_byte_s = np.linalg.lstsq(np.stack([1 / t, n / t], axis=1), np.ones(len(t)), rcond=None)[0]
@@ -277,7 +284,7 @@ def _devices(seen: Sequence[_Seen], tolerance: float) -> list[Device]:
 
 
 def _hosts(seen: Sequence[_Seen]) -> list[str]:
-    """Names of the machines, with their numbers where several have the same."""
+    """Returns the names of the machines, with their numbers where several have the same name."""
     machines = {(each.device.host, each.machine) for each in seen}
     shared = Counter(host for host, _ in machines)
     return [
@@ -287,8 +294,10 @@ def _hosts(seen: Sequence[_Seen]) -> list[str]:
 
 
 def levelled(values: Sequence[float], tolerance: float) -> list[float]:
-    """Each value as the median of those near it: from the smallest up, groups within `tolerance` of their
-    first. Three digits remain."""
+    """Returns each value as the median of those near it, to three digits.
+
+    From the smallest up, values within `tolerance` of a group's first one belong to that group.
+    """
     groups: list[list[int]] = []
     for at in sorted(range(len(values)), key=values.__getitem__):
         if groups and values[at] <= values[groups[-1][0]] * (1 + tolerance):

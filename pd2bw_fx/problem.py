@@ -1,4 +1,4 @@
-"""The planner's input: what must be placed, stripped of everything that placing does not need."""
+"""The planner's input: what must be placed, without anything that placing does not need."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSize:
-    """`trainable_bytes` are multiplied by the memory model's copies, `frozen_bytes` are held once."""
+    """A parameter's sizes: `trainable_bytes` are multiplied by the memory model's copies, `frozen_bytes` are
+    not.
+    """
 
     trainable_bytes: int = 0
     frozen_bytes: int = 0
@@ -50,7 +52,7 @@ class Problem:
     """Blocks in a topological order, the values between them, and the sizes of the parameters they name.
 
     `module_of` has the module path of each operator, by which a user's constraints may name it;
-    `costs_origin` says how the times were come by ("measured", "analytic"; "given" with the problem).
+    `costs_origin` says where the times come from ("measured", "analytic"; "given" with the problem).
     """
 
     blocks: tuple[Block, ...]

@@ -1,4 +1,6 @@
-"""What a script has set for its whole process and results depend on; local workers compute as it does."""
+"""Settings that a script makes for its whole process and that change results; local workers take them
+over.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import torch
 _LIBRARIES = {"cuda": ("matmul",), "cudnn": ("conv", "rnn"), "mkldnn": ("matmul", "conv", "rnn")}
 _PARTS = tuple(f"{library}.{part}." for library, parts in _LIBRARIES.items() for part in parts)
 _REDUCED = "_reduced_precision_reduction"
-# Of torch.backends, the general before what it sets too, and the older switch before the newer ones.
+# Flags of torch.backends: a general one before those that it sets too, older switches before newer ones.
 _FLAGS = (
     *(f"{library}.allow_tf32" for library in ("cudnn", "mkldnn")),
     *(f"{place}fp32_precision" for place in ("", "cudnn.", "mkldnn.", *_PARTS)),
@@ -59,7 +61,9 @@ class ProcessSettings:
 
 
 def matmul_precision() -> str | None:
-    """None where torch.backends' own settings do not go with one for all."""
+    """Returns torch's float32 matmul precision, or None where torch.backends' own settings differ from one
+    another.
+    """
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -67,7 +71,7 @@ def matmul_precision() -> str | None:
 
 
 def flags() -> dict[str, Any]:
-    """Of torch.backends, by name, those that this torch has, and can tell."""
+    """Returns the flags of torch.backends by name, as far as this torch has them and can tell them."""
     found = {name: _flag(name) for name in _FLAGS}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -76,10 +80,10 @@ def _flag(name: str) -> Any:
     holder, _, attribute = name.rpartition(".")
     try:
         value = getattr(_backend(holder), attribute, None)
-        if value is not None and attribute.endswith(_REDUCED):  # one setting of two parts
+        if value is not None and attribute.endswith(_REDUCED):  # a setting in two parts
             return value, getattr(_backend(holder), f"{attribute}_split_k", True)
         return value
-    except RuntimeError:  # the older switch, where the newer ones are set otherwise than it could say
+    except RuntimeError:  # an older switch that cannot express what the newer ones are set to
         return None
 
 
@@ -89,8 +93,11 @@ def _backend(name: str) -> Any:
 
 @contextmanager
 def cudnn_off() -> Iterator[None]:
-    """As torch.backends.cudnn.flags(enabled=False), which asks for and sets all other flags too: it raises
-    where the older switch for TF32 cannot tell what the newer ones are set to."""
+    """Switches cuDNN off, without touching its other flags.
+
+    torch.backends.cudnn.flags(enabled=False) reads and sets them all, and raises where the older switch for
+    TF32 cannot express what the newer ones are set to.
+    """
     before = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False
     try:
@@ -101,7 +108,7 @@ def cudnn_off() -> Iterator[None]:
 
 @contextmanager
 def leave_other_flags_alone() -> Iterator[None]:
-    """While torch.export traces, which turns libraries off, and on again: for the same reason."""
+    """Lets torch.export, which turns libraries off and on again, do so without touching their other flags."""
     with ExitStack() as places:
         for library in (torch.backends.cudnn, torch.backends.mkldnn):
             switched = functools.partial(_switched, library)

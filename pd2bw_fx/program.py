@@ -32,12 +32,13 @@ _RECURRENT = frozenset(
 
 
 class FxProgram:
-    """A graph that is interpreted, not printed and executed: `program(*inputs)` gives the outputs as a tuple.
+    """A graph that is interpreted rather than executed as code: `program(*inputs)` returns the outputs as a
+    tuple.
 
     `values` are what its nodes refer to by name: the model's own tensors and layers, under the model's names.
-    They are no attributes of anything, as those of a torch.fx.GraphModule are: a model may have a `graph` or
-    `code` of its own, and torch.fx pastes names unescaped into the code it runs, so that a module named by a
-    hostile hand would run code of its own.
+    They are not attributes, as those of a torch.fx.GraphModule are: a model may have a `graph` or `code` of
+    its own, and torch.fx pastes names unescaped into the code that it runs, so that a maliciously named
+    module would run code of its own.
     """
 
     def __init__(self, graph: fx.Graph, values: Mapping[str, Any]) -> None:
@@ -67,17 +68,17 @@ class ProgramInterpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target not in _RECURRENT or not any(map(_is_fake_on_a_gpu, pytree.tree_leaves((args, kwargs)))):
             return super().call_function(target, args, kwargs)
-        with enable_python_dispatcher():  # cuDNN's kernels look for the memory of the weights
+        with enable_python_dispatcher():  # cuDNN's own kernels would look for the memory of the weights
             return super().call_function(target, args, kwargs)
 
     @property
     def extra_traceback(self) -> bool:
-        """Whether torch writes the node into an error's text: our own say themselves what they are about."""
+        """Whether torch adds the node to an error's text: our own errors name it themselves."""
         return not isinstance(sys.exc_info()[1], Pd2bwError)
 
     @extra_traceback.setter
     def extra_traceback(self, value: bool) -> None:
-        """Torch's constructor sets it."""
+        """Is ignored; torch's constructor sets it."""
 
 
 def _is_fake_on_a_gpu(value: Any) -> bool:
@@ -88,7 +89,7 @@ def _is_fake_on_a_gpu(value: Any) -> bool:
 def region(node: fx.Node, device_type: str | None = None) -> Iterator[None]:
     """Enters `node.meta["no_grad"]` (a bool: gradients off) and the node's `autocast_of`, where present.
 
-    `device_type`: of the device that the node runs on; None: as it was traced.
+    `device_type` is that of the device that the node runs on; None: the one it was traced on.
     """
     with ExitStack() as stack:
         if "no_grad" in node.meta:
@@ -102,10 +103,10 @@ def region(node: fx.Node, device_type: str | None = None) -> Iterator[None]:
 
 
 def autocast_of(node: fx.Node) -> tuple[str | None, torch.dtype | None, bool] | None:
-    """The autocast region that a node is in: device type, dtype (None: the default one), enabled.
+    """Returns the autocast region that a node is in: device type, dtype (None: the default one), enabled.
 
-    The device type is None, for that of the device the node runs on, where it is the one that the node was
-    traced on: a model traced on a CPU and trained on GPUs meant its regions for these.
+    The device type is None if it is the one that the node was traced on, and means that of the device the
+    node runs on: a model traced on a CPU and trained on GPUs means its regions for the GPUs.
     """
     if "autocast" not in node.meta:
         return None
@@ -132,15 +133,20 @@ def without_gradients(
     forward: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
     inputs: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """What a model returns in evaluation, copied: part of a buffer may be among it, which is put back. One
-    that differentiates in its forward draws and writes twice."""
+    """Returns copies of what a model returns in evaluation: part of a buffer may be among it, which is
+    restored.
+
+    A model that differentiates in its forward draws and writes twice.
+    """
     return with_gradients_if_asked(lambda gradients: returned(forward, inputs, gradients=gradients))
 
 
 def with_gradients_if_asked(run: Callable[[bool], _Made]) -> _Made:
-    """`run(False)`, without gradients. A model that differentiates in its forward (forces of an energy)
-    cannot do without and is run with them, `run(True)`. Before it failed the first run has drawn and
-    written: the second one has to begin with weights and generators as they were."""
+    """Returns `run(False)`, without gradients, or `run(True)` for a model that differentiates in its forward.
+
+    Such a model (forces from an energy) cannot do without gradients. Before it fails, the first run has drawn
+    and written: the caller must begin each run with weights and generators as they were.
+    """
     try:
         return run(False)
     except RuntimeError as error:
@@ -156,14 +162,17 @@ def returned(
     gradients: bool,
     fast_path: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Copies of what a model returns. `fast_path`: torch's for encoder layers, which gives padded positions
-    zeros; else every layer is as written."""
+    """Returns copies of what a model returns.
+
+    `fast_path`: torch may use its fast path for encoder layers, which gives padded positions zeros; else
+    every layer computes as it is written.
+    """
     with torch.set_grad_enabled(gradients), fast_path_set(on=fast_path):
         return {name: value.detach().clone() for name, value in forward(inputs).items()}
 
 
 def written_by_schema(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes whose values an ATen operator says that it changes in place."""
+    """Returns the nodes whose values an ATen operator changes in place, by its schema."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return ()
     written = []
@@ -177,8 +186,10 @@ def written_by_schema(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def one_at_a_time(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """What traces waits until no other thread does: it changes what torch does in the whole process. It is
-    run in a `training_context`, whatever the caller has switched off."""
+    """Lets a function that traces wait until no other thread traces: it changes torch in the whole process.
+
+    It runs in a `training_context`, whatever the caller has switched off.
+    """
 
     @functools.wraps(function)
     def waiting(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
@@ -190,7 +201,7 @@ def one_at_a_time(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
 
 @contextmanager
 def training_context() -> Iterator[None]:
-    """What is traced is the model's training by itself: gradients on, and no autocast but its own."""
+    """Turns gradients on and a surrounding autocast off: what is traced is the model's training by itself."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -201,7 +212,7 @@ def training_context() -> Iterator[None]:
 
 @contextmanager
 def torch_errors_unlogged() -> Iterator[None]:
-    """What torch raises here is told in our own errors and reports; it would print it besides."""
+    """Keeps torch from printing the errors that it raises here: our own errors and reports tell them."""
     names = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
     levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     try:
@@ -215,12 +226,14 @@ def torch_errors_unlogged() -> Iterator[None]:
 
 
 def surrounding_autocast() -> tuple[str, ...]:
-    """The device types on which autocast is on here and now."""
+    """Returns the device types on which autocast is on."""
     return tuple(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
 def tensors(graph: OperatorGraph) -> dict[str, torch.Tensor]:
-    """The live value of every parameter, buffer and constant by its name, those of no operator too."""
+    """Returns the live value of every parameter, buffer and constant by name, also of those that no operator
+    reads.
+    """
     if graph.root is None:
         raise ValueError("this operator graph has been read from a file and holds no live tensors")
     read = graph.fx.values if graph.fx is not None else {}

@@ -1,4 +1,4 @@
-"""The JSON schema of a dataclass, and data checked against it: what a hand-edited file goes through first."""
+"""The JSON schema of a dataclass, and a check of data against it, for files that may be edited by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _NAMES: Mapping[Any, str] = {str: "string", int: "integer", float: "number", boo
 
 
 def schema_of(kind: Any) -> dict[str, Any]:
-    """Draft 2020-12, for dataclasses of strings, numbers, flags, tuples of one type and other dataclasses."""
+    """Returns the schema (draft 2020-12) of dataclasses of strings, numbers, flags, tuples of one type and
+    dataclasses.
+    """
     if is_dataclass(kind) and isinstance(kind, type):
         hints = typing.get_type_hints(kind)
         return {
@@ -33,8 +35,9 @@ def schema_of(kind: Any) -> dict[str, Any]:
 
 
 def check_against(schema: Mapping[str, Any], data: Any, where: str) -> None:
-    """Raises PlanMismatchError at the first entry that is missing or of another type, infinity among them, or
-    unknown."""
+    """Raises PlanMismatchError at the first entry that is missing, unknown, or of another type (or
+    infinite).
+    """
     if "anyOf" in schema:
         return _check_any(schema["anyOf"], data, where)
     expected = schema["type"]

@@ -1,4 +1,4 @@
-"""A pipeline's plan under the method, slack and replicas that are asked for: schedule and time."""
+"""Simulates a pipeline's plan under a requested method, slack and replicas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
 _UPDATES_OF_A_LONGER_ONE = 6
-_TIMES_IN_FLIGHT = 12  # microbatches
+_TIMES_IN_FLIGHT = 12  # microbatches of the longer one, over the most that are in flight
 _MOST_MICROBATCHES = 1_000_000  # of all updates together: on two stages the better part of a minute
 
 
@@ -33,7 +33,7 @@ def simulate_pipeline(
     cluster: Cluster,
     **options: Any,
 ) -> Timeline:
-    """See `Pipeline.simulate`."""
+    """Implements `Pipeline.simulate`."""
     plan, schedule = pipeline.plan, pipeline.schedule
     num_updates = plain(num_updates)
     if num_updates is not None:
@@ -57,7 +57,7 @@ def simulate_pipeline(
     built_for = schedule.shape
     if timeline.steady_per_s is not None or built_for is None or not method_of(schedule.method).trains:
         return timeline
-    # Too short to have a steady state, which is what its throughput is of.
+    # It is too short to have a steady state: a longer one gives the throughput.
     filling = _TIMES_IN_FLIGHT * max(timeline.in_flight_peak)
     count = max(_UPDATES_OF_A_LONGER_ONE, -(-filling // built_for.microbatches_per_update))
     longer = schedule_of(schedule.method, built_for, updates=range(count), drain=True)
@@ -65,7 +65,7 @@ def simulate_pipeline(
 
 
 def simulated_peak_bytes(pipeline: Pipeline, timeline: Timeline) -> tuple[int, ...]:
-    """See `Pipeline.peak_memory_bytes`."""
+    """Implements `Pipeline.peak_memory_bytes`."""
     require_kind("timeline", timeline, Timeline, "a Timeline (of Pipeline.simulate)")
     is_whole = method_of(timeline.method).placing is Placing.WHOLE
     plan = _in_one_stage(pipeline) if is_whole else pipeline.plan
@@ -73,7 +73,7 @@ def simulated_peak_bytes(pipeline: Pipeline, timeline: Timeline) -> tuple[int, .
 
 
 def shape_for(pipeline: Pipeline, request: RunRequest, plan: Plan) -> Shape:
-    """What the method's schedule is built for on a plan of the pipeline's stages."""
+    """Returns what the requested method's schedule is built for, on a plan of the pipeline's stages."""
     method, slack, replicas = request.method or plan.method, request.slack, request.replicas
     m = request.microbatches_per_update
     m = plan.microbatches_per_update if m is None else m
@@ -106,7 +106,9 @@ def shape_for(pipeline: Pipeline, request: RunRequest, plan: Plan) -> Shape:
 
 
 def _in_one_stage(pipeline: Pipeline) -> Plan:
-    """With the times of the slowest of the plan's devices: an update waits for its copy."""
+    """Joins the plan's stages, with the times of its slowest device: an update waits for that device's
+    copy.
+    """
     problem = coarsen(pipeline.graph, pipeline.costs, pipeline.cluster)
     plan = pipeline.plan
     together = as_one_stage(plan, problem.parameters, _memory_model(pipeline))

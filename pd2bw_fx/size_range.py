@@ -8,8 +8,10 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class SizeRange:
-    """From `least` to `most` samples, both included; without `most`, any number from `least` on. Of these the
-    multiples of `multiple_of` alone, and both ends are such ones."""
+    """The sizes from `least` to `most`, both included, that are multiples of `multiple_of`.
+
+    Without `most`, there is no upper end. Both ends are multiples themselves.
+    """
 
     least: int = 1
     most: int | None = None
@@ -25,7 +27,7 @@ class SizeRange:
 
     @property
     def is_open(self) -> bool:
-        """Whether every size is right."""
+        """Whether every size is in the range."""
         return self.least <= 1 and self.most is None
 
     def __contains__(self, size: int) -> bool:
@@ -33,7 +35,7 @@ class SizeRange:
         return is_between and size % self.multiple_of == 0
 
     def nearest(self, size: int) -> int:
-        """The right size next to this one; of two the larger."""
+        """Returns the size in the range that is nearest to this one; of two, the larger."""
         larger = max(size + (-size) % self.multiple_of, self.least)
         return larger if self.most is None else min(larger, self.most)
 
@@ -47,7 +49,7 @@ class SizeRange:
         return f"{self.most} or fewer" if self.least <= 1 else f"{self.least} to {self.most}"
 
     def _between(self) -> str:
-        """Where multiples begin and end."""
+        """Returns the multiples between two sizes, by the first and the last."""
         ends = replace(self, multiple_of=1)
         if self.least > self.multiple_of or self.most is not None:
             return f", {ends}"

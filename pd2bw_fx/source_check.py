@@ -1,9 +1,9 @@
-"""What the source of a stage may consist of: checked before it is written and before it is run.
+"""Checks what the source of a stage consists of, before it is written and before it is run.
 
-A stage defines modules out of torch and computes with tensors. Anything else (another import, a file, a
+A stage defines modules that use torch and computes with tensors. Anything else (another import, a file, a
 dunder attribute, a module reached through torch, a function of torch that does not compute) is refused, so
-that neither a hostile model nor an altered folder can run code of its own. What is allowed of torch is named;
-what a tensor or a module has is allowed but for the ways out of it.
+that neither a malicious model nor an altered folder can run code of its own. For torch there is a list of
+what is allowed; of a tensor or a module everything is allowed except the members that lead out of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pd2bw_fx.errors import PlanMismatchError
 
-# Operators of these are there wherever torch and this package are.
+# The operators of these namespaces exist wherever torch and this package do.
 NAMESPACES_OF_TORCH = frozenset(
     {"pd2bw_fx", "aten", "prims", "prim", "higher_order", "_quantized", "quantized"}
 )
@@ -73,13 +73,16 @@ WAYS_OUT = frozenset({
 
 
 def operators_called(source: str) -> list[tuple[str, str]]:
-    """Namespace and name of what a stage calls by torch.ops, once each."""
+    """Returns the namespace and name of each operator that a stage calls by torch.ops, once each."""
     return sorted(set(re.findall(r"torch\.ops\.(\w+)\.(\w+)", source)))
 
 
 def uses_vary(source: str) -> bool:
-    """Whether which parameters a stage uses may change from call to call: it asks something, by a hand that
-    edited it, or calls what is not torch's and may ask."""
+    """Returns whether the parameters that a stage uses may change from call to call.
+
+    They may if its code was edited and branches, or if it calls operators that are not torch's, which may
+    branch.
+    """
     if any(namespace not in NAMESPACES_OF_TORCH for namespace, _ in operators_called(source)):
         return True
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
@@ -87,12 +90,12 @@ def uses_vary(source: str) -> bool:
 
 
 def allowed_builtins() -> dict[str, object]:
-    """What a stage that is run has of Python's own: its imports were checked."""
+    """Returns the builtins that a stage has when it is run: its imports were checked."""
     return {name: getattr(builtins, name) for name in (*_BUILTINS, "__build_class__", "__import__")}
 
 
 def check_source(source: str, where: str) -> ast.Module:
-    """The parsed source, if it is a stage's and nothing more.
+    """Returns the parsed source, if it is a stage's and nothing more.
 
     Raises PlanMismatchError naming `where`, the line and what is not allowed there.
     """
@@ -113,7 +116,9 @@ def check_source(source: str, where: str) -> ast.Module:
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes, a dotted name out of torch as one, a call of getattr with it."""
+    """Yields all nodes; a dotted name from torch is one node, and so is a call of getattr with such a
+    name.
+    """
     yield node
     if _dotted(node) is None:
         for inner in ast.iter_child_nodes(node):
@@ -122,7 +127,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _dotted(node: ast.AST) -> list[str] | None:
-    """["torch", "ops", "aten", "add", "Tensor"], where that is what it is."""
+    """Returns ["torch", "ops", "aten", "add", "Tensor"] for such a dotted name, else None."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)
@@ -157,7 +162,7 @@ def _is_getattr(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 def _dotted_fault(names: list[str]) -> str | None:
-    """Modules one after another as far as they go; what follows is an attribute like any."""
+    """Checks the modules of a dotted name one after another; what follows is checked like any attribute."""
     reached: object = _MODULES[names[0]]
     path = names[0]
     for position, name in enumerate(names[1:], start=1):
@@ -188,7 +193,7 @@ def _is_for_stages(path: str, value: object) -> bool:
 
 
 def _operator_fault(names: list[str]) -> str | None:
-    """torch.ops.namespace.operator.overload"""
+    """Checks torch.ops.namespace.operator.overload."""
     whole = ".".join(names)
     namespace = getattr(torch.ops, names[2], None)
     if not isinstance(namespace, torch._ops._OpNamespace) or not 4 <= len(names) <= 5:
@@ -217,5 +222,5 @@ def _defined_names(tree: ast.Module) -> set[str]:
             defined.add(node.arg)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             defined.add(node.id)
-    # A stage that gave one of these names a meaning of its own would pass for something else.
+    # A stage that redefined one of these names would pass the check as something else.
     return {name for name in defined if not name.startswith("__")}
