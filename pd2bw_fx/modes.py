@@ -45,9 +45,9 @@ def passes_through_in_evaluation(module: nn.Module) -> bool:
 
 
 def asking_for_mode(model: nn.Module) -> list[str]:
-    """Returns modules that do something else in evaluation, by class: "Name at path".
+    """Returns up to three modules that do something else in evaluation, one for each class: "Name at path".
 
-    They are not layers of torch.nn, but may be what those compute their weights by.
+    torch.nn's own layers are not among them, but what computes their weights (parametrizations) may be.
     """
     found: dict[type[nn.Module], str] = {}
     for path, module in model.named_modules():

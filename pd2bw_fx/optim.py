@@ -90,8 +90,8 @@ class MuonWithAdamW(Optimizer):
         return {**super().__getstate__(), "_chosen": self._chosen, "_adamw": self._adamw}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Is also called by load_state_dict: groups and state are then new objects, which the inner
-        optimizers must take.
+        """Gives the inner optimizers the groups and state, which are new objects; load_state_dict calls this
+        too.
         """
         super().__setstate__(state)
         self._inner = {}

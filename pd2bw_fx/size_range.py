@@ -35,7 +35,7 @@ class SizeRange:
         return is_between and size % self.multiple_of == 0
 
     def nearest(self, size: int) -> int:
-        """Returns the size in the range that is nearest to this one; of two, the larger."""
+        """Returns this size rounded up to the next one in the range, or the largest one in it."""
         larger = max(size + (-size) % self.multiple_of, self.least)
         return larger if self.most is None else min(larger, self.most)
 
@@ -49,7 +49,7 @@ class SizeRange:
         return f"{self.most} or fewer" if self.least <= 1 else f"{self.least} to {self.most}"
 
     def _between(self) -> str:
-        """Returns the multiples between two sizes, by the first and the last."""
+        """Returns where the multiples begin and end, in words; "" if every multiple is in the range."""
         ends = replace(self, multiple_of=1)
         if self.least > self.multiple_of or self.most is not None:
             return f", {ends}"

@@ -116,8 +116,8 @@ def check_source(source: str, where: str) -> ast.Module:
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields all nodes; a dotted name from torch is one node, and so is a call of getattr with such a
-    name.
+    """Yields all nodes, but nothing inside a dotted name from torch, and not the `getattr` of a call of
+    it.
     """
     yield node
     if _dotted(node) is None:
@@ -127,7 +127,9 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _dotted(node: ast.AST) -> list[str] | None:
-    """Returns ["torch", "ops", "aten", "add", "Tensor"] for such a dotted name, else None."""
+    """Returns the parts of a dotted name from torch (["torch", "ops", "aten", "add", "Tensor"]), else
+    None.
+    """
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)
@@ -162,7 +164,9 @@ def _is_getattr(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 def _dotted_fault(names: list[str]) -> str | None:
-    """Checks the modules of a dotted name one after another; what follows is checked like any attribute."""
+    """Returns what is wrong with a dotted name: its modules one after another, then the rest like any
+    attributes.
+    """
     reached: object = _MODULES[names[0]]
     path = names[0]
     for position, name in enumerate(names[1:], start=1):
@@ -193,7 +197,7 @@ def _is_for_stages(path: str, value: object) -> bool:
 
 
 def _operator_fault(names: list[str]) -> str | None:
-    """Checks torch.ops.namespace.operator.overload."""
+    """Returns what is wrong with torch.ops.namespace.operator.overload."""
     whole = ".".join(names)
     namespace = getattr(torch.ops, names[2], None)
     if not isinstance(namespace, torch._ops._OpNamespace) or not 4 <= len(names) <= 5:
