@@ -135,64 +135,6 @@ def test_a_loaded_pipeline_trains_without_the_model_s_code(
     assert result.losses == pytest.approx(reference.losses, rel=1e-12)
 
 
-class Remembering(nn.Module):
-    """What comes out depends on a running mean that was written just before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-        self.register_buffer("means", torch.zeros(3, 8))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for layer, mean in zip(self.layers, self.means, strict=True):
-            x = layer(x)
-            mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
-            x = torch.tanh(x - mean)
-        return nn.functional.mse_loss(x, y)
-
-    def example_inputs(self, batch_size: int = 4) -> tuple[Tensor, Tensor]:
-        x = torch.randn(batch_size, 8, dtype=torch.float64)
-        return x, x.sin()
-
-
-class Following(Remembering):
-    """Its last layer's teacher is written by the forward, and frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Linear(8, 8).requires_grad_(False)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.teacher.weight.mul_(0.9).add_(self.layers[2].weight, alpha=0.3)
-        return super().forward(x, y) + self.teacher(x - self.layers[2](x)).square().mean()
-
-
-@pytest.mark.parametrize("made", [lambda: build("resnet"), Remembering, Following])
-def test_recomputed_stages_train_as_kept_ones_do(made: Callable[[], Any]) -> None:
-    torch.manual_seed(0)
-    model = made().double()
-    pipe = pd2bw_fx.split(
-        model,
-        model.example_inputs(),
-        cluster=2,
-        costs="analytic",
-        check=False,
-        recompute=True,
-        microbatches_per_update=2,
-    )
-    assert all(stage.recompute for stage in pipe.plan.stages)
-    drawn = model.example_inputs(batch_size=16)
-    batches = list(zip(*(tensor.split(4) for tensor in drawn), strict=True))
-
-    result = pipe.train_local(batches, optimizer=sgd)
-
-    reference = train_reference(model, batches, optimizer=sgd, microbatches_per_update=2)
-    assert result.losses == pytest.approx(reference.losses, rel=1e-12)
-    for name, tensor in pipe.state_dict().items():
-        torch.testing.assert_close(tensor, reference.state_dict[name], rtol=1e-10, atol=1e-12)
-
-
 def test_dropout_is_drawn_anew_for_every_microbatch_and_repeats_with_the_seed() -> None:
     x, y = torch.randn(2, 8), torch.randn(2, 8)
     batches = [(x.repeat(2, 1), y.repeat(2, 1))] * 3

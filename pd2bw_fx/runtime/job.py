@@ -14,6 +14,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec, TensorSpec
 from pd2bw_fx.passes.schedule import METHODS, Method, Placing, check_schedule, method_of, schedule_of
 from pd2bw_fx.plan import Plan
+from pd2bw_fx.runtime.recompute import unread_statistics
 from pd2bw_fx.source_check import uses_vary
 from pd2bw_fx.stage import StageProgram
 from pd2bw_fx.state import as_state_dict, require_scalar_loss, require_values
@@ -78,6 +79,7 @@ class Job:
     evaluation: str  # how the stages differ from the model in evaluation mode; "" if they do not
     training_writes: frozenset[str]  # tensors that a forward writes in training only
     written_parameters: frozenset[str]  # parameters that a forward writes
+    unread_statistics: frozenset[str]  # buffers that a forward writes and that nothing is computed from
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -237,6 +239,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
     returned = {port.model_output: port for p in programs for port in p.outputs}
     written = {name for operator in graph.operators.values() for name in operator.writes_buffers}
     written_parameters = frozenset(written & graph.parameters.keys())
+    unread = unread_statistics(graph)
     held, report = pipeline.tensors(), pipeline.trace_report
     require_values(graph, held)
     ranks = _ranks(pipeline.plan, work)
@@ -266,6 +269,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
                 evaluation="" if report is None else report.evaluation,
                 training_writes=frozenset() if report is None else frozenset(report.training_writes),
                 written_parameters=written_parameters,
+                unread_statistics=unread,
             )
         )
     return tuple(sorted(made, key=lambda job: job.rank))

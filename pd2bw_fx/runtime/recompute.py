@@ -12,22 +12,38 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
-from pd2bw_fx.stage import StageProgram, held_parameters
+from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.stage import StageProgram, held_buffers, held_parameters
+
+_BATCH_NORMS = {"aten.batch_norm.default", "aten.native_batch_norm.default"}
+
+
+def unread_statistics(graph: OperatorGraph) -> frozenset[str]:
+    """Returns the running statistics that batch norm writes and that nothing is computed from in training."""
+    written: set[str] = set()
+    read: set[str] = set()
+    for operator in graph.operators.values():
+        own = set(operator.writes_buffers) if operator.target in _BATCH_NORMS else set()
+        written |= own
+        read |= set(operator.buffers) - own
+    return frozenset(written - read)
 
 
 class WrittenState:
     """Copies of the buffers and frozen parameters that a stage's forward writes.
 
     Which buffers it writes (a running mean, a codebook) is found out in the first forward. Frozen parameters
-    that are written (those of a momentum encoder, say) are known before. Running statistics of batch norm,
-    which training only writes, change without being noticed, and need no copy.
+    that are written (those of a momentum encoder, say) are known before. The forward computes nothing from
+    the `unread` buffers, which need no copy.
     """
 
-    def __init__(self, program: StageProgram, parameters: frozenset[str]) -> None:
+    def __init__(self, program: StageProgram, parameters: frozenset[str], unread: frozenset[str]) -> None:
         self._program = program
         self._parameters = parameters
+        self._unread = unread
         self._written: list[Tensor] | None = None
         self._seen: dict[Tensor, int] = {}
 
@@ -35,7 +51,8 @@ class WrittenState:
         """Returns copies of the tensors that a forward may write."""
         if self._written is None:
             own = held_parameters(self._program, module)
-            held = (*module.buffers(), *(own[name] for name in self._parameters & own.keys()))
+            held: list[Tensor] = [own[name] for name in self._parameters & own.keys()]
+            held += [b for name, b in held_buffers(self._program, module).items() if name not in self._unread]
             self._seen = {tensor: tensor._version for tensor in held}
         kept = self._seen if self._written is None else self._written
         return {tensor: tensor.detach().clone() for tensor in kept}
@@ -43,7 +60,12 @@ class WrittenState:
     def keep(self, copies: dict[Tensor, Tensor]) -> None:
         """Drops the copies, after the first forward, of tensors that it did not write."""
         if self._written is None:
-            self._written = [tensor for tensor, version in self._seen.items() if tensor._version != version]
+            # Operators that write running statistics leave the version as it is.
+            self._written = [
+                tensor
+                for tensor, version in self._seen.items()
+                if tensor._version != version or not torch.equal(tensor, copies[tensor])
+            ]
             self._seen = {}
             for tensor in copies.keys() - set(self._written):
                 del copies[tensor]

@@ -119,7 +119,7 @@ class StageRunner:
         self._in_flight: dict[int, _InFlight] = {}
         self._is_reached: dict[str, bool] = {}  # inputs that a backward has left without a gradient
         self._uses_vary = uses_vary(program.source)
-        self._written = WrittenState(program, job.written_parameters)
+        self._written = WrittenState(program, job.written_parameters, job.unread_statistics)
 
     def add(self, number: int, microbatch: Microbatch) -> None:
         """Takes a microbatch, to which coming actions refer by its number."""
