@@ -24,7 +24,7 @@ from pd2bw_fx.train import STARTED_HERE, is_under_torchrun, leave_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Runs one command; returns the exit code."""
     options = parser().parse_args(arguments)
     options.arguments = arguments
     if options.started_here:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _failed(error: Exception, options: argparse.Namespace) -> int:
-    """Say it in one line, where it is the user's to mend; a bug of ours keeps its traceback."""
+    """Prints an error in one line if it is the user's to correct; a bug of ours keeps its traceback."""
     told = f"{type(error).__name__}: {error}"
     if isinstance(error, Pd2bwError) and hasattr(options, "runs"):  # it splits
         told = in_options(told)
@@ -63,7 +63,7 @@ def _failed(error: Exception, options: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What takes every command's words apart."""
+    """Returns the parser of every command's arguments."""
     made = argparse.ArgumentParser(
         prog="pd2bw-fx",
         description="Split a PyTorch model into pipeline stages you can read, and train them with 2BW.",

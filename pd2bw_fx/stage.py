@@ -1,4 +1,4 @@
-"""A stage: its source, what goes in and out, and the module that the source builds."""
+"""A stage: its source, its inputs and outputs, and the module that the source builds."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["Port", "Stage", "StageProgram", "build_module", "held_buffers", "hel
 class Port:
     """One argument of a stage's forward, or one of the tensors that it returns.
 
-    `value` is the value's name in the operator graph and the same at both ends of a link.
+    `value` is the value's name in the operator graph, which is the same at both ends of a link.
     """
 
     value: str
     name: str  # the argument's or variable's name in the generated code
     spec: TensorSpec
-    source: int | None = None  # of an input: the stage that sends it; None: an input of the model
-    targets: tuple[int, ...] = ()  # of an output: the stages that are sent it
-    model_output: str | None = None  # of an output: what the model calls it ("loss"), if it returns it
+    source: int | None = None  # for an input: the stage that sends it; None: an input of the model
+    targets: tuple[int, ...] = ()  # for an output: the stages that it is sent to
+    model_output: str | None = None  # for an output: its name in the model ("loss"), if that returns it
 
     @property
     def needs_gradient(self) -> bool:
-        """A gradient flows back over this port."""
+        """Whether a gradient flows back over this port."""
         return self.spec.requires_grad
 
     def to_json(self) -> dict[str, Any]:
@@ -53,14 +53,14 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """Generated code and its contract.
+    """Generated code and what it promises.
 
     `source` defines `class_name`, an `nn.Module` without constructor arguments. Its forward takes `inputs`
     positionally in this order, and returns the one tensor of `outputs` or a tuple of them in this order.
-    `parameters` and `buffers` (constants and non-persistent buffers among them) are names of the graph, which
-    are the original model's; the module has its tensors under the same names, but for tied ones: `ties` has
-    all names that a stage has one under, with the graph's, which need not be one of them.
-    `draws` are the positions in the graph of the operators that draw random numbers, in their order.
+    `parameters` and `buffers` (constants and non-persistent buffers among them) are names in the graph, which
+    are the original model's. The module has its tensors under the same names, except tied ones: `ties` maps
+    all names that the stage has a tied tensor under to the graph's, which need not be one of them. `draws`
+    are the positions in the graph of the operators that draw random numbers, in their order.
     """
 
     stage: int
@@ -85,7 +85,7 @@ class StageProgram:
         return f"<StageProgram of stage {self.stage}: {self.class_name}, {lines}>"
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the source, which has a file of its own."""
+        """Returns everything but the source, which has a file of its own."""
         return {
             "stage": self.stage,
             "class_name": self.class_name,
@@ -114,7 +114,7 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What `pipe.stages[i]` is: the program, and the module built from it with its weights."""
+    """An element of `pipe.stages`: the program, and the module built from it with its weights."""
 
     program: StageProgram
     module: nn.Module
@@ -128,7 +128,7 @@ class Stage:
 
 
 def outputs_of(program: StageProgram, returned: Any) -> dict[str, Tensor]:
-    """What a stage returned, by value. Raises PlanMismatchError where that is not what its ports say."""
+    """Returns a stage's outputs by value. Raises PlanMismatchError where they are not what its ports say."""
     values = (returned,) if isinstance(returned, Tensor) else returned
     if not isinstance(values, tuple) or len(values) != len(program.outputs):
         found = counted(len(values), "value") if isinstance(values, tuple) else type(values).__name__
@@ -138,7 +138,7 @@ def outputs_of(program: StageProgram, returned: Any) -> dict[str, Tensor]:
 
 
 def run_in_turn(stages: Sequence[Stage], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each stage on what the ones before it gave, in one process: what the model returns, by output name."""
+    """Runs the stages one after another in this process; returns the model's outputs by name."""
     values = dict(inputs)
     outputs: dict[str, Tensor] = {}
     for stage in stages:

@@ -1,4 +1,4 @@
-"""A model's tensors: by their names in the graph, once each, and as the model's own state_dict has them."""
+"""A model's tensors: by name in the graph, once each, and in the form of the model's own state_dict."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 
 
 def as_state_dict(specs: Iterable[ParameterSpec], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Keys, shapes and ties of the original model's own state_dict."""
+    """Returns tensors with the keys, shapes and ties of the original model's own state_dict."""
     return {
         name: tensors[spec.name]
         for spec in specs
@@ -25,8 +25,11 @@ def as_state_dict(specs: Iterable[ParameterSpec], tensors: Mapping[str, Tensor])
 
 
 def state_of(tensor: Tensor) -> tuple[int, ...]:
-    """Another one after every write, of those too that torch does not count (fused optimizers', and through
-    `.data`): where it is, and a sum and a hash of its bits."""
+    """Returns numbers that change with every write to a tensor: where it lies, and a sum and a hash of its
+    bits.
+
+    torch itself does not count the writes of fused optimizers, or those through `.data`.
+    """
     where = tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
     if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided or not tensor.numel():
         return where
@@ -37,7 +40,7 @@ def state_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def require_values(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> None:
-    """Raises InputError naming what is still on the meta device."""
+    """Raises InputError naming a tensor that is still on the meta device."""
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if not empty:
         return
@@ -68,8 +71,10 @@ def require_scalar_loss(graph: OperatorGraph) -> None:
 
 
 def made_up(example: Mapping[str, Tensor], *, beside: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Values for inputs that have none, where the weights are: normal numbers, the same each time, and zeros
-    of other types."""
+    """Returns values for inputs that have none, on the weights' device.
+
+    They are normal numbers, the same each time, and zeros of types that are not floats.
+    """
     device = next((tensor.device for tensor in beside.values()), torch.device("cpu"))
     drawn = torch.Generator().manual_seed(0)
 
@@ -84,9 +89,9 @@ def made_up(example: Mapping[str, Tensor], *, beside: Mapping[str, Tensor]) -> d
 
 
 def accepted(graph: OperatorGraph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By name in the graph, and in the model's types, what is given under these or tied names.
+    """Returns the given tensors by name in the graph, in the model's types; tied names are accepted too.
 
-    Raises InputError for a name that the model does not have, another shape, and unlike values under the
+    Raises InputError for a name that the model does not have, another shape, and different values under the
     names of one tied parameter.
     """
     specs = {
@@ -115,7 +120,7 @@ def accepted(graph: OperatorGraph, given: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a key of a state_dict is what a module's `get_extra_state` gave."""
+    """Returns whether a key of a state_dict is for what a module's `get_extra_state` returned."""
     return name.rpartition(".")[2] == "_extra_state"
 
 

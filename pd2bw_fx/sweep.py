@@ -1,4 +1,4 @@
-"""What is chosen around a plan: how many stages, how many copies of the pipeline, which microbatch."""
+"""Choices around a plan: the number of stages, the copies of the pipeline, and the microbatch size."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pd2bw_fx.units import format_seconds
 class Setting:
     """One way to train a batch, and the plan of one copy of the pipeline for it.
 
-    `update_s` is the time of one update of `microbatches_per_update` microbatches in every copy, gradients
-    of the copies added up; no plan for this setting takes less than `bound_s`.
+    `update_s` is the time of one update of `microbatches_per_update` microbatches in every copy, with the sum
+    of the copies' gradients; no plan for this setting takes less than `bound_s`.
     """
 
     num_stages: int

@@ -1,4 +1,4 @@
-"""The timeline: who did what when, from the simulator or from a run."""
+"""A timeline: the actions of all ranks with their times, from the simulator or from a run."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Event(NamedTuple):
     """One action and its time. Seconds count from the start of the timeline.
 
     A forward, backward or update lasts as long as its rank works on it. A receive lasts as long as its rank
-    stands still for the data (nothing, where the data was there before). A send lasts from leaving the rank
-    until all of it has arrived; the rank goes on meanwhile.
+    waits for the data (no time, if the data was there before). A send lasts from leaving the rank until all
+    of it has arrived; the rank goes on meanwhile.
 
-    (A named tuple, not a dataclass: a timeline holds a million of them.)
+    (It is a named tuple rather than a dataclass because a timeline holds a million of them.)
     """
 
     rank: int
     kind: Kind
     stage: int
     microbatch: int  # from the start of training; -1 for an update
-    version: int  # that a forward or backward runs on, or that an update makes
+    version: int  # the one that a forward or backward runs on, or that an update makes
     start_s: float
     end_s: float
 
@@ -47,7 +47,7 @@ class Event(NamedTuple):
 
     @property
     def label(self) -> str:
-        """As schedules are written: F3, B2, U."""
+        """The action as schedules are written: F3, B2, U."""
         return self.kind.value if self.microbatch < 0 else f"{self.kind.value}{self.microbatch}"
 
 
@@ -55,7 +55,7 @@ class Event(NamedTuple):
 class Timeline:
     """Every action of every rank, by rank and then in the order in which the rank performs them.
 
-    `longer_per_s`: microbatches a second in the steady state of a longer one, where this has none.
+    `longer_per_s` is the microbatches a second in the steady state of a longer one, where this has none.
     """
 
     method: str
@@ -73,7 +73,7 @@ class Timeline:
         return (event for event in self.events if event.rank == rank)
 
     def compute(self) -> Iterator[Event]:
-        """The forwards, backwards and updates: what keeps a rank busy."""
+        """Yields the forwards, backwards and updates: what keeps a rank busy."""
         return (event for event in self.events if event.kind in COMPUTE)
 
     @property
@@ -86,12 +86,12 @@ class Timeline:
 
     @property
     def span_s(self) -> float:
-        """From the start of the first computation to the end of the last, over all ranks."""
+        """Seconds from the start of the first computation to the end of the last, over all ranks."""
         return self.end_s - self.start_s
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Seconds of computation, for each rank."""
+        """Seconds of computation of each rank."""
         busy = [0.0] * self.num_ranks
         for event in self.compute():
             busy[event.rank] += event.end_s - event.start_s
@@ -99,21 +99,22 @@ class Timeline:
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """Seconds of the span without computation, for each rank."""
+        """Seconds of the span without computation, of each rank."""
         span_s = self.span_s
         return tuple(span_s - busy_s for busy_s in self.busy_s)
 
     @property
     def idle_by_cause_s(self) -> tuple[Mapping[str, float], ...]:
-        """For each rank, why it stood still: it waited for an "activation", for a "gradient", for the other
-        ranks of its stage ("all-reduce", where there are any), or had nothing more to do ("other": before
-        its first action and after its last one).
+        """The idle seconds of each rank by their cause.
+
+        It waited for an "activation", for a "gradient", for the other ranks of its stage ("all-reduce", if
+        there are any), or had nothing more to do ("other": before its first action and after its last one).
         """
         causes = [{"activation": 0.0, "gradient": 0.0, "other": idle_s} for idle_s in self.idle_s]
         start_s, end_s = self.start_s, self.end_s
         for event in self.events:
             if (cause := _CAUSES.get(event.kind)) is not None:
-                # Of a wait that began before the first computation anywhere, the rest counts.
+                # A wait that began before the first computation of any rank counts from there.
                 waited_s = max(0.0, min(event.end_s, end_s) - max(event.start_s, start_s))
                 causes[event.rank][cause] = causes[event.rank].get(cause, 0.0) + waited_s
                 causes[event.rank]["other"] -= waited_s
@@ -121,14 +122,15 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time that nothing was computed in, warm-up and drain included."""
+        """The share of all ranks' time without computation, warm-up and drain included."""
         total_s = self.num_ranks * self.span_s
         return sum(self.idle_s) / total_s if total_s > 0 else 0.0
 
     @property
     def longest_rank_s(self) -> float:
-        """The longest time that a rank takes from its first forward or backward to its last, updates left
-        out: the cost of the zero-bubble paper (arXiv 2401.10241).
+        """The longest time that a rank takes from its first forward or backward to its last, without updates.
+
+        This is the cost of the zero-bubble paper (arXiv 2401.10241).
         """
         first_s, last_s = dict[int, float](), dict[int, float]()
         for event in self.compute():
@@ -139,7 +141,9 @@ class Timeline:
 
     @property
     def rank_bubble(self) -> float:
-        """The share of `longest_rank_s` that the busiest rank does not work in (the same paper's rate)."""
+        """The share of `longest_rank_s` in which the busiest rank does not work (the same paper's bubble
+        rate).
+        """
         busy = [0.0] * self.num_ranks
         for event in self.compute():
             busy[event.rank] += event.end_s - event.start_s if event.kind is not Kind.UPDATE else 0.0
@@ -147,7 +151,9 @@ class Timeline:
 
     @property
     def num_microbatches(self) -> int:
-        """Those whose backward is over at some stage; without any backward, whose forward is at the last."""
+        """The microbatches whose backward is done at some stage; if there is none, whose forward is at the
+        last.
+        """
         closing = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
         trained = {event.microbatch for event in self.events if event.kind in closing}
         forwards = [] if trained else [event for event in self.events if event.kind is Kind.FORWARD]
@@ -156,9 +162,10 @@ class Timeline:
 
     @property
     def steady_per_s(self) -> float | None:
-        """Microbatches per second in the steady state: between updates of the first stage, of which the first
-        quarter is left out, those for which the pipeline fills, and those after its last forward, for which
-        it drains. None where fewer than two are left.
+        """Microbatches per second in the steady state, or None where it has fewer than two updates.
+
+        It counts between updates of the first stage. The first quarter of them is left out, and those in
+        which the pipeline fills, and those after the stage's last forward, in which it drains.
         """
         made_s: dict[int, float] = {}
         fed_s: dict[int, float] = {}
@@ -180,8 +187,9 @@ class Timeline:
 
     @property
     def throughput(self) -> float:
-        """Microbatches per second in the steady state (`steady_per_s`), of this timeline or of a longer one;
-        where neither is known, all microbatches over the span.
+        """Microbatches per second in the steady state (`steady_per_s`), of this timeline or of a longer one.
+
+        Where neither is known, it is all microbatches over the span.
         """
         known = self.steady_per_s or self.longer_per_s
         if known is not None:
@@ -198,8 +206,10 @@ class Timeline:
 
     @property
     def in_flight_peak(self) -> tuple[int, ...]:
-        """For each rank, the most microbatches whose forward had begun and whose backward, its last half
-        included, was not over: so many activations are held (counted once for each stage that the rank has).
+        """The most microbatches in flight on each rank, counted once for each stage that the rank has.
+
+        A microbatch is in flight from the beginning of its forward to the end of its backward, the last half
+        included: so many activations are held.
         """
         now, peak = [0] * self.num_ranks, [0] * self.num_ranks
         for event in self.events:
@@ -211,7 +221,7 @@ class Timeline:
         return tuple(peak)
 
     def between(self, start_s: float, end_s: float) -> Self:
-        """The events of this window, whole; those without length belong to it at its edges too."""
+        """Returns the whole events of this window; those without length also belong to it at its edges."""
 
         def inside(event: Event) -> bool:
             if event.start_s == event.end_s:
@@ -245,7 +255,9 @@ class Timeline:
         )
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """For chrome://tracing and Perfetto: one thread a rank, sends as asynchronous slices beside them."""
+        """Returns a trace for chrome://tracing and Perfetto: a thread for each rank, with sends as
+        asynchronous slices.
+        """
         names = {
             Kind.FORWARD: "forward",
             Kind.BACKWARD: "backward",

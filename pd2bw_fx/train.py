@@ -63,7 +63,11 @@ _RANK = (
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """`checkpoint` is a folder to write to every so many updates and to go on from, if there is one in it."""
+    """The options of a training run under torchrun.
+
+    `checkpoint` is a folder to which a checkpoint is written every so many updates; one that is in it is
+    loaded first.
+    """
 
     num_updates: int
     method: str | None = None
@@ -71,10 +75,10 @@ class TrainOptions:
     checkpoint: Path | None = None
     checkpoint_every: int = 100
     as_json: bool = False
-    output: Path | None = None  # for the trained weights, as safetensors
-    metrics: Path | None = None  # for what the run measured
-    trace: Path | None = None  # for the timeline of the last updates
-    record: int = 8  # updates whose actions are in both
+    output: Path | None = None  # a file for the trained weights, as safetensors
+    metrics: Path | None = None  # a file for what the run measured
+    trace: Path | None = None  # a file for the timeline of the last updates
+    record: int = 8  # updates whose actions are in the metrics and the timeline
     replicas: int | None = None
     precision: Precision | None = None
 
@@ -84,9 +88,9 @@ def is_under_torchrun() -> bool:
 
 
 def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
-    """This very command by torchrun's launcher, with one process a rank.
+    """Runs this command by torchrun's launcher, with one process a rank.
 
-    Raises the error of the rank that failed first, WorkerError where it could not tell.
+    Raises the error of the rank that failed first, WorkerError if that rank could not tell.
     """
     threads = os.environ.get("OMP_NUM_THREADS", str(cores_each(num_processes)))
     of_ranks = {"OMP_NUM_THREADS": threads, STARTED_BY: str(os.getpid())}
@@ -117,7 +121,7 @@ def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """For the processes that are started meanwhile, and no others."""
+    """Sets variables for the processes that are started meanwhile, and for no others."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -131,7 +135,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _reason(failures: Mapping[int, ProcessFailure]) -> Pd2bwError:
-    """The first cause, as it was raised if it is an error of ours."""
+    """Returns the first cause, as the rank raised it if it is an error of ours."""
     rank, failure = min(failures.items(), key=lambda item: _lateness(item[1]))
     told = failure.error_file_data.get("message")
     if not isinstance(told, dict):
@@ -145,15 +149,19 @@ def _reason(failures: Mapping[int, ProcessFailure]) -> Pd2bwError:
 
 
 def _lateness(failure: ProcessFailure) -> tuple[bool, bool, int]:
-    """Causes come before their consequences, which are that another rank failed, and that the launcher has
-    ended the rest."""
+    """Returns a key that sorts causes before their consequences.
+
+    Consequences are that another rank failed, and that the launcher has ended the rest.
+    """
     told = failure.error_file_data.get("message")
     is_consequence = not isinstance(told, dict) or told["message"].startswith("WorkerError")
     return is_consequence, failure.exitcode == -signal.SIGTERM, failure.timestamp
 
 
 def optimizer_named(name: str, lr: float | None, load: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """One of torch's or of `pd2bw_fx.optim` by name, or what `module:callable` gives for parameters."""
+    """Returns an optimizer of torch's or of `pd2bw_fx.optim` by name, or the callable that `module:callable`
+    names.
+    """
     if name in _OPTIMIZERS:
         return functools.partial(_OPTIMIZERS[name], **({} if lr is None else {"lr": lr}))
     if ":" not in name:
@@ -165,12 +173,12 @@ def optimizer_named(name: str, lr: float | None, load: Callable[[str], Any]) -> 
 
 
 def groups_named(name: str, graph: OperatorGraph) -> ParameterOptions | None:
-    """The `parameter_options` that an optimizer of this name wants for the model."""
+    """Returns the `parameter_options` that an optimizer of this name needs for the model."""
     return heads_to_adamw(graph) if name == "muon" else None
 
 
 def text_batches(pipe: Pipeline, num_updates: int, *, seed: int = 0) -> Iterable[Any]:
-    """Real text for a model that takes tokens and targets of the same shape, as bytes."""
+    """Returns real text as bytes, for a model that takes tokens and targets of the same shape."""
     specs = pipe.graph.inputs
     if set(specs) != {"tokens", "targets"}:
         raise InputError(
@@ -184,7 +192,7 @@ def text_batches(pipe: Pipeline, num_updates: int, *, seed: int = 0) -> Iterable
 
 
 def _fitting(batches: Iterable[Any], pipe: Pipeline) -> Iterable[Any]:
-    """The batches, held against what the model was traced with; a wrong one is told by its number."""
+    """Returns the batches, each checked against what the model was traced with; errors have its number."""
     assert pipe.batch_layout is not None
     for number, batch in enumerate(batches):
         try:
@@ -203,7 +211,7 @@ def run_training(
     options: TrainOptions,
     console: Console,
 ) -> None:
-    """Train under torchrun; rank 0 tells the loss and the throughput."""
+    """Trains under torchrun; rank 0 prints the loss and the throughput."""
     engine = Engine.from_pipeline(
         pipe,
         optimizer=optimizer,
@@ -257,7 +265,7 @@ def run_training(
 
 
 def _tell_where(options: TrainOptions) -> None:
-    """Where everything lies that the run has written."""
+    """Prints where everything lies that the run has written."""
     places = {
         "weights": options.output,
         "checkpoint": options.checkpoint,
@@ -277,7 +285,9 @@ def _say(text: str, engine: Engine, options: TrainOptions) -> None:
 
 
 def _print(text: str) -> None:
-    """For a reader that may have seen enough, as `head` has: the training goes on, for what it writes."""
+    """Prints for a reader that may have stopped reading, as `head` does: training goes on for what it
+    writes.
+    """
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -285,14 +295,16 @@ def _print(text: str) -> None:
 
 
 def leave_output() -> None:
-    """What is printed from now on, and what is left of it so far, goes nowhere."""
+    """Discards what is printed from now on, and what is buffered of it so far."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 def _measured_before(path: Path | None) -> Metrics | None:
-    """Of the run that this one goes on from. Raises InputError for a file that does not hold it."""
+    """Returns what the run measured that this one goes on from. Raises InputError for a file of anything
+    else.
+    """
     return None if path is None or not path.is_file() else Metrics.load(path)
 
 
@@ -304,7 +316,9 @@ def _save_measured(
     options: TrainOptions,
     earlier: Metrics | None,
 ) -> None:
-    """By rank 0, after what an earlier run wrote there, if this one went on from its checkpoint."""
+    """Saves, on rank 0, what was measured, after an earlier run's metrics if this one went on from its
+    checkpoint.
+    """
     engine.flush()
     metrics = Metrics(
         engine.job.method,
@@ -328,13 +342,13 @@ def _save_measured(
 
 
 def save_model_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Under the model's own names. A tied parameter is written under each of them."""
+    """Saves the weights under the model's own names, a tied parameter under each of them."""
     with writing(path):
         save_tensors(weights, path)
 
 
 class _Reports:
-    """What rank 0 prints: a bar on a terminal, lines elsewhere, JSON lines for machines."""
+    """Prints reports on rank 0: a bar on a terminal, lines elsewhere, JSON lines for machines."""
 
     def __init__(self, engine: Engine, first: int, options: TrainOptions, console: Console) -> None:
         self._engine = engine

@@ -14,7 +14,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: int | float | str) -> int:
-    """A number of bytes from 17179869184, "16 GiB" or "16GB". Raises ValueError for anything else."""
+    """Returns a number of bytes from 17179869184, "16 GiB" or "16GB". Raises ValueError for anything else."""
     expected = 'write e.g. 17179869184, "16 GiB" or "16 GB"'
     if isinstance(text, bool) or not isinstance(text, int | float | str):
         raise ValueError(f"{text!r} is no number of bytes; {expected}")
@@ -38,7 +38,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Three digits and a binary unit: "1.5 GiB"."""
+    """Returns three digits and a binary unit: "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(num_bytes) < 999.5 or unit == "TiB":  # a fourth digit would be written as a power of ten
             break
@@ -47,7 +47,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits and a unit that fits: "12.3 ms". What is less than a picosecond is rounding: "0 s"."""
+    """Returns three digits and a unit that fits: "12.3 ms". Less than a picosecond is rounding: "0 s"."""
     if abs(seconds) >= 999.5:
         return f"{seconds:.0f} s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):

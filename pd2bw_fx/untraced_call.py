@@ -1,7 +1,7 @@
-"""What no trace can follow: a matching of boxes, a mining of pairs, whatever asks values in Python.
+"""Functions and parts of a model that no trace can follow: a matching of boxes, or a mining of pairs.
 
-Such a function, or such a part of a model, is one operator of the model. A stage calls it by its name, and it
-is run as it is written.
+Such a function, which asks for values in Python, is one operator of the model. A stage calls it by its name,
+and it runs as it is written.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ _MARK = "_untraced"  # of what `untraced` gives: the function itself
 def untraced(
     function: Callable[..., Any], *, name: str | None = None, returns: Callable[..., Any] | None = None
 ) -> Any:
-    """A function, or a module of the model, that is run instead of traced.
+    """Marks a function, or a module of the model, that is run instead of traced.
 
     Without `returns` it is a loss, in the model's forward or as the `loss_fn` of `split`: `function` returns
-    a scalar tensor. `returns` is for all else. It is called with the same arguments, and gives what the
-    function returns, a tensor or several in a tuple, a dict or the like, but for their values:
+    a scalar tensor. `returns` is for everything else. It is called with the same arguments and returns what
+    the function returns, a tensor or several in a tuple, a dict or the like, but with any values:
 
         def like(x, lengths):
             return x.new_empty(x.shape[0], x.shape[1], 64)
 
         pd2bw_fx.untraced(model.encoder, returns=like)
 
-    The function computes however it likes from the tensors that it is given, also nested in tuples, lists and
-    dicts; autograd has to know the derivatives, and nothing may be written in place. Checkpoints within it
-    are those with use_reentrant=False. A parameter that it reads must be among its arguments. Those of a
-    module are; what is returned is that module itself, of a class of its own from now on, and its buffers
-    must stay as they are.
+    The function may compute in any way from the tensors that it is given, also nested in tuples, lists and
+    dicts. autograd has to know the derivatives, nothing may be written in place, and checkpoints within it
+    need use_reentrant=False. A parameter that it reads must be among its arguments. A module's own parameters
+    are: what is returned is that module itself, which has another class from now on, and its buffers must not
+    change.
 
-    `name` is what the stages call it by: its own name, if that is left out. Of several functions of one name
-    (two of one factory, one that a notebook defines anew) the second is called name_2, and a pipeline keeps
-    the one that it was split with. Local workers are sent the function; under torchrun, and where a saved
-    pipeline is loaded, it has to be defined the same way. No ONNX file can have it.
+    `name` is what the stages call it by; the default is its own name. Of several functions of one name (two
+    of one factory, one that a notebook defines again) the second is called name_2, and a pipeline keeps the
+    one that it was split with. Local workers are sent the function; under torchrun, and where a saved
+    pipeline is loaded, it has to be defined in the same way. It cannot be in an ONNX file.
 
-    Raises InputError for what is no function, is a loss with parameters to train, or a name that is none, and
-    when it is run where the result is another than was said, where it writes what it was given, and where it
-    depends on a parameter that was not given.
+    Raises InputError for what is not a function, for a loss with parameters to train, and for an impossible
+    name; and when it runs, where the result is not what `returns` said, where it writes to an argument, and
+    where it depends on a parameter that was not given.
     """
     if returns is None:
         _require_loss(function)
@@ -109,7 +109,7 @@ def _untraced_module(module: nn.Module, name: str | None, returns: Callable[...,
 
 
 def _at_the_line_of(forward: Any, run: Callable[..., Any]) -> Any:
-    """A forward that traces and errors find where the author wrote that of the module."""
+    """Returns a forward that traces and errors find where the author wrote the module's own."""
     code = getattr(forward, "__code__", run.__code__)
     line = "def forward(self, *args, **kwargs): return run(self, args, kwargs)"
     namespace: dict[str, Any] = {"run": run}
@@ -118,13 +118,15 @@ def _at_the_line_of(forward: Any, run: Callable[..., Any]) -> Any:
 
 
 class _Untraced:
-    """Among the classes of a module that is run as it is written."""
+    """Marks the classes of modules that are run as they are written."""
 
 
 def _register(
     function: Callable[..., Any], name: str | None, returns: Callable[..., Any] | None
 ) -> UntracedFunction:
-    """A pipeline keeps the function that it was split with: another one of that name has a number to it."""
+    """Registers a function under its name, or name_2 and so on: a pipeline keeps the one that it was split
+    with.
+    """
     if name is None:
         name = getattr(function, "__name__", type(function).__name__)
         name = ("loss" if returns is None else "part") if name == "<lambda>" else name
@@ -146,7 +148,10 @@ _Constant = (type(None), bool, int, float, complex, str, bytes, torch.dtype, tor
 
 
 def _is_the_same(one: Any, other: Any, compared: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """One object, or functions that compute the same: a factory called again, a notebook's cell run again."""
+    """Returns whether two are one object, or functions that compute the same.
+
+    A factory that is called again, or a notebook's cell that is run again, makes such functions.
+    """
     if one is other or (id(one), id(other)) in compared:  # the latter reads itself
         return True
     if type(one) is not type(other):
@@ -172,7 +177,7 @@ def _is_the_same(one: Any, other: Any, compared: frozenset[tuple[int, int]] = fr
 
 
 def _values(function: FunctionType) -> Any:
-    """What it has besides its code and its module's names."""
+    """Returns what a function has besides its code and its module's names."""
     held = tuple(map(_content, function.__closure__ or ()))
     return function.__defaults__, _items(function.__kwdefaults__ or {}), held
 
@@ -189,14 +194,16 @@ def _content(cell: CellType) -> Any:
 
 
 def _without_lines(code: CodeType) -> CodeType:
-    """For comparison alone: wherever the same text stands, it is the same."""
+    """Returns a code object without its lines, for comparison: the same text is the same wherever it
+    stands.
+    """
     constants = tuple(_without_lines(c) if isinstance(c, CodeType) else c for c in code.co_consts)
     return code.replace(co_firstlineno=1, co_linetable=b"", co_consts=constants)
 
 
 @dataclass(frozen=True, slots=True)
 class UntracedFunction:
-    """What another process needs to know it."""
+    """A function in a form in which another process can be sent it."""
 
     name: str
     function: Callable[..., Any]
@@ -207,7 +214,9 @@ class UntracedFunction:
         return _known.get(name)
 
     def register(self) -> None:
-        """Make the operator known. In a worker that has imported one of this name, the one that was sent."""
+        """Registers the operator; in a worker that has imported one of this name, the one that was sent
+        counts.
+        """
         if self.name not in _known:
             kernels = untraced_loss if self.returns is None else untraced_part
             kernels.register(self.name, functools.partial(_known.__getitem__, self.name))

@@ -1,4 +1,4 @@
-"""The operator that an untraced loss is: a number, and the gradients that its forward has found as well."""
+"""The operator of an untraced loss: a number, and the gradients that its forward has computed as well."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def _run(known: Known, tensors: Sequence[Tensor], structure: str = "") -> Tensor
 
 
 def _checked(name: str, loss: Any, tensors: Sequence[Tensor]) -> Tensor:
-    """The loss in a precision that is known before: under autocast a function may choose another."""
+    """Returns the loss in a precision that is known before: under autocast a function may choose another
+    one.
+    """
     if isinstance(loss, Tensor) and not loss.dim() and loss.is_floating_point():
         return loss.to(_precision(tensors))
     is_tensor = isinstance(loss, Tensor)
@@ -72,7 +74,7 @@ def _differentiable(known: Known, tensors: Sequence[Tensor], structure: str = ""
 
 
 class _Differentiable(torch.autograd.Function):
-    """The forward has the gradients too: the backward only scales them."""
+    """A function whose forward computes the gradients too: the backward only scales them."""
 
     @staticmethod
     def forward(ctx: Any, known: Known, structure: str, *tensors: Tensor) -> Tensor:

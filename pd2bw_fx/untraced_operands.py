@@ -31,12 +31,12 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def has_no_values(tensor: Any) -> bool:
-    """Whether it is a tracer's, or of the meta device."""
+    """Returns whether a tensor is a tracer's, or on the meta device."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor, fx.Proxy)) or tensor.is_meta
 
 
 def leaves_of(result: Tensor) -> Iterator[Tensor]:
-    """What it may be differentiated by."""
+    """Yields the tensors by which the result may be differentiated."""
     waiting, seen = [result.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
@@ -49,7 +49,7 @@ def leaves_of(result: Tensor) -> Iterator[Tensor]:
 
 
 def written(args: Any, kwargs: Any) -> str:
-    """The call with ... for each tensor: "({'boxes': ...}, ...), {'gamma': 2.0}"."""
+    """Returns the call with ... for each tensor: "({'boxes': ...}, ...), {'gamma': 2.0}"."""
     return f"{_literal(args)}, {_literal(kwargs)}"
 
 
@@ -71,7 +71,7 @@ def _literal(value: Any) -> str:
 
 
 def read(tensors: Sequence[Tensor], text: str) -> tuple[Any, Any]:
-    """(args, kwargs)"""
+    """Returns (args, kwargs) of a written call."""
     left = iter(tensors)
 
     def filled(value: Any) -> Any:

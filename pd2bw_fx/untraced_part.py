@@ -1,4 +1,4 @@
-"""The operator that an untraced part of a model is: tensors of the shapes that its author says."""
+"""The operator of an untraced part of a model: it returns tensors of the shapes that its author declares."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class Part:
         return functional_call(self.module, dict(zip(self.names, state, strict=True)), args, kwargs)
 
     def holding(self, state: Sequence[Tensor], function: Callable[[], None]) -> None:
-        """Calls the function while the module has this state: checkpoints in it run again in a backward."""
+        """Calls the function while the module has this state: checkpoints in it are run again in a
+        backward.
+        """
         held = {f"module.{name}": tensor for name, tensor in zip(self.names, state, strict=True)}
         functional_call(_Holding(self.module), held, (function,))
 
@@ -125,13 +127,13 @@ def _run(known: Known, tensors: Sequence[Tensor], structure: str, training: bool
 
 
 def _arguments(own: UntracedFunction, tensors: Sequence[Tensor], structure: str) -> tuple[Any, Any]:
-    """Without the state of a module, with which the tensors begin."""
+    """Returns the arguments without a module's state, with which the tensors begin."""
     rest = tensors[len(own.function.names) :] if isinstance(own.function, Part) else tensors
     return read(rest, structure) if structure else (tuple(rest), {})
 
 
 def _checked(own: UntracedFunction, found: Any, shapes: _Shapes) -> list[Tensor]:
-    """In the precision that was said: under autocast a function may choose another."""
+    """Returns the results in the declared precision: under autocast a function may choose another one."""
     results = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
     if [(r.shape, _kind(r.dtype)) for r in results] == [(shape, _kind(dtype)) for shape, dtype in shapes]:
         return [result.to(dtype) for result, (_, dtype) in zip(results, shapes, strict=True)]
@@ -186,7 +188,7 @@ def _differentiable(known: Known, tensors: Sequence[Tensor], structure: str, tra
 
 
 class _Differentiable(torch.autograd.Function):
-    """The graph of the forward is kept for the backward, which may be asked twice."""
+    """A function that keeps the graph of its forward for the backward, which may be asked for twice."""
 
     @staticmethod
     def forward(ctx: Any, known: Known, structure: str, training: bool, *tensors: Tensor) -> Any:

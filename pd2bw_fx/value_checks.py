@@ -1,4 +1,4 @@
-"""Functions of torch that check values on the way: without values, it is taken that the check is passed.
+"""Functions of torch that check values: where there are none, the check is taken as passed.
 
 torch.istft asks whether its windows leave a gap, and raises in the stages as it does in the model. torch.cov
 and torch.corrcoef ask whether there are enough samples, and would be traced for one number of them: a trace
@@ -50,7 +50,7 @@ def _corrcoef(input: Tensor) -> Tensor:  # noqa: A002
 
 
 def checks_passed_in(call: Any) -> AbstractContextManager[None]:
-    """To run an operator in, on tensors without values."""
+    """Returns a context in which the operator runs on tensors without values, its checks taken as passed."""
     return _found_in_order() if call in _OPERATORS else nullcontext()
 
 

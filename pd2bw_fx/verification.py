@@ -1,4 +1,4 @@
-"""A pipeline's stages beside the original model."""
+"""Compares a pipeline's stages with the original model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def verify_pipeline(
     example: Mapping[str, Tensor] | None,
     tolerance: float | None,
 ) -> Verification:
-    """See `Pipeline.verify`."""
+    """Implements `Pipeline.verify`."""
     example_args = (example_args,) if isinstance(example_args, Tensor) else example_args
     tensors = pipeline.tensors()
     plain = len(example_args) == 0 and example_kwargs is None
@@ -77,7 +77,9 @@ def verify_pipeline(
 
 
 def _beside(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Where the model computes: what is loaded from a folder, or made up, is on the CPU."""
+    """Returns tensors on the model's device: those that were loaded from a folder, or made up, are on the
+    CPU.
+    """
     own = next((t for t in (*model.parameters(), *model.buffers()) if not t.is_meta), None)
     return tensors if own is None else {name: tensor.to(own.device) for name, tensor in tensors.items()}
 
@@ -94,11 +96,11 @@ def _named_inputs(pipeline: Pipeline, example: Mapping[str, Tensor]) -> Mapping[
 
 
 def _plain_arguments(pipeline: Pipeline, model: nn.Module) -> Mapping[str, Tensor]:
-    """The example inputs as keyword arguments of the model's forward."""
+    """Returns the example inputs as keyword arguments of the model's forward."""
     assert pipeline.example is not None
     accepted = set(forward_signature(model).parameters)
     if pipeline.batch_layout is not None and pipeline.batch_layout.has_targets:
-        accepted -= {TARGETS}  # another one than what loss_fn compares with
+        accepted -= {TARGETS}  # the forward's own argument, not what loss_fn compares with
     strange = sorted(pipeline.example.keys() - accepted)
     if strange:
         raise InputError(

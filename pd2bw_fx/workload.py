@@ -18,7 +18,7 @@ _ROUNDING = 1e-6  # of a cost: files have some digits, and times in a unit of th
 
 @dataclass(frozen=True, slots=True)
 class WorkloadNode:
-    """An operator; times in the file's own unit. Nodes of one `color` share a device (None: free)."""
+    """An operator, with times in the file's own unit. Nodes of one `color` share a device (None: free)."""
 
     id: int
     accelerator_time: float
@@ -51,7 +51,7 @@ class Workload:
 
 
 def read_workload(path: str | Path) -> Workload:
-    """Read and check a workload file. Raises InputError naming the file and the entry that is wrong."""
+    """Reads and checks a workload file. Raises InputError naming the file and the entry that is wrong."""
     path = Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def read_workload(path: str | Path) -> Workload:
 
 
 def workload_from_json(data: Any, *, name: str) -> Workload:
-    """A workload from the parsed file; every number checked, every edge's ends known."""
+    """Returns a workload from the parsed file; all numbers and all ends of edges are checked."""
     table = _table("the file", data)
     nodes = tuple(_node(at, entry) for at, entry in enumerate(_list(table, "nodes")))
     if not nodes:
@@ -91,7 +91,7 @@ def workload_from_json(data: Any, *, name: str) -> Workload:
 
 
 def _check_one_cost(edges: Sequence[WorkloadEdge]) -> None:
-    """What is moved is the source's output, so all its edges must cost the same."""
+    """Raises InputError where a source's edges differ in cost: what is moved is its one output."""
     cost_of: dict[int, float] = {}
     for edge in edges:
         cost = cost_of.setdefault(edge.source, edge.cost)
@@ -157,7 +157,7 @@ def _flag(where: str, key: str, table: Mapping[str, Any], *, missing: bool) -> b
 
 
 def _color(where: str, table: Mapping[str, Any]) -> int | str | None:
-    """Nodes of one color go together; it is a name for a class, no amount."""
+    """Returns a node's color, a name for a class of nodes that go together; it is not an amount."""
     value = table.get("colorClass")
     if value is None or isinstance(value, str) or _is_whole(value):
         return value

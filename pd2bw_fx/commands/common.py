@@ -1,4 +1,4 @@
-"""What commands have in common: how they are declared, and what MODEL may be."""
+"""What commands share: how they are declared, and what MODEL may be."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEBUG_HELP = "show the traceback of an error"
 
 
 def command(commands: Any, name: str, purpose: str, example: str) -> argparse.ArgumentParser:
-    """A command whose help ends with an example."""
+    """Adds a command whose help ends with an example."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=purpose,
@@ -33,7 +33,7 @@ def command(commands: Any, name: str, purpose: str, example: str) -> argparse.Ar
         epilog=f"example: {example}",
         allow_abbrev=False,
     )
-    # As before the command, which must not be undone by what is not said here.
+    # The same option may stand before the command, and its absence here must not undo it.
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP)
     return parser
 
@@ -73,7 +73,7 @@ def model_command(
 
 
 def saved_folder(options: argparse.Namespace) -> Path | None:
-    """The folder that MODEL is, if it is one."""
+    """Returns the folder that MODEL is, if it is one."""
     given = str(options.model)
     return Path(given) if given not in MODELS and Path(given).is_dir() else None
 
@@ -83,12 +83,12 @@ def is_onnx(options: argparse.Namespace) -> bool:
 
 
 def named_onnx(options: argparse.Namespace) -> OnnxPipeline:
-    """The ONNX file that MODEL names, split as the options say."""
+    """Returns the ONNX file that MODEL names, split as the options say."""
     return split(str(options.model), cluster=named_cluster(options), **planning(options))
 
 
 def slack_named(text: str) -> float | Literal["auto"]:
-    """--slack's, for argparse."""
+    """Parses --slack for argparse."""
     if text == "auto":
         return "auto"
     try:
@@ -98,7 +98,7 @@ def slack_named(text: str) -> float | Literal["auto"]:
 
 
 def named_pipeline(options: argparse.Namespace) -> Pipeline:
-    """The pipeline that MODEL and --cluster mean: a saved one as it is, a model split here."""
+    """Returns the pipeline that MODEL and --cluster mean: a saved one as it is, or a model split here."""
     if is_onnx(options):
         raise UsageError(
             f"{options.model} is an ONNX file, which is split for inference; plan, split, show, verify and "
@@ -125,7 +125,7 @@ def named_pipeline(options: argparse.Namespace) -> Pipeline:
 
 
 def named_model(options: argparse.Namespace) -> nn.Module:
-    """The model that MODEL names, not split."""
+    """Returns the model that MODEL names, not split."""
     name = str(options.model)
     if is_onnx(options) or saved_folder(options) is not None:
         raise UsageError(f"{name} is split already, or for inference; name the model itself")
@@ -133,7 +133,7 @@ def named_model(options: argparse.Namespace) -> nn.Module:
 
 
 def check_writable(path: Path | None) -> None:
-    """A file to be, before minutes are spent on what cannot be written."""
+    """Raises InputError for a file that cannot be written, before minutes are spent on its content."""
     if path is None:
         return
     folder = path.absolute().parent
@@ -142,7 +142,7 @@ def check_writable(path: Path | None) -> None:
 
 
 def check_folder(path: Path | None) -> None:
-    """A folder to be, or that is there already."""
+    """Raises InputError for a folder that cannot be written; it may exist or not."""
     if path is None:
         return
     there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
@@ -151,13 +151,15 @@ def check_folder(path: Path | None) -> None:
 
 
 def named_cluster(options: argparse.Namespace) -> int | str | None:
-    """A number of devices, or the path of a cluster file."""
+    """Returns a number of devices, or the path of a cluster file."""
     given: str | None = options.cluster
     return int(given) if given is not None and given.removeprefix("-").isdigit() else given
 
 
 def loaded(name: str) -> Any:
-    """What `module:attribute` or `file.py:attribute` names; modules are found in the working folder too."""
+    """Returns what `module:attribute` or `file.py:attribute` names; modules in the working folder are found
+    too.
+    """
     module_name, _, attribute = name.rpartition(":")
     if not module_name or not attribute:
         raise UsageError(f"{name!r} is not of the form module:callable")
@@ -184,7 +186,7 @@ def loaded(name: str) -> Any:
 
 
 def called(name: str, factory: Any) -> Any:
-    """What the user's callable gives. Raises InputError that says where it failed."""
+    """Returns what the user's callable returns. Raises InputError that says where it failed."""
     if not callable(factory):
         raise UsageError(f"{name!r} is a {type(factory).__name__}; something to call was expected")
     try:
@@ -202,7 +204,7 @@ def called(name: str, factory: Any) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """The error, and the last line of the user's that led to it."""
+    """Returns the error, and the last line of the user's code that led to it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}; --debug shows the traceback"

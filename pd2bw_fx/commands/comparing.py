@@ -1,4 +1,4 @@
-"""The command that sets the methods side by side."""
+"""The command that compares training methods."""
 
 from __future__ import annotations
 
@@ -125,14 +125,14 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _batches(options: argparse.Namespace, pipe: Pipeline) -> Iterable[Any]:
-    """As many as there are updates."""
+    """Returns as many batches as there are updates."""
     if not options.data:
         return text_batches(pipe, options.updates)
     return itertools.islice(called(options.data, loaded(options.data)), options.updates)
 
 
 def _print(used: Sequence[Figures], left_out: Sequence[LeftOut], *, is_trained: bool) -> None:
-    """A table that a document can take as it is, and what its columns mean."""
+    """Prints a table that a document can take as it is, and what its columns mean."""
     table = Table(*_COLUMNS, *(_TRAINED if is_trained else ()), box=box.MARKDOWN)
     limits = sorted({each.fullest.limit_bytes for each in used})
     for each in used:
@@ -149,7 +149,7 @@ def _print(used: Sequence[Figures], left_out: Sequence[LeftOut], *, is_trained: 
         if is_trained:
             cells += [_measured(each.measured), _shown(each.loss)]
         table.add_row(*cells)
-    # As wide as it is: a terminal breaks a line better than a table its words.
+    # The table is printed at its full width: a terminal breaks lines better than the table breaks words.
     Console(width=max(Console().width, _WIDE)).print(table)
     of = f", of {format_bytes(limits[0])}" if len(limits) == 1 else ""
     print(
@@ -166,7 +166,7 @@ def _print(used: Sequence[Figures], left_out: Sequence[LeftOut], *, is_trained: 
 
 
 def _measured(rounds: Sequence[float]) -> str:
-    """The median, and how far the rounds are apart."""
+    """Returns the median, and how far the rounds are apart."""
     if len(rounds) < 2:
         return _shown(next(iter(rounds), None))
     return f"{statistics.median(rounds):.4g} ({min(rounds):.3g} to {max(rounds):.3g})"

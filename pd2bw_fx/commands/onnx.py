@@ -1,4 +1,4 @@
-"""Commands for stages as ONNX files."""
+"""The commands for stages as ONNX files."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """By name. Raises InputError for a file that is not one of arrays."""
+    """Returns arrays by name. Raises InputError for a file that is not one of arrays."""
     try:
         with np.load(path) as file:
             return dict(file)
@@ -94,7 +94,7 @@ def _run_onnx(options: argparse.Namespace) -> int:
     inputs = _arrays(options.input)
     outputs = run_onnx_processes(options.folder, inputs, num_microbatches=options.microbatches)
     if options.output is not None:
-        with options.output.open("wb") as file:  # by its name: savez adds .npz to others
+        with options.output.open("wb") as file:  # savez would add .npz to another file name
             np.savez(file, **outputs)  # type: ignore[arg-type]
     for name, value in outputs.items():
         shown = f" {value}" if value.ndim == 0 else ""

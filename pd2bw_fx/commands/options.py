@@ -1,4 +1,4 @@
-"""How a model is to be split, as the command line says it: the arguments of `split`."""
+"""Command line options for splitting a model: the arguments of `split`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.plan import Plan
 
-# Options -> arguments of `split`. Those of a run are of a saved pipeline too, for simulate and train.
+# Options -> arguments of `split`. Those of a run are for a saved pipeline too, in simulate and train.
 _OF_A_RUN = {"method": "method", "microbatches": "microbatches_per_update"}
 _OF_A_PLAN = {
     "num_stages": "num_stages",
@@ -32,7 +32,7 @@ _RECOMPUTE: dict[str, bool | Literal["auto"]] = {"never": False, "always": True,
 
 
 def add_planning(parser: argparse.ArgumentParser, *, runs: bool) -> None:
-    """What `split` takes. `runs`: the command itself runs a method, of a saved pipeline too."""
+    """Adds the options of `split`. `runs`: the command itself runs a method, also of a saved pipeline."""
     parser.set_defaults(runs=runs)
     group = parser.add_argument_group("how to split", "as the arguments of pd2bw_fx.split are called")
     methods = ", ".join(name for name, method in METHODS.items() if method.trains)
@@ -55,7 +55,7 @@ def add_planning(parser: argparse.ArgumentParser, *, runs: bool) -> None:
 
 
 def add_wishes(parser: argparse.ArgumentParser) -> None:
-    """What `split` takes whatever the method: for a command that plans several."""
+    """Adds the options of `split` that do not depend on the method, for a command that plans several."""
     group = parser.add_argument_group("how to split", "as the arguments of pd2bw_fx.split are called")
     _add_wishes(group)
 
@@ -78,7 +78,7 @@ def _add_wishes(group: Any) -> None:
 
 
 def planning(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `split` that were given."""
+    """Returns the arguments of `split` that were given."""
     names = _OF_A_RUN | _of_a_plan(options)
     given = {names[name]: value for name in names if (value := getattr(options, name, None)) is not None}
     if "recompute" in given:
@@ -91,12 +91,12 @@ def planning(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def wishes(options: argparse.Namespace) -> dict[str, Any]:
-    """Those of `planning` that `add_wishes` has."""
+    """Returns those of `planning` that `add_wishes` has added."""
     return {name: given for name, given in planning(options).items() if name not in _OF_A_RUN.values()}
 
 
 def in_options(told: str) -> str:
-    """An error in the words of the command line: `num_stages=9` is `--num-stages 9`."""
+    """Returns an error in the words of the command line: `num_stages=9` is `--num-stages 9`."""
     told = told.replace("load(folder, edited=True)", "say so with --edited")
     told = told.replace("to split(model, .., plan=..)", "to split, with --plan and the model")
     told = re.sub(r"split\(\.\., ([^()]*)\)", r"\1", told)  # `split(.., method='ddp')`
@@ -109,18 +109,18 @@ def in_options(told: str) -> str:
 
 
 def search_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Those of `planning` that are of the search alone."""
+    """Returns those of `planning` that only the search uses."""
     return {k: v for k, v in planning(options).items() if k in ("solver", "max_gap", "time_limit_s")}
 
 
 def planning_words(options: argparse.Namespace) -> list[str]:
-    """The options that were given and are of no use to a pipeline that has its plan already."""
+    """Returns the given options that are of no use to a pipeline that has its plan already."""
     names = ["cluster", *_of_a_plan(options), *({} if options.runs else _OF_A_RUN)]
     return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name, None) is not None]
 
 
 def _of_a_plan(options: argparse.Namespace) -> dict[str, str]:
-    """A command that runs a method has --replicas, if any, for the run."""
+    """Returns the options of the plan. In a command that runs a method, --replicas is for the run."""
     return {k: v for k, v in _OF_A_PLAN.items() if not (options.runs and k == "replicas")}
 
 
@@ -144,7 +144,9 @@ def _numbers_or_auto(text: str) -> int | list[int] | Literal["auto"]:
 
 
 def plan_in(path: Path) -> Plan:
-    """Raises InputError for a file that cannot be read, PlanMismatchError for what is no plan."""
+    """Reads a plan. Raises InputError for a file that cannot be read, PlanMismatchError for anything but a
+    plan.
+    """
     try:
         return Plan.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -152,7 +154,7 @@ def plan_in(path: Path) -> Plan:
 
 
 def _constraints(path: Path) -> Constraints:
-    """Raises InputError for a file that cannot be read or says something else."""
+    """Reads constraints. Raises InputError for a file that cannot be read or contains something else."""
     try:
         said = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

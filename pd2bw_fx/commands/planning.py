@@ -1,4 +1,4 @@
-"""Commands that split a model and look at what came out."""
+"""The commands that split a model, and that check and show the result."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _require_run_of(pipe: Pipeline, metrics: Metrics, file: Path) -> None:
-    """Raises InputError naming the file of a run that this plan cannot have: the model was split again."""
+    """Raises InputError naming metrics of a run that this plan cannot have: the model was split again."""
     m, replicas = metrics.microbatches_per_update, metrics.replicas
     try:
         pipe.simulate(
@@ -334,7 +334,7 @@ def _require_run_of(pipe: Pipeline, metrics: Metrics, file: Path) -> None:
 
 
 def _metrics(options: argparse.Namespace) -> Metrics | None:
-    """What a training run measured, if there was one."""
+    """Returns what a training run measured, if there was one."""
     if options.metrics is not None:
         return Metrics.load(options.metrics)
     folder = saved_folder(options)

@@ -1,4 +1,4 @@
-"""The command that measures the devices and links at hand."""
+"""The command that measures devices and links."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _probe(options: argparse.Namespace) -> int:
 
 
 def _probe_here(options: argparse.Namespace) -> int:
-    """The same command under torchrun."""
+    """Runs the same command under torchrun."""
     count = len(Cluster.local()) if options.processes is None else options.processes
     if count < 1:
         raise UsageError(f"--processes is {count}; at least one was expected")

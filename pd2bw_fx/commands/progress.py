@@ -14,9 +14,10 @@ _EVERY_S = 1.0
 
 
 class ProgressLine:
-    """Incumbent, bound and gap, at most once a second; on a terminal each in the place of the one before.
+    """Writes incumbent, bound and gap at most once a second; on a terminal each in the place of the one
+    before.
 
-    `text` writes them, in seconds unless said. Ctrl-C ends the search with the best plan so far.
+    `text` formats them, by default in seconds. Ctrl-C ends the search with the best plan so far.
     """
 
     def __init__(self, stream: TextIO | None = None, *, text: Callable[[Progress], str] = str) -> None:
@@ -38,7 +39,7 @@ class ProgressLine:
             print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """What is printed next begins a line of its own."""
+        """Ends the line, so that what is printed next begins a line of its own."""
         if self._is_open:
             print(file=self._stream, flush=True)
             self._is_open = False

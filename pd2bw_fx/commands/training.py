@@ -1,4 +1,4 @@
-"""Commands that train."""
+"""The commands that train."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_here(options: argparse.Namespace) -> int:
-    """Split once, and have torchrun's launcher start one process for each rank."""
+    """Splits once, and lets torchrun's launcher start one process for each rank."""
     pipe = named_pipeline(options)
     request = RunRequest(options.method, options.microbatches, "auto", options.replicas)
     num_ranks = work_for(pipe, request).num_ranks
@@ -180,14 +180,13 @@ def _train_here(options: argparse.Namespace) -> int:
 
 
 def _foreign(pipe: Pipeline) -> set[tuple[str, str]]:
-    """The operators that its stages call and that are there only where somebody has defined them."""
+    """Returns the operators that the stages call and that exist only where somebody has defined them."""
     called = {operator for program in pipe.programs for operator in operators_called(program.source)}
     return {(namespace, name) for namespace, name in called if namespace not in NAMESPACES_OF_TORCH}
 
 
 def _register(model: str, pipe: Pipeline) -> None:
-    """Run what defines the operators of its stages: the model's file, or, for what it defines only in being
-    made, the model's making."""
+    """Runs the code that defines the stages' operators: the model's file, or the making of the model."""
     loaded(model)
     if not all(hasattr(getattr(torch.ops, namespace), name) for namespace, name in _foreign(pipe)):
         with torch.random.fork_rng(devices=[]):
@@ -195,7 +194,7 @@ def _register(model: str, pipe: Pipeline) -> None:
 
 
 def _words(options: argparse.Namespace, folder: Path) -> list[str]:
-    """The command of a rank: with these options, of the pipeline in this folder."""
+    """Returns the command of a rank: with these options, for the pipeline in this folder."""
     given = {name: getattr(options, name) for name in _OF_A_RANK}
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return ["train", str(folder), *words, *(["--json"] if options.json else [])]

@@ -12,10 +12,11 @@ _KINDS = {tokenize.COMMENT: "comment", tokenize.STRING: "string", tokenize.NUMBE
 
 
 def code_html(source: str, *, anchor: str | None = None) -> str:
-    """A `<pre>` with numbered lines and spans of the classes pd-keyword, -comment, -string, -number, -name
-    (what is being defined). Source that is no valid Python is shown without colours.
+    """Returns a `<pre>` with numbered lines and spans of the classes pd-keyword, -comment, -string, -number,
+    -name.
 
-    With an anchor, line 12 is a `pd-row` with the id `{anchor}-12`.
+    pd-name is for what is being defined. Source that is not valid Python is shown without colours. With an
+    anchor, line 12 is a `pd-row` with the id `{anchor}-12`.
     """
     lines = _coloured_lines(source)
     numbered = (f'<span class="pd-line">{number:>4}  </span>{line}' for number, line in enumerate(lines, 1))
@@ -47,7 +48,7 @@ def _coloured_lines(source: str) -> list[str]:
 
 
 def _spans(source: str) -> dict[int, list[tuple[int, int | None, str]]]:
-    """For each line the coloured pieces: first column, end (None: of the line), class."""
+    """Returns the coloured pieces of each line: first column, end (None: that of the line), class."""
     spans: dict[int, list[tuple[int, int | None, str]]] = {}
     before = ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -1,4 +1,4 @@
-"""Several timelines in one picture, one above the other, all on the same axis of time."""
+"""Several timelines in one picture, one above the other, all on the same time axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _WIDTH, _GAP = 1100.0, 10.0
 
 
 def compared_svg(timelines: Sequence[Timeline]) -> str:
-    """The beginning of each, as long as all of them can be read; a second is as wide in each of them."""
+    """Returns the beginning of each, as far as all of them are readable; a second has the same width in
+    each.
+    """
     shown_s = min(readable_end_s(t, t.start_s) - t.start_s for t in timelines)
     style, parts, top = "", [], 0.0
     for timeline in timelines:

@@ -16,7 +16,7 @@ _DASHES = ("solid", (0, (6, 3)), (0, (2, 2)), (0, (8, 2, 2, 2)))
 def loss_curves(
     curves: Mapping[str, Sequence[float]], path: str | Path, *, title: str = "Training loss"
 ) -> None:
-    """Write the losses of each update, a curve for each name, as PNG or SVG by the path's suffix.
+    """Writes the losses of each update, a curve for each name, as PNG or SVG by the path's suffix.
 
     Curves of more than 60 updates are drawn faintly, with their moving average over a twentieth of their
     length in full colour.
@@ -26,7 +26,7 @@ def loss_curves(
         raise InputError(f"{path.name} ends with {path.suffix!r}; give a name that ends with .png or .svg")
     if not any(len(losses) for losses in curves.values()):
         raise InputError("there is no loss to draw; give at least one curve with one value")
-    from matplotlib.figure import Figure  # half a second, which only who draws shall wait
+    from matplotlib.figure import Figure  # takes half a second, which only a caller that draws should wait
 
     figure = Figure(figsize=(8.0, 4.5), layout="constrained", facecolor=svg.SURFACE[0])
     axes = figure.add_subplot(facecolor=svg.SURFACE[0])
@@ -51,7 +51,7 @@ def loss_curves(
 
 
 def _moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Over the `window` values around each; at the ends over those that are there."""
+    """Returns the means of the `window` values around each value; at the ends, of those that there are."""
     averaged = []
     for index in range(len(values)):
         around = values[max(0, index - window // 2) : index + window // 2 + 1]

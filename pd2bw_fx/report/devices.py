@@ -1,4 +1,4 @@
-"""What a plan's devices hold with all of their stages, of which some methods have several on each."""
+"""What a plan's devices hold with all of their stages; some methods have several stages on a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pd2bw_fx.plan import Plan, StagePlan
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """By a device, at the worst moments of all its stages together."""
+    """What a device holds, at the worst moments of all its stages together."""
 
     place: str
     num_stages: int
@@ -23,7 +23,7 @@ class Held:
 
 
 def held_by_devices(plan: Plan) -> tuple[Held, ...]:
-    """Each device of the plan, or each row of them that has copies of one stage."""
+    """Returns what each device of the plan holds; devices with copies of one stage are one entry."""
     stages_of: dict[int, list[StagePlan]] = {}
     for stage in plan.stages:
         stages_of.setdefault(stage.device, []).append(stage)
@@ -46,10 +46,10 @@ def fullest_device(plan: Plan) -> Held:
 
 
 def is_on_every_device(plan: Plan) -> bool:
-    """Whether each device has the whole model, and the plan's times are those of one of them."""
+    """Returns whether each device has the whole model, so that the plan's times are those of one device."""
     return _placing(plan) is Placing.WHOLE
 
 
 def _placing(plan: Plan) -> Placing:
-    method = METHODS.get(plan.method)  # a user's may not be known here
+    method = METHODS.get(plan.method)  # None for a user's method that is not registered here
     return Placing.ROW if method is None else method.placing

@@ -1,4 +1,4 @@
-"""The operator graph as a picture to walk about in: its data, and the script that draws it."""
+"""The operator graph as a picture to move around in: its data, and the script that draws it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pd2bw_fx.units import format_bytes, format_seconds
 
 
 def graph_html(graph: OperatorGraph, costs: Costs, plan: Plan, programs: Sequence[StageProgram]) -> str:
-    """A canvas with zoom, search and a panel that tells about the operator that was clicked.
+    """Returns a canvas with zoom, search and a panel on the operator that was clicked.
 
-    The page needs `graph_style()` once. Everything is in the piece itself: data as JSON, and one script.
+    The page needs `graph_style()` once. The piece contains everything: data as JSON, and one script.
     """
     data = graph_data(graph, costs, plan, programs)
     return (
@@ -46,7 +46,9 @@ def graph_html(graph: OperatorGraph, costs: Costs, plan: Plan, programs: Sequenc
 def graph_data(
     graph: OperatorGraph, costs: Costs, plan: Plan, programs: Sequence[StageProgram]
 ) -> dict[str, Any]:
-    """What the script draws. Seconds and bytes are as in the costs; boxes in the layout's own units."""
+    """Returns what the script draws. Seconds and bytes are as in the costs; boxes are in the layout's
+    units.
+    """
     made = layout(graph, plan)
     lines = code_lines(graph, plan, programs)
     index = {name: number for number, name in enumerate((*graph.inputs, *graph.operators))}
@@ -114,7 +116,7 @@ def graph_data(
 
 
 def _stage(graph: OperatorGraph, plan: Plan, own: StagePlan) -> dict[str, Any]:
-    """What the panel tells of a stage."""
+    """Returns what the panel says of a stage."""
     slowest = max(plan.stages, key=lambda stage: stage.load_s)
     share = own.load_s / slowest.load_s if slowest.load_s > 0 else 1.0
     return {
@@ -160,13 +162,13 @@ def title_of(stage: int, plan: Plan) -> str:
 
 
 def label_of(operator: Operator) -> str:
-    """aten.linear.default -> linear"""
+    """Returns linear for aten.linear.default."""
     parts = operator.target.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
 
 def _why(operator: Operator, plan: Plan, stage: int) -> str:
-    """Why the operator is where it is, in a sentence or two."""
+    """Returns why the operator is on its stage, in a sentence or two."""
     if stage == EVERYWHERE:
         return "Depends on inputs and sizes alone: each stage that reads it computes it by itself."
     told = []
@@ -186,7 +188,7 @@ def _why(operator: Operator, plan: Plan, stage: int) -> str:
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON that no name in it can end the script element of."""
+    """Returns JSON in which no name can end the script element."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,4 +1,6 @@
-"""The operator graph as a still picture: a region for each stage, the cuts' edges in front of the others."""
+"""The operator graph as a still picture: a region for each stage, edges that cross cuts in front of the
+others.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _LABEL_FONT = 11.0
 
 
 def graph_svg(graph: OperatorGraph, plan: Plan) -> str:
-    """An SVG of every operator, boxes coloured by stage; hovering one tells its name and module."""
+    """Returns an SVG of every operator, boxes coloured by stage; hovering over one shows its name and
+    module.
+    """
     made = layout(graph, plan)
     stage_of = plan.stage_of
     cut = {(transfer.value, transfer.target) for transfer in plan.transfers}

@@ -26,7 +26,7 @@ _SHAPE = 1.7  # width over height
 _HEIGHTS = (6, 8, 11, 15, 20, 27, 36, 48, 64, 85, 113, 150, 200)  # rows in a column
 _SHELVES = range(2, 13)
 
-EVERYWHERE = -1  # the region of inputs, and of what every stage makes by itself
+EVERYWHERE = -1  # the region of inputs, and of what every stage computes by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`places`: the left upper corner of each operator's and input's box."""
+    """The boxes of the picture: `places` is the upper left corner of each operator's and input's box."""
 
     regions: tuple[Region, ...]
     places: Mapping[str, tuple[float, float]]
@@ -51,7 +51,7 @@ class Layout:
 
 
 def layout(graph: OperatorGraph, plan: Plan) -> Layout:
-    """Boxes never overlap, and within a column an operator is below what it reads."""
+    """Returns a layout in which boxes never overlap, and in a column operators are below what they read."""
     stage_of = plan.stage_of
     members: dict[int, list[str]] = {EVERYWHERE: list(graph.inputs)}
     members |= {stage.stage: [] for stage in plan.stages}
@@ -75,7 +75,9 @@ def _off(made: Layout) -> float:
 
 
 def _rows(graph: OperatorGraph, names: Sequence[str]) -> list[list[str]]:
-    """Rows of one region, top to bottom; neighbours in a row in the order of what they read."""
+    """Returns the rows of one region, top to bottom; neighbours in a row are in the order of what they
+    read.
+    """
     depth: dict[str, int] = {}
     for name in names:  # in program order, which is a topological one
         reads = graph.operators[name].reads if name in graph.operators else ()
@@ -102,7 +104,7 @@ def _wanted_lane(graph: OperatorGraph, name: str, lane: Mapping[str, float]) -> 
 
 
 def _placed(rows: Mapping[int, Sequence[Sequence[str]]], height: int, most_width: float) -> Layout:
-    """Columns of so many rows; a region that would go beyond `most_width` begins another shelf."""
+    """Places columns of so many rows; a region that would go beyond `most_width` begins another shelf."""
     places: dict[str, tuple[float, float]] = {}
     regions: list[Region] = []
     tallest = min(height, max(len(own) for own in rows.values()))
@@ -128,7 +130,7 @@ def _width(column: Sequence[Sequence[str]]) -> float:
 
 
 def _column(column: Sequence[Sequence[str]], left: float, top: float) -> dict[str, tuple[float, float]]:
-    """A short row stands in the middle of its column."""
+    """Places a column, in which a short row is centred."""
     lanes = max(len(row) for row in column)
     places = {}
     for number, row in enumerate(column):

@@ -1,4 +1,4 @@
-"""From an operator to the line of generated code that computes it."""
+"""Finds the line of generated code that computes an operator."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from pd2bw_fx.stage import StageProgram
 def code_lines(
     graph: OperatorGraph, plan: Plan, programs: Sequence[StageProgram]
 ) -> dict[str, tuple[int, int]]:
-    """For each operator its stage and the line of that stage's source: the line whose comment names the
-    operator's own source line, in the class that stands for its module or the nearest around it. Where no
-    line names it, the line where that class begins.
+    """Returns, for each operator, its stage and a line of that stage's source.
+
+    It is the line whose comment names the operator's own source line, in the class that stands for its module
+    or the nearest one around it. Where no line names it, it is the line where that class begins.
     """
     pages = {program.stage: _Page(program.source) for program in programs}
     stage_of = plan.stage_of

@@ -1,4 +1,4 @@
-"""Loss curves as a picture for a page: no library, light and dark."""
+"""Loss curves as a picture for a page: without a library, in light and dark."""
 
 from __future__ import annotations
 

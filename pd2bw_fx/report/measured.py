@@ -1,4 +1,4 @@
-"""What was predicted beside what a training run measured, as a table."""
+"""Predictions beside what a training run measured, as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLUMNS = ("", "predicted", "measured", "measured / predicted")
 
 
 def measured_html(predicted: Timeline, metrics: Metrics, costs: Costs) -> str:
-    """A row for each figure that both have. Style: `plan_style` of the notebook."""
+    """Returns a row for each figure that both have. `plan_style` of the notebook is its style."""
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     rows = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
@@ -34,7 +34,7 @@ def measured_html(predicted: Timeline, metrics: Metrics, costs: Costs) -> str:
 
 
 def comparison(predicted: Timeline, metrics: Metrics) -> Iterable[tuple[str, str, str, str]]:
-    """What is compared, both figures, and their ratio."""
+    """Returns what is compared, both figures, and their ratio."""
     m = metrics.microbatches_per_update
     yield _row("microbatches/s", predicted.throughput, metrics.throughput, "{:.4g}".format)
     if predicted.throughput > 0 and metrics.throughput > 0:
@@ -51,10 +51,10 @@ def comparison(predicted: Timeline, metrics: Metrics) -> Iterable[tuple[str, str
 
 
 def _idle_share(timeline: Timeline) -> float | None:
-    """Of all ranks' time from when each has made its first update of the timeline, until one makes its last.
+    """Returns all ranks' idle share, from each rank's first update in the timeline until one makes its last.
 
-    Filling and draining, which may be in one timeline and not in the other, are so left out. None where
-    nothing remains.
+    Filling and draining, which may be in one timeline and not in the other, are left out in this way. None
+    where nothing remains.
     """
     updates: list[list[float]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.compute():
@@ -77,6 +77,6 @@ def _row(
 
 
 def _work_s(timeline: Timeline, rank: int) -> float:
-    """Computation of one rank for each microbatch that it worked on."""
+    """Returns a rank's seconds of computation for each microbatch that it worked on."""
     microbatches = {event.microbatch for event in timeline.compute() if event.rank == rank} - {-1}
     return timeline.busy_s[rank] / max(1, len(microbatches))

@@ -13,11 +13,11 @@ from pd2bw_fx.report.table import COLUMNS, cut_lines, headline, stage_row, verdi
 from pd2bw_fx.report.timeline import timeline_svg
 from pd2bw_fx.timeline import Timeline
 
-_MOST_ROWS = 12  # of stages; a table with more scrolls in a box of its own
+_MOST_ROWS = 12  # stages; a table with more scrolls in a box of its own
 
 
 def pipeline_html(graph: OperatorGraph, costs: Costs, plan: Plan, timeline: Timeline | None = None) -> str:
-    """A piece of HTML to stand in somebody's page: for `_repr_html_` and for reports."""
+    """Returns a piece of HTML for another page: for `_repr_html_` and for reports."""
     pictures = [memory_svg(plan)] if timeline is None else [timeline_svg(timeline), memory_svg(plan)]
     shown = "".join(f'<div class="pd-part">{picture}</div>' for picture in pictures)
     return (
@@ -26,7 +26,7 @@ def pipeline_html(graph: OperatorGraph, costs: Costs, plan: Plan, timeline: Time
 
 
 def plan_html(graph: OperatorGraph, costs: Costs, plan: Plan) -> str:
-    """The plan's table: a row a stage, what crosses a cut below the stage that sends it."""
+    """Returns the plan's table: a row for each stage, and below it what crosses the cut from that stage."""
     rows = []
     for stage in plan.stages:
         rows.append(_row("td", stage_row(graph, stage)))
@@ -48,7 +48,7 @@ def _row(cell: str, texts: tuple[str, ...]) -> str:
 
 
 def plan_style() -> str:
-    """What `plan_html` and `pipeline_html` need of a style element, once in a page."""
+    """Returns the rules that `plan_html` and `pipeline_html` need in a style element, once in a page."""
 
     def colours(scheme: int) -> str:
         return (

@@ -24,7 +24,7 @@ from pd2bw_fx.report.timeline import timeline_svg
 from pd2bw_fx.stage import Port, StageProgram
 from pd2bw_fx.timeline import Timeline
 
-# Class of code.py: (light, dark).
+# Classes of code.py, with their (light, dark) colours.
 _CODE = {
     "keyword": ("#8a3ffc", "#be95ff"),
     "string": ("#0b7a53", "#6fdcab"),
@@ -48,7 +48,7 @@ def page_html(
     *,
     metrics: Metrics | None = None,
 ) -> str:
-    """A whole HTML document without fonts, scripts or links to anywhere else.
+    """Returns a whole HTML document without fonts, scripts or links from anywhere else.
 
     `timeline` is the simulated one; what a real run measured is shown beside it.
     """

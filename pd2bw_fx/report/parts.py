@@ -29,11 +29,11 @@ def picture_of(
     timeline: Timeline | None,
     metrics: Metrics | None,
 ) -> Picture:
-    """One picture.
+    """Returns one picture.
 
     "graph": the operators by stage; "timeline": the simulated schedule; "measured": that of the training run;
-    "time" and "memory": a bar for each stage; "loss": the training run's curve. Raises InputError for what
-    there is nothing to draw of.
+    "time" and "memory": a bar for each stage; "loss": the training run's curve. Raises InputError where there
+    is nothing to draw.
     """
     if part in ("timeline", "measured"):
         shown = timeline if part == "timeline" else _measured(metrics)
@@ -52,7 +52,7 @@ def picture_of(
 
 
 def write_timeline(timeline: Timeline, path: str | Path) -> None:
-    """As .svg or .png, or as .json for Perfetto and chrome://tracing."""
+    """Writes a timeline as .svg or .png, or as .json for Perfetto and chrome://tracing."""
     Picture(timeline_svg(timeline), timeline).save(path)
 
 

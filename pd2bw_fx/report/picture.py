@@ -1,4 +1,4 @@
-"""A picture as a file: the SVG as it is, or the same drawn as PNG."""
+"""A picture as a file: the SVG itself, or drawn as PNG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pd2bw_fx.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What a notebook shows, and `save` writes. `timeline`: what it is of, where it is of one."""
+    """A picture that a notebook shows and `save` writes. `timeline` is what it shows, if that is one."""
 
     svg: str
     timeline: Timeline | None = None
@@ -23,7 +23,7 @@ class Picture:
         return f"<Picture: {len(self.svg)} characters of SVG>"
 
     def save(self, path: str | Path) -> None:
-        """As .svg or .png; a timeline also as .json, for Perfetto and chrome://tracing.
+        """Writes .svg or .png; a timeline also as .json, for Perfetto and chrome://tracing.
 
         Raises InputError for another suffix, and where the file cannot be written.
         """
@@ -39,10 +39,10 @@ class Picture:
 
 
 def write_picture(svg: str, path: str | Path, *, scale: float = 2.0, or_else: str = "") -> None:
-    """As .svg, or in its light colours as .png with `scale` pixels a unit.
+    """Writes .svg, or, in its light colours, .png with `scale` pixels a unit.
 
-    Raises InputError for another suffix, and where the file cannot be written. `or_else`: suffixes that are
-    for the caller.
+    Raises InputError for another suffix, and where the file cannot be written. `or_else` names suffixes that
+    the caller writes itself.
     """
     path = Path(path)
     if path.suffix not in (".svg", ".png"):

@@ -1,6 +1,6 @@
-"""An SVG drawn by matplotlib, for files of pixels.
+"""Draws an SVG by matplotlib, for files of pixels.
 
-Pictures here consist of rectangles, texts and lines (see svg.py), so that a page of matplotlib draws them.
+Pictures here consist of rectangles, texts and lines (see svg.py), which matplotlib can draw.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from matplotlib.path import Path as Line
 
 _SVG = "{http://www.w3.org/2000/svg}"
 UNITS_PER_INCH = 100.0
-_POINTS = 72.0 / UNITS_PER_INCH  # of a unit
+_POINTS = 72.0 / UNITS_PER_INCH  # in a unit
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 
 def drawn(svg: str) -> Figure:
-    """One unit of the SVG is a hundredth of an inch. In its light colours."""
+    """Returns a figure in the SVG's light colours, with a hundredth of an inch for each unit."""
     root = ElementTree.fromstring(svg)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     light = svg.partition("@media")[0]
@@ -38,7 +38,7 @@ def drawn(svg: str) -> Figure:
 
 
 def _placed(element: ElementTree.Element, down: float) -> Iterator[tuple[ElementTree.Element, float]]:
-    """Every element, and how far the groups around it move it down."""
+    """Yields every element, and how far the groups around it move it down."""
     moved = re.fullmatch(r"translate\(0 ([\d.]+)\)", element.get("transform", ""))
     down += float(moved[1]) if moved else 0.0
     yield element, down

@@ -1,4 +1,4 @@
-"""The head of the page: a few figures that say what the plan is worth, and links to its parts."""
+"""The head of the page: a few figures that say how good the plan is, and links to its parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pd2bw_fx.units import format_bytes, format_seconds
 
 
 def tiles_html(plan: Plan, timeline: Timeline | None, metrics: Metrics | None) -> str:
-    """Each figure large, what it is above it, and where it comes from below."""
+    """Returns the figures: each one large, with its name above and its origin below."""
     shown = "".join(
         f'<div class="pd-tile"><span>{escape(what)}</span><b>{escape(figure)}</b>'
         f"<i>{escape(whence)}</i></div>"
@@ -24,7 +24,7 @@ def tiles_html(plan: Plan, timeline: Timeline | None, metrics: Metrics | None) -
 
 
 def nav_html(parts: Sequence[tuple[str, str]]) -> str:
-    """Links to the sections with these ids and heads."""
+    """Returns links to the sections with these ids and heads."""
     links = "".join(f'<a href="#{name}">{escape(head)}</a>' for name, head in parts)
     return f'<nav class="pd-nav" aria-label="Parts of this page">{links}</nav>'
 
@@ -54,7 +54,7 @@ def _figures(
 
 
 def summary_style() -> str:
-    """For `tiles_html` and `nav_html`, once in a page."""
+    """Returns the rules for `tiles_html` and `nav_html`, once in a page."""
 
     def colours(scheme: int) -> str:
         surface, muted = svg.SURFACE[scheme], svg.MUTED[scheme]

@@ -35,13 +35,13 @@ BASE_STYLE: Mapping[str, tuple[str, str]] = {
 
 
 def mix(colour: str, other: str, share: float) -> str:
-    """`share` of the first colour, the rest of the second."""
+    """Returns `share` of the first colour mixed with the rest of the second."""
     pairs = zip(_channels(colour), _channels(other), strict=True)
     return "#" + "".join(f"{round(share * a + (1 - share) * b):02x}" for a, b in pairs)
 
 
 def readable_on(colour: str) -> str:
-    """Dark or white text, whichever has more contrast on this colour (WCAG relative luminance)."""
+    """Returns dark or white text, whichever has more contrast on this colour (WCAG relative luminance)."""
     linear = [(c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in _channels(colour)]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return INK[0] if (luminance + 0.05) / 0.0615 > 1.05 / (luminance + 0.05) else "#ffffff"
@@ -52,7 +52,7 @@ def _channels(colour: str) -> tuple[int, int, int]:
 
 
 def style(fills: Mapping[str, tuple[str, str]]) -> str:
-    """A style element that gives each class its fill, light and dark."""
+    """Returns a style element that gives each class its fill, light and dark."""
 
     def rules(scheme: int) -> str:
         return "".join(f".pd-{name}{{fill:{colours[scheme]}}}" for name, colours in fills.items())
@@ -62,7 +62,7 @@ def style(fills: Mapping[str, tuple[str, str]]) -> str:
 
 
 def picture(width: float, height: float, description: str, parts: Sequence[str]) -> str:
-    """The whole SVG on its own background; `description` is what a screen reader says."""
+    """Returns the whole SVG on its own background; `description` is what a screen reader says."""
     attributes = (
         f'xmlns="http://www.w3.org/2000/svg" class="pd-picture" role="img" '
         f'viewBox="0 0 {number(width)} {number(height)}" width="{number(width)}" height="{number(height)}" '
@@ -93,7 +93,7 @@ def text(
     anchor: str = "start",
     bold: bool = False,
 ) -> str:
-    """`y` is the baseline."""
+    """Returns a text element whose baseline is at `y`."""
     weight = ' font-weight="600"' if bold else ""
     place = "" if anchor == "start" else f' text-anchor="{anchor}"'
     return (
@@ -103,17 +103,17 @@ def text(
 
 
 def text_width(content: str, size: float) -> float:
-    """About what it takes; fonts differ, so leave room."""
+    """Returns about the width of a text; fonts differ, so leave room."""
     return sum(0.36 if c in " .,:;'|il()[]/" else 0.6 for c in content) * size
 
 
 def number(value: float) -> str:
-    """Two decimals at most, without trailing zeros: pictures with thousands of boxes stay small."""
+    """Returns two decimals at most, without trailing zeros: pictures with thousands of boxes stay small."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def ticks(start: float, end: float, at_most: int) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) inside start..end."""
+    """Returns round numbers (1, 2 or 5 times a power of ten apart) inside start..end."""
     span = end - start
     if span <= 0:
         return [start]

@@ -14,11 +14,13 @@ from pd2bw_fx.units import counted, format_bytes, format_seconds
 
 COLUMNS = ("stage", "device", "operators", "parameters", "forward", "backward", "memory / limit")
 _OPERATORS = COLUMNS.index("operators")
-_OPERATORS_WIDTH = 60  # characters; longer lists of modules go on below
+_OPERATORS_WIDTH = 60  # characters; a longer list of modules continues on the next line
 
 
 def plan_table(graph: OperatorGraph, costs: Costs, plan: Plan) -> str:
-    """A row for each stage, below it what crosses the cut to later stages, at the end what binds."""
+    """Returns a row for each stage, below it what crosses the cut to later stages, and at the end what
+    binds.
+    """
     rows = [_wrapped(stage_row(graph, stage)) for stage in plan.stages]
     cells = [COLUMNS, *(line for row in rows for line in row)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS))]
@@ -58,7 +60,7 @@ def stage_row(graph: OperatorGraph, stage: StagePlan) -> tuple[str, ...]:
 
 
 def _wrapped(row: Sequence[str]) -> list[Sequence[str]]:
-    """The row in as many lines as its operators need."""
+    """Returns the row in as many lines as its operators need."""
     first, *others = textwrap.wrap(row[_OPERATORS], _OPERATORS_WIDTH, break_on_hyphens=False)
     below = [["" if column != _OPERATORS else more for column in range(len(row))] for more in others]
     return [[*row[:_OPERATORS], first, *row[_OPERATORS + 1 :]], *below]
@@ -116,7 +118,7 @@ def verdict(costs: Costs, plan: Plan) -> list[str]:
 
 
 def _views_that_cross(graph: OperatorGraph, plan: Plan) -> Iterator[str]:
-    """Where a view is sent beside what it views, which the rules of what may be cut ask for."""
+    """Yields where a view is sent beside the value that it views, as the rules for cuts require."""
     sent = {(transfer.source, transfer.target, transfer.value) for transfer in plan.transfers}
     for source, target, value in sorted(sent):
         viewed = value
@@ -131,7 +133,7 @@ def _views_that_cross(graph: OperatorGraph, plan: Plan) -> Iterator[str]:
 
 
 def module_ranges(graph: OperatorGraph, names: Iterable[str]) -> str:
-    """The modules that these operators make up: "embed, blocks.0-3, part of blocks.4"."""
+    """Returns the modules that these operators make up: "embed, blocks.0-3, part of blocks.4"."""
     here = {name for name in names if name in graph.operators}
     everywhere = {name for name, operator in graph.operators.items() if not operator.is_replicable}
     paths = _covered("", here, everywhere | here, graph)
@@ -168,7 +170,7 @@ def _is_inside(path: str, ancestor: str) -> bool:
 
 
 def _child(path: str, below: str) -> str | None:
-    """The child of module `path` that holds module `below`; None where they are the same."""
+    """Returns the child of module `path` that holds module `below`; None where they are the same."""
     if below == path:
         return None
     rest = below[len(path) + 1 :] if path else below
@@ -176,7 +178,7 @@ def _child(path: str, below: str) -> str | None:
 
 
 def _joined(paths: Sequence[str]) -> list[str]:
-    """Runs of numbered neighbours as one: blocks.0, blocks.1, blocks.2 -> blocks.0-2."""
+    """Returns runs of numbered neighbours as one: blocks.0-2 for blocks.0, blocks.1, blocks.2."""
     joined: list[str] = []
     run: list[int] = []
     stem = ""

@@ -15,7 +15,7 @@ from pd2bw_fx.units import counted, format_seconds
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 82.0, 88.0, 40.0
 _FONT = 11.0
-_BOX_FONTS = (11.0, 9.0, 8.0)  # the first in which the number fits
+_BOX_FONTS = (11.0, 9.0, 8.0)  # sizes to try: the first in which the number fits is used
 _WHAT = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -24,7 +24,7 @@ _WHAT = {
     Kind.UPDATE: "update",
 }
 # More boxes than this in a row are too narrow to tell apart.
-_MOST_BOXES = 72  # and at least five for each rank, so that a deep pipeline is seen filled
+_MOST_BOXES = 72  # but at least five for each rank, so that a deep pipeline is seen filled
 
 
 def timeline_svg(
@@ -34,10 +34,10 @@ def timeline_svg(
     start_s: float | None = None,
     end_s: float | None = None,
 ) -> str:
-    """An SVG of the timeline between two times.
+    """Returns an SVG of the timeline between two times.
 
-    Without them it shows the whole, or, where that would be too much to read, its beginning; the headline
-    says which. Hovering a box tells its times.
+    Without them it shows the whole, or, if that is too much to read, its beginning; the headline says which.
+    Hovering over a box shows its times.
     """
     start_s = timeline.start_s if start_s is None else start_s
     end_s = readable_end_s(timeline, start_s) if end_s is None else end_s
@@ -76,7 +76,7 @@ class _Scale:
 
 
 def readable_end_s(timeline: Timeline, start_s: float) -> float:
-    """How far a picture may go so that its boxes can be told apart."""
+    """Returns how far a picture may go so that its boxes can be told apart."""
     boxes, most = [0] * timeline.num_ranks, max(_MOST_BOXES, 5 * timeline.num_ranks)
     ends_s = []
     for event in timeline.events:
@@ -112,8 +112,9 @@ def _fill(event: Event) -> str:
 
 
 def _version_fills() -> dict[str, tuple[str, str]]:
-    """For each hue a forward, a backward and a weight gradient's fill ("f0", "b0", "w0"), and the text on
-    each ("f0t", ..).
+    """Returns the fills of each hue's forward, backward and weight gradient, and of the text on each.
+
+    Their names are "f0", "b0", "w0", and "f0t" and so on for text.
     """
     fills = {"update": svg.INK}
     for index, hue in enumerate(svg.HUES):
@@ -149,7 +150,9 @@ def _row(
 
 
 def _box(event: Event, scale: _Scale, top: float, height: float, *, names_stage: bool) -> Iterable[str]:
-    """Numbered by its microbatch, after its stage ("2.5") where the rank has several and there is room."""
+    """Yields a box with its microbatch, after its stage ("2.5") where the rank has several and there is
+    room.
+    """
     left, right = scale.x(event.start_s), scale.x(event.end_s)
     # A hair of track between neighbours, where a box can spare it.
     length = max(right - left - (0.8 if right - left > 3 else 0.0), 0.2)
@@ -173,7 +176,7 @@ def _tooltip(event: Event) -> str:
 
 
 def _legend(versions: Sequence[int], *, is_split: bool) -> Iterable[str]:
-    """What the shades mean, and which hue is which version."""
+    """Yields what the shades mean, and which hue is which version."""
     x, y, hues = 16.0, 67.0, len(svg.HUES)
     halves = [("input gradient", "b0"), ("weight gradient", "w0")] if is_split else [("backward", "b0")]
     for label, name in (("forward", "f0"), *halves, ("update", "update"), ("idle", "track")):
