@@ -138,18 +138,25 @@ class BatchLayout:
         self._require_no_more(call)
         return found
 
-    def is_one_batch(self, batches: Any) -> bool:
-        """Returns whether what should be many batches, as the rows of a tensor may be, is one batch or its
-        parts.
-        """
+    def require_batches(self, batches: Any) -> None:
+        """Raises InputError where what should be many batches, as the rows of a tensor may be, is one."""
+        if self._is_one_batch(batches):
+            names = ", ".join(dict.fromkeys(known.argument for known in self.inputs))
+            batch = f"({names})" if "," in names else names or "batch"
+            raise InputError(
+                f"batches is a single batch; one for each update was expected, such as [{batch}, ..]"
+            )
+
+    def _is_one_batch(self, batches: Any) -> bool:
         if isinstance(batches, Mapping):
             return True
         if isinstance(batches, Tensor):
             return len(self.inputs) > 1 or all(known.num_dims == batches.dim() for known in self.inputs)
+        num_arguments = len({known.argument for known in self.inputs})
         is_of_tensors = isinstance(batches, tuple | list) and all(
             isinstance(each, Tensor) for each in batches
         )
-        return is_of_tensors and len(batches) > 0 and len(self.inputs) > 1
+        return is_of_tensors and num_arguments > 1 and len(batches) == num_arguments
 
     def flat_batches(self, batch: Any, num_microbatches: int) -> list[dict[str, Tensor]]:
         """Returns the batch as `flatten` does, or each of its microbatches if the caller has cut it."""

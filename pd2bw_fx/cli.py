@@ -25,7 +25,9 @@ from pd2bw_fx.train import STARTED_HERE, is_under_torchrun, leave_output
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    options = parser().parse_args(arguments)
+    options, unknown = parser().parse_known_args(arguments)
+    if unknown:  # parse_args would say so below the usage of the whole program
+        options.command.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.arguments = arguments
     if options.started_here:
         end_with_parent(int(os.environ[STARTED_BY]))

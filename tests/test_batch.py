@@ -63,6 +63,21 @@ def test_tuple_list_dict_and_tensor_are_the_same_batch() -> None:
     assert BatchLayout.of(Model(), (X,)).flatten(X) == {"x": X}
 
 
+def test_tensors_are_one_batch_where_they_are_as_many_as_its_arguments() -> None:
+    layout = BatchLayout.of(Model(), (X, A), {}, Y)
+
+    with pytest.raises(
+        InputError, match=r"batches is a single batch; .* such as \[\(x, pair, targets\), \.\.\]"
+    ):
+        layout.require_batches((X, A, Y))
+    layout.require_batches([X, X])
+    layout.require_batches([(X, A, Y)])
+    with pytest.raises(
+        InputError, match="the batch is one tensor, which would be its targets; expected x, pair"
+    ):
+        layout.flatten(X)
+
+
 def test_what_has_no_batch_dimension_goes_to_every_microbatch_whole() -> None:
     layout = BatchLayout.of(Model(), (X,), {"extra": EXTRA})
 

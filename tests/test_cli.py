@@ -231,6 +231,7 @@ def test_report_writes_one_page(folder: Path, tmp_path: Path) -> None:
         (["train", "gpt", "--record", "0"], 2, "--record is 0"),
         (["train", "gpt", "--trace", "trace.txt"], 2, "ends with .json, .svg or .png"),
         (["train", "gpt", "-o", "nowhere/w.safetensors"], 2, "cannot be written"),
+        (["train", "gpt", "-o", "w.pt"], 2, "--output is w.pt; a name that ends with .safetensors"),
         (["report", "gpt", "-o", "nowhere/report.html"], 2, "cannot be written"),
         (["train", "gpt", "--replicas", "0"], 2, "--replicas is 0"),
         (["check", "nowhere.json"], 2, "nowhere.json is not there"),

@@ -144,6 +144,28 @@ def test_what_no_option_can_be_is_wrong_use(words: list[str], capsys: pytest.Cap
     assert f"argument {words[0]}: " in capsys.readouterr().err
 
 
+def test_an_unknown_option_is_told_below_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["show", "gpt", "--stages", "1"])
+
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: pd2bw-fx show ")
+    assert "unrecognized arguments: --stages 1" in said
+
+
+def test_copies_of_stages_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "mlp", *SPLIT, "--microbatches", "8", "--json", "--method"]
+    speeds = {}
+    for method, replicas, num_ranks in (("1f1b", "1", 2), ("1f1b", "2", 4), ("pipedream", "2,1", 3)):
+        assert main([*words, method, "--replicas", replicas]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert len(told["in_flight_peak"]) == num_ranks
+        speeds[replicas] = told["microbatches_per_s"]
+
+    assert speeds["2"] > speeds["1"]
+
+
 def test_a_plan_that_was_edited_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["mlp", "--cluster", "2", "--costs", "analytic"]
     assert main(["plan", *common, "--microbatches", "8", "--json"]) == 0

@@ -33,6 +33,7 @@ def command(commands: Any, name: str, purpose: str, example: str) -> argparse.Ar
         epilog=f"example: {example}",
         allow_abbrev=False,
     )
+    parser.set_defaults(command=parser)
     # The same option may stand before the command, and its absence here must not undo it.
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP)
     return parser

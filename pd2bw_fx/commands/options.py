@@ -134,13 +134,18 @@ def _number_or_auto(text: str) -> int | Literal["auto"]:
 
 
 def _numbers_or_auto(text: str) -> int | list[int] | Literal["auto"]:
-    numbers = text.split(",")
-    if len(numbers) == 1:
-        return _number_or_auto(text)
+    return "auto" if text == "auto" else numbers_named(text, or_else="a number, auto or ")
+
+
+def numbers_named(text: str, *, or_else: str = "a number or ") -> int | list[int]:
+    """One number or several (`2,1,1`), for argparse."""
     try:
-        return [int(number) for number in numbers]
+        numbers = [int(number) for number in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, such as 2,1,1") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of them: {or_else}numbers with commas, such as 2,1,1"
+        ) from None
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def plan_in(path: Path) -> Plan:

@@ -24,7 +24,7 @@ from pd2bw_fx.commands.common import (
     saved_folder,
     slack_named,
 )
-from pd2bw_fx.commands.options import plan_in, planning, search_options
+from pd2bw_fx.commands.options import numbers_named, plan_in, planning, search_options
 from pd2bw_fx.commands.progress import ProgressLine, in_workload_units
 from pd2bw_fx.errors import InputError, UsageError
 from pd2bw_fx.folder import read_pipeline
@@ -124,6 +124,12 @@ def _add_looking(commands: Any) -> None:
         runs=True,
     )
     simulate.add_argument("--updates", type=int, default=8, help="updates to simulate (default 8)")
+    simulate.add_argument(
+        "--replicas",
+        type=numbers_named,
+        metavar="NUMBER|N,N,..",
+        help="ranks for each stage, on devices like the plan's (default: the plan's)",
+    )
     simulate.add_argument("--jitter", type=float, default=0.0, help="relative spread of compute times")
     simulate.add_argument(
         "--slack",
@@ -263,6 +269,7 @@ def _simulate(options: argparse.Namespace) -> int:
         method=options.method,
         microbatches_per_update=options.microbatches,
         num_updates=options.updates,
+        replicas=options.replicas,
         jitter=options.jitter,
         slack=options.slack,
     )

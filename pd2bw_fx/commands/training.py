@@ -121,6 +121,8 @@ def _train(options: argparse.Namespace) -> int:
         raise UsageError(
             f"--trace is {options.trace}; a name that ends with .json, .svg or .png was expected"
         )
+    if options.output is not None and options.output.suffix != ".safetensors":
+        raise UsageError(f"--output is {options.output}; a name that ends with .safetensors was expected")
     for path in (options.trace, options.output):
         check_writable(path)
     check_folder(options.checkpoint)

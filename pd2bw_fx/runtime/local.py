@@ -67,8 +67,7 @@ def train_local(
     _require_arguments(batches, on_update, threads_per_worker)
     work = work_for(pipeline, RunRequest(method, microbatches_per_update, slack, replicas, vertical_sync))
     prepared = jobs(pipeline, work)
-    if prepared[0].layout.is_one_batch(batches):
-        raise InputError("batches is a single batch; one for each update was expected, such as [batch, ..]")
+    prepared[0].layout.require_batches(batches)
     for program in pipeline.programs:
         require_operators(program)
     drawn = torch.initial_seed() % 2**32 if seed is None else plain(seed)
