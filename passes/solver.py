@@ -161,8 +161,7 @@ def _engine(solver: str, time_limit_s: float | None) -> Any:
     name = known.get(solver.lower())
     if name is None:
         raise SolverError(
-            f"solver {solver!r} is not known to PuLP; try 'highs', 'cbc', or one of "
-            f"{', '.join(pulp.listSolvers())}"
+            f"solver {solver!r} is not known to PuLP; installed here are {', '.join(map(repr, _installed()))}"
         )
     engine = pulp.getSolver(name, msg=False, timeLimit=time_limit_s)
     if not engine.available():
@@ -170,6 +169,13 @@ def _engine(solver: str, time_limit_s: float | None) -> Any:
             f"solver {solver!r} is not installed here; try 'highs' or 'cbc', which come with this package"
         )
     return engine
+
+
+def _installed() -> list[str]:
+    """Each once, by the name that `solver` takes it by."""
+    own = {"HiGHS": "highs", "PULP_CBC_CMD": "cbc"}
+    found = dict.fromkeys(own.get(name, name) for name in pulp.listSolvers(onlyAvailable=True))
+    return sorted(found, key=lambda name: name != "highs")
 
 
 class _SilentHighs(highspy.Highs):  # type: ignore[misc]

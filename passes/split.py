@@ -107,7 +107,8 @@ def split(
     by something else than dropout: whether the model does so in evaluation, too, is asked.
 
     Raises InputError for arguments that cannot be, TraceError naming the line that cannot be traced,
-    ClusterError, InfeasibleError if no assignment fits in memory, VerificationError if the stages were wrong.
+    ClusterError, SolverError for a solver that is unknown or not installed, PlanMismatchError for a `plan` of
+    another model, InfeasibleError if no assignment fits in memory, VerificationError if the stages are wrong.
     """
     chosen = Cluster.of(cluster)
     request = PlanRequest(

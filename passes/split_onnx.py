@@ -18,7 +18,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.onnx_pipeline import PLANNED_AS, OnnxPipeline
 from pd2bw_fx.onnx_session import Array
 from pd2bw_fx.pipeline import Pipeline
-from pd2bw_fx.plan import Progress
+from pd2bw_fx.plan import INFERENCE, Progress
 
 from .coarsen import coarsen
 from .export_onnx import export_parts
@@ -71,7 +71,7 @@ def split_onnx(
         progress=progress,
         **planning_options,
     )
-    plan = replace(plan, method="inference")
+    plan = replace(plan, method=INFERENCE)
     held = TemporaryDirectory(prefix="pd2bw_fx_") if folder is None else None
     written = Path(held.name if held is not None else str(folder))
     manifest = export_parts(model, plan, written, tolerance=tolerance)

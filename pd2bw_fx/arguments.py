@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import numbers
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -91,6 +92,25 @@ def require_choice(name: str, value: Any, *choices: Any) -> None:
     """Raises InputError for a value that is none of these; True is not 1."""
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         raise _wrong(name, value, " or ".join(map(repr, choices)))
+
+
+def require_known_options(
+    what: str, given: Iterable[str], known: Sequence[str], elsewhere: Mapping[str, str] | None = None
+) -> None:
+    """Raises InputError for a name that is no option of `what`, with the one that is nearest to it.
+    `elsewhere`: what to do instead, of names that others are known to take."""
+    for name in given:
+        if name not in known:
+            near = [own for own in known if f"_{name}_" in f"_{own}_"]  # `updates` is of num_updates
+            near = near or difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise InputError(f"{name} is no option of {what}; {(elsewhere or {}).get(name, advice)}")
+
+
+def options_of(function: Callable[..., Any]) -> list[str]:
+    """What a function takes by name alone."""
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
 
 
 def require_kind(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:

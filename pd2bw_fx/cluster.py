@@ -33,6 +33,8 @@ class Device:
     measured; by default they are those of a CPU, or of a GPU where `kind` is "cuda". A device with other
     rates than the first one is estimated by its rates, and not by its speed. In a cluster file, a device that
     states no rates has those of the first; in Python, pass the same rates for both where speed is to count.
+
+    `memory_bytes` may be given as a text such as "8 GiB". Raises ClusterError for a text that is no size.
     """
 
     name: str
@@ -43,12 +45,30 @@ class Device:
     memory_bytes_per_s: float = None  # type: ignore[assignment]
     host: str = "localhost"
 
+    if TYPE_CHECKING:  # a text becomes a number
+
+        def __init__(
+            self,
+            name: str,
+            memory_bytes: int | str,
+            kind: str = "cpu",
+            speed: float = 1.0,
+            flops_per_s: float | None = None,
+            memory_bytes_per_s: float | None = None,
+            host: str = "localhost",
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         for key, usual in USUAL_RATES.get(str(self.kind), USUAL_RATES["cpu"]).items():
             if getattr(self, key) is None:
                 object.__setattr__(self, key, usual)
         make_plain(self, "memory_bytes", "speed", "flops_per_s", "memory_bytes_per_s")
         given: Any = self.memory_bytes
+        if isinstance(given, str):
+            try:
+                object.__setattr__(self, "memory_bytes", parse_bytes(given))
+            except ValueError as error:
+                raise ClusterError(f"device {shown(self.name)}: memory_bytes: {error}") from None
         if isinstance(given, float) and given.is_integer():  # 16e9
             object.__setattr__(self, "memory_bytes", int(given))
 
@@ -132,10 +152,10 @@ class Cluster:
         memory.
         """
         num_devices = plain(num_devices)
-        if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
-            raise ClusterError(
-                f"a cluster of {shown(num_devices)} devices was asked for; it needs at least one"
-            )
+        if isinstance(num_devices, bool) or not isinstance(num_devices, int):
+            raise ClusterError(f"num_devices is {shown(num_devices)}; a whole number was expected")
+        if num_devices < 1:
+            raise ClusterError(f"a cluster of {num_devices} devices was asked for; it needs at least one")
         require_few(num_devices)
         try:
             share = machine_memory_bytes() // num_devices
@@ -267,10 +287,13 @@ class Cluster:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """What JSON can hold, for `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """What `to_json` gave. Raises ClusterError for devices or links that cannot be, KeyError where an
+        entry is missing."""
         return cls(
             tuple(Device(**device) for device in data["devices"]),
             tuple(tuple(row) for row in data["bytes_per_s"]),

@@ -72,6 +72,7 @@ class Constraints:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """What `to_json` gave. Raises InputError as the constructor does, KeyError for a missing entry."""
         together = tuple(tuple(names) for names in data["together"])
         mappings = {name: dict(data[name]) for name in _MAPPINGS}
         return cls(together=together, whole=tuple(data["whole"]), **mappings)

@@ -157,9 +157,11 @@ class MemoryModel:
         return kept.weight_versions if self.weight_versions is None else self.weight_versions
 
     def weight_copies(self, kept: Kept) -> int:
+        """Weight versions at such a stage, and what a correction of the delay keeps beside them."""
         return self.versions(kept) + kept.correction_copies
 
     def copies(self, kept: Kept) -> int:
+        """Of each trainable parameter in all: weights, gradients and the optimizer's state."""
         return self.weight_copies(kept) + self.gradient_copies + self.optimizer_copies
 
 

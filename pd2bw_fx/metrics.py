@@ -104,6 +104,7 @@ class Metrics:
             raise InputError(f"{file} does not hold what a training run measured: {error}") from None
 
     def to_json(self) -> dict[str, Any]:
+        """What JSON can hold: a loss that is not finite becomes None."""
         return {
             "schema": SCHEMA,
             "method": self.method,
@@ -119,6 +120,8 @@ class Metrics:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """What `to_json` gave. Raises ValueError for another schema, KeyError for a missing entry; `load`
+        raises InputError for both."""
         if data.get("schema") != SCHEMA:
             raise ValueError(f"schema {data.get('schema')!r}; this version reads {SCHEMA}")
         return cls(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pd2bw_fx.arguments import options_of, require_known_options
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Costs
 from pd2bw_fx.explanation import Explanation
@@ -73,8 +74,9 @@ class OnnxPipeline:
     def explain(self, **options: Any) -> Explanation:
         """Why the plan is as it is: each cut and the next best one, what binds, what would help most.
 
-        Options are those of `passes.partition.explain`.
+        Options are those of `passes.partition.explain`. Raises InputError for another one.
         """
+        require_known_options("explain", options, options_of(explain))
         problem = coarsen(self.graph, self.costs, self.cluster)
         planned = replace(self.plan, method=PLANNED_AS)
         return explain(planned, problem, self.cluster, **{**self.planning_options, **options})

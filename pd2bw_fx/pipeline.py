@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from torch import Tensor, nn
 
 from pd2bw_fx.actions import RunRequest, Schedule, Shape
-from pd2bw_fx.arguments import plain, require_choice, require_kind, require_path, require_whole_number
+from pd2bw_fx.arguments import (
+    options_of,
+    plain,
+    require_choice,
+    require_kind,
+    require_known_options,
+    require_path,
+    require_whole_number,
+)
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Calibration, Costs
@@ -24,7 +32,7 @@ from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.export_onnx import EXTERNAL_ABOVE_BYTES, Form, Original, export_onnx
 from pd2bw_fx.passes.partition import explain
 from pd2bw_fx.passes.schedule import Placing, keeping, keeping_copies, method_of
-from pd2bw_fx.passes.simulate import calibrate
+from pd2bw_fx.passes.simulate import calibrate, simulate
 from pd2bw_fx.passes.verify import Forward, Verification
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.report.notebook import pipeline_html
@@ -166,12 +174,15 @@ class Pipeline:
 
         Every alternative is planned again on the same costs. `options` are those of
         `passes.partition.explain` (`time_limit_s`, `max_gap`, ..).
+
+        Raises InputError for another option, and for a method with several stages on a device.
         """
         if method_of(self.plan.method).placing in (Placing.ROUND, Placing.BOTH_WAYS):
             raise InputError(
                 f"{self.plan.method} has several stages on a device, and explain is for plans with one; "
                 "explain the plan of 1f1b, which cuts by the same rules"
             )
+        require_known_options("explain", options, options_of(explain))
         problem = coarsen(self.graph, self.costs, self.cluster)
         method = self.plan.method
         kept = keeping(method, self.shape()) if self.plan.replicas is None else keeping_copies(method)
@@ -299,9 +310,11 @@ class Pipeline:
         `passes.simulate.simulate` (`links`, `jitter`, `seed`, `update_s`, and `calibration`: what the engine
         takes beside the operators, see `calibration`).
 
-        Raises InputError for an impossible schedule, such as fewer microbatches than stages for 2bw, or a
-        method that needs another plan (interleaved).
+        Raises InputError for an unknown option, an impossible schedule, such as fewer microbatches than
+        stages for 2bw, or a method that needs another plan (interleaved).
         """
+        own = [*options_of(Pipeline.simulate), *options_of(simulate)]
+        require_known_options("simulate", options, [name for name in own if name != "trainable_bytes"])
         return simulate_pipeline(
             self,
             RunRequest(method, microbatches_per_update, slack, replicas, vertical_sync),
@@ -359,6 +372,9 @@ class Pipeline:
 
         `part` is "graph", "timeline", "time" or "memory", or, for the metrics of a training run, "measured"
         or "loss". `path` ends with .svg or .png, for timelines also with .json (for Perfetto).
+
+        Raises InputError for another part or file type, where "measured" or "loss" has no `metrics`, and
+        where the file cannot be written.
         """
         timeline = self._timeline_of(metrics)
         drawn = picture_of(part, graph=self.graph, plan=self.plan, timeline=timeline, metrics=metrics)
@@ -421,10 +437,14 @@ class Pipeline:
 
         `options` are those of `Engine.from_pipeline` (`lr_scheduler`, `max_gradient_norm`, .., but not
         `silence_s`: workers are always watched) and of `runtime.local.train_local` (`on_update`, `seed`,
-        `threads_per_worker`). `on_update` is called in this process. `on_report` is called in every worker,
-        on a copy of it, so that only what it writes or prints has an effect.
+        `threads_per_worker`). `on_update(update, loss)` is called in this process as losses come back; where
+        it returns False, no further batch is asked for. `on_report` is called in every worker, on a copy of
+        it, so that only what it writes or prints has an effect. `threads_per_worker` is an equal share of
+        the cores by default.
 
-        Raises WorkerError with the failing rank's own error, and leaves the weights as they were.
+        Raises InputError for a pipeline without a loss, for a batch that does not fit, and where `batches` is
+        empty or a single batch. Raises WorkerError with the failing rank's own error, and leaves the weights
+        as they were.
         """
         result = train_local(
             self,

@@ -98,6 +98,9 @@ class StagePlan:
         return self.device_name if self.replicas == 1 else f"{self.replicas} from {self.device_name} on"
 
 
+INFERENCE = "inference"  # in place of a method's name: of an ONNX file's plan, which has no updates
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A value sent from one stage to a later one.
@@ -157,6 +160,13 @@ class Plan:
         return max(0.0, 1.0 - self.bound_s / self.bottleneck_s)
 
     @property
+    def purpose(self) -> str:
+        """What the stages are for: "method 2bw, 4 microbatches an update", or "for inference"."""
+        if self.method == INFERENCE:
+            return "for inference"
+        return f"method {self.method}, {counted(self.microbatches_per_update, 'microbatch')} an update"
+
+    @property
     def proof(self) -> str:
         """How near to the optimum the plan is proven to be, in words."""
         if self.bound_s <= 0 or not self.stages:
@@ -171,8 +181,7 @@ class Plan:
     def __str__(self) -> str:
         """Returns a line for each stage; `Pipeline` prints what is in them, and `dumps` has everything."""
         lines = [
-            f"{counted(self.num_stages, 'stage')} for {self.method}, "
-            f"{counted(self.microbatches_per_update, 'microbatch')} an update: "
+            f"{counted(self.num_stages, 'stage')}, {self.purpose}: "
             f"{format_seconds(self.bottleneck_s)} a microbatch, {self.proof}"
         ]
         for stage in self.stages:
@@ -193,6 +202,7 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
+        """Of all devices together; some methods have several on one."""
         return len(self.stages)
 
     @property
@@ -228,9 +238,11 @@ class Plan:
 
     @property
     def stage_of(self) -> dict[str, int]:
+        """The stage of each operator, by its name in the graph."""
         return {name: stage.stage for stage in self.stages for name in stage.operators}
 
     def to_json(self) -> dict[str, Any]:
+        """What JSON can hold, as `json_schema` describes it."""
         return {"schema": SCHEMA} | asdict(self) | {"gap": self.gap}
 
     @classmethod
@@ -260,6 +272,7 @@ class Plan:
         return cls(stages=stages, transfers=transfers, **fields)
 
     def dumps(self) -> str:
+        """The plan as JSON text, which may be edited and read with `loads`."""
         return json.dumps(self.to_json(), indent=1)
 
     @classmethod

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pd2bw_fx.plan import Plan
-from pd2bw_fx.units import format_seconds
+from pd2bw_fx.units import counted, format_seconds
+
+
+def setting_name(num_stages: int, num_replicas: int, microbatch_size: int) -> str:
+    """ "2 stages, 1 copy, microbatches of 4"."""
+    copies = "1 copy" if num_replicas == 1 else f"{num_replicas} copies"
+    return f"{counted(num_stages, 'stage')}, {copies}, microbatches of {microbatch_size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,7 @@ class Setting:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_stages} stages x {self.num_replicas}, microbatches of {self.microbatch_size}, "
+            f"{setting_name(self.num_stages, self.num_replicas, self.microbatch_size)}, "
             f"{self.microbatches_per_update} an update: {format_seconds(self.update_s)}"
         )
 

@@ -14,7 +14,10 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: int | float | str) -> int:
-    """Returns a number of bytes from 17179869184, "16 GiB" or "16GB". Raises ValueError for anything else."""
+    """Returns a number of bytes from 17179869184, "16 GiB" or "16GB".
+
+    Raises ValueError for anything else, also for a text without a unit.
+    """
     expected = 'write e.g. 17179869184, "16 GiB" or "16 GB"'
     if isinstance(text, bool) or not isinstance(text, int | float | str):
         raise ValueError(f"{text!r} is no number of bytes; {expected}")
@@ -22,6 +25,8 @@ def parse_bytes(text: int | float | str) -> int:
         match = _SIZE.fullmatch(text)
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"{text!r} is no number of bytes; {expected}")
+        if not match[2]:
+            raise ValueError(f"{text!r} is a number of bytes without a unit; {expected}")
         number = float(match[1]) * _UNITS[match[2].lower()]
     else:
         number = text

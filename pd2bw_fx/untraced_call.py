@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from pd2bw_fx import untraced_loss, untraced_part
 from pd2bw_fx.arguments import require_function, require_loss_function
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, shown
 from pd2bw_fx.untraced_operands import is_tensor
 
 _known: dict[str, UntracedFunction] = {}  # by operator name
@@ -56,6 +56,10 @@ def untraced(
     name; and when it runs, where the result is not what `returns` said, where it writes to an argument, and
     where it depends on a parameter that was not given.
     """
+    if not callable(function):
+        raise InputError(
+            f"function is {shown(function)}; a loss function, or a part of the model, was expected"
+        )
     if returns is None:
         _require_loss(function)
     else:

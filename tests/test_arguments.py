@@ -49,7 +49,7 @@ def pipe() -> Pipeline:
 
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
-    "memory_bytes is 'lots'; it must be a number": (lambda: of(memory_bytes="lots"), ClusterError),
+    "device 'a': memory_bytes: 'lots' is no number of bytes": (lambda: of(memory_bytes="lots"), ClusterError),
     "memory_bytes is inf": (lambda: of(memory_bytes=math.inf), ClusterError),
     "speed is True": (lambda: of(memory_bytes=1, speed=True), ClusterError),
     "name is 3; a text": (lambda: of(memory_bytes=1, name=3), ClusterError),
@@ -73,7 +73,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     "devices is 1; a sequence of indices": (lambda: CLUSTER.only(1), ClusterError),  # type: ignore[arg-type]
     "there is no device 3": (lambda: CLUSTER.transfer_s(0, 3, 1), ClusterError),
     "a message of -10 bytes": (lambda: CLUSTER.transfer_s(0, 1, -10), ClusterError),
-    "a cluster of '2' devices": (lambda: Cluster.uniform("2"), ClusterError),  # type: ignore[arg-type]
+    "num_devices is '2'; a whole number was": (lambda: Cluster.uniform("2"), ClusterError),  # type: ignore[arg-type]
     r"memory_bytes\[0\] is None": (
         lambda: Constraints(memory_bytes={0: None}),  # type: ignore[dict-item]
         InputError,
@@ -97,6 +97,14 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     ),
     r"replicas is \(2, 1\), and num_stages=\(3,\)": (
         lambda: partition_replicated(PROBLEM, CLUSTER, replicas=(2, 1), num_stages=(3,)),
+        InputError,
+    ),
+    "time_limit is no option of explain; did you mean time_limit_s": (
+        lambda: pipe().explain(time_limit=4),
+        InputError,
+    ),
+    "updates is no option of simulate; did you mean num_updates": (
+        lambda: pipe().simulate(updates=4),
         InputError,
     ),
     "max_gap is 2; a share": (lambda: pipe().explain(max_gap=2), InputError),
@@ -191,6 +199,10 @@ def test_a_number_of_numpy_is_as_good_as_python_s() -> None:
     assert "numpy" not in json.dumps(written)
     with pytest.raises(InputError, match=r"num_stages is np.True_; a whole number"):
         split(pipe(), cluster=2, num_stages=np.True_)  # type: ignore[arg-type]
+
+
+def test_the_memory_of_a_device_may_be_a_text() -> None:
+    assert Device("a", "8 GiB") == Device("a", 8 * 2**30)
 
 
 def test_a_device_is_compared_with_one_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:

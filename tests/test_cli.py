@@ -155,7 +155,7 @@ def test_commands_take_an_onnx_file(folder: Path, tmp_path: Path, capsys: pytest
     assert main(["verify", path, "--cluster", "2"]) == 0
     assert "loss: at most" in capsys.readouterr().out
     assert main(["report", path, "--cluster", "2", "-o", str(tmp_path / "report.html")]) == 0
-    assert "method inference" in (tmp_path / "report.html").read_text()
+    assert "on 2 stages, for inference" in (tmp_path / "report.html").read_text()
     assert main(["train", path, "--cluster", "2"]) == 2
     assert "is an ONNX file" in capsys.readouterr().err
 
@@ -235,6 +235,7 @@ def test_report_writes_one_page(folder: Path, tmp_path: Path) -> None:
         (["report", "gpt", "-o", "nowhere/report.html"], 2, "cannot be written"),
         (["train", "gpt", "--replicas", "0"], 2, "--replicas is 0"),
         (["check", "nowhere.json"], 2, "nowhere.json is not there"),
+        (["plan", "tests", "--cluster", "2"], 2, "tests has no manifest.json"),
         (["verify", "gpt", "--against", "gpt"], 2, "for a saved folder"),
         (["run-onnx", "nowhere", "--input", __file__], 2, "holds no arrays by name"),
         (["run-onnx", "nowhere", "--input", "nothing.npz"], 2, "nothing.npz is no file"),

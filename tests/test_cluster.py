@@ -99,7 +99,7 @@ def test_a_full_matrix_is_read_row_by_row_as_sender_to_receiver(tmp_path: Path) 
         (two_devices(latency="nan"), r"latency_s\[0\]\[1\] .* is nan"),
         (two_devices(latency="'fast'"), r"latency_s\[0\]\[1\] is 'fast'; a number"),
         (two_devices(memory="much"), r"device 0: 'much' is no number of bytes"),
-        (two_devices(memory="0"), r"device 'fast': memory_bytes is 0"),
+        (two_devices(memory="0 B"), r"device 'fast': memory_bytes is 0"),
         (two_devices(memory="1e400 GiB"), r"'1e400 GiB' is no finite number of bytes"),
         ("device = 3", r"device is 3; tables \[\[device\]\] were expected"),
         ("node = 3", r"node is 3; tables \[\[node\]\] were expected"),
@@ -168,13 +168,13 @@ def test_a_cluster_survives_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("16 GiB", 2**34), ("16GB", 16 * 10**9), ("1.5 kib", 1536), (7, 7), ("8", 8)]
+    ("text", "number"), [("16 GiB", 2**34), ("16GB", 16 * 10**9), ("1.5 kib", 1536), (7, 7), ("8 B", 8)]
 )
 def test_sizes_are_read_as_people_write_them(text: int | str, number: int) -> None:
     assert parse_bytes(text) == number
 
 
-@pytest.mark.parametrize("wrong", ["lots", True, [1], {"a": 1}, math.inf, math.nan, "1e400 GiB"])
+@pytest.mark.parametrize("wrong", ["lots", "8", True, [1], {"a": 1}, math.inf, math.nan, "1e400 GiB"])
 def test_what_is_no_size_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="number of bytes"):
         parse_bytes(wrong)  # type: ignore[arg-type]

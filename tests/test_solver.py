@@ -111,7 +111,7 @@ def test_solving_prints_nothing() -> None:
 
 
 def test_unknown_solver_is_named_with_what_to_try() -> None:
-    with pytest.raises(SolverError, match=r"'hihgs' is not known to PuLP; try 'highs', 'cbc'"):
+    with pytest.raises(SolverError, match=r"'hihgs' is not known to PuLP; installed here are 'highs', 'cbc'"):
         check_solver("hihgs")
 
 

@@ -22,6 +22,7 @@ def test_the_best_setting_is_one_that_split_takes() -> None:
     assert best.microbatch_size * best.microbatches_per_update == 16
     assert best.update_s == min(setting.update_s for setting in found.settings)
     assert str(found).splitlines()[0] == str(best)
+    assert "1 stage, 1 copy, microbatches of 4, 4 an update" in str(found)
     two = next(setting for setting in found.settings if setting.num_stages == 2)
     inputs = model.example_inputs(two.microbatch_size)  # type: ignore[operator]
     pipe = pd2bw_fx.split(model, inputs, cluster=cluster, costs="analytic", plan=two.plan)

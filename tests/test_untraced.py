@@ -263,7 +263,7 @@ def test_what_cannot_be_is_told() -> None:
     with pytest.raises(InputError, match=r"^function is the class Matching; give one of it: Matching\(\)$"):
         pd2bw_fx.untraced(Matching)
     for wrong in (None, 3):
-        with pytest.raises(InputError, match=rf"^function is {wrong}; a function "):
+        with pytest.raises(InputError, match=rf"^function is {wrong}; a loss function, or a part"):
             pd2bw_fx.untraced(wrong)  # type: ignore[arg-type]
 
 

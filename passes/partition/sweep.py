@@ -19,7 +19,7 @@ from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.plan import update_s
 from pd2bw_fx.problem import Problem
-from pd2bw_fx.sweep import Setting, Sweep
+from pd2bw_fx.sweep import Setting, Sweep, setting_name
 
 from .constrain import capped
 from .gradient_sums import GradientSums
@@ -54,7 +54,7 @@ class _Candidate:
     @property
     def name(self) -> str:
         return (
-            f"{self.num_stages} stages x {self.num_replicas}, microbatches of {self.microbatch_size}, "
+            f"{setting_name(self.num_stages, self.num_replicas, self.microbatch_size)}, "
             f"{self.microbatches} an update"
         )
 
@@ -111,7 +111,7 @@ def sweep(
         best_s = min((setting.update_s for setting in found), default=float("inf"))
         left_s = end - time.perf_counter()
         if candidate.floor_s >= best_s:
-            skipped.append((candidate.name, "cannot be faster"))
+            skipped.append((candidate.name, "not planned, since its work alone takes as long as the best"))
         elif left_s <= 0:
             late.append(candidate)
             skipped.append((candidate.name, "no time left"))

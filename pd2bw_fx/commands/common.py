@@ -16,6 +16,7 @@ from torch import nn
 from pd2bw_fx.commands.options import add_planning, planning, planning_words
 from pd2bw_fx.commands.progress import ProgressLine
 from pd2bw_fx.errors import InputError, UsageError
+from pd2bw_fx.files import MANIFEST
 from pd2bw_fx.models import MODELS, build
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.split import split
@@ -106,7 +107,8 @@ def named_pipeline(options: argparse.Namespace) -> Pipeline:
             "report take one"
         )
     if saved_folder(options) is not None:
-        if given := planning_words(options):
+        is_ours = (Path(options.model) / MANIFEST).is_file()  # else `load` says what it is
+        if is_ours and (given := planning_words(options)):
             raise UsageError(
                 f"a saved folder has its plan already; leave out {given[0]}, or split the model again with it"
             )

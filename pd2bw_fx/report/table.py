@@ -37,8 +37,7 @@ def headline(graph: OperatorGraph, plan: Plan) -> str:
         len(stage.operators) for stage in plan.stages
     )  # sizes of inputs are read wherever they are used
     operators, stages = counted(placed, "operator"), counted(plan.num_stages, "stage")
-    microbatches = counted(plan.microbatches_per_update, "microbatch")
-    return f"{graph.model_name}: {operators} on {stages}, method {plan.method}, {microbatches} an update"
+    return f"{graph.model_name}: {operators} on {stages}, {plan.purpose}"
 
 
 def stage_row(graph: OperatorGraph, stage: StagePlan) -> tuple[str, ...]:

@@ -178,7 +178,7 @@ class Engine:
         - `stop_at_nan` ends the run as many updates after a loss that is not finite.
         - `silence_s`: a rank that gives no sign of life for so long ends the ranks that wait for it (three
           times as long while engines are made; 0: never, and only `timeout_s` counts).
-        - `timeout_s` is the longest wait for anything that another rank has to send.
+        - `timeout_s` (600 by default) is the longest wait for anything that another rank has to send.
         - `record` is the number of last calls that `records` tells of.
 
         Where it runs:
@@ -213,6 +213,7 @@ class Engine:
 
     @property
     def rank(self) -> int:
+        """This process's rank; the ranks are numbered from 0 in the order of the plan's devices."""
         return self.job.rank
 
     @property
@@ -228,6 +229,7 @@ class Engine:
 
     @property
     def stages(self) -> tuple[int, ...]:
+        """The numbers of the stages that this rank runs."""
         return self.job.stages
 
     def step(self, batch: Any) -> Loss:
@@ -279,6 +281,7 @@ class Engine:
         return self.eval_microbatches(self._pieces(batch, ()))
 
     def eval_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
+        """`eval` on microbatches that are cut already and have at least this stage's inputs."""
         loss, _ = self._evaluated(microbatches)
         return loss
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypedDict
@@ -14,6 +13,7 @@ from pd2bw_fx.arguments import (
     require_choice,
     require_function,
     require_kind,
+    require_known_options,
     require_positive,
     require_whole_number,
 )
@@ -105,14 +105,8 @@ class EngineOptions:
         """Raises InputError for a name that is no option; `others` are names that the caller takes
         besides.
         """
-        own = [field.name for field in fields(cls)]
-        known = [*own, *_OF_THE_METHOD, *others]
-        for name in options:
-            if name not in own:
-                near = difflib.get_close_matches(name, known, n=1)
-                advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-                advice = _ELSEWHERE.get(name, advice)
-                raise InputError(f"{name} is no option of training; {advice}")
+        known = [*(field.name for field in fields(cls)), *_OF_THE_METHOD, *others]
+        require_known_options("training", options, known, _ELSEWHERE)
         return cls(**options)
 
 
