@@ -1,5 +1,4 @@
-"""From any front end's program to the one normal form that everything later relies on (see
-pd2bw_fx/graph.py).
+"""From any front end's program to the normal form that everything later relies on (pd2bw_fx/graph.py).
 
 `normalise` lifts the program into a flat graph, rewrites it step by step, and describes it as operators.
 

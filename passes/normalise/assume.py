@@ -1,5 +1,4 @@
-"""Facts about values, assumed by the names of operators: for programs that were traced without example
-inputs."""
+"""Facts about values by the names of operators, for programs traced without example inputs."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ _VIEWS |= {
 
 
 def assume(draft: Draft, trainable: Set[str]) -> Facts:
-    """Returns assumed facts: a gradient flows through all operators but some, and some return views, by
-    name."""
+    """Returns facts by name: which operators return views, and which a gradient does not flow through."""
     facts = Facts(fake_mode())
     fresh = count()
     for node in draft.graph.nodes:

@@ -1,5 +1,4 @@
-"""Statements that an author wrote over several lines: operators keep the whole statement and its first
-line."""
+"""Statements over several lines: operators keep the whole statement and its first line."""
 
 from __future__ import annotations
 

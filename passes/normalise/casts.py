@@ -87,8 +87,7 @@ def _is_idle(node: fx.Node) -> bool:
 
 
 class _UnderAutocast(FakeRun):
-    """Runs the program under autocast; an operator that refuses operands of two types has its traced
-    value."""
+    """Runs under autocast; an operator that refuses operands of two types keeps its traced value."""
 
     def __init__(self, program: FxProgram, facts: Facts, idle: frozenset[str]) -> None:
         super().__init__(program, facts.mode)

@@ -277,8 +277,7 @@ _OF_PARTS = {"select", "slice", "diagonal", "index_put_", "index_copy_", "scatte
 
 
 def _only_part(cat: fx.Node) -> fx.Node | None:
-    """Returns the single part of `torch.cat`, or None; an empty tensor, with which a cache begins, is
-    ignored."""
+    """Returns the only part of `torch.cat`, or None; empty ones, with which caches begin, do not count."""
     parts = cat.args[0]
     assert isinstance(parts, list | tuple)
     nodes = [part for part in parts if isinstance(part, fx.Node)]
@@ -288,8 +287,7 @@ def _only_part(cat: fx.Node) -> fx.Node | None:
 
 
 def _is_empty(value: object) -> bool:
-    """Whether the tensor is 1-D and empty for all batches and values: a symbolic size never counts as
-    zero."""
+    """Whether the tensor is 1-D and empty for every batch: a symbolic size never counts as 0."""
     if not isinstance(value, torch.Tensor) or value.ndim != 1:
         return False
     return isinstance(value.shape[0], int) and value.shape[0] == 0

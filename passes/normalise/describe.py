@@ -45,8 +45,7 @@ class Describer:
         return self._unknown(node) if fake is None else self._spec(fake, node.meta.get("val"))
 
     def _spec(self, fake: torch.Tensor, traced_value: Any) -> TensorSpec:
-        """Returns a spec with the symbolic shape of the trace, and the sizes and gradient of the observed
-        run."""
+        """Returns a spec with the trace's symbolic shape, and size and gradient of the observed run."""
         shape = traced_value.shape if isinstance(traced_value, torch.Tensor) else fake.shape
         return TensorSpec(
             shape=tuple(self.size(size) for size in shape),
@@ -59,8 +58,7 @@ class Describer:
         return TensorSpec(None, assumed_dtype(node, self.draft), self.facts.requires_grad(node.name))
 
     def example_size(self, size: Any) -> int:
-        """Returns the size at the example; a size that depends on data has its upper bound, or 1 if
-        unknown."""
+        """Returns the example's size; for one that depends on data its upper bound, or 1 if unknown."""
         return size if isinstance(size, int) else size.node.hint or 1
 
     def size(self, size: Any) -> int | str:
@@ -110,8 +108,7 @@ class Describer:
         )
 
     def _state_read(self, node: fx.Node) -> list[str]:
-        """Returns the names of the parameters and buffers that a node reads; a whole layer reads all of its
-        own."""
+        """Returns the parameters and buffers that a node reads, by name; a whole layer reads all its own."""
         module = self.draft.module_of(node)
         if module is not None:
             state = [*module.named_parameters(), *module.named_buffers()]
@@ -136,8 +133,7 @@ class Describer:
         of_inputs: Set[str],
         heavy: set[str],
     ) -> bool:
-        """Whether each stage may compute the node itself; adds it to `heavy` if only its cost is against
-        that."""
+        """Whether each stage may compute the node itself; if only its cost forbids that, it joins `heavy`."""
         if node.name in self.memory.groups or asserts_assumption(node):
             return False
         if not outputs and _is_size(self.facts.values.get(node.name)):
@@ -166,8 +162,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _module(node: fx.Node) -> tuple[str, str] | None:
-    """Returns path and class of the innermost module whose forward the node came from, if the trace has
-    it."""
+    """Returns path and class of the innermost module that the node came from, if the trace has it."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     if not stack:
         return None

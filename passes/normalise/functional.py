@@ -380,8 +380,7 @@ class _Rewriter:
     def _scattered(
         self, scatter: Any, before: fx.Node, value: fx.Node, where: tuple[Any, ...], writer: fx.Node
     ) -> fx.Node:
-        """Emits a scatter; complex numbers as pairs of real ones, since torch cannot differentiate it
-        otherwise."""
+        """Emits a scatter, of pairs for complex numbers: torch has no derivative of complex scatters."""
         known = before.meta.get("val")
         if known is None or not known.is_complex():
             return self._emit(scatter, (before, value, *where), writer)

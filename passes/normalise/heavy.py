@@ -45,8 +45,7 @@ def is_product(node: fx.Node) -> bool:
 
 
 def is_heavy(node: fx.Node, taken: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
-    """Whether sending the result is faster than computing it; `taken` and `given` are operands and
-    results."""
+    """Whether its result is faster sent than computed; `taken` and `given` are operands and results."""
     name = operator_name(node)
     if name in _MANY_STEPS or name.startswith(_MANY_STEPS_BEGIN) or _is_of_others(node):
         steps = _STEPS * (_num_elements(taken) + _num_elements(given))
@@ -63,8 +62,7 @@ def _is_of_others(node: fx.Node) -> bool:
 
 
 def _num_elements(tensors: Sequence[torch.Tensor]) -> int:
-    """Returns the number of elements at the example's sizes; sizes that depend on values by their upper
-    bound."""
+    """Returns the number of elements at the example's sizes, or at the bounds of sizes that values decide."""
     return sum(
         math.prod(size if isinstance(size, int) else size.node.hint or 1 for size in tensor.shape)
         for tensor in tensors

@@ -228,8 +228,7 @@ class _Copier:
 
 
 def _outermost_frames(stack_trace: str, number: int) -> str:
-    """Returns the stack trace without frames of layers within a map: the mapping module does not call
-    them."""
+    """Returns the stack trace without layers within a map, which the mapping module does not call."""
     before, *frames = re.split(r'(?=  File ")', stack_trace)
     forwards = [place for place, frame in enumerate(frames) if ", in forward\n" in frame]
     end = forwards[number] if number < len(forwards) else len(frames)

@@ -22,8 +22,7 @@ _WITHOUT_VALUES = {"empty", "new_empty", "empty_like"}
 
 
 def make_at_their_size(draft: Draft) -> None:
-    """Removes `resize_` and `resize_as_`; raises TraceError where they change the size of a tensor with
-    values."""
+    """Removes `resize_` and `resize_as_`; raises TraceError where they resize a tensor with values."""
     position = {node: place for place, node in enumerate(draft.graph.nodes)}
     for node in position:
         if node.op != "call_function" or operator_name(node) not in {"resize_", "resize_as_"}:

@@ -21,8 +21,7 @@ from .vmap_regions import has_transforms
 
 
 def accept_exported(program: ExportedProgram) -> Traced:
-    """Accepts the user's program: its own example inputs serve as such, its first dynamic dimension 0 is the
-    batch."""
+    """Accepts a program with its own example inputs; its first dynamic dimension 0 is the batch."""
     if has_transforms(program.graph_module):
         raise TraceError(
             "the ExportedProgram maps or differentiates by torch.func (torch.vmap, torch.func.grad), which "
@@ -139,8 +138,7 @@ def _fake(value: Any) -> Any:
 
 
 def _names(output: Any) -> tuple[tuple[str, ...], str | None]:
-    """Returns the output names and the loss's name, in the program's order: a tuple's loss can only be
-    first."""
+    """Returns the output names and the loss's name; a tuple's loss can only be its first element."""
     named = named_outputs(output, has_loss=True, place=0 if loss_place(output) == 0 else None)
     names: list[str] = []
     for name, _ in named:

@@ -70,8 +70,7 @@ class _Slot:
 
 
 def find_example_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Returns the model's own `example_inputs()`, or a Hugging Face model's `dummy_inputs`; None if it has
-    none.
+    """Returns the model's own `example_inputs()`, or a Hugging Face model's `dummy_inputs`, or None.
 
     They are moved to the GPU if all of the model is there. A language model's dummy tokens serve as its
     labels too, since without labels it would have no loss to train on.
@@ -199,8 +198,7 @@ def arguments_without_examples(model: nn.Module, *, has_targets: bool) -> FlatAr
 
 
 def common_batch_size(flat: FlatArguments) -> int:
-    """Returns the size of dimension 0 that most of the tensors share, or the first tensor's if none share
-    one."""
+    """Returns the size of dimension 0 that most tensors share, or else that of the first tensor."""
     sizes = Counter(tensor.shape[0] for tensor in flat.tensors if tensor.dim() > 0)
     if not sizes:
         raise InputError(

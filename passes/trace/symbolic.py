@@ -187,8 +187,7 @@ class _Uncompiled(fx.GraphModule):
 
 
 class _RefuseDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses random numbers that depend on no input: they are drawn while tracing, and would be
-    constants."""
+    """Refuses random numbers that depend on no input: drawn while tracing, they would be constants."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -201,8 +200,7 @@ class _RefuseDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _refuse_custom_backwards() -> Iterator[None]:
-    """Refuses custom autograd functions: torch.fx sees the operators of their forward, and loses the
-    backward."""
+    """Refuses custom autograd functions: torch.fx would keep their forward and lose the backward."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(arg, fx.Proxy) for arg in args):

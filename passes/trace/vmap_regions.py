@@ -127,8 +127,7 @@ def _traced(module: fx.GraphModule, values: Sequence[Any], place: dict[str, Any]
 
 @contextmanager
 def _transforms_ended() -> Iterator[None]:
-    """Leaves the levels of transforms afterwards: an error between their two calls would leave torch in
-    one."""
+    """Leaves all levels of transforms afterwards: an error in a region would leave torch inside one."""
     depth = _functorch.get_dynamic_layer_stack_depth()
     try:
         yield

@@ -1,5 +1,4 @@
-"""Compares stages with the original model on the same inputs: outputs, gradients, buffers, written
-parameters.
+"""Compares stages with the original model: outputs, gradients, buffers, written parameters.
 
 The stages run in one process, one after another, forward and then backward, exactly as the runtime chains
 them; the model runs as it is. Both draw the same random numbers. The same operations in the same order give

@@ -36,8 +36,7 @@ class Difference:
 
 
 def coarsest_tolerance(graph: OperatorGraph, programs: Sequence[StageProgram]) -> float:
-    """Returns the tolerance of the coarsest type that the stages compute in, whatever they take and
-    return."""
+    """Returns the tolerance of the coarsest type that the stages compute in, inside of them too."""
     computed = [op for op in graph.operators.values() if not op.is_replicable]
     dtypes = {spec.dtype for op in computed for spec in op.outputs}
     autocast = [program.source for program in programs if "torch.autocast(" in program.source]
@@ -46,8 +45,7 @@ def coarsest_tolerance(graph: OperatorGraph, programs: Sequence[StageProgram]) -
 
 
 def tolerance_of(tensor: Tensor | None, coarsest: float) -> float:
-    """Returns what a tensor may differ by: 0 for whole numbers, or the larger of `coarsest` and its
-    type's."""
+    """Returns a tensor's tolerance: 0 for whole numbers, else the larger of `coarsest` and its type's."""
     own = None if tensor is None else _TOLERANCES.get(tensor.dtype)
     return 0.0 if own is None else max(own, coarsest)
 

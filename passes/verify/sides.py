@@ -29,9 +29,8 @@ class Run:
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor | None]
     buffers: Mapping[str, Tensor]
-    written: Mapping[
-        str, Tensor
-    ]  # parameters: those that the model's forward has written; all of the stages'
+    # Parameters: of the model, those that its forward has written; of the stages, all.
+    written: Mapping[str, Tensor]
 
 
 def draws_in_program_order(graph: OperatorGraph, plan: Plan) -> bool:

@@ -18,8 +18,7 @@ _LEAST, _LARGEST = 0x00000040, 0x12DD9BB3  # state words whose outputs are 0x40 
 
 
 def calls_by_chance() -> list[AbstractContextManager[None]]:
-    """Returns contexts for calls that are to be compared: least numbers, largest ones, and two other
-    seeds."""
+    """Returns contexts for calls to compare: the least numbers, the largest, and two other seeds."""
     return [
         extreme_numbers(largest=False),
         extreme_numbers(largest=True),

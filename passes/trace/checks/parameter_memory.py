@@ -19,8 +19,7 @@ _Extent = tuple[int, int]  # the first address, and the one after the last
 
 
 def parameter_in_memory_of(tensors: Iterable[Any], model: nn.Module) -> str | None:
-    """Returns the name of the first trainable parameter that shares memory with, or is, one of the
-    tensors."""
+    """Returns the first trainable parameter that shares memory with, or is, one of the tensors."""
     trained = [
         (name, _extent(parameter)) for name, parameter in model.named_parameters() if parameter.requires_grad
     ]

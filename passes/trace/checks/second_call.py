@@ -35,8 +35,7 @@ _MANY = 1000  # calls, after which a condition on their number has surely change
 
 
 class OtherNextTimeError(TraceError):
-    """The next call computes something else, by attributes that the first sets; `change` names one of
-    them."""
+    """The next call computes something else, because of attributes (`change` is one) that the first sets."""
 
     def __init__(self, message: str, change: str) -> None:
         super().__init__(f"{message}; if only a first call is another one, run the model once, then split it")
@@ -224,8 +223,7 @@ def _other(tensor: torch.Tensor) -> torch.Tensor:
 def results_of(
     program: Program, given: Mapping[str, torch.Tensor], factors: _Factors = None
 ) -> dict[str, torch.Tensor]:
-    """Runs the model itself, with the random numbers of checks and trained weights multiplied by the
-    factors."""
+    """Runs the model itself, with the random numbers of checks and weights multiplied by the factors."""
     with state_kept(program), random_numbers_kept():
         if factors is not None:
             _move_weights(program, factors)

@@ -57,8 +57,7 @@ def _may_differ_for_one(
 
 
 def _as_traced(exported: ExportedProgram, program: Program, tensors: Mapping[str, Tensor]) -> list[Any]:
-    """Returns the program's results as `results_of` does the model's, without the module's checks of
-    sizes."""
+    """Returns the program's results as `results_of` does the model's, without the checks of sizes."""
     user = iter([tensors[name].clone() for name in program.flat.names])
     arguments: list[Any] = []
     for entry in exported.graph_signature.input_specs:

@@ -38,10 +38,9 @@ def attributes_on(tensor: Any) -> dict[str, Any]:
 def carry_attributes(
     originals: Mapping[str, torch.Tensor], current: Mapping[str, torch.Tensor]
 ) -> Iterator[None]:
-    """Sets the attributes of the original tensors on the fake ones in their places, and removes them
-    afterwards.
+    """Gives fake tensors the attributes of the originals in whose places they are.
 
-    Attributes that the forward has set meanwhile are removed as well.
+    Afterwards these attributes, and those that the forward has set meanwhile, are removed.
     """
     instead = [(originals[name], tensor) for name, tensor in current.items() if name in originals]
     traced = [(original, tensor) for original, tensor in instead if isinstance(tensor, FakeTensor)]

@@ -1,5 +1,4 @@
-"""The model's own activation checkpointing, which a trace leaves out: the plan decides what a stage
-recomputes."""
+"""The model's own activation checkpointing, left out of traces: the plan decides what is recomputed."""
 
 from __future__ import annotations
 

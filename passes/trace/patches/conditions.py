@@ -187,8 +187,7 @@ def _on_truth(answer: Callable[[Tensor, AskedAt], bool], number: Callable[[Tenso
 
 @contextmanager
 def _on_conversion(number: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Makes `int(tensor)` and `float(tensor)` of what `number` returns, or of the tensor where that is
-    None."""
+    """Makes `int(tensor)` and `float(tensor)` of what `number` returns, if that is not None."""
     thread = threading.get_ident()
 
     def converting(kind: type, plain: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:

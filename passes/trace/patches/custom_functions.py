@@ -81,8 +81,7 @@ _RUN_AS_THEY_ARE = ("torch", "pd2bw_fx")
 
 @dataclass(slots=True)
 class _Names:
-    """Names of the classes in generated code: each stands once in a model and begins with a capital
-    letter."""
+    """Names of the classes in generated code: each is unique in a model and begins with a capital."""
 
     given: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
@@ -99,8 +98,7 @@ class _Names:
 
 
 def _call(cls: Any, args: Sequence[Any], names: _Names) -> Any:
-    """Makes the call by an operator. Raises TraceError with the reason where the function cannot be
-    traced."""
+    """Makes the call by an operator, or raises TraceError with the reason why it cannot be traced."""
     answer: list[_TracedFunction | Exception] = []
 
     def work() -> None:
@@ -171,8 +169,7 @@ def _reason(error: Exception) -> str:
 
 
 class _FixedSizeError(ValueError):
-    """The function can only be traced at fixed sizes: a front end that fixes them may still trace the
-    model."""
+    """The function can only be traced at fixed sizes; a front end that fixes them may trace the model."""
 
 
 class _OpenSizes(Enum):
@@ -289,8 +286,7 @@ class _Traced:
         return self.open_sizes is _OpenSizes.ALL
 
     def _symbol(self, extent: Any, shapes: ShapeEnv, name: str) -> Any:
-        """Returns a symbol for a size; with `OF_THE_MODEL`, the same one for sizes that are equal in the
-        model."""
+        """Returns a symbol for a size; with `OF_THE_MODEL`, equal sizes of the model share one."""
         if self.open_sizes is _OpenSizes.ALL:
             return _symbol(_hint(extent), shapes, name)
         if extent.node.expr not in self.symbols:
@@ -341,8 +337,7 @@ class _Traced:
 
 
 def _several(names: Sequence[str], places: Iterable[int]) -> list[str]:
-    """Returns the names of the arguments at these places; the last name may stand for several
-    (`*tensors`)."""
+    """Returns the names of the arguments at these places; the last one may be `*tensors`."""
     return [names[place] if place < len(names) else f"{names[-1]}_{place}" for place in places]
 
 

@@ -1,5 +1,4 @@
-"""`tensor.data`, which torch.export loses: a trace has `tensor.detach()` instead, the same memory without
-gradients."""
+"""`tensor.data`, which torch.export loses: a trace has `tensor.detach()`, its memory without gradients."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from .conditions import authors_line
 
 
 class DataIsDetached(TorchFunctionMode):
-    """Reads `h.data` as `h.detach()`, and writes the value of `buffer.data = value` into the buffer's
-    memory."""
+    """Reads `h.data` as `h.detach()`, and writes the value of `buffer.data = value` into the buffer."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -78,8 +78,7 @@ def _jvp_by_vjps(
 def _mapped(
     func: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, allow_none_pass_through: bool = False
 ) -> Callable[..., Any]:
-    """Maps over batches of gradients by `torch.vmap`, which a trace knows, as autograd does by its own
-    map."""
+    """Maps over batches of gradients by `torch.vmap`, which a trace knows, not by autograd's own map."""
 
     def mapped(*args: Any) -> Any:
         missing: list[bool] = []

@@ -159,8 +159,7 @@ _NUMBERS: Mapping[str, type] = {"int": _Int, "float": _Float}
 
 @functools.cache
 def _only_called(file: ModuleType) -> frozenset[str]:
-    """Returns which of `int` and `float` a file calls and otherwise names only in annotations and
-    isinstance."""
+    """Returns which of `int` and `float` a file calls and otherwise only has in annotations or isinstance."""
     try:
         tree = ast.parse(inspect.getsource(file))
     except (OSError, TypeError, SyntaxError):

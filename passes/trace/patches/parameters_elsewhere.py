@@ -1,5 +1,4 @@
-"""Parameters that a forward reads from elsewhere than their module: from a list beside the layers, from a
-partial, from a library's own variables.
+"""Parameters that a forward has from elsewhere than their module: from a list, a partial, a library.
 
 While it traces, torch puts another tensor in a parameter's place in its module. A forward that holds the
 parameter itself would put its values into the trace as a constant, which nothing trains.
@@ -47,8 +46,7 @@ class ParametersReadInstead(TorchFunctionMode):
 
 
 def in_their_modules(model: nn.Module) -> Instead:
-    """Returns a function from a parameter or buffer of now to what is in its place in its module when
-    called."""
+    """Returns a function from a tensor of now to what its module then has in its place."""
     places = {
         id(tensor): (registry, name)
         for module in model.modules()

@@ -127,8 +127,7 @@ _KEEPING_NOTHING |= {"size", "stride", "storage_offset"}
 
 
 def _memory(tensor: Tensor) -> int:
-    """Returns an identity of the tensor's storage; 0 for a value within a map, which has no storage of its
-    own."""
+    """Returns the identity of the tensor's storage, or 0 for a value within a map, which has none."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return 0
     return int(tensor.untyped_storage()._cdata)

@@ -36,8 +36,7 @@ class SizeAnswers:
 
 @contextmanager
 def record_size_answers(answers: SizeAnswers) -> Iterator[None]:
-    """Adds to `answers` each condition on open sizes in the author's code, and each number made of open
-    sizes."""
+    """Adds conditions on open sizes in the author's code, and numbers made of open sizes, to `answers`."""
     kind: Any = torch.SymBool
     number_kind: Any = SymNode
     plain, plain_number = kind.__bool__, number_kind.guard_int
