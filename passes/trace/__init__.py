@@ -16,6 +16,7 @@ its draft mode finds them.
     module            what is in it
     inputs            example inputs: found, bound to the forward's arguments, flattened and named
     program           the module that is traced: flat tensors in, flat named tensors out, the model inside
+    front_ends        one front end's trace of a program, with the batch sizes that it is right for
     exported          the front ends by torch.export, and all their retries
     symbolic          the front end by torch.fx
     given             programs that the user traced
@@ -46,13 +47,11 @@ from pd2bw_fx.arguments import require_loss_function
 from pd2bw_fx.attributes import attributes_kept
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError, require_not_interrupted
 from pd2bw_fx.program import torch_errors_unlogged, training_context
-from pd2bw_fx.size_range import ANY_SIZE
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
 from .advice import cannot_be_traced, may_be_allowed
 from .checks.parameter_memory import require_memory_apart
 from .checks.second_call import OtherNextTimeError, called_before, fill_caches_outside, require_nothing_kept
-from .checks.single_sample import is_right_for_one
 from .checks.unsupported import (
     refuse_inference_mode,
     refuse_tensor_hooks,
@@ -60,8 +59,8 @@ from .checks.unsupported import (
     require_traceable_modules,
 )
 from .draft import draft_findings
-from .eager_run import conditions_of, require_eager_run, require_nothing_written, state_kept
-from .exported import batch_sizes, export, foreign_operators
+from .eager_run import conditions_of, require_eager_run
+from .front_ends import trace_by
 from .given import accept_exported, accept_graph_module
 from .inputs import (
     FlatArguments,
@@ -71,11 +70,11 @@ from .inputs import (
     flatten_arguments,
     without_cache,
 )
-from .notes import note_on_operator, notes_of
+from .notes import notes_of
 from .patches.conditions import UnseenChoiceError
-from .program import MODEL_PREFIX, Program
+from .program import Program
 from .source_lines import one_line
-from .symbolic import trace_symbolically, writes_in_place
+from .symbolic import writes_in_place
 
 __all__ = ["find_example_inputs", "trace"]
 
@@ -86,8 +85,6 @@ _FRONT_ENDS: dict[str, tuple[str, ...]] = {
     "fx": ("fx",),
     "export-sequence": ("export-sequence", "export", "export-static"),
 }
-
-_OPEN = ("export", "export-as-example", "export-sequence")
 
 _NO_CONDITIONS = (
     "no condition on values was met on the example inputs (of numbers that int() or float() has made none is "
@@ -122,7 +119,7 @@ class _Outcome:
     @property
     def needs_findings(self) -> bool:
         """Whether `export` failed, and no other front end has an open batch size."""
-        is_open = self.traced is not None and self.traced.report.tracer in _OPEN
+        is_open = self.traced is not None and self.traced.dynamic_batch
         return any(name == "export" for name, _ in self.failures) and not is_open
 
 
@@ -281,7 +278,7 @@ def _attempt(name: str, program: Program, request: _Request) -> Traced | None:
         refuse_tensor_hooks(),
         refuse_inference_mode(request.model),
     ):
-        traced = _traced(name, program, request.batch_size)
+        traced = trace_by(name, program, request.batch_size)
     require_nothing_kept(program)  # once what the trace has left in attributes is gone
     if request.tracer == "auto":
         conditions.require_checks()
@@ -305,60 +302,6 @@ def _asserted(by_fx: _Outcome, flat: FlatArguments, request: _Request) -> _Outco
     name = "export-as-example"
     again = _first_that_works((name,), flat, replace(request, tracer=name))
     return None if again.traced is None else replace(again, failures=by_fx.failures[:1])
-
-
-def _traced(name: str, program: Program, batch_size: int | None) -> Traced:
-    flat, examples = program.flat, dict(zip(program.flat.names, program.flat.tensors, strict=False))
-    sizes = ANY_SIZE
-    if name == "fx":
-        with state_kept(program) as written:
-            graph: ExportedProgram | fx.GraphModule = trace_symbolically(program)
-        require_nothing_written(written)
-        if examples:
-            require_eager_run(program)  # finds out which result is the loss, which fx does not know
-        notes: tuple[str, ...] = ("torch.fx does not see data types, and keeps torch.nn layers whole",)
-    else:
-        batch = None if name == "export-static" else batch_size
-        graph = export(program, batch, with_lengths=name == "export-sequence")
-        if batch is not None:
-            sizes = batch_sizes(
-                graph, _placeholders(graph, flat, batch), multiple_of=program.options.multiple_of
-            )
-        if batch is not None and sizes.least <= 1 and not is_right_for_one(graph, program, batch):
-            sizes = replace(sizes, least=2)
-            if batch == 1:
-                raise ValueError("the model goes another way for one sample than for more")
-        static = f"traced at batch size {batch_size} alone: no other one can be run"
-        notes = (static,) if name == "export-static" else program.options.conditions.notes()
-        if not sizes.is_open:
-            notes += (
-                f"this program is for batches of {sizes}: others may go another way through the model, where "
-                "it, or a function that it calls (torch.cdist for one), asks for the batch size",
-            )
-        notes += tuple(map(note_on_operator, foreign_operators(graph)))
-    return Traced(
-        program=graph,
-        model=program.model,
-        inputs=flat.names,
-        outputs=program.record.output_names,
-        loss=program.record.loss,
-        report=TraceReport(name, notes=notes),
-        prefix=MODEL_PREFIX,
-        batch_size=batch_size,
-        batched_inputs=frozenset() if batch_size is None else flat.batched(batch_size),
-        dynamic_batch=name in _OPEN,
-        batch_sizes=sizes,
-        lengths=flat.lengths(batch_size) if name == "export-sequence" and batch_size is not None else {},
-        changing=tuple(change.module for change in program.watch.changes if change.is_of_a_layer),
-        examples=examples,
-        call=program.call if examples else None,
-    )
-
-
-def _placeholders(program: ExportedProgram, flat: FlatArguments, batch_size: int) -> list[str]:
-    """Returns the names in the program of the inputs whose dimension 0 is the batch."""
-    batched, inputs = flat.batched(batch_size), program.graph_signature.user_inputs
-    return [str(inner) for name, inner in zip(flat.names, inputs, strict=True) if name in batched]
 
 
 def _accepted(
