@@ -76,7 +76,9 @@ def require(name: str) -> Any:
     try:
         return __import__(name)
     except ImportError as error:
-        raise ExportError(f"{name} is not installed; try: pip install pd2bw-fx[onnx]") from error
+        raise ExportError(
+            f'{name} is not installed; in a clone of pd2bw_fx try: pip install ".[onnx]"'
+        ) from error
 
 
 def run_failure(error: BaseException) -> str:

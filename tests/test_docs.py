@@ -50,12 +50,12 @@ def test_the_planner_is_called_as_its_page_says() -> None:
     assert names["edited"] == names["plan"]
 
 
-def test_the_ten_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_pipeline_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    ten_lines = blocks("README.md", "python")[0].replace("num_batches=100", "num_batches=2")
+    lines = blocks("README.md", "python")[0].replace("num_batches=100", "num_batches=2")
     names: dict[str, object] = {}
 
-    exec(compile(ten_lines, "README.md", "exec"), names)
+    exec(compile(lines, "README.md", "exec"), names)
 
     pipe = names["pipe"]
     assert isinstance(pipe, Pipeline)

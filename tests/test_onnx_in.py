@@ -359,7 +359,7 @@ for call in (lambda: split_onnx("model.onnx", "parts", cluster=2), lambda: merge
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
-    assert done.stdout == "onnx is not installed; try: pip install pd2bw-fx[onnx]\n" * 2
+    assert done.stdout == 'onnx is not installed; in a clone of pd2bw_fx try: pip install ".[onnx]"\n' * 2
 
 
 def test_the_how_to_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
