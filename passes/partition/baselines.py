@@ -1,7 +1,7 @@
-"""What other planners would choose, priced with the same costs as ours.
+"""Assignments that other planners would choose, priced with the same costs as ours.
 
-Each cuts the program order into intervals and puts stage s on device s; what a rule does not look at
-(memory, links, unlike devices) is charged to it all the same.
+Each rule cuts the program order into intervals and puts stage s on device s. What a rule does not look at
+(memory, links, unlike devices) is priced all the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RULES = ("equal", "parameters", "time", "pipedream")
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """One rule's assignment by block name. Where it does not `fit`, no device could run it as it is."""
+    """One rule's assignment, by block name. `fits` is False where some stage exceeds its device's memory."""
 
     rule: str
     stage_of: Mapping[str, int]
@@ -46,7 +46,7 @@ def baselines(
     recompute: bool | Literal["auto"] = False,
     layers: Sequence[Sequence[str]] | None = None,
 ) -> tuple[Baseline, ...]:
-    """The four rules on one problem; arguments as for `partition`.
+    """Returns the assignments of four rules; arguments are those of `partition`.
 
     - equal: as many layers on every stage, as the 2BW paper does (arXiv 2006.09503, section 3.3); a layer is
       one of `layers` (block names, in order), or one block where they are not given; with recompute="auto"
@@ -96,7 +96,7 @@ def _equal(names: Sequence[str], layers: Sequence[Sequence[str]] | None, num_sta
     stage_of_name = {
         name: at * num_stages // len(layers) for at, layer in enumerate(layers) for name in layer
     }
-    # Blocks outside of all layers, the embedding and the head, go where the block before them went.
+    # Blocks outside of all layers (the embedding and the head) go to the stage of the block before them.
     stages, stage = [], 0
     for name in names:
         stage = max(stage, stage_of_name.get(name, stage))
@@ -105,7 +105,8 @@ def _equal(names: Sequence[str], layers: Sequence[Sequence[str]] | None, num_sta
 
 
 def _balanced(amounts: Floats, crossing: Floats, num_stages: int) -> Integers:
-    """Intervals whose largest sum, or crossing cost, is smallest; crossing[i] is that of cutting before i."""
+    """Returns intervals whose largest sum or crossing cost is smallest. crossing[i] is the cost of a cut
+    before i."""
     n = len(amounts)
     sums = np.concatenate(([0.0], amounts.cumsum()))
     share = sums[None, :] - sums[:, None]
@@ -130,7 +131,8 @@ def _balanced(amounts: Floats, crossing: Floats, num_stages: int) -> Integers:
 
 
 def _crossing_s(problem: Problem, cluster: Cluster, names: Sequence[str]) -> Floats:
-    """Time on the slowest link for all that crosses each place of the order, gradients included."""
+    """Returns, for each place of the order, the time of the slowest link for all that crosses it, gradients
+    included."""
     position = {name: at for at, name in enumerate(names)}
     pairs = [(a, b) for a in range(len(cluster)) for b in range(len(cluster)) if a != b]
     slowest = min((cluster.bytes_per_s[a][b] for a, b in pairs), default=np.inf)

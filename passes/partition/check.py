@@ -1,4 +1,4 @@
-"""A plan that somebody changed, held against its problem and priced again."""
+"""Checks an edited plan against its problem, and prices it again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .gradient_sums import GradientSums
 from .instance import Integers, evaluate
 from .planning import plan_of, proven_for
 from .reader import Reader, check_problem, topological_order
-from .replicas import shared_out
+from .replicas import with_replicas
 
 _ROUNDING = 1e-9
 
@@ -36,7 +36,7 @@ def check_plan(
     overlap: bool = False,
     constraints: Constraints | None = None,
 ) -> Plan:
-    """The plan with the times, memory and transfers that its assignment really has.
+    """Returns the plan with the times, memory and transfers that its assignment really has.
 
     Four things are read from each stage: its operators, its device, whether it recomputes and what its method
     keeps there (`passes.check_given_plan` works that out for every method). All else is computed anew. The
@@ -92,7 +92,7 @@ def _other_graph(plan: Plan, problem: Problem) -> PlanMismatchError:
 
 
 def _may_have_asked(plan: Plan) -> Iterator[bool | Literal["auto"]]:
-    """Which wishes to recompute such a plan grants."""
+    """Yields the values of `recompute` that such a plan may have been asked for with."""
     yield "auto"
     again = {stage.recompute for stage in plan.stages}
     if len(again) == 1:
@@ -185,7 +185,7 @@ def _priced(
     instance = replace(reader.instance(order), recompute=recompute)
     if plan.replicas is not None:
         sums = GradientSums.of(problem, cluster)
-        instance = shared_out(instance, plan.replicas, sums, plan.microbatches_per_update)
+        instance = with_replicas(instance, plan.replicas, sums, plan.microbatches_per_update)
     loads = evaluate(instance, stage_of)
     over = np.flatnonzero(loads.memory_bytes > instance.limit_bytes)
     for at in over.tolist():

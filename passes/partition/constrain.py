@@ -1,7 +1,7 @@
-"""A user's constraints as changes of the problem: blocks joined, blocks pinned, memory capped.
+"""Applies a user's constraints to the problem: joins blocks, pins blocks, caps memory.
 
-What contradicts itself, or the order of the graph, is named here; what only the limits of memory forbid is
-left to the search.
+Constraints that contradict one another, or the order of the graph, are refused here. Those that only memory
+limits forbid are left to the search.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from pd2bw_fx.units import parse_bytes
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A block that may be on one stage only, or on that of one of these devices; `name` is what the user
-    called it, `on` says which devices these are, and `together` what the user keeps together with it."""
+    """A block that may only be on `stage`, or on the stage of one of `devices`.
+
+    For messages: `name` is what the user called the block, `on` says which devices these are, and `together`
+    what the user keeps together with it.
+    """
 
     block: str
     name: str
@@ -46,7 +49,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Constrained:
-    """The problem and the cluster as the constraints leave them, and the blocks that are pinned."""
+    """The problem and the cluster with the constraints applied, and the pins that are left for the search."""
 
     problem: Problem
     cluster: Cluster
@@ -56,7 +59,7 @@ class Constrained:
 def constrain(
     problem: Problem, cluster: Cluster, constraints: Constraints, *, num_stages: int
 ) -> Constrained:
-    """Raises InputError for a name that nothing has, and for wishes that cannot be granted together."""
+    """Applies constraints. Raises InputError for an unknown name, and for constraints that contradict."""
     limited = capped(cluster, constraints.memory_bytes)
     if not (constraints.stage_of or constraints.device_of or constraints.together or constraints.whole):
         return Constrained(problem, limited, ())
@@ -95,7 +98,7 @@ def constrain(
 
 
 class _Names:
-    """What a name means: an operator, or a module's path."""
+    """Looks up what a name means: an operator, or the path of a module."""
 
     def __init__(self, problem: Problem) -> None:
         self.block_of = {name: block.name for block in problem.blocks for name in block.operators}
@@ -107,7 +110,7 @@ class _Names:
                 self.paths.setdefault(".".join(parts[:end]), []).append(operator)
 
     def blocks(self, names: Sequence[str]) -> list[str]:
-        """The blocks of all operators that any of the names means."""
+        """Returns the blocks of all operators that the names mean."""
         if isinstance(names, str):
             raise InputError(f"together has {names!r}, one name; give tuples of names, or use whole")
         found = []
@@ -117,7 +120,7 @@ class _Names:
         return list(dict.fromkeys(found))
 
     def modules(self, pattern: str) -> Iterable[list[str]]:
-        """The blocks of each module that the pattern matches."""
+        """Yields the blocks of each module that the pattern matches."""
         for path in self._matching(pattern):
             yield list(dict.fromkeys(self.block_of[o] for o in self.paths[path] if o in self.block_of))
 
@@ -139,7 +142,7 @@ def _renamed(blocks: Iterable[str], joined_name: Mapping[str, str]) -> list[str]
 
 
 def devices_meant(cluster: Cluster, given: str | int | Sequence[str | int]) -> tuple[int, ...]:
-    """Indices of a device, or of several, by name or index. Raises InputError for one that there is not."""
+    """Returns the indices of one or several devices, given by name or index. Raises InputError for others."""
     several = given if isinstance(given, tuple | list) else (given,)
     return tuple(_device(cluster, one) for one in several)
 
@@ -162,7 +165,7 @@ def _device(cluster: Cluster, given: Any) -> int:
 
 
 def capped(cluster: Cluster, memory_bytes: Mapping[str | int, int | str]) -> Cluster:
-    """With at most so much memory on these devices."""
+    """Returns the cluster with at most so much memory on these devices."""
     devices = list(cluster.devices)
     for given, cap in memory_bytes.items():
         at = _device(cluster, given)
@@ -177,7 +180,8 @@ def capped(cluster: Cluster, memory_bytes: Mapping[str | int, int | str]) -> Clu
 
 
 def _joined(problem: Problem, groups: Iterable[Sequence[str]]) -> tuple[Problem, dict[str, str]]:
-    """Each group, and whatever lies between two of its blocks, as one block; and what each block became."""
+    """Joins each group, and all that lies between two of its blocks, into one block. Returns the problem, and
+    the new name of each block."""
     graph: nx.DiGraph[str] = nx.DiGraph()
     graph.add_nodes_from(block.name for block in problem.blocks)
     graph.add_edges_from((v.producer, reader) for v in problem.values for reader in v.consumers)
@@ -219,7 +223,8 @@ def _between(value: Value, name_of: Mapping[str, str]) -> Value | None:
 
 
 def _check_pins(problem: Problem, cluster: Cluster, pins: Sequence[Pin]) -> None:
-    """No block on two stages or devices, no reader before what it reads."""
+    """Refuses pins of one block to two stages or devices, and of a reader to an earlier stage than its
+    input."""
     of_block: dict[str, list[Pin]] = {}
     for pin in pins:
         for other in of_block.setdefault(pin.block, []):
@@ -247,5 +252,5 @@ def _check_pair(cluster: Cluster, pin: Pin, other: Pin) -> None:
         what = f"{names[0]} as {other.name!r} and to {names[1]} as {pin.name!r}"
     else:
         return
-    company = f"; {', '.join(pin.together)} are kept together" if pin.together else ""
-    raise InputError(f"{pin.block!r} is pinned to {what}{company}")
+    kept = f"; {', '.join(pin.together)} are kept together" if pin.together else ""
+    raise InputError(f"{pin.block!r} is pinned to {what}{kept}")

@@ -26,7 +26,7 @@ from .instance import Flags, Instance, Integers, Loads, evaluate
 from .memory_kept import METHODS
 from .plan_problem import partition
 from .reader import Reader, check_problem, topological_order
-from .replicas import KeepingCopies, partition_replicated, shared_out, stashing
+from .replicas import KeepingCopies, partition_replicated, stashing, with_replicas
 from .request import Keeping, and_another, one_device_more
 from .route import routed
 from .search.search import search
@@ -52,12 +52,13 @@ def explain(
     max_gap: float = 1e-3,
     time_limit_s: float = 60.0,
 ) -> Explanation:
-    """The cuts of a plan with their next best, what is used up, and what more of it would give.
+    """Explains a plan: each cut and the next best one, how much of time and memory is used, and what would
+    help.
 
-    Problem, cluster and the other arguments are those the plan was made with. Half of the time is for the
-    cuts, half for the changes; each next best and each change is a plan of its own, solved to `max_gap`.
-    Of a method that `partition` does not know, `kept` tells what it keeps at each of so many stages (or of
-    stages with so many copies each, as for `partition_replicated`); left out, no other number is tried.
+    Problem, cluster and the other arguments are those that the plan was made with. Half of the time is for
+    the cuts, half for the changes; each next best and each change is a plan of its own, solved to `max_gap`.
+    For a method that `partition` does not know, `kept` says what it keeps, as for `partition` or, for stages
+    with copies, `partition_replicated`. Without it no other number of stages is tried.
 
     Raises PlanMismatchError where the plan was made for another problem, InputError for a gap or a time that
     no search can stop at.
@@ -78,7 +79,7 @@ def explain(
     instance = reader.instance([stage.device for stage in plan.stages])
     if plan.replicas is not None:
         sums = GradientSums.of(constrained.problem, cluster)
-        instance = shared_out(instance, plan.replicas, sums, plan.microbatches_per_update)
+        instance = with_replicas(instance, plan.replicas, sums, plan.microbatches_per_update)
     blocks = [constrained.problem.blocks[at] for at in topological_order(constrained.problem)]
     stage_of = _assignment(plan, [block.operators for block in blocks])
     _require_its_price(plan, _loads(plan, instance, stage_of), overlap=overlap)
@@ -136,7 +137,7 @@ def _assignment(plan: Plan, operators: Sequence[Sequence[str]]) -> Integers:
 
 
 def _require_its_price(plan: Plan, loads: Loads, *, overlap: bool) -> None:
-    """What was planned with another price says nothing of this one."""
+    """Refuses a plan that these costs price otherwise: it was made with other arguments."""
     if not math.isclose(loads.bottleneck_s, plan.bottleneck_s, rel_tol=_ROUNDING, abs_tol=1e-15):
         raise PlanMismatchError(
             f"the plan's slowest stage takes {format_seconds(plan.bottleneck_s)}, and with these costs, "
@@ -146,7 +147,7 @@ def _require_its_price(plan: Plan, loads: Loads, *, overlap: bool) -> None:
 
 
 class _Cuts:
-    """Looks for the best plan that is cut elsewhere at one boundary, all devices where they are."""
+    """Finds the best plan that is cut elsewhere at one boundary, with the same device for each stage."""
 
     def __init__(
         self,
@@ -169,12 +170,12 @@ class _Cuts:
         crossing = tuple(t for t in self.plan.transfers if t.source <= stage < t.target)
         moves = list(self._moves(stage))
         choices = Choices(len(moves), lambda choice: self._with(*moves[choice]))
-        # Stages with copies send all values straight, in the plan and in what it is compared with.
+        # Stages with copies send all values straight, in this plan and in those that it is compared with.
         look = search if self.plan.replicas else search_with_routes
         try:
             found = look(choices, solver=self.solver, max_gap=self.max_gap, deadline=Deadline(time_limit_s))
         except SolverError:
-            found = None  # No other cut in the time there was, which is what None says.
+            found = None  # In a Cut, None also says that there was no time to find another one.
         if found is None:
             return Cut(stage, crossing, None)
         later = (self.stage_of <= stage) & (found.stage_of > stage)
@@ -188,8 +189,11 @@ class _Cuts:
         )
 
     def _moves(self, stage: int) -> Iterator[tuple[int, Flags]]:
-        """(node, stages closed to it). Another cut has a last node of this side beyond the boundary, or a
-        first node of the other side before it: one of these moves is part of every other cut."""
+        """Yields moves as (node, stages that are closed to it), one of which is part of every other cut.
+
+        Another cut has a last node of this side beyond the boundary, or a first node of the other side before
+        it.
+        """
         early = self.stage_of <= stage
         followed = {u for u, v in self.instance.edges if early[u] and early[v]}
         preceded = {v for u, v in self.instance.edges if not early[u] and not early[v]}
@@ -251,7 +255,7 @@ def _tried(what_if: _WhatIf, time_limit_s: float) -> Change | None:
         options = what_if.options | {"time_limit_s": time_limit_s}
         plan = what_if.planner(what_if.problem, what_if.cluster, **options)
     except (InfeasibleError, InputError, SolverError):
-        return None  # It cannot help, the method cannot have it, or there was no time to find out.
+        return None  # it does not help, the method cannot have it, or there was no time to find out
     return Change(what_if.what, plan.bottleneck_s, plan.bound_s)
 
 
@@ -263,7 +267,7 @@ def _what_ifs(plan: Plan, problem: Problem, cluster: Cluster, options: dict[str,
     for stage in plan.stages:
         cap = options["constraints"].memory_bytes
         if stage.device in cap or stage.device_name in cap:
-            continue  # The user's own cap would hide it.
+            continue  # the user's own cap would hide the change
         more = _with_memory(cluster, stage.device, GIB)
         name = f"{format_bytes(GIB)} more on {stage.device_name}"
         yield _WhatIf(name, problem, more, options)
@@ -294,8 +298,11 @@ def _what_ifs(plan: Plan, problem: Problem, cluster: Cluster, options: dict[str,
 def _what_ifs_of_copies(
     plan: Plan, problem: Problem, cluster: Cluster, options: dict[str, Any]
 ) -> Iterator[_WhatIf]:
-    """Devices stay alike: what one gets all get. Where other copies are tried, an update has the fewest
-    microbatches that they can share."""
+    """Yields changes for a plan whose stages have copies.
+
+    Devices stay alike, so a change is made to all of them. Where other numbers of copies are tried, an update
+    has the fewest microbatches that they can share equally.
+    """
 
     def what_if(what: str, on: Cluster, of: Problem = problem, **changed: Any) -> _WhatIf:
         same = options | {"replicas": plan.replicas}
@@ -321,14 +328,14 @@ def _what_ifs_of_copies(
 
 
 def _microbatches(plan: Plan) -> dict[str, int]:
-    """2BW needs as many microbatches as stages."""
+    """Returns options for one stage more, where 2BW needs as many microbatches as stages."""
     return {"microbatches_per_update": max(plan.microbatches_per_update, plan.num_stages + 1)}
 
 
 def _faster_links(
     plan: Plan, problem: Problem, cluster: Cluster, options: dict[str, Any]
 ) -> Iterator[_WhatIf]:
-    """Those that carry most in this plan."""
+    """Yields faster links: those that carry most in this plan."""
     seconds: dict[tuple[int, int], float] = {}
     for transfer in plan.transfers:
         pair = plan.stages[transfer.source].device, plan.stages[transfer.target].device

@@ -1,4 +1,4 @@
-"""What the training methods that are known here keep at each stage."""
+"""What the training methods that the planner itself knows keep in memory at each stage."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ METHODS = ("2bw", "1f1b", "gpipe")
 
 
 def kept_by(method: str, num_stages: int, microbatches_per_update: int) -> tuple[Kept, ...]:
-    """Weight versions, and microbatches whose activations a stage holds at its worst moment, by stage.
+    """Returns weight versions and microbatches in flight at a stage's worst moment, for each stage.
 
-    One forward, one backward (2BW among them): stage s of d holds d - s; GPipe holds the whole update's.
-    An update of no more microbatches than that has no gradient yet when all of them are in flight.
+    With one forward, one backward, 2BW included, stage s of d has d - s microbatches in flight. GPipe has all
+    of an update's. An update of no more microbatches than that has no gradient yet when all are in flight.
 
     Raises InputError for 2BW with fewer microbatches than stages (arXiv 2006.09503, section 3.1).
     """

@@ -1,9 +1,9 @@
-"""Published workloads as numbers for the search: the contiguous max-load problem.
+"""Plans published workloads: the contiguous max-load problem, as instances for the search.
 
-An accelerator's load is its nodes' time, plus the cost of each tensor that crosses its border, once; a CPU's
-is its nodes' time alone. Contiguity is asked of the forward graph, and nodes of one colour stay together.
-Devices are the stages of a pipeline: what they hold is a chain of down-sets, as the paper's dynamic program
-has it. Two sets that no path leaves and comes back to, and that feed each other, are none.
+An accelerator's load is the time of its nodes, plus the cost of each tensor that crosses its border, once. A
+CPU's load is the time of its nodes alone. The forward graph has to be contiguous, and nodes of one colour
+stay together. Devices are the stages of a pipeline: what they hold is a chain of down-sets, as the paper's
+dynamic program has it. Two sets that no path leaves and comes back to, and that feed each other, are none.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from .groups import Groups, RelaxedGroups, Totals, groups_of, tensors_between, t
 from .instance import Instance, Net, evaluate
 from .search.search import Enumeration, search
 
-_FEW_DOWN_SETS = 10_000
-_MAX_DOWN_SETS = 400_000
-_FEW_WITH_CPUS = 40_000
+_FEW_DOWN_SETS = 10_000  # these are enumerated in about a second
+_MAX_DOWN_SETS = 400_000  # more of them are not enumerated
+_FEW_WITH_CPUS = 40_000  # groups are joined until no more are left, where there are CPUs
 _MOST_ORDERS = 200_000  # of accelerators and CPUs
 _JOINING_SHARE = 0.25  # of the time limit, for joining groups
+# Joined first are groups with this share of all others beside them, then those with fewer.
 _SHARES_BESIDE = (1 / 4, 1 / 6, 1 / 8, 1 / 10, 1 / 12, 1 / 16, 1 / 32, 1 / 64, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The device of every node, by id: "acc0", "acc1", ... in pipeline order, and "cpu0", ...
+    """A placement: the device of every node, by id: "acc0", "acc1", ... in pipeline order, and "cpu0", ...
 
-    No placement has an objective under `bound`; times are in the workload's own unit.
+    No placement has an `objective` below `bound`. Times are in the workload's own unit.
     """
 
     objective: float
@@ -83,11 +84,11 @@ def plan_workload(
     time_limit_s: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Placement:
-    """The contiguous placement with the least largest load, proven to within `max_gap`: of all in which the
-    devices have an order, and none reads of a later one.
+    """Returns the contiguous placement whose largest load is least, proven to within `max_gap`.
 
-    `progress` is told of every step, in the workload's own unit. Ctrl-C returns the best so far.
-    Raises InputError where there is no device, InfeasibleError where the nodes do not fit on the
+    It is the best of all placements for which the devices have an order such that none reads from a later
+    one. `progress` is called at every step, with times in the workload's own unit. Ctrl-C returns the best so
+    far. Raises InputError where there is no device, InfeasibleError where the nodes do not fit on the
     accelerators, SolverError where time ran out before the first placement.
     """
     started_s = time.perf_counter()
@@ -156,7 +157,7 @@ def _does_not_fit(workload: Workload, *, with_cpus: bool) -> InfeasibleError:
 def _relaxed_groups(
     workload: Workload, groups: Groups, deadline: Deadline, *, with_cpus: bool
 ) -> RelaxedGroups | None:
-    """What has few down-sets where the groups have not."""
+    """Returns joined groups with few down-sets, where the groups have many, or None where none were found."""
     if _has_few_down_sets(groups, _FEW_DOWN_SETS):
         return None
     trunk = join_side_branches(workload, groups)
@@ -179,13 +180,14 @@ def _fewest_joined(workload: Workload, groups: Groups, deadline: Deadline) -> Re
 
 
 class _Enumeration:
-    """The down-sets of a workload, made when they are first asked for."""
+    """Answers for a target by enumerating the down-sets of a workload, which are made at the first
+    question."""
 
     def __init__(self, choices: Choices, orders: Sequence[tuple[bool, ...]]) -> None:
         self._choices = choices
         self._orders = orders
         self._down_sets: DownSets | None = None
-        self._tried = 0  # as many were too few
+        self._tried = 0  # a limit that the number of down-sets exceeds
 
     def is_short(self) -> bool:
         return self._make(_FEW_DOWN_SETS) is not None
@@ -216,7 +218,7 @@ class _Enumeration:
 
     @property
     def _is_cpu(self) -> list[bool]:
-        """By kind: accelerators first, where there are any."""
+        """Whether each kind of device is CPUs; accelerators come first, where there are any."""
         return sorted(set(self._orders[0]))
 
     def kinds(self) -> list[DeviceKind]:
@@ -225,10 +227,10 @@ class _Enumeration:
 
 
 class _RelaxedEnumeration:
-    """The down-sets of groups that devices are asked less for: what is impossible so is impossible, and what
-    is found may be as fast on the real ones.
+    """Answers for a target by enumerating the down-sets of relaxed groups, whose devices have less to do.
 
-    `together`: by group, the one that it goes with; of those, `trees` may go ahead.
+    An assignment that it finds is evaluated by the real rules, with `trees` moved to earlier devices where
+    that helps. `together` has the joined group of each group.
     """
 
     def __init__(
@@ -258,7 +260,8 @@ class _RelaxedEnumeration:
 
 
 def _device_orders(num_accelerators: int, num_cpus: int) -> list[tuple[bool, ...]]:
-    """True for a CPU, by stage; every order of the two kinds. Raises InputError for too many to look at."""
+    """Returns every order of accelerators and CPUs, with True for a CPU. Raises InputError if there are too
+    many."""
     count = math.comb(num_accelerators + num_cpus, num_cpus)
     if count > _MOST_ORDERS:
         raise InputError(
@@ -286,7 +289,7 @@ def _choices(
     orders: Sequence[tuple[bool, ...]],
     asked: Totals | None = None,
 ) -> Choices:
-    """`asked`, in place of the sums over each group."""
+    """Makes an instance for each device order. `asked` replaces the sums over each group."""
     tensors = tensors_between(workload, groups)
     of = totals(workload, groups) if asked is None else asked
 

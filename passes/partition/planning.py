@@ -1,4 +1,4 @@
-"""From an assignment to the plan that everything after reads."""
+"""Writes the plan of an assignment: stages, times, memory and transfers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def proven_for(
     recompute: bool | Literal["auto"],
     order: tuple[int, ...] | None,
 ) -> str:
-    """A hash of everything that a plan's bound depends on but who is where: another one proves nothing.
+    """Returns a hash of everything that a plan's bound depends on, which is all but the assignment.
 
-    `recompute` and `order` are what was asked for.
+    Where the hash differs, the bound proves nothing. `recompute` and `order` are those of the request.
     """
     kept = [stage.kept for stage in plan.stages]
     asked = (plan.method, plan.microbatches_per_update, plan.replicas, kept, overlap, recompute, order)
@@ -54,10 +54,10 @@ def plan_of(
     planning_s: float,
     replicas: Sequence[int] | None = None,
 ) -> Plan:
-    """Stages with their operators in the problem's order, times and memory; every transfer, by its route.
+    """Makes the plan of a search result: stages with their operators in the problem's order, and transfers.
 
-    Where stages have `replicas`, the instance is that of `replicas.shared_out`, and all is sent directly: the
-    links are alike.
+    With `replicas` the instance is that of `replicas.with_replicas`, and every value is sent straight,
+    because the links are alike.
     """
     routes, loads = (
         routed(instance, found.stage_of) if replicas is None else ({}, evaluate(instance, found.stage_of))
@@ -115,7 +115,7 @@ def _stage(
     backward_s = sum(block.backward_s[device] for block in blocks)
     if overlap and send_s + receive_s > 0:
         work_s = float(loads.work_s[stage] + loads.again_s[stage])
-        # With overlap the links add only what is left of them when the work is done.
+        # With overlap the links only add the time that they need beyond the work.
         share = max(0.0, send_s + receive_s - work_s) / (send_s + receive_s)
         send_s, receive_s = share * send_s, share * receive_s
     return StagePlan(

@@ -1,4 +1,4 @@
-"""A `Problem` on a `Cluster`, checked, as numbers."""
+"""Checks a `Problem` on a `Cluster`, and reads it into an `Instance`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .instance import Flags, Floats, Instance, Net, SharedBytes
 
 
 def check_problem(problem: Problem, cluster: Cluster) -> None:
-    """Raise InputError at the first cost, name or edge that makes no sense."""
+    """Raises InputError at the first cost, name or edge that makes no sense."""
     if not problem.blocks:
         raise InputError("the problem has no blocks; there is nothing to place")
     names = [block.name for block in problem.blocks]
@@ -71,7 +71,7 @@ def _check_number(what: str, value: object) -> None:
 
 
 def topological_order(problem: Problem) -> list[int]:
-    """Block indices so that producers come first; the problem's own order where that already holds.
+    """Returns block indices with producers first, in the problem's own order where that already holds.
 
     Raises InputError naming a block on a cycle.
     """
@@ -99,7 +99,7 @@ def topological_order(problem: Problem) -> list[int]:
 
 
 class Reader:
-    """Makes the instance of any device order; what does not depend on the order is made once.
+    """Makes the instance of any device order. What does not depend on the order is made once.
 
     Nodes are blocks in `topological_order`, nets the values that leave their block.
     """
@@ -137,7 +137,7 @@ class Reader:
 
     @property
     def work_s(self) -> Floats:
-        """Of every device (not only of those in an order), by node."""
+        """The work of every device, also of those that an order leaves out: (devices, nodes)."""
         work_s: Floats = self.forward_s + self.backward_s
         return work_s
 
@@ -169,7 +169,7 @@ class Reader:
         return self.keeping(instance, self.kept)
 
     def keeping(self, instance: Instance, kept: Sequence[Kept]) -> Instance:
-        """The instance for a method that keeps this at its stages."""
+        """Returns the instance for a method that keeps `kept` at its stages."""
         static, gradients, shared = self._parameters(tuple(kept))
         return replace(
             instance,
@@ -192,7 +192,7 @@ class Reader:
 
 
 def _stepped_bytes(block: Block, problem: Problem, memory_model: MemoryModel) -> float:
-    """What stepping the block's largest parameter takes besides."""
+    """Returns the temporary bytes for the optimizer step of the block's largest parameter."""
     largest = max((problem.parameters[name].trainable_bytes for name in block.parameters), default=0)
     return float(memory_model.step_copies * largest)
 
@@ -205,8 +205,8 @@ def _net(value: Value, node: Mapping[str, int]) -> Net:
 def _parameters(
     problem: Problem, blocks: Sequence[Block], memory_model: MemoryModel, kept: Sequence[Kept]
 ) -> tuple[Floats, Floats, tuple[SharedBytes, ...]]:
-    """Bytes of the parameters that one block alone has, by stage, and of their gradients; and of those that
-    several have."""
+    """Returns the bytes of parameters that a single block uses, by stage and node, those of their gradients
+    by node, and the bytes of parameters that several blocks use."""
     copies = np.array([float(memory_model.copies(each)) for each in kept])
     users: dict[str, list[int]] = {}
     for at, block in enumerate(blocks):
@@ -231,12 +231,13 @@ def _parameters(
 
 
 def crossing_values(problem: Problem) -> list[Value]:
-    """The values that leave their block: net n of an instance is the n-th of them."""
+    """Returns the values that leave their block. Net n of an instance is the n-th of them."""
     return [value for value in problem.values if set(value.consumers) - {value.producer}]
 
 
 def transfer_s(value: Value, cluster: Cluster, source: int, target: int) -> float:
-    """Seconds for a value to go from one device to another and its gradient, if any, to come back."""
+    """Returns the seconds for a value to go from one device to another and its gradient, if any, to come
+    back."""
     seconds = cluster.transfer_s(source, target, value.bytes)
     if value.gradient_bytes:
         seconds += cluster.transfer_s(target, source, value.gradient_bytes)
@@ -244,7 +245,7 @@ def transfer_s(value: Value, cluster: Cluster, source: int, target: int) -> floa
 
 
 def _link_costs(values: Sequence[Value], cluster: Cluster, order: Sequence[int]) -> Floats:
-    """[value, stage, other stage]: what crossing costs; the earlier stage is the source."""
+    """Returns the costs of crossing by [value, stage, other stage]; the earlier of the two is the source."""
     k = len(order)
     num_bytes = np.array([float(value.bytes) for value in values])
     gradient_bytes = np.array([float(value.gradient_bytes) for value in values])

@@ -1,11 +1,11 @@
-"""Copies of single stages: unequal replication, as PipeDream has it (arXiv 1806.03377, section 3.2).
+"""Plans stages with several copies, not equally many each, as PipeDream does (arXiv 1806.03377, section 3.2).
 
-Stage s runs on r_s devices, and microbatch k on the (k mod r_s)-th of them. Of every microbatch a copy bears
+Stage s runs on r_s devices, and microbatch k on the (k mod r_s)-th of them. For every microbatch a copy has
 
     load_s = (work_s + links_s) / r_s + 2 (r_s - 1) ((1 + |w_s| / bucket) L + |w_s| / (r_s B)) / m
 
-the second term for adding up gradients over the copies once in m microbatches (`gradient_sums.py`), over
-links of latency L and bandwidth B; like everything else it is added, not overlapped.
+to do. The second term is for summing the gradients over the copies, once every m microbatches
+(`gradient_sums.py`), over links of latency L and bandwidth B. Like all else it is added, not overlapped.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from .planning import plan_of, proven_for
 from .reader import Reader, check_problem
 from .search.search import search
 
-_MOST_DEVICES = 10  # two to the power of it are the ways to share them out
+_MOST_DEVICES = 10  # n devices can be shared out in 2^n ways
 
-# What a method keeps at each stage, for the copies of each and the microbatches of an update.
+# Takes the copies of each stage and the microbatches of an update; returns what a method keeps at each stage.
 KeepingCopies: TypeAlias = Callable[[tuple[int, ...], int], Sequence[Kept]]
 
 
 def stashing(replicas: tuple[int, ...], microbatches_per_update: int) -> tuple[Kept, ...]:
-    """PipeDream's: ceil((r_s + .. + r_d-1) / r_s) microbatches in flight, and the weights of all of them."""
+    """Returns what PipeDream keeps: ceil((r_s + .. + r_d-1) / r_s) microbatches in flight, each with the
+    weights that its forward ran on."""
     kept = []
     for stage, count in enumerate(replicas):
         in_flight = -(-sum(replicas[stage:]) // count)
@@ -69,13 +70,13 @@ def partition_replicated(
     time_limit_s: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
-    """The stages, and the number of copies of each, with which the slowest stage is fastest.
+    """Returns the plan whose slowest stage is fastest, over stages and numbers of copies.
 
-    The cluster's devices and links must be alike; devices may be left unused. Every way to share them out
-    over every number of stages (`num_stages`: those named, else any) is a choice of the same search;
-    `replicas` are the copies of each stage, if they are settled. The copies of a stage share the
-    microbatches of an update equally; left out, an update has the fewest that allow it. Copies stand on
-    neighbouring devices, the first stage's first; other arguments are those of `partition`.
+    The cluster's devices and links must be alike; devices may be left unused. All ways to share the devices
+    out over a number of stages are choices of one search, and `num_stages` has the numbers to try (any unless
+    said). `replicas` fixes the copies of each stage. The copies of a stage share the microbatches of an
+    update equally; without `microbatches_per_update` an update has the fewest that allow it. Copies are on
+    neighbouring devices, those of the first stage first. Other arguments are those of `partition`.
 
     Raises InputError for a cluster or arguments that this cannot be done with, InfeasibleError where nothing
     fits, SolverError where time ran out before the first plan.
@@ -149,7 +150,7 @@ def _tried(
     num_stages: Sequence[int] | None,
     replicas: Sequence[int] | None,
 ) -> list[list[tuple[int, ...]]]:
-    """Ways to share the devices out, those of as many stages together."""
+    """Returns the ways to share the devices out, in a list for each number of stages."""
     n, m = len(cluster), microbatches_per_update
     if replicas is not None:
         share = tuple(replicas)
@@ -184,7 +185,7 @@ def _shares(num_devices: int, num_stages: int, m: int | None) -> Iterator[tuple[
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRequest:
-    """The same number of stages under every share."""
+    """One number of stages, with every way (`shares`) to share the devices out over them."""
 
     constrained: Constrained
     microbatches_per_update: int | None
@@ -216,7 +217,7 @@ class ReplicaRequest:
         def of(choice: int) -> Instance:
             share = self.shares[choice]
             own = reader.keeping(base, self.kept(share))
-            return shared_out(own, share, sums, self.microbatches(share))
+            return with_replicas(own, share, sums, self.microbatches(share))
 
         return Choices(len(self.shares), of)
 
@@ -238,10 +239,11 @@ class ReplicaRequest:
         )
 
 
-def shared_out(
+def with_replicas(
     instance: Instance, share: Sequence[int], sums: GradientSums, microbatches_per_update: int
 ) -> Instance:
-    """A stage with r copies is one that is r times as fast, but for adding up their gradients."""
+    """Returns the instance with replicas: a stage with r copies is r times as fast, but sums their
+    gradients."""
     r = np.array(share, dtype=float)
     return replace(
         instance,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .instance import Floats, Hops, Instance, Integers, Loads, direct_hops, evaluate
-from .sharing import shared_out
+from .sharing import share_sends
 
 _SHUNNED_COST_FACTOR = 1e6  # the cost of links of the stage to relieve is multiplied by this
 _LEAST_RELATIVE_GAIN = 1e-6  # a route that gains less than this share of the time is not taken
@@ -42,7 +42,7 @@ def routed(instance: Instance, stage_of: Integers) -> tuple[dict[int, Hops], Loa
     if instance.num_stages < 3 or not instance.per_destination:
         return {}, straight
     if links_are_alike(instance):
-        return shared_out(instance, stage_of, straight)
+        return share_sends(instance, stage_of, straight)
     cheap: tuple[dict[int, Hops], Loads] = {}, straight
     for option in sorted(_cheaper_options(instance, stage_of), key=lambda each: (-each.saved_s, each.net)):
         tried = evaluate(instance, stage_of, cheap[0] | {option.net: option.hops})

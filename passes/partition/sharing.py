@@ -11,7 +11,7 @@ from .instance import Hops, Instance, Integers, Loads, direct_hops, evaluate
 _LEAST_RELATIVE_GAIN = 1e-6  # of the slowest stage's load
 
 
-def shared_out(instance: Instance, stage_of: Integers, straight: Loads) -> tuple[dict[int, Hops], Loads]:
+def share_sends(instance: Instance, stage_of: Integers, straight: Loads) -> tuple[dict[int, Hops], Loads]:
     """Returns the hops of each net that its producer does not send alone, by net, and what all of it costs.
 
     It hands sends of the slowest stage to other stages, one after another, as long as that helps. `straight`

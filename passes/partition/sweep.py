@@ -34,21 +34,22 @@ class _Candidate:
     microbatch_size: int
     microbatches: int
     problem: Problem
-    drains: bool  # the pipeline, after each update
-    work_s: float  # of all blocks in one microbatch, each on the device that is fastest at it
-    summing_s: float  # of the copies' gradients, beside what is in the blocks: once an update
+    drains: bool  # whether the pipeline drains after each update
+    work_s: float  # all blocks for one microbatch, each on the device that is fastest at it
+    summing_s: float  # for summing gradients over copies, beside what the blocks have of it; once an update
 
     def update_s(self, bottleneck_s: float, stages_s: float) -> float:
-        """Of an update whose stages take `stages_s` together for a microbatch."""
+        """Returns the seconds of an update whose stages together take `stages_s` for a microbatch."""
         return self.summing_s + update_s(self.microbatches, bottleneck_s, stages_s, drains=self.drains)
 
     def bound_s(self, bottleneck_s: float) -> float:
-        """No update is faster whose slowest stage takes so long at least."""
+        """Returns a bound on the seconds of an update whose slowest stage takes `bottleneck_s` or more."""
         return self.update_s(bottleneck_s, max(bottleneck_s, self.work_s))
 
     @property
     def floor_s(self) -> float:
-        """No stage is faster than the largest block, nor than an equal share of all work."""
+        """A bound on the seconds of an update: the slowest stage has the largest block, and an equal share of
+        the work or more."""
         return self.bound_s(max(max(_fastest(self.problem)), self.work_s / self.num_stages))
 
     @property
@@ -70,13 +71,13 @@ def sweep(
     time_limit_s: float = 120.0,
     **options: Any,
 ) -> Sweep:
-    """The fastest way to train batches of `batch_size`, over stages, copies and microbatches.
+    """Returns the fastest ways to train batches of `batch_size`, over stages, copies and microbatch sizes.
 
-    `problems` has the problem profiled at each microbatch size that may be chosen. `num_stages`: any number
-    from 1 on that the devices allow, unless said. `options` are those of `partition`. More than one copy
-    needs a cluster whose devices and links are alike, also by the constraints.
+    `problems` has the problem as profiled at each microbatch size to choose from. `num_stages` has the
+    numbers to try: all that the devices allow unless said. `options` are those of `partition`. More than one
+    copy needs a cluster whose devices and links are alike, also with the constraints.
 
-    Settings that cannot beat the best by a bound on their work are skipped, and so are those that do not fit.
+    Settings are skipped if a bound on their work says that they cannot be the fastest, or if they do not fit.
     Raises InputError for arguments that leave nothing to try, InfeasibleError where nothing fits, SolverError
     where time ran out before the first plan.
     """
@@ -220,12 +221,12 @@ def _candidates(
 
 
 def _fastest(problem: Problem) -> list[float]:
-    """Seconds of each block, on the device that is fastest at it."""
+    """Returns the seconds of each block on the device that is fastest at it."""
     return [min(map(sum, zip(block.forward_s, block.backward_s, strict=True))) for block in problem.blocks]
 
 
 def _with_sums(problem: Problem, sums: GradientSums, replicas: int, microbatches: int) -> Problem:
-    """Each block's backward with its share of summing the gradients of the copies."""
+    """Adds to each block's backward its share of the time for summing gradients over copies."""
     per_byte_s = sums.per_byte_s(replicas) / microbatches
     blocks = list(problem.blocks)
     for at, num_bytes in zip(topological_order(problem), sums.num_bytes.tolist(), strict=True):
