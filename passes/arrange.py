@@ -1,11 +1,11 @@
-"""A plan for a method: which stages stand on which devices, and what each of them holds.
+"""Makes a plan for a method: which stages are on which devices, and what each of them holds.
 
 2bw, 1f1b, ..   a stage on each device
 interleaved     v stages on each device in turn: stage s of v d on device s mod d
 chimera         stage s on devices s and d - 1 - s
-bapipe          planned for each order that it may choose, timed, and the fastest that fits is kept
+bapipe          planned and timed for each order that it may choose; the fastest one that fits is kept
 ddp             one stage, which every device of the cluster holds: timed as on the slowest of them
-with replicas   stage s on r_s devices side by side, the first stage's first
+with replicas   stage s on r_s neighbouring devices, those of the first stage first
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .partition import METHODS as TUNED
 from .partition import partition, partition_replicated, require_blocks
 from .schedule import (
     BaPipe,
+    Method,
     Placing,
     StageMethod,
     keeping,
@@ -37,9 +38,9 @@ from .schedule import (
 )
 from .simulate import simulate
 
-CHUNKS = 2  # stages of each device, for methods that go round, where nothing else is wished
+CHUNKS = 2  # default number of stages on each device, for methods whose stages go round
 _BAPIPE = (("1f1b", 0.0), ("1f1b", 1.0), ("gpipe", 0.0))  # base and slack: 1.0 overlaps the messages
-_UPDATES_TIMED = 3
+_UPDATES_TIMED = 3  # to compare the orders of bapipe
 
 
 def requested_shape(
@@ -50,23 +51,33 @@ def requested_shape(
     microbatches_per_update: int | None,
     chunks: int | None,
 ) -> Shape:
-    """The method on this cluster, with what the user left open: a stage (interleaved: `chunks`, else two) for
-    each device, twice as many microbatches as devices (one for methods that update after each).
+    """Returns the shape that is asked for, with defaults for all that the user left open.
 
     Raises InputError for an unknown method, and for numbers that it cannot use.
     """
     chosen = method_of(method)
-    is_whole = chosen.placing is Placing.WHOLE
     v = chunks or (CHUNKS if chosen.placing is Placing.ROUND else 1)
-    d = 1 if is_whole else len(cluster) * v
-    d = d if num_stages is None else num_stages
-    m = 2 * (len(cluster) if is_whole else d // v)
-    m = 1 if chosen.updates_often else m
-    m = m if microbatches_per_update is None else microbatches_per_update
+    d = _default_stages(chosen, cluster, v) if num_stages is None else num_stages
+    m = microbatches_per_update
+    if m is None:
+        m = _default_microbatches(chosen, cluster, d, v)
+    is_whole = chosen.placing is Placing.WHOLE
     shape = Shape(d, m, replicas=(len(cluster),) * d if is_whole else None, chunks=v)
     counting = chosen.planned_as
     counting.check(counting.prepared(shape))
     return shape
+
+
+def _default_stages(method: Method, cluster: Cluster, chunks: int) -> int:
+    """Returns one stage for each device (`chunks` for each where stages go round), or one in all for ddp."""
+    return 1 if method.placing is Placing.WHOLE else len(cluster) * chunks
+
+
+def _default_microbatches(method: Method, cluster: Cluster, num_stages: int, chunks: int) -> int:
+    """Returns two microbatches for each device in use, or one in all where updates come after each."""
+    if method.updates_often:
+        return 1
+    return 2 * (len(cluster) if method.placing is Placing.WHOLE else num_stages // chunks)
 
 
 def arrange(
@@ -79,11 +90,11 @@ def arrange(
     options: Mapping[str, Any],
     **planning_options: Any,
 ) -> tuple[Plan, Shape]:
-    """The fastest plan for the method, and the shape of its schedule. `options` and what else is given are
-    those of `partition`.
+    """Returns the fastest plan for the method, and the shape of its schedule.
 
-    Where a device has several stages, each may use its equal share of the memory (`device_slots.py`).
-    Raises what `partition` raises, and InputError where the cluster is too small.
+    `options` and further arguments are those of `partition`. Where a device has several stages, each may use
+    an equal share of the memory (`device_slots.py`). Raises what `partition` raises, and InputError where the
+    cluster is too small.
     """
     options = {**options, **planning_options}
     chosen = method_of(method)
@@ -127,8 +138,10 @@ def share_out(
     options: Mapping[str, Any],
     **planning_options: Any,
 ) -> tuple[Plan, Shape]:
-    """The fastest plan whose stages have replicas (as many each, or one number for each stage, or what is
-    fastest), and the shape of its schedule. Left out, an update has as many microbatches as the method needs.
+    """Returns the fastest plan whose stages have replicas, and the shape of its schedule.
+
+    `replicas` is one number for all stages, a number for each, or "auto" for the fastest. Without
+    `microbatches_per_update` an update has as many as the method needs.
 
     Raises what `partition_replicated` raises, and InputError for a method that cannot have them.
     """
@@ -169,8 +182,11 @@ def share_out(
 
 
 def by_device(plan: Plan) -> Plan:
-    """A plan with two or more stages on each device, whose slowest is what an update waits for. It is the
-    plan whose slowest stage is as fast as can be, which is not proven to be that of the slowest device."""
+    """Prices a plan with several stages on each device by its slowest device, which an update waits for.
+
+    The plan was made for the fastest slowest stage. That is no proof for the slowest device, so the bound is
+    0.
+    """
     loads_s = [stage.load_s for stage in plan.stages]
     if method_of(plan.method).placing is Placing.BOTH_WAYS:  # half of the microbatches go the other way
         loads_s = [(one + other) / 2 for one, other in zip(loads_s, reversed(loads_s), strict=True)]
@@ -188,7 +204,8 @@ def _explored(
     memory_model: MemoryModel,
     options: Mapping[str, Any],
 ) -> tuple[Plan, Shape]:
-    """BaPipe's exploration (arXiv 2012.12544): balance the stages for each order, and time the update."""
+    """Explores as BaPipe does (arXiv 2012.12544): balances the stages for each order, and times the
+    update."""
     found: list[tuple[float, int, Plan, Shape]] = []
     trouble: list[InfeasibleError] = []
     for number, (base, slack) in enumerate(_BAPIPE):
@@ -216,8 +233,10 @@ def _explored(
 
 
 def shape_again(plan: Plan, cluster: Cluster) -> Shape:
-    """Of a plan that was made before: bapipe's order is the fastest of those that keep as many microbatches
-    in flight as the plan's stages do."""
+    """Returns the shape of a plan that was made before.
+
+    For bapipe it is the fastest order with as many microbatches in flight as the plan's stages have.
+    """
     shape = shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)
     if not isinstance(method_of(plan.method), BaPipe):
         return shape
@@ -228,6 +247,6 @@ def shape_again(plan: Plan, cluster: Cluster) -> Shape:
 
 
 def _span_s(shape: Shape, plan: Plan, cluster: Cluster) -> float:
-    """Of a few updates."""
+    """Returns the simulated seconds of a few updates."""
     schedule = schedule_of(plan.method, shape, updates=range(_UPDATES_TIMED), drain=True)
     return simulate(schedule, plan, cluster).span_s

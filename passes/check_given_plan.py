@@ -1,4 +1,4 @@
-"""A plan that is given instead of asked for: what its method makes of it, and what it then costs."""
+"""Checks a plan that the user gives, as its method places and keeps its stages, and prices it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .device_slots import slots_for
 from .partition import check_plan
 from .schedule import BaPipe, Placing, keeping, keeping_copies, method_of, shape_of
 
-_ROOMY = 2**60  # bytes of a device
+_ROOMY = 2**60  # bytes of memory that hold any plan
 _REASONS = {
     Placing.ROUND: "stages go round the devices",
     Placing.BOTH_WAYS: "stages stand on the devices in their order, from both ends",
@@ -35,7 +35,7 @@ def check_given_plan(
     memory_model: MemoryModel = MemoryModel(),  # noqa: B008 - frozen
     constraints: Constraints | None = None,
 ) -> Plan:
-    """As `check_plan`, where stages hold what the plan's method keeps there, on the places it has for them.
+    """Checks and prices a plan with `check_plan`, on the device slots of its method and with what that keeps.
 
     Raises what `check_plan` raises, and InputError for a method that is unknown or cannot have such a plan.
     """
@@ -50,7 +50,7 @@ def check_given_plan(
     method = method_of(plan.method)
     shape = shape_of(plan, plan.method, microbatches_per_update=plan.microbatches_per_update)
     price = functools.partial(check_plan, memory_model=memory_model)
-    if isinstance(method, BaPipe):  # what it keeps, and whether messages run beside work, goes by its order
+    if isinstance(method, BaPipe):  # its order decides what it keeps and whether messages overlap work
         shape = _order_again(plan, shape, problem, cluster)
         price = functools.partial(price, overlap=shape.slack > 0)
     if method.trains:
@@ -78,8 +78,11 @@ def check_given_plan(
 
 
 def _require_one_device(plan: Plan, cluster: Cluster) -> None:
-    """Index and name are the same device's, where the cluster has one of that name: it may be listed in
-    another order than when the plan was made, and an edit may have changed one of the two only."""
+    """Refuses a stage whose device index and device name are two devices of the cluster.
+
+    The cluster may list its devices in another order than when the plan was made, or an edit may have changed
+    only one of the two.
+    """
     index = {device.name: at for at, device in enumerate(cluster.devices)}
     for stage in plan.stages:
         named = index.get(stage.device_name, stage.device)
@@ -93,7 +96,7 @@ def _require_one_device(plan: Plan, cluster: Cluster) -> None:
 
 
 def _order_again(plan: Plan, shape: Shape, problem: Problem, cluster: Cluster) -> Shape:
-    """By the times that the plan really has."""
+    """Chooses bapipe's order again, by the times that the plan really has."""
     roomy = replace(cluster, devices=tuple(replace(d, memory_bytes=_ROOMY) for d in cluster.devices))
     first = replace(shape, base="1f1b", slack=0.0)
     timed = check_plan(_with(plan, _kept(plan, first, cluster)), problem, roomy)

@@ -1,4 +1,4 @@
-"""What `split` is asked for, and the plan that comes of it."""
+"""How `split` is asked to plan, and the plan that is made for it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ from .solver import check_solver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """How to plan, with the names and the meaning that `split` gives them.
+    """The arguments of `split` that say how to plan, with the same names and meaning.
 
-    Raises InputError for what cannot be as soon as it is made: before a large model is traced and measured.
+    It raises InputError for impossible arguments as soon as it is made, before a large model is traced and
+    measured.
     """
 
     cluster: Cluster
@@ -80,9 +81,9 @@ class PlanRequest:
             self._shape(self.num_stages)
 
     def _require_no_other(self, plan: Plan) -> None:
-        """Beside a plan, what it says itself may be said again and not otherwise."""
+        """Refuses arguments that disagree with the given plan."""
         if not plan.stages:
-            return  # which `check_given_plan` says
+            return  # `check_given_plan` refuses it
         copies = [stage.replicas for stage in plan.stages]
         wished = (self.replicas,) * plan.num_stages if isinstance(self.replicas, int) else self.replicas
         chunks = plan.num_stages // len({stage.device for stage in plan.stages})
@@ -108,7 +109,7 @@ class PlanRequest:
 
     @property
     def planning_options(self) -> dict[str, Any]:
-        """What planning is told of memory, recomputation and the user's wishes."""
+        """The arguments of `partition` for memory, recomputation and constraints."""
         return {
             "memory_model": self.memory_model,
             "recompute": self.recompute,
@@ -116,12 +117,13 @@ class PlanRequest:
         }
 
     def explain_options(self, plan: Plan, shape: Shape) -> dict[str, Any]:
-        """The arguments of `explain` for a plan of this wish: bapipe chooses if messages overlap work."""
+        """Returns the arguments of `explain` for a plan of this request. For bapipe they say whether messages
+        overlap work, which depends on the order that it chose."""
         overlaps = isinstance(method_of(plan.method), BaPipe) and shape.slack > 0
         return self.planning_options | ({"overlap": True} if overlaps else {})
 
     def plan_and_shape(self, problem: Problem) -> tuple[Plan, Shape]:
-        """The fastest plan, or the one that is given with what it costs, and its schedule's shape."""
+        """Returns the fastest plan, or the given one with its costs, and the shape of its schedule."""
         if self.plan is not None:
             plan = check_given_plan(
                 self.plan,
@@ -147,10 +149,10 @@ class PlanRequest:
         )
 
     def _of_any_number(self, problem: Problem) -> tuple[Plan, Shape]:
-        """The fastest over all numbers of stages, each of which gets its part of the time that is left.
+        """Returns the fastest plan over all numbers of stages, which share the time limit equally.
 
-        That is the one that takes least for a microbatch, filling and draining shared out over those of an
-        update, of which each number has as many as it would have if it were asked for.
+        The fastest plan takes least for a microbatch, with filling and draining shared out over those of an
+        update. An update has as many microbatches as it would have if that number of stages were asked for.
         """
         ends_s = time.perf_counter() + self.time_limit_s
         best: tuple[Plan, Shape] | None = None
@@ -161,7 +163,11 @@ class PlanRequest:
             left_s = max(ends_s - time.perf_counter(), 1e-3) / number
             try:
                 found = self._arranged(problem, number * on_each, left_s)
-            except (InputError, InfeasibleError, SolverError) as error:  # for method, memory, or time
+            except (
+                InputError,
+                InfeasibleError,
+                SolverError,
+            ) as error:  # of the method, the memory, or the time
                 reason = reason or error
                 continue
             bound_s = min(bound_s, found[0].bound_s)
@@ -171,7 +177,7 @@ class PlanRequest:
             assert reason is not None
             raise reason
         if best[0].drains:
-            return best  # another number may have a faster slowest stage, and longer updates
+            return best  # another number may have a faster slowest stage, but longer updates
         return replace(best[0], bound_s=min(bound_s, best[0].bottleneck_s)), best[1]
 
     def _arranged(self, problem: Problem, num_stages: int | None, time_limit_s: float) -> tuple[Plan, Shape]:

@@ -87,8 +87,8 @@ class IntegerProgram:
     def binary(self, name: str) -> Variable:
         return self._problem.add_variable(name, 0, 1, cat=pulp.LpInteger)
 
-    def continuous(self, name: str, *, low: float = 0.0, high: float | None = None) -> Variable:
-        return self._problem.add_variable(name, low, high)
+    def continuous(self, name: str, *, high: float | None = None) -> Variable:
+        return self._problem.add_variable(name, 0.0, high)
 
     def at_most(self, terms: Terms, bound: float) -> None:
         """Add the row: sum of coefficient * variable <= bound. No terms are a sum of 0."""

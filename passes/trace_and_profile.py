@@ -1,4 +1,4 @@
-"""What is known of a model before it is planned: its operators and what each of them costs."""
+"""Traces a model and prices its operators: all that `split` does before it plans."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from .verify import Forward
 
 @dataclass(frozen=True, slots=True)
 class ProfiledModel:
-    """A model traced and priced; the rest of `split` can be done with it again and again.
+    """A traced and priced model, from which it can be planned any number of times.
 
-    `reference` runs the live model, eagerly: tensors by input name to results by output name.
+    `reference` runs the live model eagerly; it takes tensors by input name and returns results by output
+    name.
     """
 
     graph: OperatorGraph
@@ -45,7 +46,7 @@ class ProfiledModel:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a model is traced with, as `split` is given it."""
+    """The arguments of `split` that a model is traced with."""
 
     args: Sequence[Any] | Tensor | None
     kwargs: Mapping[str, Any] | None
@@ -66,7 +67,7 @@ class Pricing:
     costs: Costs | Literal["auto", "measured", "analytic"]
     device: Device
     uses_cache: bool
-    num_threads: int  # of its process, where it is a CPU
+    num_threads: int  # of a process on it, where the device is a CPU
 
     def __post_init__(self) -> None:
         require_choice("profile_cache", self.uses_cache, True, False)
@@ -99,10 +100,10 @@ def trace_and_profile(model: nn.Module | ExportedProgram, inputs: Inputs, pricin
 
 
 def profile_of_pipeline(pipeline: Pipeline, inputs: Inputs, pricing: Pricing) -> ProfiledModel:
-    """What a pipeline knows of its model, with the weights that it has now.
+    """Returns the traced and priced model of a pipeline, with the weights that it has now.
 
-    Costs that were found for a device of other speed are found again. Raises InputError for a pipeline that
-    was loaded, and for inputs beside the ones that it was traced with.
+    Costs are found again if they were found for a device of another speed. Raises InputError for a pipeline
+    that was loaded, and for inputs, which it has been traced with already.
     """
     if pipeline.graph.fx is None:
         raise InputError(
@@ -130,7 +131,7 @@ def profile_of_pipeline(pipeline: Pipeline, inputs: Inputs, pricing: Pricing) ->
 
 
 def _alike(one: Device, other: Device) -> bool:
-    """Whether operators take as long on both."""
+    """Returns whether operators take as long on both devices."""
     return replace(one, name="", memory_bytes=0, host="") == replace(other, name="", memory_bytes=0, host="")
 
 
@@ -160,7 +161,7 @@ def _layout(
     targets: Any,
     graph: OperatorGraph,
 ) -> BatchLayout:
-    # What torch.fx traces asks for sizes when it runs; what is exported has them as numbers.
+    # A program of torch.fx asks for sizes when it runs; an exported one has them as numbers.
     report = traced.report
     sizes = _fixed_sizes(graph) if report.tracer.startswith("export") else {}
     layout = BatchLayout.of(
@@ -171,13 +172,13 @@ def _layout(
     shapes = [spec.shape for spec in graph.inputs.values()]
     if any(shape is None or any(isinstance(size, str) for size in shape) for shape in shapes):
         return layout
-    # The program was made for the example's sizes alone.
+    # All sizes are numbers: the program is for the example's sizes alone.
     batches = {int(spec.shape[0]) for spec in graph.inputs.values() if spec.shape}
     return replace(layout, microbatch_sizes=SizeRange.only(batches.pop())) if len(batches) == 1 else layout
 
 
 def _fixed_sizes(graph: OperatorGraph) -> dict[str, tuple[int | None, ...]]:
-    """By input: where the program has a number and no name."""
+    """Returns the shape of each input, with None for sizes that are names in the program."""
     return {
         name: tuple(size if isinstance(size, int) else None for size in spec.shape)
         for name, spec in graph.inputs.items()
@@ -188,7 +189,7 @@ def _fixed_sizes(graph: OperatorGraph) -> dict[str, tuple[int | None, ...]]:
 def _example_inputs(
     model: nn.Module | ExportedProgram, args: Sequence[Any] | Tensor | None, kwargs: Mapping[str, Any] | None
 ) -> tuple[Sequence[Any] | None, Mapping[str, Any] | None]:
-    """What to trace with: the user's inputs, else the model's own, else nothing."""
+    """Returns the inputs to trace with: the user's, else the model's own, else none."""
     if isinstance(model, ExportedProgram):
         if args is not None or kwargs is not None:
             raise InputError(

@@ -19,6 +19,14 @@ def ring_bytes(num_bytes: float, num_ranks: int) -> float:
     return 2 * (num_ranks - 1) / num_ranks * num_bytes
 
 
+def ring_s(num_bytes: float, num_ranks: int, *, step_s: float, bytes_per_s: float) -> float:
+    """The seconds in which r ranks sum gradients in a ring: 2 (r - 1) steps of `step_s` besides the bytes.
+
+    `step_s` is the latency of one step, once for each bucket that the gradients are sent in.
+    """
+    return 2 * (num_ranks - 1) * step_s + ring_bytes(num_bytes, num_ranks) / bytes_per_s
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
     """The cost of one operator, at the costs' microbatch size on the costs' device.

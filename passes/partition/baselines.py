@@ -39,14 +39,11 @@ def baselines(
     cluster: Cluster,
     *,
     num_stages: int | None = None,
-    microbatches_per_update: int | None = None,
-    memory_model: MemoryModel = MemoryModel(),  # noqa: B008 - frozen
-    method: str = "2bw",
     overlap: bool = False,
     recompute: bool | Literal["auto"] = False,
     layers: Sequence[Sequence[str]] | None = None,
 ) -> tuple[Baseline, ...]:
-    """Returns the assignments of four rules; arguments are those of `partition`.
+    """Returns the assignments of four rules, priced for 2BW; arguments are those of `partition`.
 
     - equal: as many layers on every stage, as the 2BW paper does (arXiv 2006.09503, section 3.3); a layer is
       one of `layers` (block names, in order), or one block where they are not given; with recompute="auto"
@@ -60,12 +57,11 @@ def baselines(
     k = len(cluster) if num_stages is None else num_stages
     if not 1 <= k <= min(len(cluster), len(problem.blocks)):
         raise InputError(f"{k} stages for {len(cluster)} devices and {len(problem.blocks)} blocks")
-    m = 2 * k if microbatches_per_update is None else microbatches_per_update
     instance = Reader(
         problem,
         cluster,
-        memory_model=memory_model,
-        kept=kept_by(method, k, m),
+        memory_model=MemoryModel(),
+        kept=kept_by("2bw", k, 2 * k),
         overlap=overlap,
         recompute=recompute,
     ).instance(tuple(range(k)))

@@ -1,9 +1,10 @@
-"""What adding up the gradients of copies takes: once an update, in a ring for each bucket of a stage's own.
+"""The time to sum gradients over the copies of a stage, once an update, as a sum over the stage's nodes.
 
     r copies, |w| bytes, links of latency L and bandwidth B     2 (r - 1) (buckets L + |w| / (r B))
 
-There are ceil(|w| / bucket) buckets, which is no sum over nodes. 1 + |w| / bucket is one, and never below it;
-and 1 is enough where all gradients that there are fill no more than one bucket.
+This is `costs.ring_s`. There are ceil(|w| / bucket) buckets, which is not a sum over nodes. So the planner
+counts 1 + |w| / bucket of them, which is such a sum and never less. Where all gradients of the model fit in
+one bucket it counts 1.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.costs import GRADIENT_BUCKET_BYTES, ring_bytes
+from pd2bw_fx.costs import GRADIENT_BUCKET_BYTES, ring_s
 from pd2bw_fx.problem import Problem
 
 from .instance import Floats
@@ -23,7 +24,8 @@ from .reader import topological_order
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientSums:
-    """Each node's gradients, and the links that copies add them up over: the slowest of the cluster's."""
+    """The bytes of each node's gradients, and the slowest of the cluster's links, which they are summed
+    over."""
 
     num_bytes: Floats
     bytes_per_s: float
@@ -31,7 +33,7 @@ class GradientSums:
 
     @classmethod
     def of(cls, problem: Problem, cluster: Cluster) -> GradientSums:
-        """A parameter of several blocks counts at the first."""
+        """Reads a problem. A parameter of several blocks counts at the first of them."""
         pairs = [(a, b) for a in range(len(cluster)) for b in range(len(cluster)) if a != b]
         counted: set[str] = set()
         num_bytes = []
@@ -47,19 +49,22 @@ class GradientSums:
         )
 
     def once_s(self, num_copies: int) -> float:
-        """Of a stage, whatever it holds: the latencies of its first bucket."""
-        return 2 * (num_copies - 1) * self.latency_s if self.num_bytes.any() else 0.0
+        """Returns the part that a stage has whatever it holds: the latencies of its first bucket."""
+        if not self.num_bytes.any():
+            return 0.0
+        return ring_s(0.0, num_copies, step_s=self.latency_s, bytes_per_s=self.bytes_per_s)
 
     def per_byte_s(self, num_copies: int) -> float:
+        """Returns the time for each byte of gradients, with its share of the latency of further buckets."""
         in_one = self.num_bytes.sum() <= GRADIENT_BUCKET_BYTES
         more_s = 0.0 if in_one else self.latency_s / GRADIENT_BUCKET_BYTES
-        return 2 * (num_copies - 1) * more_s + ring_bytes(1.0, num_copies) / self.bytes_per_s
+        return ring_s(1.0, num_copies, step_s=more_s, bytes_per_s=self.bytes_per_s)
 
     def of_stages_s(self, num_copies: Sequence[int]) -> Floats:
-        """For each stage, with so many copies."""
+        """Returns `once_s` for stages with so many copies each."""
         return np.array([self.once_s(copies) for copies in num_copies])
 
     def of_nodes_s(self, num_copies: Sequence[int]) -> Floats:
-        """What comes to that for each stage, with so many copies, and each node that it has."""
+        """Returns what each node adds on each stage, with so many copies: (stages, nodes)."""
         each = [self.per_byte_s(copies) for copies in num_copies]
         return np.array(each)[:, None] * self.num_bytes[None, :]

@@ -1,8 +1,8 @@
-"""What every training method says of itself, and how its computations become a rank's actions.
+"""`Method`, the interface of every training method, and how its computations become a rank's actions.
 
-A method gives, for each rank, the order of its computations (`order`); receives and sends follow from it: a
-receive stands right before the computation that needs it, a send right after the one that makes it. Posting
-receives ahead of time is the engine's business.
+A method gives the order of each rank's computations (`order`). Receives and sends follow from it: a receive
+is right before the computation that needs it, a send right after the one that makes it. The engine posts
+receives ahead of time by itself.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from pd2bw_fx.errors import InputError
 
 from .times import Times
 
-_FEWEST_UPDATES, _MOST_UPDATES = 3, 768  # that microbatches in flight are counted in
+_FEWEST_UPDATES, _MOST_UPDATES = 3, 768  # to count microbatches in flight over
 
-Cell = tuple[Kind, int, int]  # a computation: kind, stage, microbatch (for an update: which one)
+Cell = tuple[Kind, int, int]  # a computation: kind, stage, microbatch (or number of the update)
 
 
 class Placing(Enum):
-    """Which devices have a stage."""
+    """Where a method puts its stages."""
 
-    ROW = auto()  # stage s device s, or as many as it has replicas
-    ROUND = auto()  # stage s of d v device s mod d: `chunks` stages a device
-    BOTH_WAYS = auto()  # stage s devices s and d - 1 - s
-    WHOLE = auto()  # the one stage every device
+    ROW = auto()  # stage s on device s, or on as many devices as it has replicas
+    ROUND = auto()  # stage s of d v on device s mod d: v = `chunks` stages on each device
+    BOTH_WAYS = auto()  # stage s on devices s and d - 1 - s
+    WHOLE = auto()  # the one stage on every device
 
 
 class Method(ABC):
-    """One training method. Ranks of a shape count from 0; those of a replicated stage stand side by side.
+    """One training method. Ranks of a shape count from 0, and those of a replicated stage are neighbours.
 
     `is_synchronous`: every microbatch of update t runs on W(t), and nothing is in flight between updates.
-    `keeps_versions`: a backward runs on the version that its forward ran on (stashed where need be); if not,
-    on whatever is newest then.
-    `updates_often`: usually after every microbatch.
-    `fills_slack`: `slack="auto"` takes as much as two weight versions and the devices' memory allow.
+    `keeps_versions`: a backward runs on the version that its forward ran on, stashed where necessary; if
+    False, it runs on whatever version is newest then.
+    `trains`: there are backwards and updates; False for inference.
+    `updates_often`: by default an update follows each microbatch.
+    `fills_slack`: `slack="auto"` takes as much slack as two weight versions and the devices' memory allow.
     """
 
     name: str
     is_synchronous: bool = True
     keeps_versions: bool = True
     trains: bool = True
-    splits_backward: bool = False  # into I and W
     updates_often: bool = False
     fills_slack: bool = False
     placing: Placing = Placing.ROW
@@ -56,18 +56,20 @@ class Method(ABC):
         """Raises InputError, with what to do about it, for a shape that the method cannot use."""
 
     def prepared(self, shape: Shape) -> Shape:
-        """The shape with what the method searches for by itself, if anything, and for equal times at all
-        stages. Prepare once and give the result to all ranks.
+        """Returns the shape with all that the method searches for by itself, for equal times at all stages.
+
+        Prepare a shape once, and give the result to all ranks.
         """
         return shape
 
     def prepared_for(self, shape: Shape, times: Times) -> Shape:
-        """As `prepared`, for the times of a plan's stages."""
+        """Returns what `prepared` does, for the times of a plan's stages."""
         return self.prepared(shape)
 
     @property
     def planned_as(self) -> Method:
-        """The method whose numbers a plan is made with, where its own are known only for a plan."""
+        """The method whose memory a plan is made for: another one where this one's is only known for a
+        plan."""
         return self
 
     @abstractmethod
@@ -75,47 +77,48 @@ class Method(ABC):
 
     @abstractmethod
     def stages_of(self, shape: Shape, rank: int) -> tuple[int, ...]:
-        """The stages whose weights a rank holds, in the order of their number."""
+        """Returns the stages whose weights a rank holds, in ascending order."""
 
     @abstractmethod
     def rank_of(self, shape: Shape, stage: int, microbatch: int) -> int:
-        """Who runs this microbatch at this stage, forward and backward."""
+        """Returns the rank that runs this microbatch at this stage, forward and backward."""
 
     @abstractmethod
     def order(
         self, shape: Shape, rank: int, updates: range, *, drain: bool, empty_before: int
     ) -> Iterator[Cell]:
-        """The rank's computations, updates among them (one for each of its stages)."""
+        """Yields the rank's computations, with an update for each of its stages among them."""
 
     def ranks_of(self, shape: Shape, stage: int) -> tuple[int, ...]:
-        """All ranks that hold the stage: those whose gradients make an update together."""
+        """Returns all ranks that hold the stage; their gradients together make its updates."""
         ranks = range(self.num_ranks(shape))
         return tuple(rank for rank in ranks if stage in self.stages_of(shape, rank))
 
     def num_versions(self, shape: Shape, stage: int) -> int:
-        """Weight versions alive at a stage at any one time."""
+        """Returns how many weight versions of a stage are alive at a time."""
         return 1
 
     def forward_version(self, shape: Shape, stage: int, microbatch: int, *, empty_before: int = 0) -> int:
-        """The version that a forward runs on: of update t, W(t).
+        """Returns the version that a forward runs on: W(t) for a microbatch of update t.
 
         `empty_before` (see `actions`) matters only to methods that keep no versions.
         """
         return microbatch // shape.microbatches_per_update
 
     def backward_version(self, shape: Shape, stage: int, microbatch: int, *, empty_before: int = 0) -> int:
-        """The version that the backward runs on: the forward's, where versions are kept."""
+        """Returns the version that the backward runs on: the forward's, where versions are kept."""
         return self.forward_version(shape, stage, microbatch, empty_before=empty_before)
 
     def in_flight(self, shape: Shape, stage: int) -> int:
-        """Most microbatches of this stage between forward and (the last half of the) backward on one rank.
+        """Returns the most microbatches of this stage between forward and backward on one rank.
 
-        Counted in the method's own lists, unless it knows a formula.
+        A backward in halves ends with its second half. They are counted in the method's own lists, unless the
+        method overrides this with a formula.
         """
         return _counted_in_flight(self, shape, stage)
 
     def kept(self, shape: Shape, stage: int) -> Kept:
-        """What the stage's memory has to hold for this method."""
+        """Returns what the stage's memory has to hold for this method."""
         return Kept(
             weight_versions=self.num_versions(shape, stage),
             in_flight=self.in_flight(shape, stage),
@@ -127,9 +130,10 @@ class Method(ABC):
     def actions(
         self, shape: Shape, rank: int, *, updates: range, drain: bool, empty_before: int = 0
     ) -> tuple[Action, ...]:
-        """What a rank does for `updates`; the lists of consecutive ranges, joined, are that of the whole.
+        """Returns a rank's actions for `updates`. Lists of consecutive ranges, joined, equal that of the
+        whole.
 
-        `drain` appends the backwards and updates that are still to come (nothing, if synchronous).
+        `drain` appends the backwards and updates that are still to come (none if the method is synchronous).
         `empty_before` is the update before which the pipeline was empty for the last time: 0, or where a
         drained segment ended. Raises InputError as `check` does, and for updates that cannot be.
         """
@@ -165,7 +169,7 @@ class Method(ABC):
 
 @lru_cache(maxsize=1024)
 def _counted_in_flight(method: Method, shape: Shape, stage: int) -> int:
-    """In updates enough for the pipeline to fill: in twice as many there are no more."""
+    """Counts over enough updates for the pipeline to fill: twice as many give the same number."""
     updates = _FEWEST_UPDATES
     found = _most_in_flight(method, shape, stage, updates)
     while not method.is_synchronous and updates < _MOST_UPDATES:
@@ -183,7 +187,7 @@ def _most_in_flight(method: Method, shape: Shape, stage: int, num_updates: int) 
 
 @lru_cache(maxsize=1024)
 def _gradients_wait(method: Method, shape: Shape, stage: int) -> bool:
-    """Whether most microbatches are in flight only while the stage holds no gradients."""
+    """Returns whether the stage holds no gradients whenever most microbatches are in flight."""
     moments = list(_moments(method, shape, stage, _until_steady(method, shape, stage)))
     most = max((in_flight for _, in_flight, _ in moments), default=0)
     return all(in_flight < most for _, in_flight, has_gradients in moments if has_gradients)
@@ -191,19 +195,20 @@ def _gradients_wait(method: Method, shape: Shape, stage: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _flushes(method: Method, shape: Shape, stage: int) -> bool:
-    """Whether no microbatch is in flight at any update of the stage."""
+    """Returns whether no microbatch is in flight at any update of the stage."""
     moments = _moments(method, shape, stage, _until_steady(method, shape, stage))
     return not any(in_flight for kind, in_flight, _ in moments if kind is Kind.UPDATE)
 
 
 def _until_steady(method: Method, shape: Shape, stage: int) -> range:
-    """Updates enough for as many microbatches in flight as there ever are."""
+    """Returns enough updates for the most microbatches that are ever in flight."""
     filling = method.in_flight(shape, stage) * max(shape.replicas or (1,)) // shape.microbatches_per_update
     return range(filling + 3)
 
 
 def _moments(method: Method, shape: Shape, stage: int, updates: range) -> Iterator[tuple[Kind, int, bool]]:
-    """After each computation of the stage: which, microbatches in flight, and whether it holds gradients."""
+    """Yields, after each computation of the stage, its kind, the microbatches in flight, and whether the
+    stage holds gradients."""
     for rank in method.ranks_of(shape, stage):
         in_flight, has_gradients = 0, False
         for kind, of_stage, _ in method.order(shape, rank, updates, drain=True, empty_before=0):
@@ -227,7 +232,7 @@ class StageMethod(Method):
                            stage 1   rank 2   F0 F1 F2 ..      ("turns": 0, 1, 2, ..)
 
     `may_be_unequal`: stages may have different numbers of replicas. `plans_replicas`: `partition_replicated`
-    can choose them, since what a stage keeps is known before there is a plan.
+    can choose them, because it is known before planning what a stage keeps.
     """
 
     may_be_unequal = False
@@ -276,7 +281,7 @@ class StageMethod(Method):
         return stage if shape.replicas is None else sum(shape.replicas[:stage])
 
     def place_of(self, shape: Shape, rank: int) -> tuple[int, int]:
-        """Stage and replica of a rank."""
+        """Returns the stage of a rank, and which replica of it the rank is."""
         if shape.replicas is None:
             return rank, 0
         for stage, count in enumerate(shape.replicas):
@@ -286,7 +291,7 @@ class StageMethod(Method):
         raise AssertionError(f"rank {rank} is beyond the replicas {shape.replicas}")
 
     def turns_per_update(self, shape: Shape, stage: int) -> int:
-        """Microbatches of an update that one replica of the stage runs."""
+        """Returns how many microbatches of an update one replica of the stage runs."""
         return shape.microbatches_per_update // shape.replicas_of(stage)
 
     def order(
@@ -308,4 +313,4 @@ class StageMethod(Method):
     def turns(
         self, shape: Shape, stage: int, updates: range, *, drain: bool, empty_before: int
     ) -> Iterator[tuple[Kind, int]]:
-        """The order of every replica of a stage, in its own counting of microbatches."""
+        """Yields the order of every replica of a stage; each replica counts its own microbatches."""

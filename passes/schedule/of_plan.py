@@ -1,4 +1,4 @@
-"""The shape of a schedule for a plan: what the method needs to know of the plan's stages and devices."""
+"""Makes the shape of a schedule for a plan: what a method needs to know of the plan's stages and devices."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def shape_of(
     slack: float | Literal["auto"] = 0.0,
     replicas: tuple[int, ...] | None = None,
     vertical_sync: bool = False,
-    base: str | None = None,
 ) -> Shape:
-    """What to build the method's schedule for, on this plan, and with its replicas where it was made for this
-    method; zb-auto searches for it with the plan's times and memory, and for 2bw `slack="auto"` takes as much
-    up to 1 as two weight versions and the devices' memory allow (other methods: none). Give the same shape to
-    all ranks. bapipe is 1f1b unless `base` says otherwise.
+    """Returns the shape of the method's schedule on this plan, which all ranks have to be given alike.
 
-    Raises InputError for a plan whose stages stand on devices in another way than the method runs them, and
-    as `Method.check` does.
+    It has the plan's replicas if the plan was made for this method. zb-auto searches for its order, by the
+    plan's times and memory. For 2bw, `slack="auto"` takes as much slack, up to 1, as two weight versions and
+    the devices' memory allow; for other methods it takes none. The base of bapipe is 1f1b.
+
+    Raises InputError for a plan whose stages are not on devices as the method places them, and as
+    `Method.check` does.
     """
     chosen = method_of(method)
     chunks = plan.num_stages // len({stage.device for stage in plan.stages})
@@ -57,7 +57,6 @@ def shape_of(
         replicas,
         chunks if goes_round else 1,
         vertical_sync,
-        base=base,
     )
     shape = chosen.prepared_for(shape, times_of(plan))
     chosen.check(shape)
@@ -67,14 +66,17 @@ def shape_of(
 
 
 def _most_slack(plan: Plan, shape: Shape) -> float:
-    """In steps of one more forward that stage 0 begins with: 1/3 for 4 microbatches an update on 4 stages."""
+    """Returns the most slack that fits, in steps of one more forward at the start of stage 0.
+
+    It is 1/3 for 4 microbatches an update on 4 stages.
+    """
     each, least = shape.microbatches_per_update // shape.replicas_of(0), shape.num_stages - 1
     more = (more for more in range(min(least, each - least), 0, -1) if _fits(plan, more / least))
     return next(more, 0) / max(1, least)
 
 
 def _fits(plan: Plan, slack: float) -> bool:
-    """Whether every stage's device holds the microbatches that the slack adds."""
+    """Returns whether every stage's device has room for the microbatches that the slack adds."""
     for stage in plan.stages:
         in_flight = warm_up_forwards(stage.stage, plan.num_stages, slack) + 1
         added_bytes = max(0, in_flight - stage.microbatches_in_flight) * stage.bytes_per_microbatch
@@ -84,7 +86,8 @@ def _fits(plan: Plan, slack: float) -> bool:
 
 
 def keeping_copies(method: str) -> Callable[[tuple[int, ...], int], tuple[Kept, ...]]:
-    """What the method keeps at each stage, for the replicas of each and the microbatches of an update."""
+    """Returns a function that says what the method keeps at each stage, given the replicas of each stage and
+    the microbatches of an update."""
     counting = method_of(method)
 
     def kept(replicas: tuple[int, ...], microbatches_per_update: int) -> tuple[Kept, ...]:
@@ -96,10 +99,11 @@ def keeping_copies(method: str) -> Callable[[tuple[int, ...], int], tuple[Kept, 
 
 
 def keeping(method: str, shape: Shape) -> Callable[[int], tuple[Kept, ...]]:
-    """What the method keeps at each of so many stages, otherwise as in this shape, with as many microbatches
-    as it needs. zb-auto is counted as zb-h1, before its order is found.
+    """Returns a function that says what the method keeps at each stage, given the number of stages.
 
-    The function raises InputError for numbers of stages that the method cannot have.
+    All else is as in `shape`, with more microbatches an update where the method needs them. zb-auto is
+    counted as zb-h1, because its order is not known before there is a plan. The function raises InputError
+    for a number of stages that the method cannot have.
     """
     chosen = method_of(method)
     counting = chosen.planned_as

@@ -41,7 +41,6 @@ class ZeroBubbleAuto(StageMethod):
     """Runs the lists of `shape.orders`, which `prepared` finds; every rank must be given the same."""
 
     name = "zb-auto"
-    splits_backward = True
     plans_replicas = False
 
     def prepared(self, shape: Shape) -> Shape:

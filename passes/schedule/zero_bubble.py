@@ -25,7 +25,6 @@ class ZeroBubble1(StageMethod):
     """Memory of 1F1B."""
 
     name = "zb-h1"
-    splits_backward = True
     depth = 1
 
     def check(self, shape: Shape) -> None:
