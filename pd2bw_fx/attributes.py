@@ -20,7 +20,7 @@ _PLAIN = (Tensor, nn.Parameter)  # others may keep their own parts in attributes
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
+def keep_attributes(model: nn.Module) -> Iterator[None]:
     """Undoes what a traced forward does to its modules.
 
     That is what it assigns to them, to their parameters and buffers and to objects in them (tensors without
@@ -44,14 +44,14 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def model_kept(model: nn.Module) -> Iterator[None]:
-    """Undoes what `attributes_kept` does, and restores modes and the values of parameters and buffers.
+def keep_model(model: nn.Module) -> Iterator[None]:
+    """Undoes what `keep_attributes` does, and restores modes and the values of parameters and buffers.
 
     Raises InputError for a buffer that has another size after the run.
     """
     live: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     before = {name: tensor.detach().clone() for name, tensor in live.items()}
-    with attributes_kept(model):
+    with keep_attributes(model):
         try:
             yield
         finally:

@@ -35,7 +35,7 @@ def build_module(program: StageProgram, tensors: Mapping[str, Tensor], *, copied
         "__name__": f"stage_{program.stage}",
         "__builtins__": allowed_builtins(),
     }
-    with _told_by_line(where, filename):
+    with _name_line_of_errors(where, filename):
         exec(compile(tree, filename, "exec"), namespace)
     made = namespace.get(program.class_name)
     if not isinstance(made, type) or not issubclass(made, nn.Module):
@@ -45,7 +45,7 @@ def build_module(program: StageProgram, tensors: Mapping[str, Tensor], *, copied
     if missing is not None:
         raise PlanMismatchError(f"{where} needs the tensor {missing!r}, and the weights do not have it")
     # The weights come from `tensors`: drawing random ones would be lost time.
-    with torch.device("meta"), _told_by_line(where, filename):
+    with torch.device("meta"), _name_line_of_errors(where, filename):
         module: nn.Module = made()
     own = {name: tensors[name].detach() for name in names}
     own = {name: tensor.clone() for name, tensor in own.items()} if copied else own
@@ -54,7 +54,7 @@ def build_module(program: StageProgram, tensors: Mapping[str, Tensor], *, copied
 
 
 @contextmanager
-def _told_by_line(where: str, filename: str) -> Iterator[None]:
+def _name_line_of_errors(where: str, filename: str) -> Iterator[None]:
     """Raises PlanMismatchError, with the line, for anything that fails in a stage that was edited by hand."""
     try:
         yield

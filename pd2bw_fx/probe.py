@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pd2bw_fx.cluster import Cluster, Device, machine_memory_bytes
 from pd2bw_fx.errors import ClusterError, InputError
-from pd2bw_fx.runtime.failure import translated
+from pd2bw_fx.runtime.failure import name_peer_in_errors
 from pd2bw_fx.runtime.groups import Groups
 
 SIZES = (2**10, 2**14, 2**17, 2**19, 2**21, 2**23)
@@ -83,11 +83,11 @@ def probe(kind: str, *, tolerance: float = 0.1) -> Cluster:
     if not 0 <= tolerance < 1:
         raise InputError(f"tolerance is {tolerance}; a share from 0 to below 1 was expected")
     device = _own_device(kind)
-    with translated(None):
+    with name_peer_in_errors(None):
         dist.barrier()
     own = _seen(device)
     seen = [own] * dist.get_world_size()
-    with translated(None):
+    with name_peer_in_errors(None):
         dist.all_gather_object(seen, own)
         groups = Groups(dist.get_world_size(), _TIMEOUT_S, device=device)
         links = _fitted_links(_ProbeTransport(groups.of_all(), device, groups.wire), SIZES)

@@ -120,7 +120,7 @@ def _traced_on(node: fx.Node) -> str:
 
 
 @contextmanager
-def fast_path_set(*, on: bool) -> Iterator[None]:
+def set_fast_path(*, on: bool) -> Iterator[None]:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(on)
     try:
@@ -167,7 +167,7 @@ def returned(
     `fast_path`: torch may use its fast path for encoder layers, which gives padded positions zeros; else
     every layer computes as it is written.
     """
-    with torch.set_grad_enabled(gradients), fast_path_set(on=fast_path):
+    with torch.set_grad_enabled(gradients), set_fast_path(on=fast_path):
         return {name: value.detach().clone() for name, value in forward(inputs).items()}
 
 
@@ -211,7 +211,7 @@ def training_context() -> Iterator[None]:
 
 
 @contextmanager
-def torch_errors_unlogged() -> Iterator[None]:
+def silence_torch_errors() -> Iterator[None]:
     """Keeps torch from printing the errors that it raises here: our own errors and reports tell them."""
     names = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
     levels = {logger: logger.level for logger in map(logging.getLogger, names)}

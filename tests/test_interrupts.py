@@ -15,7 +15,7 @@ import torch
 import pd2bw_fx
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime import local_run
-from pd2bw_fx.runtime.messages import Finished, interrupts_noted, receive
+from pd2bw_fx.runtime.messages import Finished, defer_interrupts, receive
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_one_that_comes_when_a_batch_is_handed_out(times: int, monkeypatch: pyte
 
 
 def test_a_second_one_is_not_put_off() -> None:
-    with pytest.raises(KeyboardInterrupt), interrupts_noted() as noted:
+    with pytest.raises(KeyboardInterrupt), defer_interrupts() as noted:
         os.kill(os.getpid(), signal.SIGINT)
         assert noted
         os.kill(os.getpid(), signal.SIGINT)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx.attributes import model_kept
+from pd2bw_fx.attributes import keep_model
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import first_line
@@ -40,7 +40,7 @@ class Original:
         """
         if self.model is None or self.forward is None:
             return None
-        with model_kept(self.model):
+        with keep_model(self.model):
             live: dict[str, Tensor] = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
             with torch.no_grad():
                 for name in live.keys() & weights.keys():

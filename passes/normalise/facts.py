@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 
-from pd2bw_fx.program import FxProgram, ProgramInterpreter, torch_errors_unlogged
+from pd2bw_fx.program import FxProgram, ProgramInterpreter, silence_torch_errors
 
 from .nodes import writes
 
@@ -82,7 +82,7 @@ class FakeRun(ProgramInterpreter):
         """`example` holds a tensor for each placeholder."""
         placeholders = self.graph.find_nodes(op="placeholder")
         # An operator that fails here is run in another way, or named in an error of ours.
-        with torch_errors_unlogged(), self.mode, torch.enable_grad():
+        with silence_torch_errors(), self.mode, torch.enable_grad():
             self.run(*(_fake(self.mode, example[str(node.target)]) for node in placeholders))
 
 

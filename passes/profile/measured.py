@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx.attributes import attributes_kept, model_kept
+from pd2bw_fx.attributes import keep_attributes, keep_model
 from pd2bw_fx.costs import OperatorCost
 from pd2bw_fx.errors import models_own_backward
 from pd2bw_fx.graph import OperatorGraph
@@ -220,7 +220,7 @@ class Stopwatch:
         known = self._known(key)
         if known is not None:
             for _ in range(_FEWEST):  # the first run meets cold allocators, and others may have the cores
-                with attributes_kept(_root(self._graph)):
+                with keep_attributes(_root(self._graph)):
                     self.takes_s = min(self.takes_s, sum(self._whole_once(run, parameters)))
                 if self.takes_s <= _NEAR * sum(known):
                     break
@@ -232,7 +232,7 @@ class Stopwatch:
             and len(samples) <= _MOST
             and max(totals_s[-3:]) > min(totals_s[-3:]) * (1 + _SETTLED)
         ):
-            with attributes_kept(_root(self._graph)):  # each run is a first one: caches hold a graph
+            with keep_attributes(_root(self._graph)):  # each run is a first one: caches hold a graph
                 samples.append(self._whole_once(run, parameters))
             totals_s.append(sum(_lower(samples[1:] or samples)))
         seconds = _lower(samples[1:])
@@ -313,5 +313,5 @@ def _root(graph: OperatorGraph) -> nn.Module:
 def state_as_it_was(graph: OperatorGraph, devices: Sequence[int] = ()) -> Iterator[None]:
     """What is run within draws no random numbers of the user's, and leaves no trace in the model: not in
     parameters either, which an embedding with max_norm writes."""
-    with torch.random.fork_rng(devices=devices), model_kept(_root(graph)):
+    with torch.random.fork_rng(devices=devices), keep_model(_root(graph)):
         yield

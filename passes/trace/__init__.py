@@ -44,9 +44,9 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from pd2bw_fx.arguments import require_loss_function
-from pd2bw_fx.attributes import attributes_kept
+from pd2bw_fx.attributes import keep_attributes
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError, require_not_interrupted
-from pd2bw_fx.program import torch_errors_unlogged, training_context
+from pd2bw_fx.program import silence_torch_errors, training_context
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
 from .advice import cannot_be_traced, may_be_allowed
@@ -272,8 +272,8 @@ def _attempt(name: str, program: Program, request: _Request) -> Traced | None:
         if not conditions.are_any:
             return None
     with (
-        attributes_kept(request.model),
-        torch_errors_unlogged(),
+        keep_attributes(request.model),
+        silence_torch_errors(),
         training_context(),
         refuse_tensor_hooks(),
         refuse_inference_mode(request.model),

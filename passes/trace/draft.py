@@ -17,7 +17,7 @@ from torch._logging.structured import INTERN_TABLE
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import draft_export
 
-from pd2bw_fx.attributes import attributes_kept
+from pd2bw_fx.attributes import keep_attributes
 from pd2bw_fx.contraction import keep_contractions_symbolic
 from pd2bw_fx.process_settings import leave_other_flags_alone
 from pd2bw_fx.program import training_context
@@ -44,7 +44,7 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
     try:
         with (
             state_kept(program),
-            attributes_kept(program.model),
+            keep_attributes(program.model),
             _unlogged(),
             keep_contractions_symbolic(),
             keep_sizes_symbolic(program.model, program.loss_fn),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pd2bw_fx.attributes import attributes_kept, without_repeats
+from pd2bw_fx.attributes import keep_attributes, without_repeats
 from pd2bw_fx.drawing import gpus
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 from pd2bw_fx.state import same_bits
@@ -101,7 +101,7 @@ def holds_data(program: Program) -> bool:
 
 
 def _run(program: Program) -> None:
-    with state_kept(program), attributes_kept(program.model), torch.enable_grad():
+    with state_kept(program), keep_attributes(program.model), torch.enable_grad():
         program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
 
 

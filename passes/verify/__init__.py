@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from pd2bw_fx.errors import VerificationError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.plan import Plan
-from pd2bw_fx.program import fast_path_set
+from pd2bw_fx.program import set_fast_path
 from pd2bw_fx.stage import StageProgram
 
 from .compare import Difference, coarsest_tolerance, difference, largest_of, rounded, tolerance_of
@@ -146,7 +146,7 @@ def _without_fast_path(
     wrong: Difference, model: nn.Module, compared: Callable[[], Verification]
 ) -> Verification:
     """Compares again with the model's encoders computed layer by layer, as in the stages."""
-    with fast_path_set(on=False):
+    with set_fast_path(on=False):
         found = compared()
     if may_give_zeros(model):
         raise VerificationError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pd2bw_fx.attributes import model_kept
+from pd2bw_fx.attributes import keep_model
 from pd2bw_fx.drawing import SEED_OF_CHECKS, call_draws, gpus
 from pd2bw_fx.errors import InputError, VerificationError, models_own_backward
 from pd2bw_fx.graph import OperatorGraph, dtype_name
@@ -99,7 +99,7 @@ def weights_of(
                 f"{name!r} has shape {tuple(tensor.shape)} in the model and "
                 f"{tuple(tensors[name].shape)} in the pipeline: it is not the model that was split"
             )
-    with model_kept(model):
+    with keep_model(model):
         with torch.no_grad():
             for name, tensor in held.items():
                 tensor.copy_(tensors[name])

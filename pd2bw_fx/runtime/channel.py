@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import dtype_name
-from pd2bw_fx.runtime.failure import translated
+from pd2bw_fx.runtime.failure import name_peer_in_errors
 from pd2bw_fx.runtime.shared_memory import NO_BUFFER, Notes, SharedBuffers
 from pd2bw_fx.strides import Order, order_of, packed, packed_shape, unpacked
 
@@ -69,13 +69,13 @@ class Route:
         return self.first_tag + (microbatch % _MICROBATCH_TAGS) * _TAGS_A_MICROBATCH + position
 
     def isend(self, tensor: Tensor, tag: int) -> dist.Work:
-        with translated(self.peer):
+        with name_peer_in_errors(self.peer):
             work = dist.isend(tensor, self.peer, group=self.group, tag=tag)
         assert work is not None
         return work
 
     def irecv(self, buffer: Tensor, tag: int) -> dist.Work:
-        with translated(self.peer):
+        with name_peer_in_errors(self.peer):
             work = dist.irecv(buffer, self.peer, group=self.group, tag=tag)
         assert work is not None
         return work
@@ -91,14 +91,14 @@ class Route:
         return buffer.to(self.device)
 
     def wait(self, work: dist.Work) -> None:
-        with translated(self.peer):
+        with name_peer_in_errors(self.peer):
             work.wait()
 
     def shared_buffer(self, notes: Notes, microbatch: int, position: int) -> int:
         """Waits for the note on a tensor: its shared buffer's number, or NO_BUFFER if it comes over the
         group.
         """
-        with translated(self.peer):
+        with name_peer_in_errors(self.peer):
             return notes.take(microbatch, position, timeout_s=self.timeout_s)
 
 
@@ -291,7 +291,7 @@ class Inbox:
         for position, (entry, row) in enumerate(zip(layout, header, strict=True), start=1):
             process, memory, notes = row[-3:]
             if entry is not None and process:
-                with translated(self.route.peer):  # it may have ended meanwhile
+                with name_peer_in_errors(self.route.peer):  # it may have ended meanwhile
                     self._shared[size, position] = SharedBuffers.attach((process, memory), *entry)
                     self._notes = self._notes or Notes.attach((process, notes))
         if any(row[-3] for row in header):

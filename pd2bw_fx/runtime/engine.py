@@ -30,7 +30,7 @@ from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.action_stream import ActionStream
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
-from pd2bw_fx.runtime.failure import share_failure, told_to_launcher, translated
+from pd2bw_fx.runtime.failure import name_peer_in_errors, share_failure, tell_launcher_of_errors
 from pd2bw_fx.runtime.groups import Groups
 from pd2bw_fx.runtime.inference import ordinary, ordinary_tensors
 from pd2bw_fx.runtime.job import Job, merged_tensors
@@ -194,13 +194,13 @@ class Engine:
         method cannot use the numbers (fewer microbatches than stages for 2bw), or where the pipeline has no
         loss.
         """
-        with told_to_launcher():
+        with tell_launcher_of_errors():
             chosen = EngineOptions.of({"optimizer": optimizer, **options}, "silence_s")
             request = RunRequest(method, microbatches_per_update, slack, replicas, vertical_sync)
             world = World(timeout_s=chosen.timeout_s, silence_s=silence_s)
         try:
             with world.watch, ordinary_tensors():
-                with told_to_launcher():
+                with tell_launcher_of_errors():
                     job = job_of_this_rank(pipeline, request)
                 with share_failure(job.rank, job.described(), "making its engine", world.watch.lost):
                     engine = cls(job, chosen)
@@ -417,7 +417,7 @@ class Engine:
         """
         if not self._calls.is_closed and self._losses.may_be_held_up:
             self.flush()  # others may be in a step that needs what this one would do in its next
-        with self._calls.shared("collecting the records"), translated(None):
+        with self._calls.shared("collecting the records"), name_peer_in_errors(None):
             gathered: list[Any] = [None] * self.job.num_ranks
             dist.all_gather_object(gathered, list(self._recorder or ()), group=self._control)
         return tuple(Record(*record) for records in gathered for record in records)

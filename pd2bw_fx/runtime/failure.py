@@ -83,7 +83,7 @@ class LinkDownError(WorkerError):
 
 
 @contextlib.contextmanager
-def translated(peer: int | None) -> Iterator[None]:
+def name_peer_in_errors(peer: int | None) -> Iterator[None]:
     """Raises LinkDownError for torch.distributed's errors, which name an address where ours name the rank.
 
     `peer` None is one of all the others.
@@ -199,7 +199,7 @@ def tell_launcher(error: BaseException, shown: str = "", *, is_first: bool = Fal
 
 
 @contextlib.contextmanager
-def told_to_launcher() -> Iterator[None]:
+def tell_launcher_of_errors() -> Iterator[None]:
     """Tells the launcher of a failure before the ranks share their failures: every rank has its own error."""
     try:
         yield

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pd2bw_fx.costs import GRADIENT_BUCKET_BYTES
-from pd2bw_fx.runtime.failure import translated
+from pd2bw_fx.runtime.failure import name_peer_in_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +210,12 @@ class HasGroup(Protocol):
 
 def start_adding(among: HasGroup, tensor: Tensor) -> dist.Work:
     """Starts to replace a tensor by its sum over the group."""
-    with translated(None):
+    with name_peer_in_errors(None):
         work = dist.all_reduce(tensor, group=among.group, async_op=True)
     assert isinstance(work, dist.Work)
     return work
 
 
 def wait_for(work: dist.Work) -> None:
-    with translated(None):
+    with name_peer_in_errors(None):
         work.wait()

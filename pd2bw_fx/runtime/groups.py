@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.runtime.failure import translated
+from pd2bw_fx.runtime.failure import name_peer_in_errors
 
 Backend = Literal["auto", "gloo", "nccl"]
 
@@ -75,7 +75,7 @@ class Groups:
             return self._new(ranks, self._of_host)
         group = self._new(ranks, "nccl")
         if dist.get_rank() in ranks:
-            with translated(None):
+            with name_peer_in_errors(None):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         return group
 
@@ -91,7 +91,7 @@ class Groups:
         if not self.is_nccl:
             return dict.fromkeys(own, self.control)
         everyone: list[Any] = [None] * len(self._ranks)
-        with translated(None):
+        with name_peer_in_errors(None):
             dist.all_gather_object(everyone, list(own), group=self.control)
         made: dict[DirectedLink, dist.ProcessGroup] = {}
         for link in sorted({DirectedLink(*link) for links in everyone for link in links}):
@@ -109,7 +109,7 @@ class Groups:
 
     def _new(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
         limit = datetime.timedelta(seconds=self.timeout_s)
-        with translated(None):
+        with name_peer_in_errors(None):
             group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, backend=backend)
         if dist.get_rank() in ranks:
             self._made.append(group)
@@ -118,15 +118,15 @@ class Groups:
     def _use(self, link: DirectedLink, group: dist.ProcessGroup) -> None:
         token = torch.zeros(1, device=self._device)
         if dist.get_rank() == link.source:
-            with translated(link.target):
+            with name_peer_in_errors(link.target):
                 dist.send(token, link.target, group=group)
         else:
-            with translated(link.source):
+            with name_peer_in_errors(link.source):
                 dist.recv(token, link.source, group=group)
 
     def _chosen(self, wanted: Backend) -> bool:
         everyone: list[Any] = [None] * len(self._ranks)
-        with translated(None):
+        with name_peer_in_errors(None):
             dist.all_gather_object(everyone, (wanted, _place(self._device)), group=self.control)
         for rank, (theirs, _) in enumerate(everyone):
             if theirs != wanted:

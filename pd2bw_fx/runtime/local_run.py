@@ -33,7 +33,7 @@ from pd2bw_fx.runtime.messages import (
     Finish,
     Finished,
     Start,
-    interrupts_noted,
+    defer_interrupts,
     receive,
 )
 from pd2bw_fx.runtime.nursery import Nursery, Process
@@ -114,7 +114,7 @@ class LocalRun:
             raise InputError(f"batch {self.num_given}: {error}") from None
         own = [[{name: one[name].detach() for name in job.inputs()} for one in flat] for job in self.jobs]
         messages = [encoded(Batch(inputs, sizes)) for inputs in own]
-        with interrupts_noted() as interrupts:  # ranks that have been given different batches do not finish
+        with defer_interrupts() as interrupts:  # ranks that have been given different batches do not finish
             for rank, message in enumerate(messages):
                 self._send(rank, message)
                 self._sent[rank] += 1
@@ -202,7 +202,7 @@ class LocalRun:
         for connection in heard:
             assert isinstance(connection, Connection)
             rank = self._connections.index(connection)
-            with interrupts_noted() as interrupts:
+            with defer_interrupts() as interrupts:
                 try:
                     message = receive(connection)
                 except (EOFError, OSError):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.runtime.failure import calls_apart, translated
+from pd2bw_fx.runtime.failure import calls_apart, name_peer_in_errors
 from pd2bw_fx.units import counted
 
 _TAGS = 2**16  # far more than there are messages on their way at once
@@ -306,7 +306,7 @@ class NumberPost:
             else:
                 size = len(numbers) * len(self.names) + 1
                 message = received[source] = torch.empty(size, dtype=torch.float64, device="cpu")
-                with translated(source):
+                with name_peer_in_errors(source):
                     work = dist.irecv(message, source, group=self._group, tag=self._tag_of_update())
                 works.append((source, work))
             parts.append((numbers, message[:-1].view(len(numbers), len(self.names))))
@@ -314,7 +314,7 @@ class NumberPost:
         def wait() -> None:
             for source, work in works:
                 assert work is not None
-                with translated(source):
+                with name_peer_in_errors(source):
                     work.wait()
             for source, message in received.items():
                 if message[-1] != own:
@@ -345,7 +345,7 @@ class NumberPost:
 
     def _send(self, message: Tensor) -> None:
         tag = self._tag_of_update()
-        with translated(None):
+        with name_peer_in_errors(None):
             works = [dist.isend(message, other, group=self._group, tag=tag) for other in self._others]
         self._sent = message, works
 

@@ -91,7 +91,7 @@ def receive(connection: Connection) -> Any:
 
 
 @contextmanager
-def interrupts_noted() -> Iterator[list[int]]:
+def defer_interrupts() -> Iterator[list[int]]:
     """Puts Ctrl-C off until a message has been read, whose rest would else be taken for the next one.
 
     Yields a list that gets an entry for it; a second Ctrl-C is not put off.

@@ -72,7 +72,7 @@ class WrittenState:
 
 
 @contextlib.contextmanager
-def other_state(module: nn.Module, before: Mapping[Tensor, Tensor]) -> Iterator[None]:
+def with_copied_state(module: nn.Module, before: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """Gives the module copies of its buffers, and of the parameters that `before` has.
 
     The module may write them and autograd may keep them; afterwards it has its own again.

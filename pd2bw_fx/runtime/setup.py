@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.corrections import Correction, Corrector
-from pd2bw_fx.runtime.failure import translated
+from pd2bw_fx.runtime.failure import name_peer_in_errors
 from pd2bw_fx.runtime.gradient_sums import join_ties
 from pd2bw_fx.runtime.groups import Groups
 from pd2bw_fx.runtime.job import Job
@@ -31,7 +31,7 @@ def make_recorder(
 ) -> Recorder | None:
     if num_calls == 0:
         return None
-    with translated(None):
+    with name_peer_in_errors(None):
         offset_s = offset_to_first_rank(job.rank, job.num_ranks, control)
     return Recorder(job.rank, num_calls, offset_s=offset_s, device=device)
 
@@ -119,7 +119,7 @@ def make_runner(
     before_waiting: Callable[[], None],
     recorder: Recorder | None = None,
 ) -> RankRunner:
-    with translated(None):
+    with name_peer_in_errors(None):
         in_reach = ranks_in_reach(groups.control, job.rank, job.num_ranks)
     connections = Connections(
         job,

@@ -13,11 +13,11 @@ from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.runtime.failure import (
     forget,
     is_met_by_all,
+    name_peer_in_errors,
     note_full_memory,
     share_failure,
     tell,
     tell_launcher,
-    translated,
 )
 from pd2bw_fx.runtime.inference import ordinary_tensors
 from pd2bw_fx.runtime.job import Job
@@ -123,7 +123,7 @@ class SharedCalls:
         except InputError as error:
             refused = error
         told: list[str | None] = [None] * self._num_ranks
-        with translated(None):
+        with name_peer_in_errors(None):
             dist.all_gather_object(told, None if refused is None else str(refused), group=self._control)
         if refused is not None:
             raise refused

@@ -23,7 +23,7 @@ from pd2bw_fx.runtime.channel import Inbox, Outbox
 from pd2bw_fx.runtime.draws import Draws
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.links import Handover, Link, Links
-from pd2bw_fx.runtime.recompute import WrittenState, other_state
+from pd2bw_fx.runtime.recompute import WrittenState, with_copied_state
 from pd2bw_fx.runtime.split_backward import WeightHalf, input_half, reaches
 from pd2bw_fx.runtime.weights import WeightStore
 from pd2bw_fx.source_check import uses_vary
@@ -324,7 +324,7 @@ class StageRunner:
 
     def _run_again(self, kept: _InFlight, module: nn.Module, action: Action) -> None:
         """Recomputes a forward that has kept nothing. Running statistics have counted it already."""
-        with self._drawing(action.microbatch), other_state(module, kept.state), torch.enable_grad():
+        with self._drawing(action.microbatch), with_copied_state(module, kept.state), torch.enable_grad():
             produced = self._run(module, kept)
         kept.state = {}
         self._keep_roots(kept, produced, action.version)

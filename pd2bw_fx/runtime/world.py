@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pd2bw_fx.actions import RunRequest
 from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
-from pd2bw_fx.runtime.failure import first_line, forget, translated
+from pd2bw_fx.runtime.failure import first_line, forget, name_peer_in_errors
 from pd2bw_fx.runtime.job import Job, Planned, Work, jobs, work_for
 from pd2bw_fx.runtime.meeting import Meeting, meet
 from pd2bw_fx.runtime.watch import Watch
@@ -150,13 +150,13 @@ def job_of_this_rank(pipeline: Pipeline | None, request: RunRequest) -> Job:
 
 
 def _send(answer: bytes | Exception, rank: int) -> None:
-    with translated(rank):
+    with name_peer_in_errors(rank):
         dist.send_object_list([answer], dst=rank)
 
 
 def _received_job() -> Job:
     received: list[Any] = [None]
-    with translated(0):
+    with name_peer_in_errors(0):
         dist.recv_object_list(received, src=0)
     if isinstance(received[0], Pd2bwError):
         raise received[0]
@@ -200,7 +200,7 @@ def compare_batches(flat: Sequence[Mapping[str, Tensor]], group: dist.ProcessGro
         for number, one in enumerate(flat)
         for name, tensor in one.items()
     }
-    with translated(None):
+    with name_peer_in_errors(None):
         dist.all_gather_object(digests, _digests(numbered), group=group)
     for rank, theirs in enumerate(digests):
         different = [name for name in digests[0] if theirs.get(name) != digests[0][name]]
@@ -220,7 +220,7 @@ def collected(own: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, 
     rank = dist.get_rank(group)
     layouts = {name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()}
     kinds: list[Any] = [None] * dist.get_world_size(group)
-    with translated(None):
+    with name_peer_in_errors(None):
         described = {name: (like.shape, like.stride(), like.dtype) for name, like in layouts.items()}
         dist.all_gather_object(kinds, described, group=group)
     found: dict[str, Tensor] = {}
@@ -234,7 +234,7 @@ def collected(own: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, 
             found[name] = tensor
             data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
             if data.numel():
-                with translated(None if source == rank else source):
+                with name_peer_in_errors(None if source == rank else source):
                     dist.broadcast(data, group=group, group_src=source)
     return found
 
@@ -252,6 +252,6 @@ def agreed_seed(seed: int | None, group: dist.ProcessGroup) -> int:
     """Returns rank 0's seed, on all ranks."""
     chosen = torch.initial_seed() if seed is None else seed
     told = torch.tensor([chosen % 2**63], device="cpu")
-    with translated(0):
+    with name_peer_in_errors(0):
         dist.broadcast(told, 0, group=group)
     return int(told)

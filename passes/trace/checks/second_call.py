@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pd2bw_fx.attributes import attributes_kept, without_repeats
+from pd2bw_fx.attributes import keep_attributes, without_repeats
 from pd2bw_fx.drawing import SEED_OF_CHECKS
 from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.passes.trace.eager_run import holds_data, state_kept
@@ -57,7 +57,7 @@ def called_before(program: Program) -> Iterator[bool]:
     Yields whether the call has changed attributes alone: stages do not begin with what it has written to
     buffers or parameters.
     """
-    with attributes_kept(program.model):
+    with keep_attributes(program.model):
         yield holds_data(program) and _leaves_only_attributes(program)
 
 
@@ -69,7 +69,7 @@ def fill_caches_outside(program: Program) -> None:
     """
     if not holds_data(program):
         return
-    with state_kept(program), attributes_kept(program.model), torch.enable_grad(), suppress(Exception):
+    with state_kept(program), keep_attributes(program.model), torch.enable_grad(), suppress(Exception):
         program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
 
 
@@ -172,11 +172,11 @@ def _first(program: Program, given: Mapping[str, torch.Tensor]) -> tuple[_Factor
     is_on_cpu = all(parameter.device.type == "cpu" for parameter in program.parameters())
     moves = _MOVES if is_on_cpu else _MOVES[1:]
     for factors in moves if program.model.training else ():
-        with suppress(Exception), attributes_kept(program.model):
+        with suppress(Exception), keep_attributes(program.model):
             results = results_of(program, given, factors)
             if all(map(_tells_something, results.values())):
                 return factors, results
-    with attributes_kept(program.model):
+    with keep_attributes(program.model):
         return None, results_of(program, given)
 
 
@@ -184,10 +184,10 @@ def _later(
     program: Program, given: Mapping[str, torch.Tensor], factors: _Factors, *, before: _Factors
 ) -> dict[str, torch.Tensor]:
     """Returns the results after another call, which had other inputs and weights multiplied by `before`."""
-    with suppress(Exception), attributes_kept(program.model):  # inputs that the model may not take
+    with suppress(Exception), keep_attributes(program.model):  # inputs that the model may not take
         results_of(program, _others(program, given), before)
         return results_of(program, given, factors)
-    with attributes_kept(program.model):
+    with keep_attributes(program.model):
         results_of(program, given)
         return results_of(program, given, factors)
 
