@@ -1,8 +1,8 @@
 """Schedules: the order in which each rank computes, sends, receives and updates.
 
-A training method is one object in `METHODS` (its face is `Method`): which rank runs what, in which order and
-on which weight version. The engine executes its lists, the simulator times them, the report draws them.
-`register_method` adds one of a user's own.
+A training method is one object in `METHODS`, of a subclass of `Method`. It says which rank runs what, in
+which order and on which weight version. The engine executes its lists, the simulator times them, the report
+draws them. `register_method` adds a method of a user's own.
 
     method        file            updates
     2bw           streamed.py     two versions, one update late everywhere
@@ -15,6 +15,7 @@ on which weight version. The engine executes its lists, the simulator times them
     chimera       chimera.py      synchronous: two pipelines in opposite directions
     zb-h1, zb-h2  zero_bubble.py  synchronous: the backward in two halves
     zb-auto       zb_auto.py      synchronous: the same, in an order that an integer program found
+    inference     flushed.py      none: forwards alone
 """
 
 from .build import SYNCHRONOUS, build_schedule, schedule_of

@@ -1,4 +1,4 @@
-"""Schedules of all ranks, from a method's name and a few numbers."""
+"""Builds the schedule of all ranks from a method's name and a few numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def build_schedule(
     chunks: int = 1,
     vertical_sync: bool = False,
 ) -> Schedule:
-    """The actions of `updates` on every rank; segments joined with `then` equal the schedule built at once.
+    """Builds the actions of `updates` on every rank. Segments joined with `then` equal the whole, built at
+    once.
 
     `drain` appends the backwards and updates that are still to come. `empty_before` is the update before
     which the pipeline was empty for the last time: 0, or where a drained segment ended. The other arguments
@@ -35,7 +36,7 @@ def build_schedule(
 
 
 def schedule_of(method: str, shape: Shape, *, updates: range, drain: bool, empty_before: int = 0) -> Schedule:
-    """`build_schedule` for a shape that is there already."""
+    """Builds a schedule for a shape, with the other arguments of `build_schedule`."""
     chosen = method_of(method)
     shape = chosen.prepared(shape)
     chosen.check(shape)

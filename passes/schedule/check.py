@@ -1,4 +1,4 @@
-"""Refuse a schedule that would compute something else than its method, or never end."""
+"""Refuses schedules that would compute something else than their method, or never end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from .methods import METHODS
 
 
 def check_schedule(schedule: Schedule, *, in_flight: Sequence[int] | None = None) -> None:
-    """Refuse a schedule that would compute something else than its method, or never end.
+    """Refuses a schedule that would compute something else than its method, or never end.
 
-    The schedule begins with an empty pipeline (join segments with `then` before). Checked for each rank in
-    its order: what an action needs is there, it runs on the right rank, versions follow the method's rule and
-    are alive when they are used, an update has all its gradients and overwrites nothing in use, no more than
-    `in_flight[stage]` microbatches of a stage wait for (the last half of) their backward. Checked for all:
-    every receive is served, no circle of waits, and between two ranks what is sent first is received first.
+    The schedule has to begin with an empty pipeline; join segments with `then` first. Checks on each rank's
+    list:
+
+    - all that an action needs has been done before, and the action is on the right rank;
+    - versions follow the method's rule and are alive when they are used;
+    - an update has all its gradients, and overwrites no version that is still needed;
+    - at most `in_flight[stage]` microbatches of a stage wait for their backward, or for its last half.
+
+    Checks on all lists together: every receive is served, there is no circle of waits, and what is sent first
+    between two ranks is received first.
 
     Raises ScheduleError naming the first offending action.
     """
@@ -43,7 +48,7 @@ def check_schedule(schedule: Schedule, *, in_flight: Sequence[int] | None = None
 
 
 def _add_idle_stages(cells: dict[int, _StageCheck], schedule: Schedule, rank: int) -> None:
-    """Stages that the method gives a rank, and that it does nothing for."""
+    """Adds the stages that the method gives to a rank and that the rank's list has no action of."""
     for stage in range(schedule.num_stages):
         if stage not in cells:
             cell = _StageCheck(schedule, rank, stage, None)
@@ -52,7 +57,7 @@ def _add_idle_stages(cells: dict[int, _StageCheck], schedule: Schedule, rank: in
 
 
 class _StageCheck:
-    """What one rank has done so far for one of its stages, by its own list alone."""
+    """What one rank has done so far for one of its stages, as its own list has it."""
 
     def __init__(self, schedule: Schedule, rank: int, stage: int, in_flight: int | None) -> None:
         self.schedule = schedule
@@ -74,14 +79,14 @@ class _StageCheck:
             self.share = sum(of == rank for of in ranks)
 
     def trouble_with(self, action: Action) -> str | None:
-        """Perform the action; or the reason why it cannot be."""
+        """Performs the action, or returns the reason why it cannot be performed."""
         trouble = self._trouble_with(action)
         if trouble is None:
             self._perform(action)
         return trouble
 
     def trouble_at_the_end(self) -> str | None:
-        """Of a pipeline that is empty then: what is missing."""
+        """Returns what is missing where the list ends with an empty pipeline."""
         updates, m = self.schedule.updates, self.schedule.microbatches_per_update
         if self.open:
             return f"microbatch {min(self.open)} of stage {self.stage} had no backward"
@@ -124,7 +129,7 @@ class _StageCheck:
         return None
 
     def _trouble_with_method(self, action: Action) -> str | None:
-        """What the method would do on another rank, or with other weights."""
+        """Returns what the method would do on another rank or with other weights."""
         if self.method is None:
             return None
         rank = self.method.rank_of(self.shape, self.stage, action.microbatch)
@@ -187,7 +192,7 @@ _Message = tuple[Kind, int, int]  # a send: kind, stage, microbatch
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """Perform all ranks' lists as far as they go, a receive only after its send, woken by it."""
+    """Performs all ranks' lists as far as possible. A receive waits until its send wakes its rank."""
     sent: dict[_Message, tuple[int, int]] = {}  # by whom, and its number among all sends
     awaited_by: dict[_Message, int] = {}
     received: dict[tuple[Kind, int, int], tuple[int, Action]] = {}  # last on the link from rank to rank

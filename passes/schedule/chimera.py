@@ -1,16 +1,16 @@
 """Chimera (arXiv 2107.06925): two synchronous pipelines in opposite directions over the same d ranks, d even.
 
-The down pipeline has stage s on rank s, the up pipeline on rank d - 1 - s: the weights are held twice, and
-the gradients of an update are added up between the two. Each pipeline runs half of the update's microbatches,
-1F1B (here 0, 1 down and 2, 3 up; F = B; f and b are of the rank's stage in the up pipeline):
+The down pipeline has stage s on rank s, the up pipeline on rank d - 1 - s. So the weights are held twice, and
+the gradients of an update are summed over the two. Each pipeline runs half of the update's microbatches as
+1F1B does (here 0, 1 down and 2, 3 up; F = B; f and b are of the rank's stage in the up pipeline):
 
     rank 0   F0 F1 .. f2 b2 f3 b3 B0 .. B1
     rank 1   .. F0 f2 F1 f3 b2 B0 b3 B1 ..       ranks 2 and 3 mirror ranks 1 and 0
                                                  m = d = 4: 10 slots, where 1F1B takes 14
 
-The merged order is made once, as the pieces become ready in slots of equal length. It takes 2m + d - 2 slots
-where F = B. Where B = 2F, m = d takes 3m + 2(d - 2); more microbatches, joined this way, have bubbles between
-them, as the paper says of its direct concatenation.
+The merged order is made once, from pieces as they become ready in slots of equal length. It takes 2m + d - 2
+slots if F = B. If B = 2F it takes 3m + 2(d - 2) for m = d; more microbatches, joined this way, have bubbles
+between them, as the paper says of its direct concatenation.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Chimera(Method):
 
 @lru_cache(maxsize=64)
 def _merged(d: int, half: int) -> tuple[tuple[_Piece, ...], ...]:
-    """Each rank's order of an update: in every slot of time the readiest piece of its two stages.
+    """Returns each rank's order of an update: in every slot the first ready piece of its two stages.
 
-    Among those that are ready, the earlier microbatch, then the later stage, then a backward.
+    Earlier microbatches come first, then later stages, then backwards.
     """
     begun: dict[tuple[Kind, int, int], int] = {}  # microbatches by kind, direction and stage
     done = set[_Piece]()

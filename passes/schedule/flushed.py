@@ -24,16 +24,19 @@ Turns = Iterator[tuple[Kind, int]]
 
 
 def warm_up_forwards(stage: int, num_stages: int, slack: float = 0.0) -> int:
-    """Forwards of a stage before its first forward-backward pair; one more microbatch is in flight then.
+    """Returns how many forwards a stage does before its first forward-backward pair, which adds one in
+    flight.
 
-    d - 1 - s is the least that keeps every stage busy; with it 2BW would do with m >= d - 1.
+    d - 1 - s is the least number that keeps every stage busy; 2BW with it needs only m >= d - 1.
     """
     return math.ceil(round((num_stages - 1 - stage) * (1 + slack), 6))  # 7 (1 + 1/7) is 8
 
 
 class OneForwardOneBackward(StageMethod):
-    """PipeDream-Flush (arXiv 2006.09503, section 3.2). `slack` begins with more forwards, so that late
-    messages keep nobody waiting; a stage holds as many more microbatches.
+    """PipeDream-Flush (arXiv 2006.09503, section 3.2).
+
+    With `slack` it begins with more forwards, so that no stage waits for late messages, and holds as many
+    more microbatches.
     """
 
     name = "1f1b"
@@ -62,7 +65,7 @@ class OneForwardOneBackward(StageMethod):
 
 
 class GPipe(StageMethod):
-    """arXiv 1811.06965: all forwards, then the backwards, last microbatch first."""
+    """GPipe (arXiv 1811.06965): all forwards, then all backwards, last microbatch first."""
 
     name = "gpipe"
 
@@ -86,8 +89,10 @@ class GPipe(StageMethod):
 
 
 class BaPipe(StageMethod):
-    """Whichever synchronous order was found fastest for a cluster (arXiv 2012.12544): `shape.base` names it,
-    with `shape.slack` for 1f1b that overlaps its messages. `explore` chooses.
+    """BaPipe (arXiv 2012.12544): the synchronous order that was found to be the fastest for a cluster.
+
+    `shape.base` names it, with `shape.slack` for a 1f1b that overlaps its messages. `passes/arrange.py`
+    chooses.
     """
 
     name = "bapipe"

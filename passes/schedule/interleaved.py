@@ -20,7 +20,8 @@ from .method import Cell, Method, Placing
 
 
 class Interleaved(Method):
-    """Microbatches go in rounds of about d: a round passes a rank's first stage, then its second, .."""
+    """Runs microbatches in rounds of about d. A round goes through a rank's first stage, then its second,
+    .."""
 
     name = "interleaved"
     placing = Placing.ROUND
@@ -68,7 +69,7 @@ class Interleaved(Method):
         warm_up = min((v - 1) * per_round + 2 * (d - 1 - rank), v * m)
 
         def piece(position: int) -> tuple[int, int]:
-            """Which of the rank's stages, and which microbatch of the update, comes at this position."""
+            """Returns which of the rank's stages, and which microbatch of the update, is at this position."""
             round_, rest = divmod(position, v * per_round)
             return rest // per_round, round_ * per_round + rest % per_round
 

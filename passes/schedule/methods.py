@@ -1,4 +1,4 @@
-"""The methods by their names."""
+"""All methods by their names, and methods of a user's own."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _OURS = frozenset(METHODS)
 
 
 def register_method(method: Method) -> None:
-    """Makes a method known by its name: to `split`, `simulate` and the engine.
+    """Registers a method by its name, for `split`, `simulate` and the engine.
 
-    Local workers get it from this process, ranks of torchrun from the script that they all run. A method of
-    one's own with the same name is replaced.
+    Local workers get it from this process; ranks of torchrun get it from the script that they all run. A
+    registered method of the same name is replaced.
 
-    Raises InputError for what is no method, and for the name of one of ours.
+    Raises InputError for what is not a method, and for the name of a built-in one.
     """
     require_kind("method", method, Method, "an object of a subclass of Method or StageMethod")
     name = getattr(method, "name", None)
@@ -54,12 +54,12 @@ def register_method(method: Method) -> None:
 
 
 def registered_method(name: str) -> Method | None:
-    """The method of this name that a user has registered; None if it is one of ours."""
+    """Returns the method of this name that a user has registered, or None for a built-in one."""
     return None if name in _OURS else method_of(name)
 
 
 def method_of(name: str) -> Method:
-    """Raises InputError for a name that is none."""
+    """Returns the method of this name. Raises InputError for an unknown one."""
     if not isinstance(name, str) or name not in METHODS:
         meant = next((known for known in METHODS if known == str(name).lower()), None)
         advice = f"did you mean {meant!r}?" if meant else f"expected one of {', '.join(METHODS)}"

@@ -35,7 +35,7 @@ class _Streamed(StageMethod):
     is_synchronous = False
 
     def warm_up(self, shape: Shape, stage: int) -> int:
-        """Forwards of one replica before its first forward-backward pair."""
+        """Returns how many forwards one replica does before its first forward-backward pair."""
         return warm_up_forwards(stage, shape.num_stages, shape.slack)
 
     def check(self, shape: Shape) -> None:
@@ -49,9 +49,9 @@ class _Streamed(StageMethod):
         return self.warm_up(shape, stage) + 1
 
     def turns(self, shape: Shape, stage: int, updates: range, *, drain: bool, empty_before: int) -> Turns:
-        """After the forward of turn k comes the backward of k - warm_up.
+        """Yields the backward of turn k - warm_up after the forward of turn k.
 
-        Where that has to wait for a gradient, it is the first action of the next turn instead, so that a
+        A backward that has to wait for a gradient is the first action of the next turn instead, so that a
         segment ends with a forward.
         """
         m, warm_up = self.turns_per_update(shape, stage), self.warm_up(shape, stage)
@@ -112,13 +112,14 @@ class TwoBuffered(_Streamed):
 
 
 class PipeDream(_Streamed):
-    """Weight stashing: the newest weights of a stage at the forward, the same at the backward.
+    """PipeDream with weight stashing: a forward runs on its stage's newest weights, its backward on the same.
 
         w_s(t+1) = w_s(t) - lr * grad f(w_0(t-d+1), .., w_{d-1}(t))          m = 1, no replicas
 
     Stage s of R ranks begins with floor((R - 1 - ranks before s) / replicas of s) forwards on each replica.
-    The version of a microbatch depends on its number alone: a flush, such as an evaluation makes, changes no
-    result, and the stash is kept over it. `vertical_sync`: the newest version that every stage has.
+    The version of a microbatch depends on its number alone, so a flush, such as an evaluation makes, changes
+    no result, and the stash is kept over it. With `vertical_sync` it is the newest version that every stage
+    has.
     """
 
     name = "pipedream"
@@ -138,16 +139,16 @@ class PipeDream(_Streamed):
         return max(0, min(self._newest(shape, s, microbatch) for s in stages))
 
     def _newest(self, shape: Shape, stage: int, microbatch: int) -> int:
-        """At the microbatch's forward, if the pipeline was never flushed."""
+        """Returns the newest version at the microbatch's forward, if the pipeline was never flushed."""
         turn = microbatch // shape.replicas_of(stage)
         return (turn - self.warm_up(shape, stage)) // self.turns_per_update(shape, stage)
 
 
 class PipelinedBackpropagation(_Streamed):
-    """No stash: each forward and each backward on the newest weights of its moment.
+    """Pipelined backpropagation: no stash; each forward and each backward runs on the newest weights.
 
-    In this order a forward at stage s is ceil(w / m) updates older than its backward at most, w = d - 1 - s.
-    What is done against the delay (prediction, spike compensation) is the runtime's business.
+    In this order a forward at stage s is at most ceil(w / m) updates older than its backward, w = d - 1 - s.
+    Corrections of the delay (prediction, spike compensation) are made by the runtime.
     """
 
     name = "pb"
@@ -164,10 +165,10 @@ class PipelinedBackpropagation(_Streamed):
 
 
 class PipeMare(PipelinedBackpropagation):
-    """As pipelined backpropagation; learning rates and discrepancy are corrected by the runtime.
+    """PipeMare: pipelined backpropagation with corrections of learning rates and discrepancy, in the runtime.
 
-    Backwards see the weights as they were, by the running mean of their changes: where there is a delay, that
-    mean is kept, and the newest weights beside those that are shown.
+    A backward is shown estimates of the weights that its forward saw, by the running mean of their changes.
+    So a stage with a delay keeps that mean, and the newest weights beside those that are shown.
     """
 
     name = "pipemare"

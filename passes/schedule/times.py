@@ -1,4 +1,4 @@
-"""What the work of a microbatch takes at each stage, in halves of the backward."""
+"""The times of a microbatch at each stage, with the backward in halves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of a microbatch at each stage, of a message between two, and the microbatches (between forward
-    and weight gradient) that each stage's memory holds.
+    """Seconds of a microbatch at each stage and of a message, and the microbatches that a stage's memory
+    holds.
+
+    `in_flight` counts microbatches between their forward and their weight gradient.
     """
 
     forward_s: tuple[float, ...]
@@ -24,7 +26,8 @@ class Times:
 
     @classmethod
     def equal(cls, num_stages: int, *, in_flight: int | None = None) -> Times:
-        """F = I = W = 1 at every stage, and the memory of 1F1B's first stage."""
+        """Returns F = I = W = 1 at every stage, and the memory of 1F1B's first stage unless `in_flight` is
+        given."""
         one = (1.0,) * num_stages
         return cls(one, one, one, 0.0, (in_flight or num_stages,) * num_stages)
 
@@ -37,7 +40,8 @@ class Times:
 
 
 def times_of(plan: Plan) -> Times:
-    """Half of a backward is that of the weights; a message takes as long as the plan's slowest."""
+    """Returns a plan's times. Half of a backward is for the weights; every message takes as long as the
+    slowest."""
     links = [t.seconds / (2 if t.gradient_bytes else 1) for t in plan.transfers]
     return Times(
         forward_s=tuple(stage.forward_s for stage in plan.stages),
@@ -51,7 +55,7 @@ def times_of(plan: Plan) -> Times:
 
 
 def _held(stage: StagePlan) -> int:
-    """Microbatches that the stage's memory holds between forward and weight gradient."""
+    """Returns how many microbatches the stage's memory holds between forward and weight gradient."""
     each_bytes = stage.bytes_per_microbatch
     free_bytes = stage.memory_limit_bytes - stage.memory.total_bytes
     return max(1, stage.microbatches_in_flight) + int(free_bytes / each_bytes) if each_bytes > 0 else 2**30

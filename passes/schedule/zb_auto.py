@@ -1,8 +1,8 @@
-"""The zero-bubble schedule that is best for given times and memory (arXiv 2401.10241, section 4): zb-auto.
+"""zb-auto: the best zero-bubble schedule for given times and memory (arXiv 2401.10241, section 4).
 
-The search begins with lists like those of zb-h1 and zb-h2, with as long a warm-up and as late weight
-gradients as each stage's memory allows, and asks an integer program for something better: a start for each
-piece of work, and for each two pieces of one stage which of them comes first.
+The search begins with lists like those of zb-h1 and zb-h2, with the longest warm-up and the latest weight
+gradients that each stage's memory allows. It then asks an integer program for a better one. The program has a
+start time for each piece of work, and for each two pieces of one stage a binary that says which comes first.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from .zero_bubble import ZeroBubble1, weights_behind
 _Piece = tuple[Kind, int]  # kind and microbatch
 _Order = tuple[_Piece, ...]
 _KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-_MOST_BINARIES = 3000
-_MARGIN = 1e-6
+_MOST_BINARIES = 3000  # a larger program is not tried
+_MARGIN = 1e-6  # a smaller improvement is not asked for
 
 
 @dataclass(frozen=True, slots=True)
 class FoundOrders:
-    """`cost_s`: the longest time of a stage from its first piece to its last; none is below `bound_s`."""
+    """An order for every stage. `cost_s` is the longest time of a stage from the start of its first piece to
+    the end of its last; no orders have a cost below `bound_s`."""
 
     orders: tuple[str, ...]
     cost_s: float
@@ -49,7 +50,7 @@ class ZeroBubbleAuto(StageMethod):
         return self.prepared_for(shape, Times.equal(shape.num_stages))
 
     def prepared_for(self, shape: Shape, times: Times) -> Shape:
-        super().check(shape)  # an order of no microbatch, or of another number, is none
+        super().check(shape)  # a count of microbatches that it refuses has no orders
         turns = shape.microbatches_per_update // shape.replicas_of(0)  # of one replica
         return replace(shape, orders=find_orders(turns, times).orders)
 
@@ -95,10 +96,11 @@ def _read(order: str) -> _Order:
 
 @lru_cache(maxsize=64)
 def find_orders(num_microbatches: int, times: Times, *, time_limit_s: float = 5.0) -> FoundOrders:
-    """The best order known for every stage, and what is proven about all others.
+    """Returns the best order found for every stage, and a bound on all others.
 
-    Programs of more than 3,000 binary choices (8 stages with 16 microbatches have 2,880) are not tried; then,
-    and when `time_limit_s` is over, `bound_s` is what the work alone takes.
+    Programs with more than 3,000 binaries are not tried; 8 stages with 16 microbatches have 2,880. Then, and
+    if the time limit passes, `bound_s` is the time of the work alone.
+
     Raises InputError where a stage cannot hold one microbatch.
     """
     d, m = len(times.forward_s), num_microbatches
@@ -141,7 +143,8 @@ def _like_the_handmade(d: int, m: int, times: Times) -> Iterator[tuple[_Order, .
 
 
 def _cost_s(orders: Sequence[_Order], times: Times) -> float:
-    """The longest time of a stage, with links of pure latency; infinite if the orders wait in a circle."""
+    """Returns the longest time of a stage, with links of pure latency; infinite if stages wait in a
+    circle."""
     d = len(orders)
     done_s: dict[tuple[int, Kind, int], float] = {}
     first_s, now_s, positions = [-1.0] * d, [0.0] * d, [0] * d
@@ -167,10 +170,10 @@ def _cost_s(orders: Sequence[_Order], times: Times) -> float:
 
 
 class _Program:
-    """Start times, and for each undecided pair of pieces of a stage a binary: the first one goes before.
+    """The integer program: start times, and a binary for each pair of pieces of a stage whose order is open.
 
-    Pieces of one kind go in the order of microbatches. That leaves open F_i against I_j and W_j, and I_i
-    against W_j, for i > j; and W_j must go before F_i where the memory holds no more than i - j microbatches.
+    Pieces of one kind are in the order of their microbatches. Open are F_i against I_j, F_i against W_j and
+    I_i against W_j, for i > j. W_j must come before F_i if the memory holds no more than i - j microbatches.
     """
 
     def __init__(self, m: int, times: Times, cost_s: float) -> None:
@@ -196,7 +199,8 @@ class _Program:
         self.program.minimise([(self.cost, 1.0)])
 
     def _before(self, stage: int, first: _Piece, then: _Piece, *, delay_s: float = 0.0, to: int = 0) -> None:
-        """The piece `first` ends, and after the delay `then` may begin, `to` stages further on."""
+        """Requires that `then`, `to` stages further on, starts no earlier than `delay_s` after `first`
+        ends."""
         length_s = self.times.of(stage, first[0]) + delay_s
         terms = [(self.start[stage, *first], 1.0), (self.start[stage + to, *then], -1.0)]
         self.program.at_most(terms, -length_s)
@@ -240,7 +244,8 @@ class _Program:
         self.program.at_most([(b, 1.0), (a, -1.0), (chosen, -big_s)], -other_s)
 
     def solve(self, time_limit_s: float) -> tuple[tuple[_Order, ...] | None, float]:
-        """Orders that beat the cost given, or None, and a bound on all orders (infinite: none beats it)."""
+        """Returns orders with a lower cost, or None, and a bound on all orders, infinite if none has a lower
+        cost."""
         outcome = self.program.solve(time_limit_s=time_limit_s)
         if not outcome.has_solution:
             is_proof = outcome.status.value == "infeasible"
@@ -248,7 +253,7 @@ class _Program:
         orders = []
         for stage in range(self.d):
             pieces = [(kind, k) for k in range(self.m) for kind in _KINDS]
-            # Equal starts can only be those of pieces without length.
+            # Only pieces of length zero can start at the same time.
             key = {piece: outcome.values[f"{piece[0].value}_{stage}_{piece[1]}"] for piece in pieces}
             orders.append(tuple(sorted(pieces, key=lambda piece: (key[piece], piece[1]))))
         return tuple(orders), outcome.bound or 0.0

@@ -1,11 +1,11 @@
-"""Zero bubble pipelines (arXiv 2401.10241): 1F1B with the backward in two halves. Synchronous.
+"""Zero-bubble pipelines (arXiv 2401.10241): 1F1B with the backward in two halves. Synchronous.
 
-I is the gradient of a stage's inputs, which the stage before waits for; W, that of its weights, nobody waits
-for, so it fills what would be bubbles. d = 3, m = 4, F = I = W:
+I is the gradient of a stage's inputs, which the stage before waits for. W is that of its weights, which no
+stage waits for, so it fills what would be bubbles. d = 3, m = 4, F = I = W:
 
-    zb-h1    stage 0   F0 F1 F2 .. .. I0 W0 F3 I1 W1 .. I2 W2 .. I3 W3        W s microbatches behind I at
-             stage 1      F0 F1 .. I0 F2 I1 W0 F3 I2 W1 .. I3 W2 W3           stage s: d in flight, as 1F1B
-             stage 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3              has at stage 0
+    zb-h1    stage 0   F0 F1 F2 .. .. I0 W0 F3 I1 W1 .. I2 W2 .. I3 W3        W is s microbatches behind I
+             stage 1      F0 F1 .. I0 F2 I1 W0 F3 I2 W1 .. I3 W2 W3           at stage s: d in flight, as
+             stage 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3              1F1B has at stage 0
 
     zb-h2    2(d - 1 - s) warm-up forwards and W 2s behind: 2d - 1 in flight
 
@@ -22,7 +22,7 @@ from .method import StageMethod
 
 
 class ZeroBubble1(StageMethod):
-    """Memory of 1F1B."""
+    """ZB-H1: every stage holds as many microbatches as stage 0 of 1F1B."""
 
     name = "zb-h1"
     depth = 1
@@ -45,7 +45,7 @@ class ZeroBubble1(StageMethod):
 
 
 def weights_behind(turns: range, *, warm_up: int, lag: int) -> Turns:
-    """1F1B in halves: `warm_up` forwards first, then W `lag` turns after its I."""
+    """Yields 1F1B in halves, with `warm_up` forwards first and each W `lag` turns after its I."""
     yield from ((Kind.FORWARD, turn) for turn in turns[:warm_up])
     for turn in turns:
         if turn + warm_up in turns:
@@ -57,7 +57,7 @@ def weights_behind(turns: range, *, warm_up: int, lag: int) -> Turns:
 
 
 class ZeroBubble2(ZeroBubble1):
-    """About twice the memory, and no bubble where 2W >= F + I."""
+    """ZB-H2: about twice the memory of ZB-H1, and no bubble if 2W >= F + I."""
 
     name = "zb-h2"
     depth = 2

@@ -1,4 +1,12 @@
-"""Execute a schedule's action lists on a model of time."""
+"""Runs a schedule's action lists on a model of time.
+
+durations.py  the model: seconds at each stage and on each link
+run.py        `simulate`: when every action happens
+sums.py       gradients that several ranks sum before an update
+memory.py     what every rank holds at its worst moment
+calibrate.py  what a real run took besides the plan's times
+wavefront.py  `simulate_totals`: sums alone, for thousands of ranks
+"""
 
 from .calibrate import calibrate
 from .durations import Durations, LinkTimes

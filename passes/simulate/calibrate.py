@@ -1,4 +1,4 @@
-"""From records of a run to what the simulator needs besides the operators' times."""
+"""Reads from records of a run what the simulator needs besides the operators' times."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HALVES = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
 def calibrate(plan: Plan, timelines: Sequence[Timeline]) -> Calibration:
-    """What measured timelines of this plan's stages took, one stage on a rank, beside what the plan says.
+    """Compares measured timelines of this plan's stages, with one stage on a rank, with the plan's times.
 
-    At least one of them has whole backwards and an update; one of a zero-bubble method tells of halves. An
-    action counts with the median of its kind at its stage; a receive with the quickest tenth, in which
-    nothing was waited for.
+    At least one timeline needs whole backwards and an update; one of a zero-bubble method is needed for the
+    halves of a backward. An action counts as the median of its kind at its stage. A receive counts as the
+    quickest tenth of all, which waited for nothing.
 
     Raises InputError where an action is missing.
     """
@@ -59,7 +59,10 @@ def calibrate(plan: Plan, timelines: Sequence[Timeline]) -> Calibration:
 
 
 def _halves(plan: Plan, split: Sequence[Timeline], backward_s: Sequence[float]) -> tuple[float | None, float]:
-    """Of the stages that send gradients on; a stage that does not has nothing to do in the first half."""
+    """Returns the time of both halves over that of a whole backward, and the share of the second half.
+
+    Only stages that send gradients on count; others have nothing to do in the first half.
+    """
     sending = {transfer.target for transfer in plan.transfers if transfer.gradient_bytes}
     if not split or not sending:
         return None, 0.5
@@ -69,13 +72,16 @@ def _halves(plan: Plan, split: Sequence[Timeline], backward_s: Sequence[float]) 
 
 
 def _shares(timeline: Timeline) -> bool:
-    """Whether several ranks hold a stage."""
+    """Returns whether several ranks hold the same stage."""
     holders = {(event.stage, event.rank) for event in timeline.events}
     return len(holders) > len({stage for stage, _ in holders})
 
 
 def _typical_s(timelines: Sequence[Timeline], kind: Kind, stage: int) -> float:
-    """Means over an update, for the first microbatch of it has less to add up; the median of those."""
+    """Returns the median over updates of the mean time of an action.
+
+    The mean is taken over an update because its first microbatch accumulates less.
+    """
     means = []
     for timeline in timelines:
         by_update: dict[int, list[float]] = {}
@@ -99,7 +105,7 @@ def _message_s(timelines: Sequence[Timeline], kinds: frozenset[Kind], quantile: 
 
 
 def _between_s(timeline: Timeline) -> float:
-    """Seconds of an update in which a rank is between two actions."""
+    """Returns the seconds of an update in which a rank is between two actions."""
     found: list[float] = []
     for rank in range(timeline.num_ranks):
         ended_s, gaps_s = None, 0.0
@@ -113,7 +119,11 @@ def _between_s(timeline: Timeline) -> float:
 
 
 def _ring_s_per_byte(plan: Plan, timelines: Sequence[Timeline]) -> float | None:
-    """Of the updates for which ranks waited: by the rank that waited least, for it came last."""
+    """Returns the seconds of an all-reduce for each byte that its ring sends, or None where no rank waited.
+
+    For each update it takes the rank that waited least, because that rank came last and waited for the
+    all-reduce alone.
+    """
     found: list[float] = []
     for timeline in timelines:
         holders = [{e.rank for e in timeline.events if e.stage == s.stage} for s in plan.stages]
@@ -129,7 +139,7 @@ def _ring_s_per_byte(plan: Plan, timelines: Sequence[Timeline]) -> float | None:
                 for stage, own in zip(plan.stages, holders, strict=True)
                 if rank in own
             )
-            if sent:  # or only the norm of the gradient was waited for
+            if sent:  # else the rank waited only for the norm of the gradient
                 found.append(waited_s / sent)
     return median(found) if found else None
 

@@ -1,4 +1,4 @@
-"""What every rank holds at its worst moment of a timeline."""
+"""The memory that every rank holds at the worst moment of a timeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pd2bw_fx.timeline import COMPUTE, Timeline
 
 
 def versions_alive(timeline: Timeline) -> dict[tuple[int, int], int]:
-    """For each rank and stage, the most weight versions from the oldest that is used to the newest.
+    """Returns, by rank and stage, the most weight versions from the oldest one in use to the newest.
 
     A timeline of three updates shows the method's own number, a shorter one fewer.
     """
@@ -25,12 +25,13 @@ def versions_alive(timeline: Timeline) -> dict[tuple[int, int], int]:
 
 
 def peak_memory_bytes(timeline: Timeline, plan: Plan, memory_model: MemoryModel) -> tuple[int, ...]:
-    """Bytes for each rank: the weight versions that are alive and optimizer state of all its stages, and the
-    most that its microbatches between forward and backward, and its gradients between an update's first
-    backward and its end, hold at one time.
+    """Returns the peak bytes of each rank.
 
-    `memory_model` is what the plan was made with. A stage that recomputes holds what it received and sent of
-    every such microbatch, and the activations of the one that it works on.
+    They are the weight versions that are alive and the optimizer state of all its stages, and the most that
+    is held at one time by microbatches between forward and backward and by gradients between an update's
+    first backward and the update. `memory_model` is the one that the plan was made with. A stage that
+    recomputes holds what it received and sent of every such microbatch, and the activations of the one that
+    it works on.
     """
     alive = versions_alive(timeline)
     now, most = [0.0] * timeline.num_ranks, [0.0] * timeline.num_ranks

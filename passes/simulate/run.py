@@ -1,16 +1,16 @@
-"""Action by action: who does what when.
+"""Simulates a schedule action by action: which rank does what, and when.
 
     rank 0   F0 F1 F2 .... B0 F3 B1 F4 B2          a receive waits until its data has arrived;
                \\  \\  \\    /     /                   a send takes latency + bytes / bandwidth, and the rank
     rank 1      F0 B0 F1 B1 F2 B2                  goes on meanwhile
 
-Each rank performs its own list in order. A message goes to the rank that runs its microbatch at the stage it
-is for. Where several ranks hold a stage, or stages a parameter, an update waits until all of them have posted
-their gradients, and then for the all-reduce (`sums.py`): at once where there is one weight version, at the
-first use of the new version where there are more, so that the ranks go on meanwhile.
+Each rank performs its own list in order. A message goes to the rank that runs its microbatch at the receiving
+stage. Where several ranks hold a stage, or several stages a parameter, an update waits until all of them have
+posted their gradients, and then for the all-reduce (`sums.py`). With one weight version the rank waits at the
+update itself. With more versions it goes on meanwhile, and waits at the first use of the new version.
 
-Only the sender's list decides when a link is used, so the times do not depend on the order in which the ranks
-are visited: the simulation is deterministic.
+The simulation is deterministic. Only the sender's list decides when a link is used, so the times do not
+depend on the order in which ranks are visited.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def simulate(
     calibration: Calibration | None = None,
     trainable_bytes: Mapping[str, int] | None = None,
 ) -> Timeline:
-    """When every action of the schedule happens, with the plan's compute times and the cluster's links.
+    """Simulates when every action of a schedule happens, by the plan's compute times and the cluster's links.
 
-    `links="busy"`: a link sends one message after another; `"latency"`: any number at once.
-    `jitter` is the relative standard deviation of every compute time (normal, mean 1, not below 0.05);
-    `link_jitter_s` that of a normal number whose size every message is late by.
-    `calibration` (of `calibrate`): what a run took besides the plan's times. `trainable_bytes` are those of
-    parameters by name; without them nothing is added up of parameters that several stages hold.
+    With `links="busy"` a link sends one message after another, with "latency" any number at once. `jitter` is
+    the relative standard deviation of every compute time (normal, mean 1, not below 0.05). `link_jitter_s` is
+    the standard deviation of a normal number, whose absolute value delays every message. `calibration` (from
+    `calibrate`) is what a run took besides the plan's times. `trainable_bytes` has the size of parameters by
+    name; without it, gradients of parameters that several stages hold are not summed.
 
     Raises ScheduleError naming the first action that waits for ever, InputError where schedule, plan and
     cluster do not belong together.
@@ -88,7 +88,7 @@ def simulate_durations(
     link_jitter_s: float = 0.0,
     seed: int = 0,
 ) -> Timeline:
-    """The same with all times given as plain numbers."""
+    """Simulates a schedule as `simulate` does, with all times given as numbers."""
     if schedule.num_stages != len(durations.forward_s):
         raise InputError(
             f"the schedule has {schedule.num_stages} stages and the times are for "
@@ -128,7 +128,8 @@ def _check_order(schedule: Schedule, durations: Durations) -> None:
 
 
 class _Mailbox:
-    """What has arrived at one stage: for each microbatch, how many messages and when the last one did."""
+    """The messages that have been sent to one stage: how many for each microbatch, and the last one's
+    arrival."""
 
     __slots__ = ("arrived", "expected", "last_s")
 
@@ -138,13 +139,13 @@ class _Mailbox:
         self.last_s: dict[int, float] = {}
 
     def put(self, microbatch: int, arrival_s: float) -> bool:
-        """Whether all messages for this microbatch are on their way now."""
+        """Adds a message, and returns whether all messages for its microbatch have been sent now."""
         self.arrived[microbatch] = self.arrived.get(microbatch, 0) + 1
         self.last_s[microbatch] = max(arrival_s, self.last_s.get(microbatch, 0.0))
         return self.arrived[microbatch] == self.expected
 
     def ready_s(self, microbatch: int) -> float | None:
-        """When everything is there; None as long as something is not yet sent."""
+        """Returns when all messages have arrived, or None while one has not been sent."""
         if self.expected == 0:
             return 0.0
         if self.arrived.get(microbatch, 0) < self.expected:
@@ -154,13 +155,13 @@ class _Mailbox:
 
 @dataclass(slots=True)
 class _Wire:
-    """One direction of a link between stages: where it leads and what it costs."""
+    """One direction of a link between stages: its mailbox and its times."""
 
     mailbox: _Mailbox
-    stage: int  # that reads the mailbox
+    stage: int  # the one that reads the mailbox
     latency_s: float
     transmit_s: float
-    send_s: float  # that the sending rank is busy
+    send_s: float  # for which the sending rank is busy
     elsewhere: dict[tuple[int, int], tuple[float, float]]  # latency and transmission, by sender and receiver
 
 
@@ -260,10 +261,10 @@ class _Simulation:
         )
 
     def _advance(self, rank: int) -> list[int]:
-        """Perform the rank's actions until one has to wait for what is not yet sent.
+        """Performs the rank's actions until one has to wait for a message that has not been sent.
 
-        Returns the ranks that can go on now. (Everything at one level and looked up once: this loop runs for
-        every action.)
+        Returns the ranks that can go on now. The loop runs for every action, so all is at one level and
+        looked up once.
         """
         actions, events, noise = self.schedule.ranks[rank], self.events[rank], self.noise[rank]
         seconds, mailboxes, wires = self.seconds, self.mailboxes, self.wires
@@ -306,10 +307,11 @@ class _Simulation:
         return woken
 
     def _gate_s(self, rank: int, action: Action, now_s: float, woken: list[int]) -> float | None:
-        """When a computation may begin of a stage that has sums to wait for; None: when all have posted."""
+        """Returns when a computation of a stage with sums may begin, or None while some rank has not
+        posted."""
         stage, version = action.stage, action.version
         if action.kind is not Kind.UPDATE:
-            # With one version the update itself has waited.
+            # With one version, the update itself has waited.
             if self.schedule.weight_versions == 1 or version <= self.schedule.updates.start:
                 return now_s
             return self.sums.done_s(stage, version, rank)
@@ -317,7 +319,7 @@ class _Simulation:
         return now_s if self.schedule.weight_versions > 1 else self.sums.done_s(stage, version, rank)
 
     def _send(self, wire: _Wire, source: int, target: int, now_s: float) -> float:
-        """When a message that is sent now has arrived."""
+        """Returns when a message that is sent now arrives."""
         link = (source, target)
         late_s, transmit_s = wire.latency_s, wire.transmit_s
         if wire.elsewhere:
@@ -331,7 +333,8 @@ class _Simulation:
         return free_s + late_s
 
     def _refuse(self, waiting: set[int]) -> None:
-        """Name the receive that nobody will ever send for, or, in a circle of waits, the earliest one."""
+        """Raises an error that names the receive that will never be served or, in a circle of waits, the
+        earliest."""
         left = {rank: self.schedule.ranks[rank][self.position[rank] :] for rank in waiting}
         receivers = [rank for rank in waiting if left[rank][0].kind in self.mailboxes] or sorted(waiting)
         to_come = {(a.kind, a.stage, a.microbatch) for actions in left.values() for a in actions}
@@ -358,13 +361,13 @@ class _Simulation:
 
 
 def _back(link: LinkTimes) -> tuple[float, float]:
-    """Latency and transmission of a gradient."""
+    """Returns latency and transmission of a gradient."""
     given_s = link.gradient_latency_s
     return link.latency_s if given_s is None else given_s, link.gradient_s or 0.0
 
 
 def _senders(action: Action, links: Sequence[LinkTimes]) -> tuple[Kind, list[int]]:
-    """What kind of send a receive waits for, and from which stages."""
+    """Returns the kind of send that a receive waits for, and the stages that send it."""
     if action.kind is Kind.RECEIVE_ACTIVATION:
         return Kind.SEND_ACTIVATION, [link.source for link in links if link.target == action.stage]
     return Kind.SEND_GRADIENT, [

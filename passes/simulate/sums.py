@@ -1,8 +1,7 @@
-"""Gradients that several ranks add up before an update: who has posted his, and when the sum is there.
+"""Gradients that several ranks sum before an update: which ranks have posted, and when the sum is done.
 
-a stage on several ranks       its gradients, posted with the stage's update on each of them
-a parameter of several stages  its gradient (tied weights), posted with the first update of each rank that
-                               holds it
+a stage on several ranks       its gradients; a rank posts them with its update of the stage
+a parameter of several stages  its gradient (tied weights); a rank that holds it posts with its first update
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sum:
-    """What these ranks need for it once all of them have posted; the updates of `stages` wait for it.
-    A rank posts at its update of a stage of `posting`, the first one where it has several.
+    """A sum of gradients over `ranks`, which takes `seconds` once all of them have posted.
+
+    The updates of `stages` wait for it. A rank posts at its update of a stage in `posting`, at the first one
+    if it has several.
     """
 
     ranks: frozenset[int]
@@ -24,7 +25,7 @@ class Sum:
 
 
 class Sums:
-    """All of an update's, one update after another."""
+    """All sums of an update, for one update after another."""
 
     def __init__(self, sums: Iterable[Sum], num_stages: int) -> None:
         every = tuple(sums)
@@ -32,16 +33,19 @@ class Sums:
             tuple(each for each in every if stage in each.stages) for stage in range(num_stages)
         ]
         self._posting = [tuple(each for each in every if s in each.posting) for s in range(num_stages)]
-        self._posted_s: dict[tuple[Sum, int], dict[int, float]] = {}  # by sum and version, then rank
+        self._posted_s: dict[tuple[Sum, int], dict[int, float]] = {}  # by (sum, version), then by rank
 
     @property
     def stages(self) -> set[int]:
-        """Whose updates wait or are waited for."""
+        """The stages whose updates wait for a sum or post to one."""
         both = zip(self._awaited, self._posting, strict=True)
         return {stage for stage, (awaited, posting) in enumerate(both) if awaited or posting}
 
     def post(self, stage: int, version: int, rank: int, now_s: float) -> set[int]:
-        """The ranks that may go on since this one was the last; it posts once, however often it asks."""
+        """Posts for a rank, and returns the ranks that may go on because it was the last one.
+
+        A rank posts once, however often it asks.
+        """
         woken = set[int]()
         for each in self._posting[stage]:
             posted_s = self._posted_s.setdefault((each, version), {})
@@ -52,8 +56,10 @@ class Sums:
         return woken - {rank}
 
     def done_s(self, stage: int, version: int, rank: int) -> float | None:
-        """When the new version is there, on links that have one sum after another; None as long as somebody
-        has not posted."""
+        """Returns when the new version is there, or None while some rank has not posted.
+
+        The links do one sum after another.
+        """
         begin_s, takes_s = 0.0, 0.0
         for each in self._awaited[stage]:
             if rank not in each.ranks:
@@ -65,12 +71,12 @@ class Sums:
         return begin_s + takes_s
 
     def others(self, stage: int, rank: int) -> list[int]:
-        """The ranks that a rank's update of the stage waits for."""
+        """Returns the ranks that a rank's update of the stage waits for."""
         return sorted({other for each in self._awaited[stage] for other in each.ranks} - {rank})
 
 
 def sums_of(holders: Sequence[set[int]], all_reduce_s: Sequence[float], tied: Iterable[Tied]) -> list[Sum]:
-    """Those of stages that several ranks hold, by what each takes, and of tied parameters."""
+    """Returns the sums of stages that several ranks hold, and those of tied parameters."""
     own = [
         Sum(frozenset(ranks), frozenset({stage}), frozenset({stage}), all_reduce_s[stage])
         for stage, ranks in enumerate(holders)
@@ -89,7 +95,8 @@ def sums_of(holders: Sequence[set[int]], all_reduce_s: Sequence[float], tied: It
 
 @dataclass(frozen=True, slots=True)
 class Tied:
-    """Parameters that these stages hold alike, on these ranks, and what adding up their gradients takes."""
+    """Parameters that several stages hold, on these ranks, and the seconds that their gradients' sum
+    takes."""
 
     stages: frozenset[int]
     ranks: frozenset[int]

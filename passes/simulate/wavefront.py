@@ -1,4 +1,4 @@
-"""The same model of time for thousands of ranks: sums in place of a timeline.
+"""The simulator's model of time for thousands of ranks: it gives sums in place of a timeline.
 
 round 1   F0 .  .  .        In each round every rank that has what it needs performs its next computation.
 round 2   F1 F0 .  .        All of them are one operation on arrays over the ranks, so that the number of
@@ -28,8 +28,10 @@ _BITS = 3
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What a timeline would say, in sums: seconds from the first computation to the end of the last, those in
-    which each rank computed, and those in which it waited for an activation or a gradient.
+    """The sums of a timeline.
+
+    `span_s` is the time from the start of the first computation to the end of the last one. The others are,
+    for each rank, the time that it computed and the times that it waited for an activation or a gradient.
     """
 
     span_s: float
@@ -41,18 +43,20 @@ class Totals:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time that nothing was computed in."""
+        """The share of all ranks' time in which nothing is computed."""
         return float(1.0 - self.busy_s.sum() / (len(self.busy_s) * self.span_s)) if self.span_s else 0.0
 
 
 def simulate_totals(
     ranks: Iterable[Iterable[tuple[Kind, int, int]]], durations: Durations, *, links: str = "busy"
 ) -> Totals:
-    """`ranks`: for each rank its computations in order, (kind, stage, microbatch or update), as
-    `Method.order` gives them. Stages are in a row, each with one rank.
+    """Simulates a row of stages with one rank each, and returns sums instead of a timeline.
 
-    Links are as in `simulate`; where a rank sends activations and gradients to the same other rank (two ranks
-    with several stages each), they have a direction of the link each.
+    It is for schedules too large for `simulate`: `benchmarks/scale.py` uses it, and tests compare the two.
+    `ranks` has the computations of each rank in order, as (kind, stage, microbatch or update), which is what
+    `Method.order` yields. Links are as in `simulate`, except that where a rank sends both activations and
+    gradients to one other rank (two ranks with several stages each) each kind has a direction of the link.
+
     Raises InputError for links that are no row, ScheduleError naming a rank that waits for ever.
     """
     if links not in ("busy", "latency"):
@@ -61,7 +65,7 @@ def simulate_totals(
 
 
 class _Wavefront:
-    """A position and a clock for each rank; when each message arrives at each stage."""
+    """A position in its list and a clock for each rank, and when each message arrives at each stage."""
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class _Wavefront:
         )
         numbers = (self.codes >> _BITS) // s
         m = int(numbers.max()) + 1
-        # When it is there: at stage 0 every input from the beginning, at the last stage every gradient.
+        # Arrival times. Stage 0 has every input from the beginning, the last stage every gradient.
         self.activation_there_s = np.full((s, m), np.nan)
         self.gradient_there_s = np.full((s, m), np.nan)
         self.activation_there_s[0] = self.gradient_there_s[s - 1] = 0.0
@@ -151,7 +155,7 @@ class _Wavefront:
         end_s: Floats,
         free_s: Floats,
     ) -> None:
-        """Results of the chosen computations go to the next stage (step 1) or the one before (-1)."""
+        """Sends results of the chosen computations to the next stage (step 1) or to the one before (-1)."""
         target = stage + step
         chosen = chosen & (target >= 0) & (target < self.num_stages)
         ranks, target, number, left_s = ranks[chosen], target[chosen], number[chosen], end_s[chosen]
@@ -178,7 +182,7 @@ def _encoded(cells: Iterable[tuple[Kind, int, int]], num_stages: int) -> Integer
 
 
 def _row(links: Iterable[LinkTimes], num_stages: int) -> Floats:
-    """For the link after each stage: latency and transmission of an activation, then of a gradient."""
+    """Returns, for the link after each stage, latency and transmission of an activation and of a gradient."""
     row = np.zeros((4, num_stages))
     for link in links:
         if link.target != link.source + 1 or link.gradient_s is None:
