@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -180,6 +180,15 @@ class OperatorGraph:
             for value in operator.reads:
                 readers[value].append(operator.name)
         return readers
+
+    def computed_from(self, inputs: Collection[str]) -> frozenset[str]:
+        """Returns these inputs and the operators whose values depend on them, if only through a buffer."""
+        found, written = set(inputs), set[str]()
+        for operator in self.operators.values():
+            if not found.isdisjoint(operator.reads) or not written.isdisjoint(operator.buffers):
+                found.add(operator.name)
+                written.update(operator.writes_buffers)
+        return frozenset(found)
 
     def fingerprint(self) -> str:
         """Returns a hash of what is computed: a plan made for one graph fits only graphs with the same

@@ -33,7 +33,7 @@ def test_an_update_on_unlike_microbatches_is_that_of_the_rule(
         few, empty, apart, none = found["refused"]
         assert few.startswith("3 microbatches were given, and an update has 4")
         assert empty.startswith("'x' has 0 samples")
-        assert "'spread' has no dimension of the batch, so that those of 3 microbatches" in apart
+        assert "the output 'spread', so that those of 3 microbatches" in apart
         assert none.startswith("no microbatch was given")
 
 

@@ -158,8 +158,46 @@ def test_outputs_of_a_model_of_one_size(batches: list[Tensor]) -> None:
     flat = job.layout.flatten((batches[0],))
     pieces = evaluation_pieces(job, flat, ("found", "loss"))
     assert [piece["x"].shape[0] for piece in pieces] == [4] * 4
-    with pytest.raises(pd2bw_fx.InputError, match="output 'spread' has no dimension of the batch"):
+    with pytest.raises(pd2bw_fx.InputError, match="not dimension 0, and no other, of the output 'spread'"):
         evaluation_pieces(job, flat, tuple(job.outputs))
+
+
+class Similar(nn.Linear):
+    """Returns how alike the samples of a batch are, and a weight for each of four classes."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.classes = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        found = super().forward(x)
+        weights = self.classes.softmax(0)
+        loss = found.square().mean() * weights.square().sum()
+        return {"loss": loss, "found": found, "similarity": found @ x.t(), "weights": weights}
+
+
+def test_an_output_with_two_dimensions_of_the_batch_is_computed_of_the_whole_one(
+    batches: list[Tensor],
+) -> None:
+    job = _job(Similar(), batches[0])
+    flat = job.layout.flatten((batches[0],))
+    assert len(evaluation_pieces(job, flat, ("found",))) == 4
+    assert len(evaluation_pieces(job, flat, ("found", "similarity"))) == 1
+    with pytest.raises(pd2bw_fx.InputError, match="of the output 'similarity'"):
+        evaluation_pieces(job, pd2bw_fx.Microbatches(batches), ("similarity",))
+
+
+def test_an_output_of_weights_alone_is_not_repeated_for_each_microbatch(batches: list[Tensor]) -> None:
+    class OfFour(Similar):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return super().forward(x * len(x.tolist()))
+
+    job = _job(OfFour(), batches[0][:4])
+    flat = job.layout.flatten((batches[0],))
+    assert job.outputs["weights"].shape == (4,)
+    assert len(evaluation_pieces(job, flat, ("found",))) == 4
+    with pytest.raises(pd2bw_fx.InputError, match="of the output 'weights'"):
+        evaluation_pieces(job, flat, ("weights",))
 
 
 def test_outputs_are_put_together(batches: list[Tensor]) -> None:

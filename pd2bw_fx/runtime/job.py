@@ -71,6 +71,7 @@ class Job:
     recomputed: frozenset[int]  # stages whose forward is run again before the backward
     loss_stage: int  # the stage that computes the loss
     outputs: Mapping[str, TensorSpec]  # of the model, by name in its order
+    of_batch: frozenset[str]  # the outputs that depend on an input with a dimension of the batch
     numbers: Mapping[int, tuple[str, ...]]  # by stage: outputs beside the loss that are a number or a bool
     parameters: tuple[ParameterSpec, ...]  # of the whole model, as `buffers` are
     buffers: tuple[ParameterSpec, ...]
@@ -242,6 +243,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
     unread = unread_statistics(graph)
     held, report = pipeline.tensors(), pipeline.trace_report
     require_values(graph, held)
+    from_batch = graph.computed_from([known.name for known in pipeline.batch_layout.inputs if known.batched])
     ranks = _ranks(pipeline.plan, work)
     stages_of = [work.rules.stages_of(work.shape, place) for place in range(len(ranks))]
     planned = _planned_devices(pipeline, work)
@@ -261,6 +263,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
                 recomputed=frozenset(p.stage for p in own if _is_recomputed(pipeline, p)),
                 loss_stage=loss_stages[-1],
                 outputs={output.name: returned[output.name].spec for output in graph.outputs},
+                of_batch=frozenset(output.name for output in graph.outputs if output.value in from_batch),
                 numbers=_numbers(programs, graph.loss),
                 parameters=tuple(graph.parameters.values()),
                 buffers=tuple(graph.buffers.values()),

@@ -6,6 +6,7 @@ for.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pd2bw_fx.batch import BatchLayout, Microbatches
+from pd2bw_fx.batch import Microbatches
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.graph import TensorSpec
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.loss import Means, NumberPost
 
@@ -90,14 +90,15 @@ def evaluation_pieces(job: Job, batch: Any, wanted: Sequence[str]) -> list[dict[
     way.
     """
     layout, count = job.layout, job.microbatches_per_update
-    apart = next((name for name in wanted if not _can_be_joined(job.outputs[name], layout)), None)
+    apart = next((name for name in wanted if not _can_be_joined(job, name)), None)
     if isinstance(batch, Microbatches):
         if not batch:
             raise InputError("no microbatch was given; at least one was expected")
         if apart is not None and len(batch) > 1:
             raise InputError(
-                f"the output {apart!r} has no dimension of the batch, so that those of {len(batch)} "
-                "microbatches cannot be put together; name the outputs that are wanted, or pass one at a time"
+                f"the batch is not dimension 0, and no other, of the output {apart!r}, so that those of "
+                f"{len(batch)} microbatches cannot be put together; name the outputs that are wanted, or "
+                "pass one at a time"
             )
         return layout.pieces(layout.flat_batches(batch, len(batch)), 1)
     flat = layout.flatten(batch)
@@ -107,9 +108,9 @@ def evaluation_pieces(job: Job, batch: Any, wanted: Sequence[str]) -> list[dict[
         return layout.cut(flat, count if is_cut else 1)
     if apart is not None and count > 1:
         raise InputError(
-            f"the output {apart!r} has no dimension of the batch, so that those of {count} microbatches "
-            f"cannot be put together, and the model was traced for {layout.microbatch_sizes} samples; name "
-            "the outputs that are wanted: engine.outputs(batch, 'logits')"
+            f"the batch is not dimension 0, and no other, of the output {apart!r}, so that those of {count} "
+            f"microbatches cannot be put together, and the model was traced for {layout.microbatch_sizes} "
+            "samples; name the outputs that are wanted: engine.outputs(batch, 'logits')"
         )
     return layout.cut(flat, count)
 
@@ -128,13 +129,17 @@ def joined(job: Job, parts: Mapping[str, Tensor], numbers: range, wanted: Sequen
     return found
 
 
-def _can_be_joined(spec: TensorSpec, layout: BatchLayout) -> bool:
+def _can_be_joined(job: Job, name: str) -> bool:
+    spec, sizes = job.outputs[name], job.layout.microbatch_sizes
     if spec.shape == ():
         return spec.dtype.is_floating_point
-    if not spec.shape:
+    if not spec.shape or name not in job.of_batch:
         return False
-    one = layout.microbatch_sizes
-    return spec.shape[0] == "batch" or (one.is_one_size and spec.shape[0] == one.least)
+    first, *others = spec.shape
+    if sizes.is_one_size and first == sizes.least:
+        return True
+    # A matrix of similarities has the batch in a second dimension, too.
+    return first == "batch" and not any(re.search(r"\bbatch\b", str(size)) for size in others)
 
 
 def _key(microbatch: int, name: str) -> str:
