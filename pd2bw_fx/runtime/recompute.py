@@ -1,6 +1,6 @@
-"""The state of a stage whose forward is recomputed: the second run reads what the first one did.
+"""The state of a stage whose forward is recomputed.
 
-It writes nothing:
+The second run reads what the first one read, and writes nothing:
 
     forward 7     mean 0.3 -> 0.4        0.3 is kept beside the microbatch
     forward 8     mean 0.4 -> 0.2
