@@ -165,7 +165,7 @@ class MemoryModel:
         return kept.weight_versions if self.weight_versions is None else self.weight_versions
 
     def weight_copies(self, kept: Kept) -> int:
-        """Weight versions at such a stage, and what a correction of the delay keeps beside them."""
+        """Returns the weight versions at a stage, and the copies that a correction of the delay keeps."""
         return self.versions(kept) + kept.correction_copies
 
     def copies(self, kept: Kept) -> int:

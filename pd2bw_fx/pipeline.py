@@ -308,7 +308,7 @@ class Pipeline:
         like those of the plan. `method="ddp"` joins the stages and puts a copy of the whole on each device of
         the plan. `cluster` may have other links than the one that was planned for. `options` are those of
         `passes.simulate.simulate` (`links`, `jitter`, `seed`, `update_s`, and `calibration`: what the engine
-        takes beside the operators, see `calibration`).
+        takes besides the operators, see `calibration`).
 
         Raises InputError for an unknown option, an impossible schedule, such as fewer microbatches than
         stages for 2bw, or a method that needs another plan (interleaved).
@@ -324,7 +324,7 @@ class Pipeline:
         )
 
     def calibration(self, *timelines: Timeline | None) -> Calibration:
-        """Returns what measured runs of this pipeline took beside its profile, for `simulate` of any method.
+        """Returns how measured runs of this pipeline differ from its profile, for `simulate` of any method.
 
         `timelines` come from `TrainResult.metrics` or `Engine.records`, recorded (`record=4`) under methods
         with one stage on a rank: 1f1b, say, and zb-h1 if zero-bubble methods are to be simulated. Raises

@@ -1,4 +1,4 @@
-"""Values of a batch beside tensors: the stages have them in their code, so each batch must have the trace's.
+"""Values of a batch other than tensors: stages have them in their code, so each batch must have the trace's.
 
 Numbers, flags, strings and None are kept as they are. Anything else that a forward may be given (members of
 an enum, data types, slices, functions, configurations) is kept as a text that describes it, which can be

@@ -94,7 +94,7 @@ def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
     """
     threads = os.environ.get("OMP_NUM_THREADS", str(cores_each(num_processes)))
     of_ranks = {"OMP_NUM_THREADS": threads, STARTED_BY: str(os.getpid())}
-    # What it would say of a failure is said once, by whoever catches it.
+    # The launcher would log a failure, which is printed once by the caller that catches it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         # The launcher leaves its logs behind.

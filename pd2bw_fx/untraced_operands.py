@@ -17,7 +17,7 @@ from pd2bw_fx.errors import InputError
 if TYPE_CHECKING:
     from pd2bw_fx.untraced_call import UntracedFunction
 
-    Known = Callable[[], UntracedFunction]  # what an operator calls may be defined anew
+    Known = Callable[[], UntracedFunction]  # the function that an operator calls may be defined again
 
 NAMESPACE = "untraced"  # of the operators
 

@@ -246,7 +246,7 @@ class Engine:
         layout = self.job.layout
         with self._calls.reading_a_batch(f"in update {self.updates}", self.updates):
             flat = layout.flat_batches(batch, self.job.microbatches_per_update)
-            # What this rank reads may be in flight when the caller fills its tensors anew.
+            # Tensors that this rank reads may still be in flight when the caller fills them again.
             flat = [one | {name: self._kept(one[name]) for name in self.job.inputs()} for one in flat]
             pieces = layout.pieces(flat, self.job.microbatches_per_update)
             if self._to_compare:

@@ -177,12 +177,12 @@ def is_met_by_all(what: str, num_ranks: int) -> bool:
 
 
 def tell_launcher(error: BaseException, shown: str = "", *, is_first: bool = False) -> None:
-    """Writes what torchrun's summary, the last thing on the screen, says of this rank beside its exit code.
+    """Writes what torchrun's summary, the last thing on the screen, shows of this rank for its exit code.
 
-    torchrun names a file for it in the environment (torch.distributed.elastic's error file); a later error
-    replaces an earlier one. torchrun takes the error with the earliest time for the cause, in whole seconds.
-    A WorkerError, which follows from another rank's end, is therefore dated a second later, unless that rank
-    can say nothing (`is_first`).
+    Without it, the summary has only the exit code. torchrun names a file for it in the environment
+    (torch.distributed.elastic's error file); a later error replaces an earlier one. torchrun takes the error
+    with the earliest time for the cause, in whole seconds. A WorkerError, which follows from another rank's
+    end, is therefore dated a second later, unless that rank can say nothing (`is_first`).
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:

@@ -25,8 +25,8 @@ class UpdateReport:
     """What `on_report` is given for an update.
 
     `loss` is the mean over the update's microbatches, `seconds` the time since the call of the update before,
-    or of an evaluation after that. `numbers` holds the model's outputs beside its loss that are one number,
-    such as the terms of the loss: means as well, by name.
+    or of an evaluation after that. `numbers` holds the model's other outputs that are one number, such as the
+    terms of the loss: means as well, by name.
     """
 
     update: int

@@ -124,8 +124,8 @@ def _initialise(meeting: Meeting, timeout_s: float) -> None:
 def job_of_this_rank(pipeline: Pipeline | None, request: RunRequest) -> Job:
     """Returns this rank's job: rank 0 sends every rank its job, or the error that all of them raise.
 
-    The jobs are sent one after another: beside the model, rank 0 holds its own job and one more, not all of
-    them.
+    The jobs are sent one after another: in addition to the model, rank 0 holds its own job and one more, not
+    all of them.
     """
     if dist.get_rank() != 0:
         return _received_job()
