@@ -72,9 +72,7 @@ class Job:
     loss_stage: int  # the stage that computes the loss
     outputs: Mapping[str, TensorSpec]  # of the model, by name in its order
     of_batch: frozenset[str]  # the outputs that depend on an input with a dimension of the batch
-    numbers: Mapping[
-        int, tuple[str, ...]
-    ]  # by stage: outputs other than the loss that are a number or a bool
+    numbers: Mapping[int, tuple[str, ...]]  # by stage: outputs other than the loss that are one number
     parameters: tuple[ParameterSpec, ...]  # of the whole model, as `buffers` are
     buffers: tuple[ParameterSpec, ...]
     holders: Mapping[str, tuple[int, ...]]  # the ranks of each parameter that several ranks hold
