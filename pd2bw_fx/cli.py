@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         torch.manual_seed(getattr(options, "seed", 0))  # fresh weights and dropout: the same every time
         code: int = options.run(options)
-        if sys.stdout is not None:  # as it is where it was closed from the beginning
+        if sys.stdout is not None:  # None where it was closed from the beginning
             sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` for instance, has seen enough
         leave_output()
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _failed(error: Exception, options: argparse.Namespace) -> int:
     """Prints an error in one line if it is the user's to correct; a bug of ours keeps its traceback."""
     told = f"{type(error).__name__}: {error}"
-    if isinstance(error, Pd2bwError) and hasattr(options, "runs"):  # it splits
+    if isinstance(error, Pd2bwError) and hasattr(options, "runs"):  # the command splits a model
         told = in_options(told)
     is_theirs = isinstance(error, (Pd2bwError, OSError))
     if is_under_torchrun():

@@ -41,7 +41,7 @@ class Device:
     memory_bytes: int
     kind: str = "cpu"
     speed: float = 1.0
-    flops_per_s: float = None  # type: ignore[assignment]  # by its kind, as soon as it is made
+    flops_per_s: float = None  # type: ignore[assignment]  # __post_init__ takes that of its kind
     memory_bytes_per_s: float = None  # type: ignore[assignment]
     host: str = "localhost"
 

@@ -27,7 +27,7 @@ class CustomFunction:
     are positions among the results.
     """
 
-    name: str  # of the class in generated code
+    name: str  # the name of the class in generated code
     origin: str  # "modeling_bloom.py:141"
     forward: fx.Graph
     backward: fx.Graph
@@ -114,7 +114,7 @@ def registered(
 ) -> torch._ops.OpOverload:
     """Returns a new operator with kernels without gradients, with them, and for tensors without values."""
     name = schema.partition("(")[0]
-    make_library: Any = torch.library.Library  # it has no types
+    make_library: Any = torch.library.Library  # torch gives it no types
     library = make_library(namespace, "FRAGMENT")
     library.define(schema, tags=tuple(tags))
     library.impl(name, run, "CompositeExplicitAutograd")

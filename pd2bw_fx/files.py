@@ -47,7 +47,7 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         # It is made inside a folder that exists: another one may be on another disk.
         fresh = Path(tempfile.mkdtemp(prefix=_FRESH, dir=target if is_there else target.parent))
-    except (OSError, RuntimeError) as error:  # of links in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{folder} cannot be written: {why}; give another folder") from error
     try:

@@ -182,6 +182,6 @@ def _text_of_function(function: types.FunctionType, depth: int) -> str:
     for name_of_cell, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             cells.append(f"{name_of_cell}={_text(cell.cell_contents, depth - 1) if depth > 0 else '..'}")
-        except ValueError:  # it is still empty
+        except ValueError:  # the cell is still empty
             continue
     return f"{name}[{', '.join(cells)}]" if cells else name

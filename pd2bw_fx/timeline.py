@@ -172,7 +172,7 @@ class Timeline:
         for event in self.events:
             if event.stage != 0:
                 continue
-            if event.kind is Kind.UPDATE:  # by the last of its ranks
+            if event.kind is Kind.UPDATE:  # done when the last of its ranks has made it
                 made_s[event.version] = max(event.end_s, made_s.get(event.version, event.end_s))
             elif event.kind is Kind.FORWARD:
                 fed_s[event.rank] = event.end_s

@@ -116,9 +116,9 @@ class Traced:
     batch_size: int | None = None
     batched_inputs: frozenset[str] = frozenset()  # dimension 0 is the batch
     dynamic_batch: bool = False
-    batch_sizes: SizeRange = ANY_SIZE  # of a dynamic batch
+    batch_sizes: SizeRange = ANY_SIZE  # the sizes that a dynamic batch may have
     lengths: Mapping[str, str] = field(default_factory=dict)  # by input: what its open dimension 1 is called
-    changing: tuple[nn.Module, ...] = ()  # those whose attributes the forward sets
+    changing: tuple[nn.Module, ...] = ()  # modules whose attributes the forward sets
     examples: Mapping[str, torch.Tensor] = field(default_factory=dict)
     call: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = field(
         default=None, compare=False, repr=False

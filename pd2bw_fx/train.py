@@ -113,7 +113,7 @@ def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
             elastic_launch(setting, sys.executable)("-P", "-c", _RANK, ours, STARTED_HERE, *arguments)
     except ChildFailedError as error:
         raise _reason(error.failures) from None
-    except SignalException as error:  # its processes have ended
+    except SignalException as error:  # a signal to the launcher, whose processes have ended
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise SystemExit(128 + error.sigval) from None

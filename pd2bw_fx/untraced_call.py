@@ -24,7 +24,7 @@ from pd2bw_fx.errors import InputError, shown
 from pd2bw_fx.untraced_operands import is_tensor
 
 _known: dict[str, UntracedFunction] = {}  # by operator name
-_MARK = "_untraced"  # of what `untraced` gives: the function itself
+_MARK = "_untraced"  # the attribute that holds the function itself, on what `untraced` returns
 
 
 def untraced(
@@ -193,7 +193,7 @@ def _items(named: Mapping[str, Any]) -> tuple[Any, ...]:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty as yet
+    except ValueError:  # the cell is still empty
         return cell
 
 

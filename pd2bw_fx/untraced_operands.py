@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Known = Callable[[], UntracedFunction]  # the function that an operator calls may be defined again
 
-NAMESPACE = "untraced"  # of the operators
+NAMESPACE = "untraced"  # of these operators, in torch.ops
 
 
 def operator_of(name: str, overload: str = "default") -> Any:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pd2bw_fx.untraced_operands import Known
 
 _Shapes = list[tuple[torch.Size, torch.dtype]]
-_Leaf = (Tensor, int, float, str, type(None))  # of results
-_shapes: dict[Any, _Shapes] = {}  # of results, by what was given
+_Leaf = (Tensor, int, float, str, type(None))  # the leaves that results may have
+_shapes: dict[Any, _Shapes] = {}  # the shapes of results, by what was given
 
 
 class Part:
@@ -75,7 +75,7 @@ def register(name: str, known: Known) -> None:
             run=functools.partial(_given_back, _run, known, is_single),
             differentiable=functools.partial(_given_back, _differentiable, known, is_single),
             fake=functools.partial(_given_back, _expected, known, is_single),
-            tags=(torch.Tag.nondeterministic_seeded,),  # it may draw
+            tags=(torch.Tag.nondeterministic_seeded,),  # it may draw random numbers
             namespace=NAMESPACE,
         )
 

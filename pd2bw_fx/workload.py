@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from pd2bw_fx.errors import InputError
 
-_ROUNDING = 1e-6  # of a cost: files have some digits, and times in a unit of their own
+_ROUNDING = 1e-6  # of costs, relative: files have few digits, and times in a unit of their own
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def named_pipeline(options: argparse.Namespace) -> Pipeline:
             "report take one"
         )
     if saved_folder(options) is not None:
-        is_ours = (Path(options.model) / MANIFEST).is_file()  # else `load` says what it is
+        is_ours = (Path(options.model) / MANIFEST).is_file()  # else `load` says what is wrong with it
         if is_ours and (given := planning_words(options)):
             raise UsageError(
                 f"a saved folder has its plan already; leave out {given[0]}, or split the model again with it"

@@ -120,7 +120,7 @@ class Outbox:
     _agreed: dict[Hashable, Layout] = field(default_factory=dict)
     _orders: dict[Hashable, Orders] = field(default_factory=dict)
     _shared: Shared = field(default_factory=dict)
-    _notes: tuple[Notes, Notes] | None = None  # to read, which the peer attaches to, and to write
+    _notes: tuple[Notes, Notes] | None = None  # the end to read, where the peer attaches, and to write
     _under_way: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = field(default_factory=deque)
 
     def send(
@@ -226,7 +226,7 @@ class Inbox:
 
     route: Route
     values: tuple[str, ...]
-    _agreed: dict[Hashable, Layout] = field(default_factory=dict)  # of what is sent: packed
+    _agreed: dict[Hashable, Layout] = field(default_factory=dict)  # the layout of what is sent, packed
     _orders: dict[Hashable, Orders] = field(default_factory=dict)
     _shared: Shared = field(default_factory=dict)
     _notes: Notes | None = None
@@ -279,7 +279,7 @@ class Inbox:
         microbatch, posted = next(item for item in self._posted.items() if item[1].works is None)
         assert posted.header is not None
         assert posted.header_work is not None
-        with posted.route.on_receiving():  # behind nothing that the GPU has still to compute
+        with posted.route.on_receiving():  # not on the stream of computation, which it would wait for
             self.route.wait(posted.header_work)
             header = posted.header.tolist()
         self._read(microbatch, posted.size, header)
@@ -291,7 +291,7 @@ class Inbox:
         for position, (entry, row) in enumerate(zip(layout, header, strict=True), start=1):
             process, memory, notes = row[-3:]
             if entry is not None and process:
-                with name_peer_in_errors(self.route.peer):  # it may have ended meanwhile
+                with name_peer_in_errors(self.route.peer):  # the peer may have ended meanwhile
                     self._shared[size, position] = SharedBuffers.attach((process, memory), *entry)
                     self._notes = self._notes or Notes.attach((process, notes))
         if any(row[-3] for row in header):
@@ -307,10 +307,10 @@ class Inbox:
         assert self._notes is not None
         number = self.route.shared_buffer(self._notes, microbatch, position)
         if number != NO_BUFFER:
-            return shared.take(number).to(self.route.device)  # a GPU beside a rank that computes on the CPU
+            return shared.take(number).to(self.route.device)  # this rank may compute on a GPU
         entry = self._agreed[posted.size][position - 1]
         assert entry is not None
-        tensor = torch.empty(entry[1], dtype=entry[0])  # the tensor itself follows
+        tensor = torch.empty(entry[1], dtype=entry[0])  # no buffer was free: the tensor itself follows
         self.route.wait(self.route.irecv(tensor, self.route.tag(microbatch, position)))
         return tensor.to(self.route.device)
 

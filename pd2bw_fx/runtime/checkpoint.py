@@ -151,7 +151,7 @@ def _publish(folder: Path, partial: Path, name: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     pointer.replace(folder / _LATEST)
-    for left in folder.glob(".update_*.partial"):  # by a run that was killed
+    for left in folder.glob(".update_*.partial"):  # left by a run that was killed
         shutil.rmtree(left, ignore_errors=True)
     # Later ones are those of another run, which is not this one's to delete.
     numbers = _numbers(folder)
@@ -216,7 +216,7 @@ class Checkpoint:
         except TypeError as error:
             raise self._damaged("checkpoint.json", str(error)) from None
         self._places: dict[str, Path] = {}
-        self._hashes: dict[Path, str] = {}  # of files that are still to be read
+        self._hashes: dict[Path, str] = {}  # expected ones of files that are still to be read
         self.numbers: dict[str, Mapping[str, float]] = {}
         self.options: dict[str, Mapping[str, Any]] = {}
         self.groups: Sequence[Mapping[str, Any]] = ()

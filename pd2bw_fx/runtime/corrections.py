@@ -79,7 +79,7 @@ class Corrector:
         self._updates = 0
         self._shown = "newest"
         self.newest: Flat = {}
-        self._change: Flat = {}  # of the last update, or the running mean; for what looks ahead or back by it
+        self._change: Flat = {}  # the last update's, or the running mean: what is predicted or corrected by
 
     def watch(self, seen: Flat, spans: Mapping[str, Span]) -> None:
         """Takes the slot that modules compute with, `seen`, which is laid out in `spans`."""

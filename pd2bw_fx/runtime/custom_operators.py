@@ -51,7 +51,7 @@ class Definition:
         _KEPT.append(operator)
 
 
-_KEPT: list[Any] = []  # torch itself holds them weakly
+_KEPT: list[Any] = []  # keeps operators alive, which torch holds weakly
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ from pd2bw_fx.units import counted
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
-_UPDATES_COMPARED = 2  # at the beginning, in which ranks tell each other what batch they were given
+_UPDATES_COMPARED = 2  # the first ones, in which ranks compare the batches that they were given
 
 
 class Engine:
@@ -325,7 +325,7 @@ class Engine:
             self._runner.settle()
             self._weights.train(on=True)
             loss = self._losses.of_evaluation(self.updates)
-            loss.wait()  # where it is known too: the others are to have it before the program can end here
+            loss.wait()  # also where it is known: other ranks must have it before this program can end
             return self._told(loss), numbers
 
     def flush(self) -> None:
@@ -401,7 +401,7 @@ class Engine:
             self._draw_by(header.seed)
             self._actions.go_on_after(header.updates)
             self._losses.flushed(self.updates)
-            self._to_compare = _UPDATES_COMPARED  # where each rank goes on in its data is seen now
+            self._to_compare = _UPDATES_COMPARED  # ranks may have resumed their data at different places
             return header.updates
 
     def tensors(self) -> dict[str, Tensor]:

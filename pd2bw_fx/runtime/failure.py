@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from pd2bw_fx.errors import WorkerError
 
-STARTED_BY = "PD2BW_FX_STARTED_BY"  # in the environment of ranks whose errors that process prints
+STARTED_BY = "PD2BW_FX_STARTED_BY"  # environment variable: the process that prints this rank's errors
 _MAKING = "making an engine"
 _MEETING_S = 5.0  # until all ranks have met: at a batch that one of them refuses, or at the end
 _FLUSH_S = 1.0

@@ -50,10 +50,10 @@ class Groups:
         self.timeout_s = timeout_s
         self._device = device
         self._made: list[dist.ProcessGroup] = []
-        self._of_host = "gloo" if "cpu:gloo" in dist.get_backend_config() else None  # or what is the default
+        self._of_host = "gloo" if "cpu:gloo" in dist.get_backend_config() else None  # the default one
         self.control = self._new(self._ranks, self._of_host)
         self.is_nccl = self._chosen(backend)
-        if self.is_nccl:  # else the first sum of another size may wait for all ranks once more
+        if self.is_nccl:  # without it, the first sum of another size may again wait for all ranks
             os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         # nccl begins a call when everything that was launched on its stream before is done.
         on_gpu = self.is_nccl and device.type == "cuda"

@@ -87,7 +87,7 @@ class LocalRun:
         self._processes: list[Process] = []
         self._connections: list[Connection] = []
         self._outboxes: list[queue.SimpleQueue[bytes | None]] = []
-        self._last_heard: dict[int, float] = {}  # of those that have begun to work
+        self._last_heard: dict[int, float] = {}  # times of those that have begun to work
         self._doing: dict[int, str] = {}  # when they last said so
         try:
             pickled = [_pickled(start) for start in starts]

@@ -252,7 +252,7 @@ class NumberPost:
         self._training = True
         self._expected: Mapping[int, Sequence[int]] = {}
         self._collected: dict[int, dict[str, Tensor | float]] = {}
-        self._coming: tuple[Tensor, torch.cuda.Event] | None = None  # from the GPU
+        self._coming: tuple[Tensor, torch.cuda.Event] | None = None  # what the GPU has still to compute
         self._sent: tuple[Tensor, list[dist.Work | None]] | None = None
 
     @property

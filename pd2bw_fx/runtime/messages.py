@@ -35,7 +35,7 @@ class Start:
     num_threads: int
     settings: ProcessSettings
     custom_operators: CustomOperators
-    method: Method | None  # one of the user's own
+    method: Method | None  # a method that the user has registered; None for one of ours
 
 
 @dataclass(frozen=True, slots=True)

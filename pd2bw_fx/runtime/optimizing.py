@@ -231,7 +231,7 @@ def _as_far_along(
         )
     rate = alike[0]["lr"] if alike[0]["initial_lr"] == own else own * shares[0]
     found = {"lr": _like(rate, group["lr"])}
-    if "max_momentum" in group:  # that cycles too
+    if "max_momentum" in group:  # OneCycleLR and CyclicLR cycle the momentum too
         found |= {
             key: alike[0][key] for key in ("betas", "momentum") if key in alike[0].keys() & group.keys()
         }

@@ -17,7 +17,7 @@ from pd2bw_fx.runtime.weights import WeightStore
 
 _POSTED_AHEAD = 2  # receives of one kind that are posted before their turn
 _ASKED_AHEAD = 4  # microbatches that are launched on a GPU before it has done them
-_ENDS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # of a microbatch
+_ENDS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # actions that end a microbatch
 _RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
 
@@ -63,8 +63,8 @@ class RankRunner:
         self._posts_ahead = posts_ahead
         self._pace = Pace(next(iter(stages.values())).device)
         self._posted: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in _RECEIVES}
-        self._sizes: set[Hashable] = set()  # of microbatches that have been here
-        self._is_new = True  # what the GPU computes in the call at work
+        self._sizes: set[Hashable] = set()  # of the microbatches so far
+        self._is_new = True  # whether the current call computes what the GPU has not computed before
         self._updated: set[int] = set()  # stages that have come to the end of an update
 
     def draw_by(self, seed: int) -> None:

@@ -63,7 +63,7 @@ class LossLog:
         self._microbatches_per_update = microbatches_per_update
         self._learning_rates = learning_rates
         self._gradient_norm = gradient_norm
-        self._under_way: deque[tuple[Loss, float]] = deque()  # and the seconds of its call
+        self._under_way: deque[tuple[Loss, float]] = deque()  # losses, and the seconds of their calls
         self._added_s = time.perf_counter()
 
     def add(self, loss: Loss) -> None:

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pd2bw_fx.errors import InputError
 
-_ATTRIBUTES = "attributes"  # of an object that is called like a function
-_LAMBDAS = "lr_lambdas"  # of LambdaLR and MultiplicativeLR: None, or the attributes of an object
-_PAIRS = "pairs"  # of a dict whose keys are no texts, as MultiStepLR's milestones
+_ATTRIBUTES = "attributes"  # the key of a callable object's attributes
+_LAMBDAS = "lr_lambdas"  # a key of LambdaLR's and MultiplicativeLR's: None, or an object's attributes
+_PAIRS = "pairs"  # the key of a dict whose keys are not strings, such as MultiStepLR's milestones
 _PLAIN = (int, float, str, bool, list, tuple, dict, type(None))
 
 
@@ -104,7 +104,7 @@ def state_for_groups(
         now = own.get(key)
         if not isinstance(before, list) or not isinstance(now, list) or not before or key == _LAMBDAS:
             continue
-        if isinstance(before[0], dict):  # of schedulers one after another
+        if isinstance(before[0], dict):  # the states of chained schedulers
             each = zip(before, now, strict=False)
             state[key] = [state_for_groups(*pair, groups, num_saved=num_saved) for pair in each]
             continue

@@ -165,7 +165,7 @@ class SharedCalls:
         be lost.
         """
         self.is_closed = True
-        self._control = None  # its owner knows when the last reference goes
+        self._control = None  # the engine ends the group with its last reference
         if self.world is not None:
             if not self.is_broken and not self._has_told:
                 with self.world.watch:

@@ -73,7 +73,7 @@ class _InFlight:
     gradients: dict[str, list[Tensor]] = field(default_factory=dict)
     input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
     runs_again: bool = False  # nothing was kept of the forward
-    state: dict[Tensor, Tensor] = field(default_factory=dict)  # as it was before it, if it writes any
+    state: dict[Tensor, Tensor] = field(default_factory=dict)  # what the forward writes, before that
     weight_half: WeightHalf | None = None
     is_done: bool = False  # except that its gradients are still to be sent
 

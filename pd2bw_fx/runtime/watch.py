@@ -82,13 +82,13 @@ class Watch:
         self._depth = 0
         self._entered_s = 0.0
         self._call = Call(0, "", "")  # this rank's last
-        self._calls: dict[int, Call] = {}  # and those before it, by number
+        self._calls: dict[int, Call] = {}  # this rank's last ones, by number
         self._is_closed = threading.Event()
         others = [(rank + step) % num_ranks for step in range(1, min(num_ranks, _MOST_WATCHED + 1))]
         self._peers = {other: _Peer(heard_s=time.monotonic()) for other in others}
         self._left: list[int] = []  # ranks that are done, in the order in which that was heard
         self._failed: tuple[float, str] | None = None  # another rank: when that was heard, and why
-        self._answered_s = time.monotonic()  # by the store
+        self._answered_s = time.monotonic()  # when the store last answered
         if num_ranks == 1 or not silence_s:
             self._is_closed.set()
             return
@@ -208,7 +208,7 @@ class Watch:
         peer.value, peer.heard_s = value, self._answered_s
         if value != _DONE:
             peer.beat = _Beat.decoded(value)
-            self._left = [rank for rank in self._left if rank != other]  # that was of an engine before
+            self._left = [rank for rank in self._left if rank != other]  # it had left an earlier engine
         elif other not in self._left:
             self._left.append(other)
 

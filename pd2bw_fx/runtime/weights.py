@@ -98,7 +98,7 @@ class WeightStore:
         self._question: UseQuestion | None = None  # asked with the first update
         self._used_ties: frozenset[str] | None = None  # the answer
         self._buckets = in_buckets(self._ties, self._aliases)
-        self._sums: GradientSums | None = None  # of the coming update; None: nothing may start before it
+        self._sums: GradientSums | None = None  # for the coming update; None: none may start before it
         self._watch_ties()
         self._optimizer = RankOptimizer({}, (), torch.optim.SGD)
 
@@ -173,7 +173,7 @@ class WeightStore:
         if is_first:
             self._question = UseQuestion(self._ties, gradients, self._device)
         if self._sums is None and (is_first or self._uses_vary):
-            self._sums = self._new_sums(is_held=True)  # behind the question
+            self._sums = self._new_sums(is_held=True)  # they start behind the question
         if self._used_ties is not None:
             late = sorted(t.name for t in self._ties if t.name in gradients.keys() - self._used_ties)
             assert not late, f"{late[0]} has a gradient in W{version} for the first time: it is not added up"
@@ -319,7 +319,7 @@ class WeightStore:
                     parameter.copy_(found[f"weights_{age}/{name}"])
             for name, buffer in buffers.items():
                 saved = found.get(f"buffer/{name}", buffer)
-                if saved.shape == buffer.shape:  # else a constant of another trace
+                if saved.shape == buffer.shape:  # another shape: a constant of another trace
                     buffer.copy_(saved)
         self.newest = updates
         self._optimizer.load(checkpoint, found)

@@ -115,7 +115,7 @@ def _reduced(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
     own = tensor.detach().resolve_conj().resolve_neg().cpu()  # the receiver may not have its GPU
     is_dense = torch.ops.aten.is_non_overlapping_and_dense(own)
     if not is_dense or own.untyped_storage().nbytes() != own.nbytes:
-        own = own.clone()  # as densely as it was laid out: channels_last stays so
+        own = own.clone()  # only its own elements, in their memory order (channels_last stays)
     data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(own.untyped_storage())
     buffer = pickle.PickleBuffer(data.numpy())  # type: ignore[arg-type]  # an array is a buffer
     return _rebuilt, (buffer, own.dtype, tuple(own.shape), own.stride(), tensor.requires_grad)

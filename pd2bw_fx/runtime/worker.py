@@ -54,7 +54,7 @@ def serve(descriptor: int) -> None:
         text = traceback.format_exc()
         if isinstance(error, Pd2bwError):  # which says itself what it is about
             text = "\n".join([str(error), *(getattr(error, "__notes__", ()) if mine else ())])
-        with suppress(OSError):  # it may have gone
+        with suppress(OSError):  # the parent may have gone
             parent.tell(Failed(text, type(error).__name__, not mine))
         end_now()
 
@@ -107,7 +107,7 @@ def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
             messages.put(receive(connection))
         except (EOFError, OSError):
             end_now()
-        except Exception as error:  # of a class that is not to be found here
+        except Exception as error:  # such as a class that cannot be imported here
             error.add_note("while the worker read what it was sent")
             messages.put(error)
             return
