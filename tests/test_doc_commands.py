@@ -66,6 +66,7 @@ ELSEWHERE = {
     "make demo": "tests/test_cli.py goes the demo's way",
     "make test": "it runs this test",
     "examples/train_gpt.py": "tests/test_engine.py trains it for longer",
+    "make install": "a fresh clone's first make does",
     "pip install": "a fresh clone's first make does",
     "export": "an interface of that name may not be here",
     "gpt2_far": "tests/test_docs.py goes through the tutorial",
