@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from pd2bw_fx import load, split
+from pd2bw_fx.passes.codegen import entries, rounds
+from pd2bw_fx.passes.codegen.attributes import Attributes
 from pd2bw_fx.passes.codegen.counted import counting, spelled
-from pd2bw_fx.passes.codegen.tokens import computed, line_of
+from pd2bw_fx.passes.codegen.method import Statement
+from pd2bw_fx.passes.codegen.rolling import in_rounds
+from pd2bw_fx.passes.codegen.tokens import Line, computed, line_of
 from tests.drawn_loops import LENGTH, drawn_loops
 from tests.drawn_modules import imported
 from tests.stages import ruff_faults
@@ -340,3 +344,24 @@ def test_a_loop_begins_where_the_authors_rounds_begin() -> None:
     inside = _inside(_source(Feeding(), torch.randn(3, 5, 8)), "for t in range(1, 5):")
     assert inside[0].startswith("given = self.feed(")
     assert inside[-1].startswith("frames.append(")
+
+
+def test_a_long_body_that_has_no_loop_is_not_read_again_from_every_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[str] = []
+
+    def counted_line(text: str, *, is_loop: bool = False) -> Line:
+        read.append(text)
+        return line_of(text, is_loop=is_loop)
+
+    for module in (entries, rounds):
+        monkeypatch.setattr(module, "line_of", counted_line)
+    body = [
+        Statement(text)
+        for n in range(50)
+        for text in (f"y = x * {n} + {n * n}.5", f"z = y.roll({n**3})", "x = x + z")
+    ]
+    in_rounds(body, Attributes("", {}.get, {}.get))
+
+    assert len(read) <= 3 * len(body)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +11,7 @@ from dataclasses import replace
 from .attributes import Attributes
 from .layout import Loop, resolve
 from .method import Statement
-from .tokens import line_of
+from .tokens import Flow, computed, line_of
 
 Entry = Statement | Loop
 
@@ -35,6 +37,65 @@ def entry_text(entry: Entry) -> str:
         return entry.text
     first = () if entry.first is None else (entry.first,)
     return "\n".join([*first, entry.header, *map(entry_text, entry.body)])
+
+
+class BodyLines:
+    """A body in tokens: what every attempt to find rounds in it asks for, worked out once."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.entries = entries
+        self.lines = [line_of(entry_text(entry), is_loop=isinstance(entry, Loop)) for entry in entries]
+        numbers: dict[object, int] = {}
+        self.outlines = [numbers.setdefault(outline(entry), len(numbers)) for entry in entries]
+        self._repeats: dict[int, list[int]] = {}
+
+    @functools.cached_property
+    def flow(self) -> Flow:
+        return Flow(self.lines)
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset[str]().union(*(line.names for line in self.lines))
+
+    @functools.cached_property
+    def assigned(self) -> frozenset[str]:
+        return frozenset(name for line in self.lines for name in line.assigned)
+
+    @functools.cached_property
+    def computed(self) -> list[tuple[object, ...]]:
+        """What the lines do, whatever their names are."""
+        return list(computed(self.lines))
+
+    @functools.cached_property
+    def num_lines(self) -> int:
+        return sum(map(num_lines, self.entries))
+
+    @functools.cached_property
+    def reads(self) -> dict[int | str, list[tuple[int, int]]]:
+        """Line and token of each value, the first of which makes it unless it is from before."""
+        found: dict[int | str, list[tuple[int, int]]] = {}
+        for line, values in enumerate(self.flow.values):
+            for at, value in sorted(values.items()):
+                found.setdefault(value, []).append((line, at))
+        return found
+
+    def reads_from(self, line: int, value: int | str) -> list[tuple[int, int]]:
+        places = self.reads.get(value, [])
+        return places[bisect.bisect_left(places, (line, -1)) :]
+
+    def most_rounds(self, start: int, length: int) -> int:
+        """How many rounds of `length` entries follow one another from `start` on, by their outlines."""
+        if length not in self._repeats:
+            self._repeats[length] = _repeats(self.outlines, length)
+        return 1 + self._repeats[length][start] // length
+
+
+def _repeats(outlines: Sequence[int], length: int) -> list[int]:
+    """For each place how many outlines from there on are those of `length` places behind them."""
+    found = [0] * len(outlines)
+    for at in reversed(range(len(outlines) - length)):
+        found[at] = found[at + 1] + 1 if outlines[at] == outlines[at + length] else 0
+    return found
 
 
 def num_lines(entry: Entry) -> int:

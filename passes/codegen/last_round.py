@@ -19,36 +19,39 @@ from dataclasses import replace
 
 from pd2bw_fx.names import free_name
 
-from .entries import Entry, entry_text, outline
+from .entries import BodyLines, Entry, entry_text
 from .layout import Loop
 from .method import Statement
 from .tokens import Flow, line_of, text_of
 
 
-def completed(body: Sequence[Entry], start: int, length: int, number: int) -> list[Entry] | None:
-    """The body with the lines that the round after this number of whole ones lacks; None where that is no
-    round of theirs, or lacks nothing."""
+def last_round(whole: BodyLines, start: int, length: int, number: int) -> list[Entry | None] | None:
+    """By its places what there is of the round after this number of whole ones; None where that is no round
+    of theirs, or lacks nothing."""
     end = start + number * length
-    rounds = [body[at : at + length] for at in range(start, end, length)]
-    found = _aligned(rounds[-1], body[end : end + length])
-    if found is None or not _are_of_one_loop(
-        [*body[start:end], *(entry for entry in found if entry is not None)]
-    ):
+    found = _aligned(whole, end - length, length)
+    if found is None:
         return None
     lacking = [place for place, entry in enumerate(found) if entry is None]
-    if not all(_may_be_added(rounds, place) for place in lacking):
-        return None
-    last = _written(body, start, end, found)
-    return [*body[:end], *last, *body[end + length - len(lacking) :]]
+    there = [*whole.entries[start:end], *(entry for entry in found if entry is not None)]
+    may_be_added = all(_may_be_added(whole, start, end, place, length) for place in lacking)
+    return found if may_be_added and _are_of_one_loop(there) else None
 
 
-def _aligned(whole: Sequence[Entry], lines: Sequence[Entry]) -> list[Entry | None] | None:
-    """By its places what there is of a round, if that is something and not all."""
+def completed(whole: BodyLines, start: int, end: int, found: Sequence[Entry | None]) -> BodyLines:
+    """The body with the lines that the round at `end` lacks."""
+    body, num_there = whole.entries, len(found) - found.count(None)
+    return BodyLines([*body[:end], *_written(whole, start, end, found), *body[end + num_there :]])
+
+
+def _aligned(whole: BodyLines, start: int, length: int) -> list[Entry | None] | None:
+    """By its places what there is of the round behind the one at `start`: something, but not all."""
     found: list[Entry | None] = []
-    left = list(lines)
-    for entry in whole:
-        is_there = bool(left) and outline(left[0]) == outline(entry)
-        found.append(left.pop(0) if is_there else None)
+    at = start + length
+    for outline in whole.outlines[start : start + length]:
+        is_there = at < min(len(whole.outlines), start + 2 * length) and whole.outlines[at] == outline
+        found.append(whole.entries[at] if is_there else None)
+        at += is_there
     return found if 0 < found.count(None) < len(found) else None
 
 
@@ -57,24 +60,25 @@ def _are_of_one_loop(entries: Sequence[Entry]) -> bool:
     return len(loops) == 1 and "" not in loops
 
 
-def _may_be_added(rounds: Sequence[Sequence[Entry]], place: int) -> bool:
-    entries = [entries[place] for entries in rounds]
-    named = [entry.named for entry in rounds[-1] if isinstance(entry, Statement)]
-    for entry in entries:
+def _may_be_added(whole: BodyLines, start: int, end: int, place: int, length: int) -> bool:
+    named = [entry.named for entry in whole.entries[end - length : end] if isinstance(entry, Statement)]
+    column = range(start + place, end, length)
+    for at in column:
+        entry = whole.entries[at]
         if not isinstance(entry, Statement) or not (entry.is_pure and entry.round.is_always):
             return False
         # Another line's name for the same is read afterwards: the author did not compute this one.
         if named.count(entry.named) != 1 or not entry.named:
             return False
-    numbers = [[t.text for t in line_of(entry_text(e)).tokens if t.kind == "number"] for e in entries]
+    numbers = [[t.text for t in whole.lines[at].tokens if t.kind == "number"] for at in column]
     return all(other == numbers[0] for other in numbers)
 
 
-def _written(body: Sequence[Entry], start: int, end: int, found: Sequence[Entry | None]) -> list[Entry]:
+def _written(whole: BodyLines, start: int, end: int, found: Sequence[Entry | None]) -> list[Entry]:
     """The round with the lines that it lacks, which read what those of the round before do, a round later."""
-    lines = [line_of(entry_text(entry), is_loop=isinstance(entry, Loop)) for entry in body[:end]]
+    body, lines = whole.entries, whole.lines[:end]
     flow = Flow(lines)
-    taken = set[str]().union(*(line_of(entry_text(entry)).names for entry in body))
+    taken = set(whole.names)
     made: list[Entry] = []
     length = len(found)
     for place, entry in enumerate(found):

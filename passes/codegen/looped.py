@@ -49,13 +49,11 @@ class Looped:
         if isinstance(value, str) or rounds.flow.makers[value][1] < 0:
             return False
         first = range(rounds.start, rounds.start + rounds.length)
-        for line, values in enumerate(rounds.flow.values):
-            for at, other in values.items():
-                if other == value and (line, at) != rounds.flow.makers[value]:
-                    inside = line in first and rounds.carried.get((line - rounds.start, at)) == place
-                    if not inside:
-                        return False
-        return True
+        return all(
+            line in first and rounds.carried.get((line - rounds.start, at)) == place
+            for line, at in rounds.whole.reads_from(0, value)
+            if (line, at) != rounds.flow.makers[value]
+        )
 
     def _row(self, line: int) -> Iterator[tuple[Token, ...]]:
         """The tokens of a round's line, and of what puts its results into lists."""
@@ -90,11 +88,7 @@ class Looped:
             return True
         last, listed = rounds.values(place)[-1], rounds.listed[place].reads
         inside = {(read.line, at) for read in listed for at in range(read.first, read.last + 1)}
-        return any(
-            value == last and (line, at) not in inside
-            for line in range(rounds.end, len(rounds.lines))
-            for at, value in rounds.flow.values[line].items()
-        )
+        return not inside.issuperset(rounds.whole.reads_from(rounds.end, last))
 
     def _outside(self, number: int) -> tuple[Token, ...]:
         """A line in front of the loop or behind it."""

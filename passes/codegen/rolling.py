@@ -19,8 +19,8 @@ import itertools
 from collections.abc import Sequence
 
 from .attributes import Attributes
-from .entries import Entry, num_lines, outline, resolved_entries, with_plain_names
-from .last_round import completed
+from .entries import BodyLines, Entry, num_lines, resolved_entries, with_plain_names
+from .last_round import completed, last_round
 from .layout import region_of
 from .looped import Looped
 from .method import Statement
@@ -34,45 +34,39 @@ _MOST_FOR_A_BEGINNING = 2  # lines
 
 def in_rounds(entries: Sequence[Entry], attributes: Attributes) -> list[Entry]:
     """The body with its rounds rolled up, inner loops first."""
-    body = list(resolved_entries(entries, attributes))
+    body = BodyLines(list(resolved_entries(entries, attributes)))
     rolled = _rolled_once(body)
     if rolled is None:
-        return body
-    while (again := _rolled_once(rolled)) is not None:
+        return list(body.entries)
+    while (again := _rolled_once(BodyLines(rolled))) is not None:
         rolled = again
     return with_plain_names(rolled)
 
 
-def _rolled_once(body: Sequence[Entry]) -> list[Entry] | None:
+def _rolled_once(body: BodyLines) -> list[Entry] | None:
     """With the first loop that there is."""
-    outlines = [outline(entry) for entry in body]
-    for start in range(len(body)):
-        for length in range(1, min(_LONGEST_ROUND, (len(body) - start) // 2) + 1):
-            rolled = _rolled(body, start, length) if _begin_rounds(outlines, start, length) else None
+    whole = len(body.entries)
+    for start in range(whole):
+        for length in range(1, min(_LONGEST_ROUND, (whole - start) // 2) + 1):
+            rolled = _rolled(body, start, length) if body.most_rounds(start, length) > 1 else None
             if rolled is not None:
-                return _turned(body, outlines, start, length, rolled)
+                return _turned(body, start, length, rolled)
     return None
 
 
-def _begin_rounds(outlines: Sequence[object], start: int, length: int) -> bool:
-    return outlines[start : start + length] == outlines[start + length : start + 2 * length]
-
-
-def _turned(
-    body: Sequence[Entry], outlines: Sequence[object], start: int, length: int, rolled: list[Entry]
-) -> list[Entry]:
+def _turned(body: BodyLines, start: int, length: int, rolled: list[Entry]) -> list[Entry]:
     """Of the loops of such rounds one that begins where the author's do and leaves least outside, though some
     lines more are needed for what it begins with."""
     found = [(start, rolled)]
     for other in range(start + 1, start + length):
-        if _is_the_authors(body, found[0], length) or not _begin_rounds(outlines, other, length):
+        if _is_the_authors(body.entries, found[0], length) or body.most_rounds(other, length) < 2:
             break
         turned = _rolled(body, other, length)
         found += [] if turned is None else [(other, turned)]
     lines = {at: sum(map(num_lines, entries)) for at, entries in found}
     most = min(lines.values()) + _MOST_FOR_A_BEGINNING
-    chosen = [entry for entry in found if lines[entry[0]] <= most and _begins_a_round(body, entry[0], length)]
-    return min(chosen or found, key=lambda entry: (lines[entry[0]], entry[0]))[1]
+    starts = [at for at in lines if lines[at] <= most and _begins_a_round(body.entries, at, length)]
+    return dict(found)[min(starts or lines, key=lambda at: (lines[at], at))]
 
 
 def _is_the_authors(body: Sequence[Entry], found: tuple[int, list[Entry]], length: int) -> bool:
@@ -91,14 +85,15 @@ def _begins_a_round(body: Sequence[Entry], start: int, length: int) -> bool:
     return isinstance(first, Statement) and first.round.number == min(place.number for place in rounds)
 
 
-def _rolled(body: Sequence[Entry], start: int, length: int) -> list[Entry] | None:
-    if len({region_of(entry) for entry in body[start : start + length]}) != 1:
+def _rolled(body: BodyLines, start: int, length: int) -> list[Entry] | None:
+    if len({region_of(entry) for entry in body.entries[start : start + length]}) != 1:
         return None
+    most = body.most_rounds(start, length)
     rounds = Rounds(body, start, length)
-    most = rounds.most()
-    whole = completed(body, start, length, most)
-    if whole is not None:
-        rolled = _as_loop(Rounds(whole, start, length), most + 1)
+    last = last_round(body, start, length, most)
+    end = start + most * length
+    if last is not None and rounds.may_end(most, end + length - last.count(None)):
+        rolled = _as_loop(Rounds(completed(body, start, end, last), start, length), most + 1)
         if rolled is not None and _is_shorter(rolled, body):
             return rolled
     for number in (most, most - 1):  # what the last one makes may go elsewhere
@@ -108,17 +103,17 @@ def _rolled(body: Sequence[Entry], start: int, length: int) -> list[Entry] | Non
     return None
 
 
-def _is_shorter(rolled: Sequence[Entry], body: Sequence[Entry]) -> bool:
-    return sum(map(num_lines, rolled)) + _LEAST_SAVED <= sum(map(num_lines, body))
+def _is_shorter(rolled: Sequence[Entry], body: BodyLines) -> bool:
+    return sum(map(num_lines, rolled)) + _LEAST_SAVED <= body.num_lines
 
 
 def _as_loop(rounds: Rounds, number: int) -> list[Entry] | None:
     """The body with a loop of this number of rounds, if it computes the same."""
     counted = rounds.found(number)
     if counted is not None:
-        wanted = list(computed(rounds.lines))
         for naming, renames in itertools.product(rounds.namings, (True, False)):
             looped = Looped(rounds, counted, naming, renames=renames)
-            if list(computed(looped.unrolled())) == wanted:
+            pairs = itertools.zip_longest(computed(looped.unrolled()), rounds.whole.computed)
+            if all(a == b for a, b in pairs):
                 return looped.body() if looped.fits() else None
     return None

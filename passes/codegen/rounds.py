@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .counted import Counting, Place, counting
-from .entries import Entry, entry_text, outline
-from .layout import Loop, free
+from .entries import BodyLines
+from .layout import free
 from .method import Statement
-from .tokens import REVERSED, SUM, Flow, Token, line_of, text_of
+from .tokens import REVERSED, SUM, Token, line_of, text_of
+
+_FIRST_ROUNDS = 3  # whether numbers count up, and what is handed on, shows in these
 
 
 class Read(NamedTuple):
@@ -35,11 +37,10 @@ class Listed:
 class Rounds:
     """Rounds of `length` entries, the first of which begins at `start`."""
 
-    def __init__(self, body: Sequence[Entry], start: int, length: int) -> None:
-        self.body, self.start, self.length = body, start, length
-        self.lines = [line_of(entry_text(entry), is_loop=isinstance(entry, Loop)) for entry in body]
-        self.flow = Flow(self.lines)
-        self.taken = set[str]().union(*(line.names for line in self.lines))
+    def __init__(self, body: BodyLines, start: int, length: int) -> None:
+        self.whole = body
+        self.body, self.start, self.length = body.entries, start, length
+        self.lines, self.flow, self.taken = body.lines, body.flow, body.names
         self.number = 0
         # What makes each thing that a round reads, in this round or the one before.
         self.carried: dict[Place, Place] = {}
@@ -48,23 +49,27 @@ class Rounds:
         self.late: set[Place] = set()  # read in the next round when that has made its own
         self.listed: dict[Place, Listed] = {}
 
-    def most(self) -> int:
-        """How many rounds there are by their outlines."""
-        first = [outline(entry) for entry in self._round(0)]
-        number = 1
-        while [outline(entry) for entry in self._round(number)] == first:
-            number += 1
-        return number
-
     def found(self, number: int) -> Counting | None:
         """What this many rounds count with; None where they are not the rounds of one loop."""
+        if not self.may_end(number, self.start + number * self.length):
+            return None
         self.number = number
         counted = counting(self._columns(), number)
-        return counted if counted is not None and self._is_carried_on() and self._is_read_later() else None
+        if counted is None or not self._is_carried_on():
+            return None
+        reads = self._read_in_lists(self.end)
+        if reads is None:
+            return None
+        self.listed = self._named(reads)
+        return counted
 
-    def _round(self, number: int) -> Sequence[Entry]:
-        first = self.start + number * self.length
-        return self.body[first : first + self.length]
+    def may_end(self, number: int, end: int) -> bool:
+        """Whether the first rounds are like those of a loop of this number that ends there: they are if all
+        of them are. It spares going through a long run of lines from each of its lines in vain."""
+        self.number = min(number, _FIRST_ROUNDS)
+        if self._read_in_lists(end) is None or counting(self._columns(), self.number) is None:
+            return False
+        return self._is_carried_on()
 
     @property
     def end(self) -> int:
@@ -95,8 +100,7 @@ class Rounds:
         """`hidden` of hidden_2, hidden_3, ..; the last round's, for then no other needs it."""
         name = self._last(place) if self._last(place) != "_" else self._shortest(place)
         plain = re.sub(r"_\d+$", "", name)
-        assigned = {other for line in self.lines for other in line.assigned}
-        return plain if plain in assigned or plain not in self.taken else name
+        return plain if plain in self.whole.assigned or plain not in self.taken else name
 
     def _shortest(self, place: Place) -> str:
         names = [name for r in range(self.number) if (name := self.name(place, r)) != "_"]
@@ -152,30 +156,32 @@ class Rounds:
             return None
         return (line - self.start) // self.length, ((line - self.start) % self.length, at)
 
-    def _is_read_later(self) -> bool:
-        """Whether what others than the last round make is read behind them in lists of all rounds' alone."""
-        self.listed = {}
-        reads: dict[int | str, set[Place]] = {}
-        for line in range(self.end, len(self.lines)):
-            for at, value in self.flow.values[line].items():
-                reads.setdefault(value, set()).add((line, at))
+    def _read_in_lists(self, end: int) -> dict[Place, list[Read]] | None:
+        """Where what all rounds make is read from the line `end` on; None where what others than the last
+        make is read in another way than in lists of all rounds'."""
+        found: dict[Place, list[Read]] = {}
         for place in self.makers():
             values = self.values(place)
-            runs = [
-                run for first in (values[0], values[-1]) for run in self._runs(values, reads.get(first, ()))
-            ]
+            reads = [self.whole.reads_from(end, value) for value in values]
+            runs = [run for first in (reads[0], reads[-1]) for run in self._runs(values, first)]
             covered = {(run.line, at) for run in runs for at in range(run.first, run.last + 1)}
-            if any(not reads.get(value, set()) <= covered for value in values[:-1]):
-                return False
+            if not all(covered.issuperset(places) for places in reads[:-1]):
+                return None
             if runs:
-                taken = self.taken | {listed.name for listed in self.listed.values()}
-                entries = [self.body[at] for at in (self.line(place, 0), *(run.line for run in runs))]
-                needed = self.from_here_on | {listed.name for listed in self.listed.values()}
-                wishes = [e.listed for e in entries if isinstance(e, Statement) and e.listed not in needed]
-                own = f"{self.plainest(place)}_list"
-                name = next(filter(None, wishes), free(own, taken))
-                self.listed[place] = Listed(name, tuple(dict.fromkeys(runs)))
-        return True
+                found[place] = list(dict.fromkeys(runs))
+        return found
+
+    def _named(self, reads: Mapping[Place, Sequence[Read]]) -> dict[Place, Listed]:
+        """Lists for what is read in them."""
+        found: dict[Place, Listed] = {}
+        for place, runs in reads.items():
+            names = {listed.name for listed in found.values()}
+            entries = [self.body[at] for at in (self.line(place, 0), *(run.line for run in runs))]
+            needed = self.from_here_on | names
+            wishes = [e.listed for e in entries if isinstance(e, Statement) and e.listed not in needed]
+            own = f"{self.plainest(place)}_list"
+            found[place] = Listed(next(filter(None, wishes), free(own, self.taken | names)), tuple(runs))
+        return found
 
     @functools.cached_property
     def from_here_on(self) -> set[str]:
@@ -189,9 +195,9 @@ class Rounds:
                 if at < 0 or at in self.lines[self.start + line].targets:
                     yield line, at
 
-    def _runs(self, values: Sequence[int | str], reads: Sequence[Place] | set[Place]) -> Iterator[Read]:
+    def _runs(self, values: Sequence[int | str], reads: Sequence[Place]) -> Iterator[Read]:
         """Where what all rounds make is read, one after another."""
-        for line, at in sorted(reads):
+        for line, at in reads:
             tokens, stands = self.lines[line].tokens, self.flow.values[line]
             for form, found in (("", values), (REVERSED, values[::-1])):
                 end = _end_of_run(tokens, stands, at, found, ", ", ", ")
