@@ -24,6 +24,9 @@ from pd2bw_fx.value_checks import checks_passed_in
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 _TRACING = threading.RLock()
+# Torch's words where a forward differentiates without gradients; tests/test_torch_messages.py has torch say
+# them. Where a later torch words it otherwise, the model fails in evaluation with torch's message.
+NO_GRADIENT = "does not require grad"
 _RECURRENT = frozenset(
     getattr(getattr(torch.ops.aten, layer), of)
     for layer in ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -150,7 +153,7 @@ def with_gradients_if_asked(run: Callable[[bool], _Made]) -> _Made:
     try:
         return run(False)
     except RuntimeError as error:
-        if "does not require grad" not in str(error):
+        if NO_GRADIENT not in str(error):
             raise
     return run(True)
 

@@ -1,4 +1,4 @@
-"""Torch still says what decides how a trace goes on: `passes/trace/torch_messages.py`."""
+"""Torch still says what decides how a trace goes on (`passes/trace/torch_messages.py`), or an evaluation."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pd2bw_fx.passes.trace.torch_messages import (
     SUGGESTED_FIXES,
     TENSOR_ASSIGNED,
 )
+from pd2bw_fx.program import NO_GRADIENT
 
 
 def exported(model: nn.Module, *inputs: Tensor) -> None:
@@ -59,6 +60,13 @@ def test_operands_of_two_fake_modes_are_refused() -> None:
 
     with pytest.raises(Exception, match=f"^{MIXED_FAKE_MODES}"):
         x + y
+
+
+def test_a_derivative_without_gradients_is_refused() -> None:
+    x = torch.ones(3, requires_grad=True)
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match=NO_GRADIENT):
+        torch.autograd.grad((x * 2).sum(), x)
 
 
 class Draws(nn.Module):

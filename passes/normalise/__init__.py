@@ -2,7 +2,7 @@
 
 `normalise` lifts the program into a flat graph, rewrites it step by step, and describes it as operators.
 
-    module         what is in it, in the order of use
+    module         what is in it, roughly in the order of use
     lift           the front end's program as one flat graph that reads the model's tensors by name
     paths          names of modules and tensors in the user's model
     nodes          what a node's schema says of it: its name, its writes, its random numbers

@@ -49,7 +49,7 @@ def is_heavy(node: fx.Node, taken: Sequence[torch.Tensor], given: Sequence[torch
     name = operator_name(node)
     if name in _MANY_STEPS or name.startswith(_MANY_STEPS_BEGIN) or _is_of_others(node):
         steps = _STEPS * (_num_elements(taken) + _num_elements(given))
-    elif name in _REDUCTIONS and len(node.all_input_nodes) == 1:  # max of two tensors is no reduction
+    elif name in _REDUCTIONS and len(node.all_input_nodes) == 1:  # max of two tensors reduces nothing
         steps = _num_elements(taken)
     else:
         return False

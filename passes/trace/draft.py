@@ -22,7 +22,7 @@ from pd2bw_fx.contraction import keep_contractions_symbolic
 from pd2bw_fx.process_settings import leave_other_flags_alone
 from pd2bw_fx.program import training_context
 
-from .eager_run import state_kept
+from .eager_run import restore_state
 from .exported import open_sizes
 from .patches.numbers_of_sizes import keep_sizes_symbolic
 from .program import Program
@@ -43,9 +43,9 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
     shapes = {"tensors": open_sizes(program.flat, batch_size, {})}
     try:
         with (
-            state_kept(program),
+            restore_state(program),
             keep_attributes(program.model),
-            _unlogged(),
+            _hide_report(),
             keep_contractions_symbolic(),
             keep_sizes_symbolic(program.model, program.loss_fn),
             training_context(),
@@ -62,7 +62,7 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def _hide_report() -> Iterator[None]:
     """Hides the draft's own report, and the program that it prints where it fails.
 
     The report is made from what torch logs, so that logging itself must stay on.

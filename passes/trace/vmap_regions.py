@@ -119,14 +119,14 @@ def _traced(module: fx.GraphModule, values: Sequence[Any], place: dict[str, Any]
         return _Mapped(module, place).run(*operands)
 
     detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, list(values))
-    with _transforms_ended():
+    with _end_transforms():
         graph: fx.Graph = make_fx(run)(*detached).graph
     graph.eliminate_dead_code()
     return graph
 
 
 @contextmanager
-def _transforms_ended() -> Iterator[None]:
+def _end_transforms() -> Iterator[None]:
     """Leaves all levels of transforms afterwards: an error in a region would leave torch inside one."""
     depth = _functorch.get_dynamic_layer_stack_depth()
     try:

@@ -34,7 +34,7 @@ from pd2bw_fx.stage import StageProgram
 from .compare import Difference, coarsest_tolerance, difference, largest_of, rounded, tolerance_of
 from .evaluation import Evaluation, draws_in_evaluation, evaluation_of
 from .fast_path import may_give_zeros, may_take_fast_path, note_on_fast_path
-from .reseeding import settings_noted
+from .reseeding import record_reseeding
 from .sides import (
     Forward,
     Run,
@@ -171,7 +171,7 @@ def _require_the_same_again(eager: Run, again: Run, allowed: Mapping[str, float]
 def _require_no_seed_of_its_own(
     run: Callable[[Mapping[str, Tensor]], Run], tensors: Mapping[str, Tensor]
 ) -> None:
-    with settings_noted() as lines:
+    with record_reseeding() as lines:
         run(tensors)
     if lines:
         raise VerificationError(

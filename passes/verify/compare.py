@@ -36,7 +36,7 @@ class Difference:
 
 
 def coarsest_tolerance(graph: OperatorGraph, programs: Sequence[StageProgram]) -> float:
-    """Returns the tolerance of the coarsest type that the stages compute in, inside of them too."""
+    """Returns the tolerance of the coarsest type that any operator of the stages computes in."""
     computed = [op for op in graph.operators.values() if not op.is_replicable]
     dtypes = {spec.dtype for op in computed for spec in op.outputs}
     autocast = [program.source for program in programs if "torch.autocast(" in program.source]

@@ -18,7 +18,7 @@ _MACHINERY = (str(Path(torch.__file__).parent), contextlib.__file__)
 
 
 @contextlib.contextmanager
-def settings_noted() -> Iterator[list[str]]:
+def record_reseeding() -> Iterator[list[str]]:
     """Yields a list that gets the model author's lines that set a generator."""
     lines: list[str] = []
 

@@ -65,7 +65,7 @@ def constant_number(tensor: Tensor) -> Any:
 def _results(func: Any, args: Any, kwargs: Any, mode: Any) -> Any:
     """Returns the results of the operator on constants, or None where an operand is no constant."""
     leaves, form = pytree.tree_flatten((args, kwargs))
-    with _as_they_are():
+    with _outside_of_the_trace():
         values = [_value(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if any(value is None and leaf is not None for value, leaf in zip(values, leaves, strict=True)):
             return None
@@ -74,7 +74,7 @@ def _results(func: Any, args: Any, kwargs: Any, mode: Any) -> Any:
 
 
 @contextmanager
-def _as_they_are() -> Iterator[None]:
+def _outside_of_the_trace() -> Iterator[None]:
     """Switches the tracer's modes off, which would take the constants for a part of the model."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
