@@ -30,8 +30,7 @@ from .lift import Draft
 from .nodes import operator_name
 
 _ATEN = torch.ops.aten
-# Operators that return their operand under another name or shape: a new value of the view is a new value of
-# the operand.
+# Operators that return their operand under another name or shape: a new value of the view is one of the operand.
 _SAME_ELEMENTS = {
     "alias",
     "contiguous",

@@ -48,7 +48,7 @@ def _unsliced(path: str, model: nn.Module) -> str | None:
         return path
     names: list[str] = []
     module: nn.Module | None = model
-    members: list[str] | None = None  # of the slice that the path is in
+    members: list[str] | None = None  # keys in the slice that the path is in
     for part in path.split("."):
         bounds = _SLICE.fullmatch(part)
         if bounds is not None and module is not None:

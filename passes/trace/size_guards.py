@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pd2bw_fx.size_range import SizeRange
 
-_LONGEST_PERIOD = 32  # of the sizes after which answers repeat
+_LONGEST_PERIOD = 32  # the most sizes after which answers may repeat
 _SMALL = 64
 _LARGE = tuple(2**power for power in range(7, 33))
 _SIDES = {sympy.Eq: (0,), sympy.Le: (-1, 0), sympy.Lt: (-1,), sympy.Ge: (0, 1), sympy.Gt: (1,)}

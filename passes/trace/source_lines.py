@@ -19,8 +19,7 @@ _CONDITION = re.compile(r"\b(if|while|assert|and|or|not)\b")
 _ASSIGNMENT = re.compile(r"\s*(\w+)\s*=[^=]")
 _DRAWS = re.compile(r"\b(rand|randn|randint|random|uniform_?|bernoulli_?)\b")
 _LINES_BEFORE = 8
-# Advice for developers of torch: its own switches, and the line of torch or of this package that met the
-# error.
+# Torch's advice to its own developers: switches, and the line of torch or of this package that met the error.
 _OF_TRACERS = re.compile(
     r" (For more information, run with TORCH_LOGS=\S+"
     r"|Caused by: \([^)]*\)"  # our own message has the place, in full
