@@ -11,6 +11,7 @@
     resized        `resize_` of tensors that have no values yet
     numbers        tensors that the tracer made of numbers, as numbers again
     functional     in-place writes to activations, as functional operators
+    overloads      the functional overloads of in-place operators
     facts          what torch says of each value: gradients, shared memory, writes
     assume         the same by name, where there are no example inputs
     one_sample     whether tensors share memory for one sample as for several

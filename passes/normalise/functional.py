@@ -28,9 +28,11 @@ from pd2bw_fx.program import region
 from .facts import Facts
 from .lift import Draft
 from .nodes import operator_name
+from .overloads import defaults_left_out, functional_overload
 
 _ATEN = torch.ops.aten
-# Operators that return their operand under another name or shape: a new value of the view is one of the operand.
+# Operators that return their operand under another name or shape: a new value of the view is one of the
+# operand.
 _SAME_ELEMENTS = {
     "alias",
     "contiguous",
@@ -115,40 +117,6 @@ def _has_gradient(target: fx.Node, facts: Facts) -> bool:
 def _same_device(node: fx.Node, target: torch.Tensor, facts: Facts) -> bool:
     operands = (facts.values[arg.name] for arg in node.all_input_nodes)
     return all(t.device == target.device for t in operands if isinstance(t, torch.Tensor) and t.dim() > 0)
-
-
-def functional_overload(node: fx.Node) -> Any:
-    """Returns aten.add.Tensor for aten.add_.Tensor, or None if there is none with the same arguments."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    name = operator_name(node)
-    packet = getattr(_ATEN, name.removesuffix("_"), None) if name.endswith("_") else None
-    if packet is None:
-        return None
-    wanted = _kinds(node.target)
-    own = node.target._overloadname
-    names = sorted(packet.overloads(), key=lambda other: other != own)
-    return next((found for found in (getattr(packet, n) for n in names) if _kinds(found) == wanted), None)
-
-
-def _kinds(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
-    """Returns names and types of the arguments, to tell overloads apart.
-
-    pow_.Scalar raises a tensor to a number, and pow.Scalar a number to a tensor.
-    """
-    return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
-
-
-def _left_out(node: fx.Node) -> dict[str, Any]:
-    """Returns defaults of an in-place call that the functional form does not have: p of bernoulli_."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    given = node.target._schema.arguments[len(node.args) :]
-    own = {
-        argument.name
-        for argument in functional_overload(node)._schema.arguments
-        if argument.has_default_value()
-    }
-    return {a.name: a.default_value for a in given if a.name not in own and a.name not in node.kwargs}
 
 
 def _views(node: fx.Node, facts: Facts) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -307,7 +275,7 @@ class _Rewriter:
         if name in _ASSIGNMENTS:
             assert isinstance(node.args[1], fx.Node)
             return self._assigned(node, node.args[1], args, before)
-        value = self._emit(functional_overload(node), args, node, {**kwargs, **_left_out(node)})
+        value = self._emit(functional_overload(node), args, node, {**kwargs, **defaults_left_out(node)})
         dtype = self._dtype(node)
         return value if dtype == before.dtype else self._emit(_ATEN.to.dtype, (value, before.dtype), node)
 
@@ -338,7 +306,7 @@ class _Rewriter:
         """Returns the type of the functional form's result; the in-place form casts to its target's type."""
         fakes = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: self.facts.values[arg.name])
         with self.facts.mode, region(node), torch.no_grad():
-            result = functional_overload(node)(*fakes[0], **fakes[1], **_left_out(node))
+            result = functional_overload(node)(*fakes[0], **fakes[1], **defaults_left_out(node))
         assert isinstance(result, torch.Tensor)
         return result.dtype
 

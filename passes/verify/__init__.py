@@ -108,8 +108,8 @@ def verify(
     VerificationError with the first tensor that differs by more.
     """
     in_order = draws_in_program_order(graph, plan)
-    # How products round depends on how operands lie in memory. Tensors from a file may lie differently; copies
-    # lie alike.
+    # How products round depends on how operands lie in memory. Tensors from a file may lie differently;
+    # copies lie alike.
     example = {name: tensor.clone() for name, tensor in example.items()}
 
     def run(tensors: Mapping[str, Tensor]) -> Run:

@@ -26,8 +26,8 @@ from .watch import Change, Watch
 # How far two results of the same computation may be apart, relative to the largest entry.
 _ROUNDING = 1e-6
 _IN_ANY_ORDER = {torch.float32: 2e-5, torch.complex64: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-# Factors of the entries of a weight, by turns. The first pair changes signs too, and is used unless that makes
-# results nan.
+# Factors of the entries of a weight, by turns. The first pair changes signs too, and is used unless that
+# makes results nan.
 _MOVES = ((1.25, -0.75), (1.25, 0.75))
 _MOVES_BEFORE = (0.75, 1.25)  # the factors in the call that leaves something in attributes
 _FROM_ZERO = 2.0**-6  # a weight that is all zero becomes the factors times this
