@@ -22,7 +22,7 @@ from pd2bw_fx.contraction import keep_contractions_symbolic
 from pd2bw_fx.process_settings import leave_other_flags_alone
 from pd2bw_fx.program import training_context
 
-from .eager_run import restore_state
+from .eager_run import keep_state
 from .exported import open_sizes
 from .patches.numbers_of_sizes import keep_sizes_symbolic
 from .program import Program
@@ -43,7 +43,7 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
     shapes = {"tensors": open_sizes(program.flat, batch_size, {})}
     try:
         with (
-            restore_state(program),
+            keep_state(program),
             keep_attributes(program.model),
             _hide_report(),
             keep_contractions_symbolic(),

@@ -101,12 +101,12 @@ def holds_data(program: Program) -> bool:
 
 
 def _run(program: Program) -> None:
-    with restore_state(program), keep_attributes(program.model), torch.enable_grad():
+    with keep_state(program), keep_attributes(program.model), torch.enable_grad():
         program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
 
 
 @contextmanager
-def restore_state(module: nn.Module) -> Iterator[list[str]]:
+def keep_state(module: nn.Module) -> Iterator[list[str]]:
     """Restores parameters, buffers, tensors in plain attributes and random generators afterwards.
 
     Yields a list that has the names of the tensors that were written, once the block has ended.

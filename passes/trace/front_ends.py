@@ -11,7 +11,7 @@ from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 from pd2bw_fx.traced import Traced, TraceReport
 
 from .checks.single_sample import is_right_for_one
-from .eager_run import require_eager_run, require_nothing_written, restore_state
+from .eager_run import keep_state, require_eager_run, require_nothing_written
 from .exported import batch_sizes, export, foreign_operators
 from .inputs import FlatArguments
 from .notes import note_on_operator
@@ -55,7 +55,7 @@ def trace_by(name: str, program: Program, batch_size: int | None) -> Traced:
 
 
 def _by_fx(program: Program) -> fx.GraphModule:
-    with restore_state(program) as written:
+    with keep_state(program) as written:
         graph = trace_symbolically(program)
     require_nothing_written(written)
     if program.flat.tensors:

@@ -37,7 +37,7 @@ def extreme_numbers(*, largest: bool) -> Iterator[None]:
     others = random.Random(0)
     words = [_LARGEST if largest else _LEAST] * _NUM_EXTREME
     words += [others.getrandbits(32) for _ in range(_NUM_WORDS - _NUM_EXTREME)]
-    with restore_random_numbers():
+    with keep_random_numbers():
         random.setstate((3, (*words, 0), None))
         numpy = sys.modules.get("numpy")
         if numpy is not None:
@@ -47,7 +47,7 @@ def extreme_numbers(*, largest: bool) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    with restore_random_numbers():
+    with keep_random_numbers():
         random.seed(seed)
         numpy = sys.modules.get("numpy")
         if numpy is not None:
@@ -56,7 +56,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def restore_random_numbers() -> Iterator[None]:
+def keep_random_numbers() -> Iterator[None]:
     """Restores the states of Python's and numpy's random generators afterwards."""
     numpy = sys.modules.get("numpy")
     state: Any = None if numpy is None else numpy.random.get_state()

@@ -15,11 +15,11 @@ import torch
 from pd2bw_fx.attributes import keep_attributes, without_repeats
 from pd2bw_fx.drawing import SEED_OF_CHECKS
 from pd2bw_fx.errors import Pd2bwError, TraceError
-from pd2bw_fx.passes.trace.eager_run import holds_data, restore_state
+from pd2bw_fx.passes.trace.eager_run import holds_data, keep_state
 from pd2bw_fx.passes.trace.inputs import common_batch_size
 from pd2bw_fx.passes.trace.program import Program
 
-from .extreme_random import calls_by_chance, restore_random_numbers
+from .extreme_random import calls_by_chance, keep_random_numbers
 from .tensor_attributes import set_on_a_tensor
 from .watch import Change, Watch
 
@@ -69,13 +69,13 @@ def fill_caches_outside(program: Program) -> None:
     """
     if not holds_data(program):
         return
-    with restore_state(program), keep_attributes(program.model), torch.enable_grad(), suppress(Exception):
+    with keep_state(program), keep_attributes(program.model), torch.enable_grad(), suppress(Exception):
         program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
 
 
 def _leaves_only_attributes(program: Program) -> bool:
     buffers = {name for name, _ in program.model.named_buffers()}
-    with restore_state(program) as written, torch.no_grad():
+    with keep_state(program) as written, torch.no_grad():
         try:
             program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
         except Exception:  # the model's own; the user is told why its trace is wrong
@@ -111,7 +111,7 @@ def require_the_same_again(program: Program, first: Any, traced_again: Callable[
         for change in watch.changes:
             setattr(change.module, change.attribute, change.after)
         program.watch = Watch()
-        for drawn in calls_by_chance() if watch.drew_python_random else [restore_random_numbers()]:
+        for drawn in calls_by_chance() if watch.drew_python_random else [keep_random_numbers()]:
             with drawn:
                 _require_equal(first, traced_again, watch.changes)
         counters = [change for change in watch.changes if change.is_of_a_counter]
@@ -119,7 +119,7 @@ def require_the_same_again(program: Program, first: Any, traced_again: Callable[
             setattr(change.module, change.attribute, change.after + _MANY * (change.after - change.before))
         if counters:
             program.watch = Watch()
-            with restore_random_numbers():
+            with keep_random_numbers():
                 _require_equal(first, traced_again, counters)
     finally:
         for change in watch.changes:
@@ -224,7 +224,7 @@ def results_of(
     program: Program, given: Mapping[str, torch.Tensor], factors: _Factors = None
 ) -> dict[str, torch.Tensor]:
     """Runs the model itself, with the random numbers of checks and weights multiplied by the factors."""
-    with restore_state(program), restore_random_numbers():
+    with keep_state(program), keep_random_numbers():
         if factors is not None:
             _move_weights(program, factors)
         torch.manual_seed(SEED_OF_CHECKS)

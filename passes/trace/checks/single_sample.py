@@ -11,11 +11,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from pd2bw_fx.drawing import SEED_OF_CHECKS
-from pd2bw_fx.passes.trace.eager_run import holds_data, restore_state
+from pd2bw_fx.passes.trace.eager_run import holds_data, keep_state
 from pd2bw_fx.passes.trace.patches.size_answers import SizeAnswers
 from pd2bw_fx.passes.trace.program import Program
 
-from .extreme_random import restore_random_numbers
+from .extreme_random import keep_random_numbers
 from .second_call import results_of
 
 
@@ -68,7 +68,7 @@ def _as_traced(exported: ExportedProgram, program: Program, tensors: Mapping[str
             target = str(entry.target)
             known = exported.state_dict.get(target)
             arguments.append(exported.constants[target] if known is None else known)
-    with restore_state(program), restore_random_numbers(), torch.no_grad():
+    with keep_state(program), keep_random_numbers(), torch.no_grad():
         torch.manual_seed(SEED_OF_CHECKS)
         results = fx.Interpreter(exported.graph_module).run(*arguments)
     kinds = [entry.kind for entry in exported.graph_signature.output_specs]
