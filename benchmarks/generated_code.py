@@ -32,19 +32,19 @@ and a test checks that it is current. What to look at:
 
 - The head says where inputs come from and outputs go, which parameters are tied to another stage's, what
   was predicted for the stage, and why it is cut here.
-- Classes, attributes, parameters and variables have the model's own names, second ones too
-  (`residual = hidden_states`); what the author gave no name is called after what it is for. The comment at
+- Classes, attributes, parameters and variables have the model's own names, also second names
+  (`residual = hidden_states`). A value that the author did not name is called after its use. The comment at
   the end of a line is the author's line, with the shape where it changes.
 - A class is written once, however many blocks there are of it, and equal blocks run in a loop: this stage has
-  {blocks} of them, and would be as long with twice as many. Sizes that differ are arguments. The
-  rounds of a loop over numbers (steps of time, a layer that is used again and again), which a trace has one
-  after another, are a loop again, with the lists that they fill.
+  {blocks} of them, and would be as long with twice as many. Sizes that differ are arguments. A loop
+  over numbers (steps of time, a layer that is used repeatedly), which a trace unrolls, is a loop again, with
+  the lists that it fills.
 - Masks and positions are computed here rather than sent, and labels are an input of the stage itself.
-- No size of the batch and no device is written down: both are read off the inputs.
+- No batch size and no device is written down: both are read from the inputs.
 - It imports torch and nothing else: `python stage_1.py` runs it forward and backward, and
-  `load_state_dict(load_file("stage_1.safetensors"))` gives it its weights. What a model leaves
-  untraced (`pd2bw_fx.untraced`), or calls of a library's own operators, is called there by the name that it
-  is registered under: the script or library that does so is imported first.
+  `load_state_dict(load_file("stage_1.safetensors"))` gives it its weights. Untraced
+  functions (`pd2bw_fx.untraced`) and a library's own operators are called by their registered names: import
+  the script or library that registers them first.
 - It computes in the model's own order, so that loss and gradients are the model's bit for bit.
 
 ```python
