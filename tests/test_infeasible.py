@@ -9,8 +9,11 @@ import pytest
 
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.errors import InfeasibleError
-from pd2bw_fx.passes.partition import partition
+from pd2bw_fx.passes.partition import partition, plan_problem
 from pd2bw_fx.passes.partition.infeasibility import infeasible, nearest, shortfall
+from pd2bw_fx.passes.partition.instance import Integers
+from pd2bw_fx.passes.partition.search.search_state import SearchState
+from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
 
@@ -87,3 +90,23 @@ def test_reasons_and_what_would_do_are_right_for_every_device(
     assert not fits(
         problem, with_memory(cluster, **{name: 0.97 * share * num for name, num in limit.items()})
     )
+
+
+def test_devices_of_equal_memory_are_asked_once_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No order of unlike devices is asked again what another one with the same memory has shown."""
+    problem = chain((100, 300, 200, 300) * 3, 5)
+    speeds = (1.0, 1.1, 1.2, 1.3, 1.4)
+    blocks = tuple(dataclasses.replace(block, forward_s=speeds) for block in problem.blocks)
+    asked: list[int] = []
+    ask = SearchState._ask
+
+    def counted(state: SearchState, choice: int, target_s: float) -> tuple[Status, Integers | None]:
+        asked.append(choice)
+        return ask(state, choice, target_s)
+
+    monkeypatch.setattr(SearchState, "_ask", counted)
+    monkeypatch.setattr(plan_problem, "infeasible_error", lambda *_, **__: InfeasibleError("as said"))
+    with pytest.raises(InfeasibleError):
+        partition(dataclasses.replace(problem, blocks=blocks), devices_of(*(1700,) * 5))
+
+    assert len(asked) == 1

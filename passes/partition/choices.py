@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +60,8 @@ class Choices:
     """One problem under several device orders, with an instance for each, made when it is first used.
 
     `are_all` says that there are no other orders. `work_s` (devices, nodes) is the work on all devices, also
-    on those that an order leaves out.
+    on those that an order leaves out. `memory_key` is equal for choices whose stages have the same memory and
+    may have the same nodes, so that the same assignments fit; without it no two are known to be alike.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class Choices:
         *,
         are_all: bool = True,
         work_s: Floats | None = None,
+        memory_key: Callable[[int], Hashable] | None = None,
     ) -> None:
         self.are_all = are_all
+        self._memory_key = memory_key
         self._count = count
         self._make = make
         self._work_s = work_s
@@ -83,8 +87,34 @@ class Choices:
         """Returns choices with the same orders, and `change` made to every instance."""
         make = self._make
         return Choices(
-            self._count, lambda choice: change(make(choice)), are_all=self.are_all, work_s=self._work_s
+            self._count,
+            lambda choice: change(make(choice)),
+            are_all=self.are_all,
+            work_s=self._work_s,
+            memory_key=self._memory_key,
         )
+
+    def that_fit_as(self, choice: int) -> list[int]:
+        """Returns all choices on which the same assignments fit as on this one, itself included."""
+        return self._by_memory[self._key_of(choice)]
+
+    def different_in_memory(self) -> list[int]:
+        """Returns one choice of each set of choices that are alike in what fits."""
+        return [alike[0] for alike in self._by_memory.values()]
+
+    def only(self, choices: Sequence[int]) -> Choices:
+        """Returns some of the choices, which count as all that there are if these do."""
+        return Choices(len(choices), lambda number: self[choices[number]], are_all=self.are_all)
+
+    def _key_of(self, choice: int) -> Hashable:
+        return choice if self._memory_key is None else self._memory_key(choice)
+
+    @cached_property
+    def _by_memory(self) -> dict[Hashable, list[int]]:
+        groups: dict[Hashable, list[int]] = {}
+        for choice in range(self._count):
+            groups.setdefault(self._key_of(choice), []).append(choice)
+        return groups
 
     def floor_s(self) -> float:
         """No assignment of any choice is faster."""

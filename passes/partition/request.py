@@ -93,7 +93,13 @@ class SearchRequest:
             lambda choice: reader.instance(orders[choice]),
             are_all=orders.are_all,
             work_s=reader.work_s,
+            memory_key=lambda choice: tuple(map(self._memory_key, orders[choice])),
         )
+
+    def _memory_key(self, device: int) -> tuple[int, tuple[bool, ...]]:
+        """The device's memory, and which of the pinned blocks may be on it."""
+        allowed = tuple(pin.devices is None or device in pin.devices for pin in self.pins)
+        return self.cluster.devices[device].memory_bytes, allowed
 
     def with_stages(self, num_stages: int) -> SearchRequest:
         """Returns the request for so many stages, on free devices and then on further ones like the last."""

@@ -54,10 +54,10 @@ class _Question:
         request = replace(self.request, pins=tuple(pins)).with_memory(dict.fromkeys(others, _PLENTY_BYTES))
         # The gap is nearly one because any assignment will do.
         deadline = Deadline(_EXPLAIN_TIME_S)
+        choices = request.choices(request.orders())
+        different = choices.only(choices.different_in_memory())
         try:
-            found = search(
-                request.choices(request.orders()), solver=self.solver, max_gap=0.999, deadline=deadline
-            )
+            found = search(different, solver=self.solver, max_gap=0.999, deadline=deadline)
         except SolverError:
             return True
         return found is not None

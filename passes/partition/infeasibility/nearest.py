@@ -40,7 +40,7 @@ def nearest_changes(
             name = cluster.devices[device].name
             changes.append(f"{_rounded_up(more[0])} more on {name} ({_time(more[1])})")
     if choices[0].recompute is False:
-        again = Choices(len(choices), lambda choice: replace(choices[choice], recompute="auto"))
+        again = choices.changed(lambda instance: replace(instance, recompute="auto"))
         found = search_within(again, _FINE, solver=solver, deadline=deadline)
         if found is not None:
             changes.append(f'recompute="auto" ({_time(found)})')

@@ -38,11 +38,12 @@ class Shortfall:
 def least_shortfall(choices: Choices, *, solver: str) -> Shortfall | None:
     """Returns the smallest shortfall found, or None where there was no time to find any.
 
-    With few device orders each has a program of its own. With more of them, a bisection over the share asks
-    all orders at once.
+    With few device orders that differ in memory each has a program of its own. With more of them, a bisection
+    over the share asks all orders at once.
     """
-    best, is_least = None, len(choices) <= _FEW_ORDERS
-    for choice in range(min(len(choices), _FEW_ORDERS)):
+    different = choices.different_in_memory()
+    best, is_least = None, len(different) <= _FEW_ORDERS
+    for choice in different[:_FEW_ORDERS]:
         instance = choices[choice]
         n, k = instance.num_nodes, instance.num_stages
         windows = Windows(np.zeros(n, dtype=np.int64), np.full(n, k - 1, dtype=np.int64))

@@ -152,7 +152,9 @@ class SearchState:
                 return
             status, stage_of = self._ask(choice, target_s)
             if status is Status.INFEASIBLE:
-                self.refuted_s[choice] = target_s
+                # A program without a target asks about memory alone, which most device orders have alike.
+                alike = [choice] if np.isfinite(target_s) else self.choices.that_fit_as(choice)
+                self.refuted_s[alike] = target_s
                 self.tell()
                 return
             if stage_of is None:

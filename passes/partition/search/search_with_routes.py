@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from pd2bw_fx.errors import SolverError
 from pd2bw_fx.passes.partition.choices import Choices, Deadline, SearchResult
 from pd2bw_fx.passes.partition.route import links_are_alike, routed
 from pd2bw_fx.plan import Progress
@@ -36,7 +37,12 @@ def search_with_routes(
     if links_are_alike(choices[0]):
         return search(handing_on, solver=solver, max_gap=max_gap, deadline=deadline, report=report)
     first = Deadline(deadline.left_s * _FIRST_SHARE)
-    direct = search(choices, solver=solver, max_gap=max_gap, deadline=first, report=report)
+    try:
+        direct = search(choices, solver=solver, max_gap=max_gap, deadline=first, report=report)
+    except SolverError:
+        if first.is_stopped or deadline.left_s == 0:
+            raise
+        return search(handing_on, solver=solver, max_gap=max_gap, deadline=deadline, report=report)
     if direct is None:
         return None
     direct_s = routed(choices[direct.choice], direct.stage_of)[1].bottleneck_s
