@@ -18,13 +18,13 @@ from typing import Any, Literal
 from pd2bw_fx.actions import Shape
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import MemoryModel
-from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem
 
 from .device_slots import slots_for
 from .partition import METHODS as TUNED
-from .partition import partition, partition_replicated, require_blocks
+from .partition import Deadline, partition, partition_replicated, require_blocks
 from .schedule import (
     BaPipe,
     Method,
@@ -40,6 +40,7 @@ from .simulate import simulate
 
 CHUNKS = 2  # default number of stages on each device, for methods whose stages go round
 _BAPIPE = (("1f1b", 0.0), ("1f1b", 1.0), ("gpipe", 0.0))  # base and slack: 1.0 overlaps the messages
+LEAST_TIME_S = 1e-3  # enough for a first plan where nothing has to be searched for
 _UPDATES_TIMED = 3  # to compare the orders of bapipe
 
 
@@ -205,11 +206,15 @@ def _explored(
     options: Mapping[str, Any],
 ) -> tuple[Plan, Shape]:
     """Explores as BaPipe does (arXiv 2012.12544): balances the stages for each order, and times the
-    update."""
+    update. The orders share the time limit equally."""
     found: list[tuple[float, int, Plan, Shape]] = []
-    trouble: list[InfeasibleError] = []
+    trouble: list[InfeasibleError | SolverError] = []
+    deadline = Deadline(options["time_limit_s"], within=options.get("within"))
     for number, (base, slack) in enumerate(_BAPIPE):
+        if deadline.is_stopped and found:
+            break
         candidate = replace(shape, base=base, slack=slack)
+        left_s = max(deadline.left_s / (len(_BAPIPE) - number), LEAST_TIME_S)
         try:
             plan = partition(
                 problem,
@@ -220,14 +225,14 @@ def _explored(
                 memory_model=memory_model,
                 kept=keeping("bapipe", candidate),
                 overlap=slack > 0,
-                **options,
+                **{**options, "time_limit_s": left_s, "within": deadline},
             )
-        except InfeasibleError as error:
+        except (InfeasibleError, SolverError) as error:
             trouble.append(error)
             continue
         found.append((_span_s(candidate, plan, cluster), number, plan, candidate))
     if not found:
-        raise trouble[0]
+        raise next((error for error in trouble if isinstance(error, SolverError)), trouble[0])
     _, _, plan, chosen = min(found, key=lambda each: each[:2])
     return plan, chosen
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from pd2bw_fx.problem import Problem
 
 from .arrange import CHUNKS, arrange, requested_shape, shape_again, share_out
 from .check_given_plan import check_given_plan
+from .partition import Deadline
 from .schedule import BaPipe, Placing, method_of
 from .solver import check_solver
 
@@ -136,7 +136,7 @@ class PlanRequest:
         if self.num_stages == "auto":
             return self._of_any_number(problem)
         if self.replicas is None:
-            return self._arranged(problem, self.num_stages, self.time_limit_s)
+            return self._arranged(problem, self.num_stages, Deadline(self.time_limit_s))
         return share_out(
             problem,
             self.cluster,
@@ -144,7 +144,7 @@ class PlanRequest:
             self.replicas,
             num_stages=self.num_stages,
             microbatches_per_update=self.microbatches_per_update,
-            options=self._options(self.time_limit_s),
+            options=self._options(Deadline(self.time_limit_s)),
             **self.planning_options,
         )
 
@@ -153,22 +153,26 @@ class PlanRequest:
 
         The fastest plan takes least for a microbatch, with filling and draining shared out over those of an
         update. An update has as many microbatches as it would have if that number of stages were asked for.
+        Ctrl-C ends all of it. The bound is 0 where some number of stages had no time to find a plan.
         """
-        ends_s = time.perf_counter() + self.time_limit_s
+        deadline = Deadline(self.time_limit_s)
         best: tuple[Plan, Shape] | None = None
-        bound_s, reason = math.inf, None
+        bound_s = math.inf
+        reason: InputError | InfeasibleError | SolverError | None = None
         is_round = method_of(self._method).placing is Placing.ROUND
         on_each = (self.chunks or CHUNKS) if is_round else 1
         for number in range(len(self.cluster), 0, -1):
-            left_s = max(ends_s - time.perf_counter(), 1e-3) / number
+            if deadline.is_stopped and best is not None:
+                bound_s = 0.0
+                break
+            share = Deadline(deadline.left_s / number, within=deadline)
             try:
-                found = self._arranged(problem, number * on_each, left_s)
-            except (
-                InputError,
-                InfeasibleError,
-                SolverError,
-            ) as error:  # of the method, the memory, or the time
+                found = self._arranged(problem, number * on_each, share)
+            except (InputError, InfeasibleError) as error:  # of the method, or the memory
                 reason = reason or error
+                continue
+            except SolverError as error:  # of the time: a plan of this number may be the fastest
+                reason, bound_s = reason or error, 0.0
                 continue
             bound_s = min(bound_s, found[0].bound_s)
             if best is None or _microbatch_s(found[0]) < _microbatch_s(best[0]):
@@ -180,16 +184,17 @@ class PlanRequest:
             return best  # another number may have a faster slowest stage, but longer updates
         return replace(best[0], bound_s=min(bound_s, best[0].bottleneck_s)), best[1]
 
-    def _arranged(self, problem: Problem, num_stages: int | None, time_limit_s: float) -> tuple[Plan, Shape]:
-        options = self._options(time_limit_s)
+    def _arranged(self, problem: Problem, num_stages: int | None, deadline: Deadline) -> tuple[Plan, Shape]:
+        options = self._options(deadline)
         shape = self._shape(num_stages)
         return arrange(problem, self.cluster, self._method, shape, options=options, **self.planning_options)
 
-    def _options(self, time_limit_s: float) -> dict[str, Any]:
+    def _options(self, deadline: Deadline) -> dict[str, Any]:
         return {
             "solver": self.solver,
             "max_gap": self.max_gap,
-            "time_limit_s": time_limit_s,
+            "time_limit_s": max(deadline.left_s, _LEAST_TIME_S),
+            "within": deadline,
             "progress": self.progress,
         }
 
@@ -207,6 +212,7 @@ def _microbatch_s(plan: Plan) -> float:
     return plan.update_s / plan.microbatches_per_update
 
 
+_LEAST_TIME_S = 1e-3  # enough for a first plan where nothing has to be searched for
 _NUMBERS = (
     "num_stages", "microbatches_per_update", "chunks", "replicas", "max_gap", "time_limit_s",
 )  # fmt: skip

@@ -8,15 +8,23 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pd2bw_fx.actions import Shape
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.commands.progress import ProgressLine
-from pd2bw_fx.passes.partition import partition, placement
+from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.errors import SolverError
+from pd2bw_fx.passes import plan_request
+from pd2bw_fx.passes.partition import explain, partition, partition_replicated, placement, sweep
+from pd2bw_fx.passes.partition.search import search_state
 from pd2bw_fx.passes.partition.search.search_state import SearchState
-from pd2bw_fx.plan import Progress
+from pd2bw_fx.passes.plan_request import PlanRequest
+from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Block, Problem, Value
 from pd2bw_fx.workload import workload_from_json
 
@@ -59,22 +67,98 @@ def test_interrupted_plan_is_the_best_so_far_with_its_gap(tmp_path: Path) -> Non
     assert len(placement["assignment"]) == 400
 
 
-def test_ctrl_c_in_the_middle_of_a_search_gives_a_plan_that_states_its_gap() -> None:
+def drawn(num_devices: int) -> Problem:
     draw = random.Random(0)
     work = [draw.uniform(1, 9) for _ in range(60)]
-    blocks = tuple(Block(f"b{v}", (f"b{v}",), (w,) * 4, (w,) * 4) for v, w in enumerate(work))
+    blocks = tuple(
+        Block(f"b{v}", (f"b{v}",), (w,) * num_devices, (w,) * num_devices) for v, w in enumerate(work)
+    )
     values = tuple(
         Value(f"v{v}", f"b{draw.randrange(max(0, v - 9), v)}", (f"b{v}",), 9) for v in range(1, 60)
     )
+    return Problem(blocks, values, {})
+
+
+def test_ctrl_c_in_the_middle_of_a_search_gives_a_plan_that_states_its_gap() -> None:
     cluster = Cluster.uniform(4, memory_bytes=10**9, bytes_per_s=10.0, latency_s=0.1)
 
     def interrupt(progress: Progress) -> None:
         raise KeyboardInterrupt
 
-    plan = partition(Problem(blocks, values, {}), cluster, progress=interrupt)
+    plan = partition(drawn(4), cluster, progress=interrupt)
 
     assert plan.bound_s <= plan.bottleneck_s
     assert sum(len(stage.operators) for stage in plan.stages) == 60
+
+
+ALIKE = Cluster.uniform(3, memory_bytes=10**9, bytes_per_s=10.0, latency_s=0.1)
+
+
+def requested(**changes: Any) -> Plan:
+    names = PlanRequest.__dataclass_fields__
+    left_out = dict.fromkeys(names) | {"memory_model": MemoryModel(), "recompute": False, "solver": "highs"}
+    numbers = {"max_gap": 1e-4, "time_limit_s": 60.0, "cluster": ALIKE}
+    request = PlanRequest(**left_out | numbers | changes)
+    return request.plan_and_shape(drawn(3))[0]
+
+
+MANY_SEARCHES = {
+    "auto": lambda: requested(num_stages="auto"),
+    "bapipe": lambda: requested(method="bapipe"),
+    "copies": lambda: partition_replicated(drawn(3), ALIKE),
+    "sweep": lambda: sweep({1: drawn(3)}, ALIKE, batch_size=12).best.plan,
+}
+
+
+@pytest.mark.parametrize("call", MANY_SEARCHES.values(), ids=MANY_SEARCHES.keys())
+def test_one_ctrl_c_ends_all_searches_of_a_call(
+    call: Callable[[], Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, begun = interrupted(call, monkeypatch)
+
+    assert len(begun) == 1
+    assert 0 <= plan.bound_s < plan.bottleneck_s
+
+
+def test_one_ctrl_c_ends_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = partition(drawn(3), ALIKE, max_gap=0.2)
+
+    found, begun = interrupted(lambda: explain(plan, drawn(3), ALIKE), monkeypatch)
+
+    assert len(begun) == 1
+    assert [cut.next_best_s for cut in found.cuts] == [None, None]
+
+
+def interrupted(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[float]]:
+    """What a call returns whose first search is interrupted, and the time that each search began with."""
+    begun: list[float] = []
+    cut = SearchState.first_assignments
+
+    def counted(state: SearchState) -> None:
+        cut(state)
+        begun.extend([state.deadline.left_s] if state.deadline.left_s else [])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SearchState, "first_assignments", counted)
+    monkeypatch.setattr(SearchState, "ask_programs", interrupt)
+    return call(), begun
+
+
+def test_a_number_of_stages_without_a_plan_in_time_leaves_nothing_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arrange = plan_request.arrange
+
+    def arranged(problem: Problem, cluster: Cluster, method: str, shape: Shape, **options: Any) -> Any:
+        if shape.num_stages == 3:
+            raise SolverError("the time limit passed")
+        return arrange(problem, cluster, method, shape, **options)
+
+    monkeypatch.setattr(plan_request, "arrange", arranged)
+
+    assert requested(num_stages="auto", max_gap=0.1).bound_s == 0
 
 
 def test_ctrl_c_before_there_is_any_plan_gives_a_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +182,23 @@ def test_ctrl_c_before_there_is_any_plan_gives_a_first_one(monkeypatch: pytest.M
     monkeypatch.setattr(SearchState, "first_assignments", interrupted_once)
     again = placement.plan_workload(workload_from_json(hard(), name="hard"))
     assert 0 < again.bound <= again.objective
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.1], ids=["devices alike", "devices unlike"])
+def test_a_large_problem_has_a_plan_however_little_time_there_is(
+    slowdown: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A close look at a cut takes a second and more there, and it was taken twelve times past the limit."""
+    took_s = tuple(1.0 + slowdown * device for device in range(4))
+    blocks = tuple(Block(f"b{v}", (f"b{v}",), took_s, took_s) for v in range(800))
+    values = tuple(Value(f"v{v}", f"b{v - 1}", (f"b{v}",), 9) for v in range(1, 800))
+    closely: list[int] = []
+    monkeypatch.setattr(search_state, "best_cut", lambda *_: closely.append(1))
+
+    plan = partition(Problem(blocks, values, {}), Cluster.uniform(4), time_limit_s=1e-3)
+
+    assert not closely
+    assert plan.num_stages == 4
 
 
 @pytest.mark.parametrize(

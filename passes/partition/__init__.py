@@ -36,6 +36,7 @@ real rules, and is evaluated again. The modules of `bounds/` say what they relax
 
 from .baselines import Baseline, baselines
 from .check import check_plan
+from .choices import Deadline
 from .constrain import capped, devices_meant
 from .explain import explain
 from .instance import evaluate
@@ -48,6 +49,7 @@ from .sweep import sweep
 __all__ = [
     "METHODS",
     "Baseline",
+    "Deadline",
     "Placement",
     "baselines",
     "capped",

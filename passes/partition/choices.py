@@ -41,19 +41,32 @@ class Answer(NamedTuple):
 
 
 class Deadline:
-    """A time limit that counts down from when it is made. Ctrl-C stops it, and no step begins after that."""
+    """A time limit that counts down from when it is made. Ctrl-C stops it, and no step begins after that.
 
-    def __init__(self, time_limit_s: float) -> None:
+    It ends no later than the deadline that it is `within`, and stops that one with itself: of a call that
+    searches several times, each search has a deadline within that of the call.
+    """
+
+    def __init__(self, time_limit_s: float, *, within: Deadline | None = None) -> None:
         self._end = time.perf_counter() + time_limit_s
-        self.is_stopped = False
+        self._within = within
+        self._is_stopped = False
 
     def stop(self) -> None:
-        self.is_stopped = True
-        self._end = 0.0
+        self._is_stopped = True
+        if self._within is not None:
+            self._within.stop()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_stopped or (self._within is not None and self._within.is_stopped)
 
     @property
     def left_s(self) -> float:
-        return max(0.0, self._end - time.perf_counter())
+        if self.is_stopped:
+            return 0.0
+        left_s = max(0.0, self._end - time.perf_counter())
+        return left_s if self._within is None else min(left_s, self._within.left_s)
 
 
 class Choices:

@@ -34,6 +34,7 @@ from .search.search_with_routes import search_with_routes
 
 GIB = 2**30
 _LINKS_TRIED = 3
+_LEAST_TIME_S = 1e-3  # enough for a first plan where nothing has to be searched for
 _LEAST_GAIN = 2e-3
 _ROUNDING = 1e-6
 
@@ -84,6 +85,7 @@ def explain(
     stage_of = _assignment(plan, [block.operators for block in blocks])
     _require_its_price(plan, _loads(plan, instance, stage_of), overlap=overlap)
     names = [block.name for block in blocks]
+    deadline = Deadline(time_limit_s)
     cuts = _Cuts(instance, stage_of, names, plan, solver=solver, max_gap=max_gap)
     per_cut_s = time_limit_s / 2 / max(1, plan.num_stages - 1)
     options: dict[str, Any] = {
@@ -103,12 +105,15 @@ def explain(
             options["kept"] = kept or _as_planned(plan)
         what_ifs = list(_what_ifs(plan, problem, cluster, options))
     per_change_s = time_limit_s / 2 / max(1, len(what_ifs))
-    changes = [_tried(what_if, per_change_s) for what_if in what_ifs]
+    changes = [_tried(what_if, Deadline(per_change_s, within=deadline)) for what_if in what_ifs]
     helpful = [c for c in changes if c and c.bottleneck_s < plan.bottleneck_s * (1 - _LEAST_GAIN)]
     return Explanation(
         bottleneck_s=plan.bottleneck_s,
         bound_s=plan.bound_s,
-        cuts=tuple(cuts.explained(stage, per_cut_s) for stage in range(plan.num_stages - 1)),
+        cuts=tuple(
+            cuts.explained(stage, Deadline(per_cut_s, within=deadline))
+            for stage in range(plan.num_stages - 1)
+        ),
         slacks=tuple(_slacks(plan, instance, stage_of)),
         changes=tuple(sorted(helpful, key=lambda change: change.bottleneck_s)),
     )
@@ -166,14 +171,16 @@ class _Cuts:
         self.solver = solver
         self.max_gap = max_gap
 
-    def explained(self, stage: int, time_limit_s: float) -> Cut:
+    def explained(self, stage: int, deadline: Deadline) -> Cut:
         crossing = tuple(t for t in self.plan.transfers if t.source <= stage < t.target)
+        if deadline.is_stopped:
+            return Cut(stage, crossing, None)
         moves = list(self._moves(stage))
         choices = Choices(len(moves), lambda choice: self._with(*moves[choice]))
         # Stages with copies send all values straight, in this plan and in those that it is compared with.
         look = search if self.plan.replicas else search_with_routes
         try:
-            found = look(choices, solver=self.solver, max_gap=self.max_gap, deadline=Deadline(time_limit_s))
+            found = look(choices, solver=self.solver, max_gap=self.max_gap, deadline=deadline)
         except SolverError:
             found = None  # In a Cut, None also says that there was no time to find another one.
         if found is None:
@@ -250,9 +257,11 @@ class _WhatIf:
     planner: Callable[..., Plan] = partition
 
 
-def _tried(what_if: _WhatIf, time_limit_s: float) -> Change | None:
+def _tried(what_if: _WhatIf, deadline: Deadline) -> Change | None:
     try:
-        options = what_if.options | {"time_limit_s": time_limit_s}
+        if deadline.is_stopped:
+            return None
+        options = what_if.options | {"time_limit_s": max(deadline.left_s, _LEAST_TIME_S), "within": deadline}
         plan = what_if.planner(what_if.problem, what_if.cluster, **options)
     except (InfeasibleError, InputError, SolverError):
         return None  # it does not help, the method cannot have it, or there was no time to find out

@@ -44,6 +44,7 @@ def partition(
     progress: Callable[[Progress], None] | None = None,
     kept: Keeping | None = None,
     order: Sequence[int] | None = None,
+    within: Deadline | None = None,
 ) -> Plan:
     """The plan whose slowest stage is fastest, among those that fit in every device's memory.
 
@@ -58,7 +59,8 @@ def partition(
     rows to a millionth), unless `time_limit_s` ends the search before that; then the plan is the best so
     far and `plan.gap` says what is proven. Ctrl-C ends it in the same way. `progress` is told of every step.
     `kept`: what a method that is not known here keeps at each of so many stages;
-    `order`: the device of each stage, where the method has places for them (else every order is tried).
+    `order`: the device of each stage, where the method has places for them (else every order is tried);
+    `within`: the deadline of a call that plans several times, which Ctrl-C stops with this one.
 
     Raises InputError for a problem or an argument that makes no sense, InfeasibleError where no assignment
     fits in memory, SolverError where the solver is missing or time ran out before the first plan.
@@ -69,7 +71,7 @@ def partition(
     m = 2 * k if microbatches_per_update is None else plain(microbatches_per_update)
     _check_arguments(problem, cluster, k, m, method, kept, order, max_gap, time_limit_s, recompute)
     check_solver(solver)
-    deadline = Deadline(time_limit_s)
+    deadline = Deadline(time_limit_s, within=within)
     constrained = constrain(problem, cluster, constraints or Constraints(), num_stages=k)
     request = SearchRequest(
         constrained.problem,

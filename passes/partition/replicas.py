@@ -69,6 +69,7 @@ def partition_replicated(
     max_gap: float = 1e-4,
     time_limit_s: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
+    within: Deadline | None = None,
 ) -> Plan:
     """Returns the plan whose slowest stage is fastest, over stages and numbers of copies.
 
@@ -90,18 +91,20 @@ def partition_replicated(
     microbatches_per_update = plain(microbatches_per_update)
     _check(cluster, wishes, microbatches_per_update)
     tried = _tried(problem, cluster, microbatches_per_update, num_stages, replicas)
-    deadline = Deadline(time_limit_s)
+    deadline = Deadline(time_limit_s, within=within)
     best: Plan | None = None
     bound_s, ran_out = np.inf, False
     for shares in tried:
+        if deadline.is_stopped and best is not None:
+            ran_out = True
+            break
         constrained = constrain(problem, cluster, wishes, num_stages=len(shares[0]))
         request = ReplicaRequest(
             constrained, microbatches_per_update, kept, memory_model, recompute, tuple(shares)
         )
         try:
             choices = request.choices()
-            left = Deadline(max(deadline.left_s, 1e-3))
-            found = search(choices, solver=solver, max_gap=max_gap, deadline=left, report=progress)
+            found = search(choices, solver=solver, max_gap=max_gap, deadline=deadline, report=progress)
         except SolverError:
             ran_out = True
             continue

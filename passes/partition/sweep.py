@@ -8,7 +8,6 @@ it, and the latencies of a first bucket, which all stages wait for at once, come
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ from pd2bw_fx.plan import update_s
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.sweep import Setting, Sweep, setting_name
 
+from .choices import Deadline
 from .constrain import capped
 from .gradient_sums import GradientSums
 from .plan_problem import partition
@@ -105,20 +105,19 @@ def sweep(
             f"no microbatch size of {sorted(problems)} divides a batch of {batch_size} into enough "
             "microbatches for any of these numbers of stages"
         )
-    end = time.perf_counter() + time_limit_s
+    deadline = Deadline(time_limit_s)
     found: list[Setting] = []
     late: list[_Candidate] = []
     for candidate in sorted(candidates, key=lambda each: each.floor_s):
         best_s = min((setting.update_s for setting in found), default=float("inf"))
-        left_s = end - time.perf_counter()
         if candidate.floor_s >= best_s:
             skipped.append((candidate.name, "not planned, since its work alone takes as long as the best"))
-        elif left_s <= 0:
+        elif deadline.left_s == 0:
             late.append(candidate)
             skipped.append((candidate.name, "no time left"))
         else:
             try:
-                found.append(_planned(candidate, cluster, method, left_s, options))
+                found.append(_planned(candidate, cluster, method, deadline, options))
             except InfeasibleError as error:
                 skipped.append((candidate.name, str(error)))
             except SolverError as error:
@@ -168,7 +167,7 @@ def _require_room(
 
 
 def _planned(
-    candidate: _Candidate, cluster: Cluster, method: str, time_limit_s: float, options: Mapping[str, Any]
+    candidate: _Candidate, cluster: Cluster, method: str, deadline: Deadline, options: Mapping[str, Any]
 ) -> Setting:
     plan = partition(
         candidate.problem,
@@ -176,7 +175,8 @@ def _planned(
         num_stages=candidate.num_stages,
         microbatches_per_update=candidate.microbatches,
         method=method,
-        time_limit_s=time_limit_s,
+        time_limit_s=max(deadline.left_s, 1e-3),
+        within=deadline,
         **options,
     )
     return Setting(

@@ -27,6 +27,7 @@ _TOLERANCE = 2e-6  # of a target: solvers keep their rows to a millionth, and tw
 _BROKEN = 1e-3  # of a target: more than all tolerances and large constants together can account for
 _COARSE_GAP = 0.01  # the gap of the first pass over the device orders of a large problem
 _FINE_GAP = 0.002  # a bisection of the target ends at this gap
+_LONG_TO_CUT = 2_000_000  # nodes times nodes times stages: about half a second for one order
 _SMALL = 2000  # nodes times stages: below this there is one pass, at the finest gap
 _MOST_EXCLUDED = 50  # assignments of one program that turn out slower or larger than it has them
 _FRUITLESS_ORDERS = (
@@ -39,6 +40,9 @@ _NEAR_THE_TARGET = 0.9  # of the target: a bound below this will not reach a sli
 _LEAST_USEFUL_BOUND = 1e-6  # of the incumbent: bisection does not go on below this
 _FEW_DOWN_SETS = 10_000  # more of them are not enumerated before a program
 _ENUMERATION_SHARE = 0.25  # of the time left, for enumerating them
+
+Cut = Callable[[Instance, Sequence[int]], Integers | None]
+"""Cuts an order of the nodes into stages, or returns None where nothing fits."""
 
 Question = Callable[[float, Deadline], Answer]
 """Answers for a target in seconds, before a deadline."""
@@ -96,31 +100,38 @@ class SearchState:
         return [int(choice) for choice in np.argsort(self.seen_s, kind="stable")]
 
     def first_assignments(self) -> None:
-        """Cuts a few topological orders, for as many choices as a third of the time allows."""
+        """Cuts a few topological orders where it is best, for as many choices as a third of the time allows.
+
+        Where there are many choices, or a cut takes long, all are cut roughly first. That tells which of them
+        are worth a close look, and gives a plan however little time there is.
+        """
         share = Deadline(self.deadline.left_s / 3)
+        size = self.choices[0].num_nodes ** 2 * self.choices[0].num_stages
+        is_rough = len(self.choices) > FEW_CHOICES or size > _LONG_TO_CUT
         for choice in range(len(self.choices)):
             if choice > 0 and share.left_s == 0:
                 break
-            instance = self.choices[choice]
-            near = within_reach(instance, _at_best_s(instance))
-            # With many device orders a rough cut tells which few of them are worth a close look.
-            for order in (*_pinned_order(instance, self.reach), *self.orders):
-                stage_of = (rough_cut if len(self.choices) > FEW_CHOICES else best_cut)(near, order)
-                if stage_of is not None and respects_edges(instance, stage_of):
-                    self._offer(choice, stage_of)
-                if self.seen_s[choice] <= floor_of(instance) * (1 + _TOLERANCE):
-                    break
-        if len(self.choices) > FEW_CHOICES:
-            self._look_closely(self.most_promising_first()[:FEW_CHOICES])
+            self._cut(choice, rough_cut if is_rough else best_cut, share)
+        if not is_rough:
+            return
+        for number, choice in enumerate(self.most_promising_first()[:FEW_CHOICES]):
+            if self.deadline.left_s == 0 and (number > 0 or self.stage_of is not None):
+                break
+            self._cut(choice, best_cut, self.deadline)
 
-    def _look_closely(self, choices: list[int]) -> None:
-        for choice in choices:
-            instance = self.choices[choice]
-            near = within_reach(instance, _at_best_s(instance))
-            for order in (*_pinned_order(instance, self.reach), *self.orders):
-                stage_of = best_cut(near, order)
-                if stage_of is not None and respects_edges(instance, stage_of):
-                    self._offer(choice, stage_of)
+    def _cut(self, choice: int, cut: Cut, deadline: Deadline) -> None:
+        """Offers the cuts of a few orders for one choice, until one is at a lower bound of work alone or, if
+        there is a plan, the time is up."""
+        instance = self.choices[choice]
+        near = within_reach(instance, _at_best_s(instance))
+        for order in (*_pinned_order(instance, self.reach), *self.orders):
+            if self.stage_of is not None and deadline.left_s == 0:
+                return
+            stage_of = cut(near, order)
+            if stage_of is not None and respects_edges(instance, stage_of):
+                self._offer(choice, stage_of)
+            if self.seen_s[choice] <= floor_of(instance) * (1 + _TOLERANCE):
+                return
 
     def _offer(self, choice: int, stage_of: Integers, *, or_as_good: bool = False) -> None:
         loads = loads_of(self.choices[choice], stage_of)

@@ -36,19 +36,17 @@ def search_with_routes(
     handing_on = choices.changed(lambda instance: replace(instance, hands_on=True))
     if links_are_alike(choices[0]):
         return search(handing_on, solver=solver, max_gap=max_gap, deadline=deadline, report=report)
-    first = Deadline(deadline.left_s * _FIRST_SHARE)
+    first = Deadline(deadline.left_s * _FIRST_SHARE, within=deadline)
     try:
         direct = search(choices, solver=solver, max_gap=max_gap, deadline=first, report=report)
     except SolverError:
-        if first.is_stopped or deadline.left_s == 0:
+        if deadline.left_s == 0:
             raise
         return search(handing_on, solver=solver, max_gap=max_gap, deadline=deadline, report=report)
     if direct is None:
         return None
     direct_s = routed(choices[direct.choice], direct.stage_of)[1].bottleneck_s
-    left = Deadline(min(deadline.left_s, max(time.perf_counter() - started_s, _ROUTES_TIME_S)))
-    if first.is_stopped:
-        left.stop()  # then only bounds that take no search are used
+    left = Deadline(max(time.perf_counter() - started_s, _ROUTES_TIME_S), within=deadline)
     other, bound_s = search_faster(handing_on, direct_s, solver=solver, max_gap=max_gap, deadline=left)
     found = replace(direct, bottleneck_s=direct_s) if other is None else other
     return replace(found, bound_s=min(bound_s, found.bottleneck_s))
