@@ -12,15 +12,15 @@ _SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class PeerActions:
     """What the other ranks do in the same call.
 
     `sends` are the sends of each rank, in its order. When the call ends, all ranks have come to the update
-    that makes version `joined`.
+    that makes version `reached`.
     """
 
     sends: tuple[Action, ...]
-    joined: int
+    reached: int
 
 
 class ActionStream:
@@ -54,15 +54,15 @@ class ActionStream:
         """Whether some rank has not made two versions yet."""
         return self._first is None or min(self._made.values(), default=self._first) < self._first + 2
 
-    def elsewhere(self) -> Elsewhere:
+    def peer_actions(self) -> PeerActions:
         """Returns what the other ranks do in the last update that was begun; to be called in every update."""
-        return self._elsewhere(range(self.updates - 1, self.updates), drain=False)
+        return self._peer_actions(range(self.updates - 1, self.updates), drain=False)
 
-    def elsewhere_draining(self) -> Elsewhere:
+    def peer_actions_while_draining(self) -> PeerActions:
         """Returns what the other ranks do while the pipeline drains."""
-        return self._elsewhere(range(self.updates, self.updates), drain=True)
+        return self._peer_actions(range(self.updates, self.updates), drain=True)
 
-    def _elsewhere(self, updates: range, *, drain: bool) -> Elsewhere:
+    def _peer_actions(self, updates: range, *, drain: bool) -> PeerActions:
         of_places = [self._actions(updates, place, drain=drain) for place in range(self._job.num_ranks)]
         for place, actions in enumerate(of_places):
             for action in actions:
@@ -71,7 +71,7 @@ class ActionStream:
                     self._made[place, action.stage] = action.version
         del of_places[self._job.place]
         sends = [action for actions in of_places for action in actions if action.kind in _SENDS]
-        return Elsewhere(tuple(sends), min(self._made.values()))
+        return PeerActions(tuple(sends), min(self._made.values()))
 
     def drain(self) -> tuple[Action, ...]:
         """Returns the actions that finish all that is in flight."""

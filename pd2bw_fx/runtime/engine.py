@@ -267,8 +267,8 @@ class Engine:
         with self._calls.shared(f"in update {update}", on=sizes_of(microbatches)):
             self._add(microbatches, training=True)
             actions = self._actions.next_update()
-            elsewhere = self._actions.elsewhere() if self._groups.is_nccl else None
-            self._runner.run(actions, elsewhere)
+            peers = self._actions.peer_actions() if self._groups.is_nccl else None
+            self._runner.run(actions, peers)
             return self._told(self._losses.of_update(update))
 
     def eval(self, batch: Any) -> Loss:
@@ -335,8 +335,8 @@ class Engine:
         """
         with self._calls.shared("at the end of the pipeline"):
             if not self._actions.is_empty:
-                elsewhere = self._actions.elsewhere_draining() if self._groups.is_nccl else None
-                self._runner.run(self._actions.drain(), elsewhere)
+                peers = self._actions.peer_actions_while_draining() if self._groups.is_nccl else None
+                self._runner.run(self._actions.drain(), peers)
                 self._actions.go_on_after(self.updates)
             self._runner.finish_update()
             self._runner.settle()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import torch
 
 from pd2bw_fx.actions import Action, Kind
-from pd2bw_fx.runtime.action_stream import Elsewhere
+from pd2bw_fx.runtime.action_stream import PeerActions
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.recorder import Recorder
 from pd2bw_fx.runtime.stage_runner import Microbatch, StageRunner
@@ -88,7 +88,7 @@ class RankRunner:
                     runner.add(number, there)
 
     def run(
-        self, actions: Sequence[Action], elsewhere: Elsewhere | None = None, *, training: bool = True
+        self, actions: Sequence[Action], peers: PeerActions | None = None, *, training: bool = True
     ) -> None:
         """Performs the actions in their order.
 
@@ -96,7 +96,7 @@ class RankRunner:
         Receives of gradients are posted even for the actions of the next call, since their microbatches are
         known by then.
 
-        Over nccl (`elsewhere` says what the other ranks do in this call), a send or receive occupies the GPU
+        Over nccl (`peers` says what the other ranks do in this call), a send or receive occupies the GPU
         until its peer has come to it, and a sum until all its ranks have. Some CUDA calls wait until the GPU
         is idle: the first launch of a kernel, an allocation of more memory, torch.cuda.synchronize. So that
         ranks never wait for each other there, nothing is launched that can finish only after this rank has
@@ -109,8 +109,8 @@ class RankRunner:
         While much is new to the GPU (in the first updates, or with microbatches of another size), tensors go
         through the host, and sums start at the end of the call.
         """
-        if elsewhere is not None and not self._is_new:
-            self._weights.join(elsewhere.joined)
+        if peers is not None and not self._is_new:
+            self._weights.allow_sums(peers.reached)
         for stage in self._stages.values():
             stage.training = training
         coming = {
@@ -143,13 +143,13 @@ class RankRunner:
         self.current = None
         if not self._posts_ahead:
             received = {(action.kind, action.stage, action.microbatch) for action in actions}
-            for action in () if elsewhere is None else elsewhere.sends:
+            for action in () if peers is None else peers.sends:
                 for stage in self._stages.values():
                     stage.expect_sent(action, received)
             for stage in self._stages.values():
                 stage.links.read_headers()
-            if elsewhere is not None:
-                self._weights.all_join(elsewhere.joined, finish=self._is_new)
+            if peers is not None:
+                self._weights.complete_sums(peers.reached, finish=self._is_new)
         elif training:
             waiting = [(stage.program.stage, k) for stage in self._stages.values() for k in stage.waiting]
             self._post(Kind.RECEIVE_GRADIENT, sorted(waiting, key=lambda piece: piece[1]))

@@ -50,8 +50,8 @@ class WeightStore:
     """Holds the versions W(v) of the parameters of a rank's stages, `num_versions` of them alive at a time.
 
     `keeps_versions`: no version is overwritten while a microbatch that began on it is in flight. `uses_vary`:
-    a tied parameter may have a gradient in one update and none in another. `joined` is the version up to
-    which sums over ranks may start.
+    a tied parameter may have a gradient in one update and none in another. `sums_allowed` is the version up
+    to which sums over ranks may start.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class WeightStore:
         keeps_versions: bool = True,
         ties: Sequence[TiedParameter] = (),
         uses_vary: bool = False,
-        joined: float = math.inf,
+        sums_allowed: float = math.inf,
         clipping: Clipping | None = None,
         loss_scale: LossScale | None = None,
         corrector: Corrector | None = None,
@@ -78,7 +78,7 @@ class WeightStore:
         self._spans = self._slots.spans
         self._ties = tuple(tied for tied in ties if tied.name in self._spans)
         self._uses_vary = uses_vary
-        self._joined = joined
+        self._sums_allowed = sums_allowed
         self._clipping = clipping
         self._loss_scale = loss_scale
         self._corrector = corrector
@@ -192,7 +192,7 @@ class WeightStore:
         self._pending.append(pending)
         # On all ranks, the second update adds up all ties too: some may not have the answer by then.
         is_known = is_first or self._uses_vary or self._used_ties is not None
-        self._sums = self._new_sums(is_held=version + 1 > self._joined) if is_known else None
+        self._sums = self._new_sums(is_held=version + 1 > self._sums_allowed) if is_known else None
         self.progress()
         while self._pending and not self._pending[0].can_wait:
             self._finish_first()
@@ -202,7 +202,7 @@ class WeightStore:
 
         It waits for other ranks only where they may wait for the version `needed`.
         """
-        may = self._joined if needed is None else max(self._joined, needed)
+        may = self._sums_allowed if needed is None else max(self._sums_allowed, needed)
         going = [pending for pending in self._pending if pending.version <= may]
         for pending in going:
             pending.start()
@@ -211,19 +211,19 @@ class WeightStore:
             if not pending.is_squaring:
                 break  # all ranks start the sums of squares in the same order
 
-    def join(self, version: int) -> None:
+    def allow_sums(self, version: int) -> None:
         """Allows sums up to this version: all ranks come to them in the current call at the latest."""
-        self._joined = version
+        self._sums_allowed = version
         self.progress()
         if self._sums is not None and self.newest + len(self._pending) < version:
             self._sums.start()
 
-    def all_join(self, version: int, *, finish: bool) -> None:
+    def complete_sums(self, version: int, *, finish: bool) -> None:
         """Completes the sums up to this version at the end of the call in which all ranks have come to them.
 
         Otherwise a rank could wait for another one's next call. `finish`: makes the versions too.
         """
-        self._joined = version
+        self._sums_allowed = version
         self.progress(needed=version)
         while finish and self._pending and self._pending[0].version <= version:
             self._finish_first()
@@ -406,7 +406,7 @@ class WeightStore:
         self._buckets = in_buckets([tied for tied in self._ties if tied.name in used], self._aliases)
         if self._sums is None:
             coming = self.newest + len(self._pending) + 2  # the one at work has been taken out already
-            self._sums = self._new_sums(is_held=coming > self._joined)
+            self._sums = self._new_sums(is_held=coming > self._sums_allowed)
 
     def _new_sums(self, *, is_held: bool) -> GradientSums:
         return GradientSums(self._buckets, self._aliases, counted=self._uses_vary, is_held=is_held)
