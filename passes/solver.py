@@ -1,7 +1,7 @@
-"""Integer programs: a thin face on PuLP, and the truth about what its solver found.
+"""Integer programs, by a thin layer over PuLP that reports what the solver really found.
 
-The only file that imports PuLP. PuLP reports "Optimal" for a run that hit its time limit, so an `Outcome`
-is read from the solver's own status where it can be (HiGHS), else from PuLP's `sol_status`.
+This is the only file that imports PuLP. PuLP reports "Optimal" for a run that hit its time limit, so an
+`Outcome` is read from the solver's own status where it can be (HiGHS), else from PuLP's `sol_status`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOLERANCE = 1e-6
 _WAIT_S = 1.0
 _FEASIBILITY = 1e-9
 _FEW_ROWS = 1500
-# Two to nine times faster on programs without a solution: no heuristics, no restarts.
+# Without heuristics and restarts, programs without a solution are refuted two to nine times faster.
 _REFUTING = {
     "mip_heuristic_effort": 0.0,
     "mip_allow_restart": False,
@@ -39,8 +39,8 @@ _REFUTING = {
 _NO_PROBING = {"presolve_rule_off": 2**15}
 Terms = Iterable[tuple[Variable, float]]
 
-# PuLP's interfaces to solvers that are not there keep the error of their import, and that keeps the frames of
-# all who import this for the first time: a caller's model among them.
+# PuLP's interfaces to missing solvers keep the error of their import. Its traceback keeps the frames of
+# whoever imports this first, and with them a caller's model.
 for _interface in vars(pulp.apis).values():
     if isinstance(_error := getattr(_interface, "err", None), BaseException):
         _error.__traceback__ = None
@@ -69,7 +69,8 @@ class Outcome:
 
 
 class _Problem(pulp.LpProblem):  # type: ignore[misc]
-    """Variables in the order of their making; PuLP would collect and sort them from all rows at each look."""
+    """A problem whose variables are in the order of creation. PuLP would collect them from all rows, and sort
+    them, at every access."""
 
     def variables(self) -> list[Any]:
         return list(self._variables)
@@ -91,9 +92,9 @@ class IntegerProgram:
         return self._problem.add_variable(name, 0.0, high)
 
     def at_most(self, terms: Terms, bound: float) -> None:
-        """Add the row: sum of coefficient * variable <= bound. No terms are a sum of 0."""
+        """Adds the row: sum of coefficient * variable <= bound. The sum of no terms is 0."""
         given = list(terms)
-        if not given:  # which HiGHS does not hold against the bound
+        if not given:  # HiGHS does not check such a row against its bound
             self._is_contradiction |= bound < -_FEASIBILITY
             return
         expression = pulp.LpAffineExpression(given)
@@ -112,11 +113,11 @@ class IntegerProgram:
         refuting: bool = False,
         on_wait: Callable[[], None] | None = None,
     ) -> Outcome:
-        """Run a solver on one thread, so that the same program gives the same answer.
+        """Runs a solver on one thread, so that the same program gives the same answer.
 
-        `refuting`: there is most likely no solution, so do not spend time on looking for one by guesses.
-        `on_wait` is called every second while HiGHS runs. A KeyboardInterrupt stops HiGHS and is raised on.
-        Raises SolverError where PuLP does not know the solver, it is not installed, or it fails.
+        `refuting` says that there is most likely no solution, so that the solver uses no heuristics to find
+        one. `on_wait` is called every second while HiGHS runs. A KeyboardInterrupt stops HiGHS and is raised
+        on. Raises SolverError where PuLP does not know the solver, it is not installed, or it fails.
         """
         self._problem.setObjective(pulp.LpAffineExpression(self._objective))
         if time_limit_s is not None and time_limit_s <= 0:
@@ -148,7 +149,8 @@ class IntegerProgram:
 
 
 def check_solver(solver: str) -> None:
-    """Raise SolverError unless this solver is known to PuLP and can run here, InputError if it is no name."""
+    """Raises SolverError unless this solver is known to PuLP and can run here, InputError if it is no
+    name."""
     require_kind("solver", solver, str, "a name such as 'highs' or 'cbc'")
     _engine(solver, None)
 
@@ -172,14 +174,15 @@ def _engine(solver: str, time_limit_s: float | None) -> Any:
 
 
 def _installed() -> list[str]:
-    """Each once, by the name that `solver` takes it by."""
+    """Returns the available solvers, each once, by the name to give as `solver`."""
     own = {"HiGHS": "highs", "PULP_CBC_CMD": "cbc"}
     found = dict.fromkeys(own.get(name, name) for name in pulp.listSolvers(onlyAvailable=True))
     return sorted(found, key=lambda name: name != "highs")
 
 
 class _SilentHighs(highspy.Highs):  # type: ignore[misc]
-    """HiGHS 1.16 prints its banner when it is made, where a plan may go to stdout as JSON."""
+    """HiGHS without the banner that version 1.16 prints when it is created: stdout may be for a plan as
+    JSON."""
 
     def enableCallbacks(self) -> None:
         self.setOptionValue("output_flag", False)  # before the first call that would answer with the banner
@@ -187,13 +190,13 @@ class _SilentHighs(highspy.Highs):  # type: ignore[misc]
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
-    """HiGHS with the whole program passed at once: row by row costs more than solving most of ours."""
+    """HiGHS, given the whole program at once. Row by row takes longer than solving most of these programs."""
 
     rows: Sequence[Any] = ()
     on_wait: Callable[[], None] | None = None
 
     def callSolver(self, lp: Any) -> None:
-        """Run, and listen: HiGHS calls back between its steps, where Python would hear of nothing."""
+        """Runs HiGHS with a callback between its steps, the only place where Python can notice a Ctrl-C."""
         model = lp.solverModel
         is_stopped, told_s = False, time.perf_counter()
 
@@ -223,7 +226,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
             raise KeyboardInterrupt
 
     def createAndConfigureSolver(self, lp: Any) -> None:
-        """As PuLP does it, but silent from the beginning."""
+        """Builds the model as PuLP does, but silent from the beginning."""
         lp.solverModel = _SilentHighs()
         options = {"output_flag": False, "threads": self.threads, **_NO_PROBING, **self.optionsDict}
         if self.timeLimit is not None:

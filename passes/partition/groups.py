@@ -85,8 +85,10 @@ def _order_edges(workload: Workload) -> Iterator[tuple[int, int]]:
 
 
 def tensors_between(workload: Workload, groups: Groups) -> dict[tuple[int, ...], float]:
-    """What a device pays that has a part of these groups; tensors with the same ends are one, since the
-    direction costs nothing here."""
+    """Returns what a device pays for each tensor that it has a part of, by the tensor's ends.
+
+    Tensors with the same ends are added up, because the direction does not matter here.
+    """
     readers: dict[int, set[int]] = {}
     cost_of: dict[int, float] = {}
     for edge in workload.edges:

@@ -103,11 +103,11 @@ def plan_workload(
     try:
         share = Deadline(deadline.left_s * _JOINING_SHARE)
         if num_cpus == 0 and not _has_few_down_sets(groups, _FEW_DOWN_SETS):
-            # No optimum is lost by it where there is no CPU, which pays for no tensor.
+            # Without CPUs, which pay for no tensor, joining loses no optimum.
             groups = join_dominated(workload, groups, share).groups
         relaxed = _relaxed_groups(workload, groups, share, with_cpus=num_cpus > 0)
     except KeyboardInterrupt:
-        deadline = Deadline(0.0)  # for a first placement, which is the best so far
+        deadline = Deadline(0.0)  # the search stops at a first placement
     most = len(groups.members)  # devices of a kind that can have a node
     orders = _device_orders(min(workload.num_accelerators, most), min(num_cpus, most))
     choices = _choices(workload, groups, orders)
@@ -218,7 +218,7 @@ class _Enumeration:
 
     @property
     def _is_cpu(self) -> list[bool]:
-        """Whether each kind of device is CPUs; accelerators come first, where there are any."""
+        """For each kind of device, whether it is CPUs; accelerators come first, where there are any."""
         return sorted(set(self._orders[0]))
 
     def kinds(self) -> list[DeviceKind]:

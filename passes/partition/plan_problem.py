@@ -1,4 +1,4 @@
-"""The pass itself: guards, the search, the plan."""
+"""`partition`: checks its arguments, searches, and makes the plan."""
 
 from __future__ import annotations
 
@@ -46,21 +46,23 @@ def partition(
     order: Sequence[int] | None = None,
     within: Deadline | None = None,
 ) -> Plan:
-    """The plan whose slowest stage is fastest, among those that fit in every device's memory.
+    """Returns the plan whose slowest stage is fastest, among those that fit in every device's memory.
 
-    `num_stages`: all devices of the cluster unless said otherwise; with fewer, the best ones are chosen.
-    `microbatches_per_update`: twice the stages unless said otherwise; 2BW needs at least `num_stages`
-    (arXiv 2006.09503, section 3.1).
-    `overlap=False`: a stage's time is its work plus what it sends and receives; `True`: links run beside the
-    work, and the stage takes as long as the longer of the two.
-    `recompute`: `True` for every stage, `False` for none, `"auto"` where a stage does not fit without.
-    `constraints`: what is pinned, kept whole or capped; the plan is the best of those that keep to them.
-    `max_gap`: the plan is proven to be within this share of the optimum (3e-6 at best: solvers keep their
-    rows to a millionth), unless `time_limit_s` ends the search before that; then the plan is the best so
-    far and `plan.gap` says what is proven. Ctrl-C ends it in the same way. `progress` is told of every step.
-    `kept`: what a method that is not known here keeps at each of so many stages;
-    `order`: the device of each stage, where the method has places for them (else every order is tried);
-    `within`: the deadline of a call that plans several times, which Ctrl-C stops with this one.
+    - `num_stages`: one for each device of the cluster unless given; with fewer, the best devices are chosen.
+    - `microbatches_per_update`: twice the stages unless given; 2BW needs at least `num_stages`
+      (arXiv 2006.09503, section 3.1).
+    - `overlap`: if False, a stage's time is its work plus what it sends and receives. If True, links run beside
+      the work, and the stage takes as long as the longer of the two.
+    - `recompute`: True for every stage, False for none, "auto" where a stage does not fit without.
+    - `constraints`: what is pinned, kept whole or capped; the plan is the best of those that satisfy them.
+    - `max_gap`: the plan is proven to be within this share of the optimum (3e-6 at best, because solvers keep
+      their rows to a millionth). If `time_limit_s` or Ctrl-C ends the search before that, the plan is the best
+      so far, and `plan.gap` says what is proven.
+    - `progress`: called at every step of the search.
+    - `kept`: for a method that the planner does not know, a function from the number of stages to what the
+      method keeps at each of them.
+    - `order`: the device of each stage, where the method fixes it; otherwise every order is tried.
+    - `within`: the deadline of a call that plans several times; Ctrl-C stops both.
 
     Raises InputError for a problem or an argument that makes no sense, InfeasibleError where no assignment
     fits in memory, SolverError where the solver is missing or time ran out before the first plan.
@@ -116,7 +118,7 @@ def partition(
 
 
 def require_blocks(problem: Problem, num_stages: int) -> None:
-    """Raises InputError where there are too few blocks for so many stages."""
+    """Raises InputError where there are fewer blocks than stages."""
     if num_stages > len(problem.blocks):
         raise InputError(
             f"{num_stages} stages for a model of {counted(len(problem.blocks), 'block')} that can be apart; "

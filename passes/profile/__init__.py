@@ -1,8 +1,12 @@
-"""What every operator costs: measured, estimated from its arithmetic, or guessed from its parameters.
+"""profile: prices every operator.
 
-- `measured`: each operator run and timed on the device at hand, with the example's real values;
-- `analytic`: operations and bytes over a device's rates, on shapes alone, for devices that are not here;
-- from parameters, where symbolic tracing left no shapes.
+- measured (`measured.py`): each operator is run and timed on a device of this machine, on the example's
+  values;
+- analytic (`analytic.py`): operations and bytes over a device's rates, from shapes alone, for other devices;
+- from parameters (here): where symbolic tracing left no shapes.
+
+`walk.py` goes through the program for both of the first two, `cache.py` keeps measured times on disk, and
+`tape.py` has what autograd recorded of a call.
 """
 
 from __future__ import annotations
@@ -39,9 +43,9 @@ __all__ = ["METHODS", "clock_for", "default_cache_folder", "profile"]
 
 METHODS = ("auto", "measured", "analytic")
 
-_NAMED = 3  # of what a note is about
-_TOO_LONG = 1.5  # operators together, times what the model takes; measured at one time, they are within 1.2
-_TOO_SHORT = 4.0  # what the model takes, times its operators together with a call of each
+_NAMED = 3  # examples that a note names
+_TOO_LONG = 1.5  # operators together over the model: measured at one time, the ratio is within 1.2
+_TOO_SHORT = 4.0  # the model over its operators together, each with `_CALL_S` for its call
 _CALL_S = 50e-6
 
 
@@ -55,16 +59,17 @@ def profile(
     cache: Path | None = None,
     num_threads: int | None = None,
 ) -> Costs:
-    """The costs of every operator for one microbatch of the size of `inputs`, on `device`.
+    """Returns the costs of every operator on `device`, for one microbatch of the size of `inputs`.
 
-    "auto" measures where a device of that kind is at hand and the tensors hold values, and estimates
-    elsewhere; what was done stands in `Costs.origin` and `Costs.note`. Measuring leaves buffers and random
-    state as they were. `whole` runs the model on the inputs: an operator repeated alone finds its operands in
-    the cache, so measured times are scaled, all alike, to add up to what the whole model takes. `cache` is a
-    folder of times measured before, on the same device with the same torch: what is in it is not timed again,
-    and what is timed is added. A CPU is measured with `num_threads` (None: as many as torch has now).
+    "auto" measures if this machine has a device of that kind and the tensors hold values, and estimates
+    otherwise; `Costs.origin` and `Costs.note` say what was done. Measuring leaves buffers and random state as
+    they were. `whole` runs the model on the inputs. An operator that is repeated alone finds its operands in
+    the processor's cache, so all measured times are scaled alike to add up to the time of the whole model.
+    `cache` is a folder with times measured before, on the same device with the same torch. Operators in it
+    are not timed again, and others are added. A CPU is measured with `num_threads`, by default as many as
+    torch has now.
 
-    Raises InputError for another method, or to measure what cannot be run here.
+    Raises InputError for an unknown method, and for measuring what cannot be run here.
     """
     if method not in METHODS:
         raise InputError(f"costs={shown(method)} is unknown; known are {', '.join(METHODS)}")
@@ -117,7 +122,8 @@ def _measured(
 
 
 def _where(device: Device, inputs: Mapping[str, Tensor]) -> torch.device:
-    """The GPU that has the inputs, or else this process's: torchrun's ranks may all measure at once."""
+    """Returns the GPU that has the inputs, or else the GPU of this process, because all ranks of torchrun may
+    measure at once."""
     if device.kind != "cuda":
         return torch.device(device.kind)
     there = next((tensor.device for tensor in inputs.values() if tensor.device.type == "cuda"), None)
@@ -129,7 +135,7 @@ def _where(device: Device, inputs: Mapping[str, Tensor]) -> torch.device:
 
 @contextmanager
 def _gpu(where: torch.device) -> Iterator[None]:
-    """Its memory is given back after: the stage that will be there counts on it."""
+    """Frees the GPU's memory afterwards: the stage that will run there counts on it."""
     if where.type != "cuda":
         yield
         return
@@ -157,7 +163,7 @@ def _timed(
     whole: Forward | None,
     known: ProfileCache | None,
 ) -> tuple[dict[str, OperatorCost], bool]:
-    """The costs, and whether times from the cache cannot be right."""
+    """Returns the costs, and whether times from the cache cannot be right."""
     with Stopwatch(graph, where, known) as stopwatch:
         walk = Walk(graph, stopwatch)
         costs = walk.run(inputs)
@@ -188,7 +194,7 @@ def _estimated(
     try:
         with Estimator(device) as estimator:
             costs = Walk(graph, estimator).run(inputs)
-    except (DynamicOutputShapeException, DataDependentOutputException):  # sizes that only values tell
+    except (DynamicOutputShapeException, DataDependentOutputException):  # sizes that depend on values
         if not has_values:
             raise InputError(
                 "sizes within the model depend on values, and the model or its example inputs hold none "
@@ -206,7 +212,7 @@ def _estimated(
 
 
 def _uncounted(graph: OperatorGraph) -> list[str]:
-    """What tensors without values do not tell."""
+    """Returns a note on what cannot be known from tensors without values."""
     targets = [operator.target for operator in graph.operators.values()]
     told = []
     if any(kind in target.lower() for target in targets for kind in ("lstm", "gru", "rnn")):
@@ -222,7 +228,8 @@ def _uncounted(graph: OperatorGraph) -> list[str]:
 
 
 def _from_parameters(graph: OperatorGraph, device: Device) -> Costs:
-    """Each parameter is read once in the forward and twice in the backward; the rest costs a launch."""
+    """Estimates from parameters: each is read once in the forward and twice in the backward, and every
+    operator costs a launch."""
     costs = {}
     for operator in graph.operators.values():
         num_bytes = sum(

@@ -1,4 +1,4 @@
-"""Times without a clock: operations and bytes over a device's rates, on tensors without values."""
+"""Estimates times: operations and bytes over a device's rates, from tensors without values."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pd2bw_fx.costs import OperatorCost, Work
 from .tape import differentiable, gradients, leaves
 from .walk import Call
 
-LAUNCH_S = 5e-6  # what calling any operator costs
+LAUNCH_S = 5e-6  # the cost of calling any operator
 
-# These read of their tables as many rows as they give, and of their other operands no more than that.
+# Operators that look rows up: of each operand they read no more bytes than they return.
 _LOOKING_UP = frozenset(
     {"embedding", "embedding_bag", "Embedding", "EmbeddingBag", "index", "index_select", "gather", "take"}
     | {"take_along_dim", "getitem"}
@@ -30,20 +30,20 @@ _LOOKING_UP = frozenset(
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Scores, and values weighted by them; query: (batch, heads, time, width)."""
+    """Counts the scores, and the values weighted by them; query: (batch, heads, time, width)."""
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward_flops(
     _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
 ) -> int:
-    """The scores once more, then the gradients of query, key, value and of the scores."""
+    """Counts the scores once more, then the gradients of query, key, value and the scores."""
     widths = 3 * query.shape[-1] + 2 * value.shape[-1]
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * widths
 
 
 def _recurrent_flops(steps: Tensor, of_input: Tensor, of_hidden: Tensor, *_: Any, **__: Any) -> int:
-    """Two matrix products a step; steps: (time, batch, inputs)."""
+    """Counts two matrix products a step; steps: (time, batch, inputs)."""
     return 2 * math.prod(steps.shape[:2]) * (of_input.numel() + of_hidden.numel())
 
 
@@ -65,15 +65,17 @@ def _convolution_backward_flops(
     output_mask: Sequence[bool],
     **_: Any,
 ) -> int:
-    """As much for each of the two gradients as the forward takes; weight: (out, in / groups, *window), or
-    (in, out / groups, *window) of a transposed one."""
-    moved = operand if is_transposed else gradient  # each of its places is met by each weight of a channel
+    """Counts as much for each of the two gradients as for the forward.
+
+    weight: (out, in / groups, *window), or (in, out / groups, *window) if transposed.
+    """
+    moved = operand if is_transposed else gradient  # each of its positions meets each weight of a channel
     forward = 2 * moved.shape[0] * math.prod(moved.shape[2:]) * weight.numel()
     return forward * sum(output_mask[:2])
 
 
-# torch's own formulas, and those of what a CPU runs, which it would count as nothing. Its own for the
-# gradient of a convolution's weight leaves the groups out.
+# torch's own formulas, and some for operators of a CPU, which torch counts as nothing. Torch's formula for
+# the gradient of a convolution's weight leaves the groups out.
 _FORMULAS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
     torch.ops.aten.convolution_backward: _convolution_backward_flops,
@@ -85,7 +87,7 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
 
 
 class _FlopCounter(TorchDispatchMode):
-    """torch's own counter hooks every module call, which `torch.autograd.grad` does not survive."""
+    """Counts operations. torch's own counter hooks every module call, which breaks `torch.autograd.grad`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,10 +102,11 @@ class _FlopCounter(TorchDispatchMode):
 
 
 class Estimator:
-    """The roofline: an operator takes as long as its arithmetic or its memory traffic, whichever is longer.
+    """The roofline model: an operator takes as long as its arithmetic or its memory traffic, the longer of
+    both.
 
-    Arithmetic is counted by running forward and backward, on tensors without values unless `on_values`; the
-    backward reads and writes twice what the forward does, of tables that the forward looks rows up in all.
+    Arithmetic is counted by running forward and backward, on tensors without values unless `on_values`. The
+    backward moves twice the bytes of the forward, and the whole of tables that the forward looks rows up in.
     Views move nothing.
     """
 
@@ -124,7 +127,7 @@ class Estimator:
 
     @property
     def device(self) -> None:
-        """Nothing is computed, so it does not matter."""
+        """None: nothing is computed, so any device will do."""
 
     def convert(self, tensor: Tensor) -> Tensor:
         if self._mode is None:
@@ -137,7 +140,7 @@ class Estimator:
         return made.requires_grad_(tensor.requires_grad)
 
     def expect(self, keys: Collection[Hashable]) -> None:
-        """Each is run once, whatever they are."""
+        """Does nothing: each call is run once, whatever the keys are."""
 
     def wants_more(self) -> bool:
         return not self._is_done
@@ -163,13 +166,13 @@ class Estimator:
             forward_flops = counter.flops
             outputs = differentiable(result)
             wanted = leaves(outputs)
-            # Of bags there is nothing to count, and torch's own kernel for sizes alone fails for sparse ones.
+            # Bags have nothing to count, and torch's kernel for tensors without values fails for sparse ones.
             if wanted and call.name not in ("embedding_bag", "EmbeddingBag"):
                 seeds = [torch.ones_like(output) for output in outputs]
                 gradients(outputs, wanted, seeds)
         made = [value for value in _flat(result) if isinstance(value, Tensor)]
         if call.name == "getitem" and made and all(any(m is o for o in call.operands) for m in made):
-            self._work[key] = None, None  # an element of a tuple, which is there already
+            self._work[key] = None, None  # an element of a tuple costs nothing
             return result
         backward_flops = counter.flops - forward_flops
         held = {_storage(tensor) for tensor in (*call.operands, *call.parameters)}
@@ -188,7 +191,7 @@ class Estimator:
 
 
 def _read_and_written_bytes(call: Call, made: Sequence[Tensor]) -> int:
-    """Of a forward that gives memory of its own."""
+    """Returns the bytes that a forward reads and writes if its results are not views."""
     made_bytes = _num_bytes(made)
     read = (*call.operands, *call.parameters)
     if call.name in _LOOKING_UP:
@@ -197,14 +200,17 @@ def _read_and_written_bytes(call: Call, made: Sequence[Tensor]) -> int:
 
 
 def _view_backward_bytes(views: Sequence[Tensor], wanted: Sequence[Tensor]) -> int:
-    """The gradient of a view is one too, unless the view is of a part, repeats what it views, or is several:
-    then the gradients of the views are read, and one is written."""
+    """Returns the bytes that the backward of a view moves.
+
+    The gradient of a view is a view as well. It is not if there are several views, or if the view is of a
+    part or repeats elements: then the gradients of the views are read, and one gradient is written.
+    """
     is_whole = len(views) == 1 and sum(leaf.numel() for leaf in wanted) == views[0].numel()
     return 0 if is_whole else sum(t.numel() * t.dtype.itemsize for t in (*views, *wanted))
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:
-    """Of what an operator reads or writes: elements that stand in memory once are there once."""
+    """Returns the bytes that an operator reads or writes; elements that share memory count once."""
     return sum(
         min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes()) for tensor in tensors
     )

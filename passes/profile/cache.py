@@ -1,6 +1,7 @@
-"""Times measured before, on disk: one small file for each machine, device and torch version.
+"""Keeps measured times on disk: one small file for each machine, device and torch version.
 
-Deleting the folder costs nothing but measuring again. What cannot be read is measured again and said so.
+The folder can be deleted at any time; operators are then measured again. So they are where a file cannot be
+read, with a note in the log.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def default_cache_folder() -> Path | None:
         return Path(base) / "pd2bw_fx" / "profiles"
     try:
         home = Path.home()
-    except RuntimeError as error:  # a container's user id, of which the system knows nothing
+    except RuntimeError as error:  # a container's user id that the system does not know
         _LOG.info("measured times cannot be kept for the next run: %s", error)
         return None
     caches = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
@@ -41,8 +42,11 @@ def default_cache_folder() -> Path | None:
 
 
 class ProfileCache:
-    """Seconds by key for one device of this machine; `save` adds what was put to the file, whole or not at
-    all. A key names an operator, the shapes and types of its operands, and its constants."""
+    """Seconds by key for one device of this machine.
+
+    A key is an operator with the shapes and types of its operands and its constants. `save` adds new entries
+    to the file, all of them or none.
+    """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.environment = {
@@ -62,16 +66,16 @@ class ProfileCache:
         return self._seconds.get(_digest(key))
 
     def put(self, key: Hashable, seconds: Seconds) -> None:
-        """Keys that mean something in this process alone are not kept."""
+        """Adds an entry, unless its key only means something in this process."""
         if ONLY_HERE not in repr(key):
             self._new[_digest(key)] = seconds
 
     def forget(self) -> None:
-        """All is measured again, and replaced when that is saved."""
+        """Forgets all entries, so that they are measured again; `save` then replaces them."""
         self._seconds = {}
 
     def save(self) -> None:
-        """Two processes that save at the same time may lose what one of them measured, and nothing else."""
+        """Writes the file. Of two processes that save at the same time, one may lose its new entries."""
         if not self._new:
             return
         self._seconds = self._read() | self._new

@@ -1,13 +1,13 @@
-"""The clock: forward of every operator in program order, then every backward in the opposite one.
+"""Measures times: the forward of every operator in program order, then every backward in reverse order.
 
-An operator that is too short to be timed alone is timed with its short neighbours, in one go, and has the
-share of their time that it has of the sum of their times alone. Passes are repeated until what the program
-takes settles; the lower quartile counts, since what else runs on the machine only ever makes a sample longer.
-The time that a thread waits for its core while other processes have it does not count (`clock_for`). What the
-clock itself costs is measured first and taken off: reading it, calling nothing, entering autograd.
+An operator too short to be timed alone is timed together with its short neighbours. It gets the share of
+their time that it has in the sum of their times alone. Passes are repeated until the time of the program
+settles. The lower quartile counts, because other work on the machine only makes samples longer. Time that a
+thread waits for its core while other processes have it does not count (`clock_for`). The cost of the
+measurement itself (reading the clock, an empty call, entering autograd) is measured first and subtracted.
 
-Several threads wait for one another, and where others had the cores, samples may all be a hundred times too
-long. Times that are kept from before are held against the model's own time now.
+Several threads wait for one another, so if other processes have the cores, all samples may be a hundred times
+too long. Times from the cache are therefore compared with the model's own time now.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from .walk import Call
 
 _T = TypeVar("_T")
 
-_ALONE = 2  # passes in which each is timed alone; the first of them meets cold allocators
-_FEWEST, _MOST = 5, 30  # passes that count after those
-_MOST_S = 1.0
+_ALONE = 2  # passes that time each operator alone; allocators are cold in the first of them
+_FEWEST, _MOST = 5, 30  # passes after those, which count
+_MOST_S = 1.0  # for all passes together, once there are the fewest
 _SETTLED = 0.01  # relative change over the last three passes
-_NEAR = 2.0  # a run of the model, times what it took before, that needs no other run to be believed
-_SHORT_S = {"cpu": 50e-6, "cuda": 500e-6}
+_NEAR = 2.0  # the model's time now over that in the cache: up to this the first run is believed
+_SHORT_S = {"cpu": 50e-6, "cuda": 500e-6}  # shorter operators are timed together with their neighbours
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """One forward, of an operator or of several in one go, that its backward has yet to follow."""
+    """One forward, of an operator or of several together, whose backward has not been run yet."""
 
     keys: tuple[Hashable, ...]
     forward_s: float
@@ -51,20 +51,20 @@ class _Sample:
 
 
 def clock_for(device: torch.device) -> Callable[[], float]:
-    """Seconds of what runs on the device now.
+    """Returns the clock for work on a device.
 
-    On one thread of a CPU, the time that this thread had a core. Several threads wait for one another, and
-    for a GPU its thread waits: there it is the time of the wall.
+    On a CPU with one thread it is the time that this thread had a core. Several threads wait for one another,
+    and a thread waits for its GPU, so for these it is the wall clock.
     """
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 
 
 class Stopwatch:
-    """Measures calls on a device; while it is open the caller's random state and buffers are safe.
+    """A meter that times calls on a device. While it is open the caller's random state and buffers are kept.
 
-    A backward adds the gradients of parameters to those there are, as all microbatches of an update but the
-    first one do.
+    A backward adds gradients of parameters to existing ones, as all microbatches of an update but the first
+    do.
     """
 
     def __init__(self, graph: OperatorGraph, device: torch.device, cache: ProfileCache | None = None) -> None:
@@ -172,7 +172,8 @@ class Stopwatch:
         return sum(self._alone_s[key]) < self._short_s
 
     def _end_group(self) -> None:
-        """Everything in it once more, in one go: operands are there already, nothing stands between."""
+        """Times all calls of the group once more, together: their operands exist, so nothing comes between
+        them."""
         group, self._group = self._group, []
         if not group:
             return
@@ -214,12 +215,12 @@ class Stopwatch:
         return self._sums[id(parameter)]
 
     def whole(self, run: Callable[[], Mapping[str, Tensor]], *, key: Hashable) -> Seconds:
-        """Forward and backward seconds of the whole model, which `run` runs forward."""
+        """Returns the forward and backward seconds of the whole model; `run` is its forward."""
         self._sums.clear()
         parameters = [p for p in _root(self._graph).parameters() if p.requires_grad]
         known = self._known(key)
         if known is not None:
-            for _ in range(_FEWEST):  # the first run meets cold allocators, and others may have the cores
+            for _ in range(_FEWEST):  # allocators are cold at first, and other processes may have the cores
                 with keep_attributes(_root(self._graph)):
                     self.takes_s = min(self.takes_s, sum(self._whole_once(run, parameters)))
                 if self.takes_s <= _NEAR * sum(known):
@@ -232,7 +233,7 @@ class Stopwatch:
             and len(samples) <= _MOST
             and max(totals_s[-3:]) > min(totals_s[-3:]) * (1 + _SETTLED)
         ):
-            with keep_attributes(_root(self._graph)):  # each run is a first one: caches hold a graph
+            with keep_attributes(_root(self._graph)):  # caches of the model would hold a graph
                 samples.append(self._whole_once(run, parameters))
             totals_s.append(sum(_lower(samples[1:] or samples)))
         seconds = _lower(samples[1:])
@@ -251,7 +252,7 @@ class Stopwatch:
     def _whole_backward_s(self, roots: list[Tensor], parameters: list[nn.Parameter]) -> float:
         seeds = [torch.ones_like(root) for root in roots]
         if any(parameter._post_accumulate_grad_hooks for parameter in parameters):
-            # They would be called as in training, and might well change the weights.
+            # A backward would call the hooks as in training, and they may change the weights.
             with models_own_backward():
                 took_s, _ = self._timed(
                     lambda: torch.autograd.grad(roots, parameters, seeds, allow_unused=True)
@@ -280,7 +281,8 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
 
     def _empty_backward_s(self) -> float:
-        """What entering and leaving autograd costs, which a stage pays once and not for each operator."""
+        """Returns the cost of entering and leaving autograd, which a stage pays once and not for each
+        operator."""
         leaf = torch.zeros(1, device=self._device, requires_grad=True)
         output, seed = leaf.view(1), torch.ones(1, device=self._device)
         return _quartile(
@@ -294,7 +296,7 @@ def _nothing() -> None:
 
 
 def _quartile(samples: Iterable[float]) -> float:
-    """The lower one: of four samples at most, the least."""
+    """Returns the lower quartile; of up to four samples it is the least."""
     ordered = sorted(samples)
     return ordered[(len(ordered) - 1) // 4]
 
@@ -311,7 +313,7 @@ def _root(graph: OperatorGraph) -> nn.Module:
 
 @contextmanager
 def state_as_it_was(graph: OperatorGraph, devices: Sequence[int] = ()) -> Iterator[None]:
-    """What is run within draws no random numbers of the user's, and leaves no trace in the model: not in
-    parameters either, which an embedding with max_norm writes."""
+    """Keeps the random state and the model: buffers, and parameters, which an embedding with max_norm
+    writes."""
     with torch.random.fork_rng(devices=devices), keep_model(_root(graph)):
         yield

@@ -15,15 +15,20 @@ def differentiable(result: Any) -> list[Tensor]:
 
 
 def _has_derivative(value: Tensor) -> bool:
-    """Not so for what torch marks as needing a gradient to say later that it has no derivative of it."""
+    """Returns whether a value can be differentiated.
+
+    Torch marks some results as needing a gradient, and only says in the backward that it has no derivative.
+    """
     return value.requires_grad and type(value.grad_fn).__name__ != "NotImplemented"
 
 
 def gradients(
     outputs: Sequence[Tensor], wanted: Sequence[Tensor], seeds: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """As `torch.autograd.grad`; nothing for what torch has no derivative of, which it may say no earlier: the
-    results may be read as numbers, or for their size."""
+    """Returns what `torch.autograd.grad` does, or None for all if torch has no derivative.
+
+    It may only say so then; the results may be meant to be read as numbers, or for their size.
+    """
     try:
         return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
     except NotImplementedError:
@@ -31,7 +36,7 @@ def gradients(
 
 
 def leaves(outputs: list[Tensor]) -> list[Tensor]:
-    """The leaves that these outputs' gradients flow to, parameters of a layer among them."""
+    """Returns the leaves that these outputs' gradients flow to, parameters of a layer included."""
     found: dict[int, Tensor] = {}
     todo, seen = [output.grad_fn for output in outputs], set()
     while todo:

@@ -1,4 +1,4 @@
-"""Visits every operator with its operands, in program order: once to count bytes, then for the meter."""
+"""Visits every operator with its operands, in program order: once to count bytes, then to measure."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _WRITING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator with its operands as leaves: gradients flow to those that need one, and no further.
+    """One operator with its operands as leaves, so that gradients flow to those that need one, and no
+    further.
 
-    It can be run as often as one likes: what writes into its operands is given copies of them.
+    It can be run any number of times: an operator that writes into its operands is given copies of them.
     """
 
     name: str  # "linear" of aten.linear.default; the class of a whole layer
@@ -43,32 +44,33 @@ class Call:
 
 
 class Meter(Protocol):
-    """Seconds of calls; what is saved and given out is counted by the walk.
+    """Gives calls their seconds; the walk counts the bytes that they save and return.
 
     Calls with the same key take equally long.
     """
 
     @property
     def device(self) -> torch.device | None:
-        """Where calls run, whatever device the program was traced on; None: where its tensors are."""
+        """The device that calls run on, whichever the program was traced on, or None for that of its
+        tensors."""
 
     def convert(self, tensor: Tensor) -> Tensor:
-        """The tensor as this meter runs it: on its device, or without values."""
+        """Returns the tensor as this meter runs it: on its device, or without values."""
 
     def expect(self, keys: Collection[Hashable]) -> None:
-        """The keys that calls will have; told once, before any of them is run."""
+        """Takes the keys that calls will have; called once, before any of them is run."""
 
     def wants_more(self) -> bool:
-        """Whether to go through the program once more; asked before each time."""
+        """Returns whether to go through the program once more; called before each pass."""
 
     def run(self, key: Hashable, call: Call) -> Any:
-        """Runs the call, and gives its result, for the next one's operands."""
+        """Runs the call, and returns its result, for the operands of later ones."""
 
     def end_pass(self) -> None:
-        """All calls have been run."""
+        """Ends a pass: all calls have been run."""
 
     def timed(self, key: Hashable, cost: OperatorCost) -> OperatorCost:
-        """With the times of its forward and backward."""
+        """Returns the cost with the times of its forward and backward."""
 
 
 def _held_by(value: Any) -> tuple[Tensor, ...]:
@@ -78,10 +80,10 @@ def _held_by(value: Any) -> tuple[Tensor, ...]:
 
 
 class Walk(ProgramInterpreter):
-    """Runs the program operator by operator, each on values cut off from what made them.
+    """Runs the program operator by operator, each on operands that are detached from the operators before.
 
-    Calls are timed in the program's own order, so that their operands are as near in the caches as they are
-    in training: what was just made is, and a weight that was last read a pass ago is not.
+    Calls are timed in the program's own order, so that the processor's caches are as in training: they have
+    what was just computed, and not a weight that was last read a pass ago.
     """
 
     def __init__(self, graph: OperatorGraph, meter: Meter) -> None:
@@ -90,20 +92,20 @@ class Walk(ProgramInterpreter):
         self._graph = graph
         self._meter = meter
         self._converted: dict[int, Tensor] = {}
-        self._storages: set[int] = set()  # of all that is converted
+        self._storages: set[int] = set()  # those of all converted tensors
         self._keys: dict[str, Hashable] = {}
         self._is_counting = True
         self._saved: set[int] = set()
-        self._inputs: dict[int, str] = {}  # storages of inputs, and of what each stage makes of them
+        self._inputs: dict[int, str] = {}  # storages of inputs, and of what is computed from them alone
         self._sent: set[int] = set()  # storages of all other results
-        self._alive: list[Any] = []  # storages are told apart by address, so none may be reused
+        self._alive: list[Any] = []  # storages are known by their address, so none may be freed and reused
         self._costs: dict[str, OperatorCost] = {}
         for value in (graph.root, *graph.fx.values.values()):
             for tensor in _held_by(value):
                 self._parameter(tensor)
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, OperatorCost]:  # type: ignore[override]
-        """The cost of each operator by name."""
+        """Returns the cost of each operator, by name."""
         converted = [self._meter.convert(inputs[name]) for name in self._graph.inputs]
 
         def run_once() -> None:
@@ -121,7 +123,7 @@ class Walk(ProgramInterpreter):
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
-        """Of every operator, in program order; known when `run` has counted bytes."""
+        """The keys of every operator, in program order; known once `run` has counted bytes."""
         return tuple(self._keys.values())
 
     def run_node(self, n: fx.Node) -> Any:
@@ -148,7 +150,7 @@ class Walk(ProgramInterpreter):
         return None if self._meter.device is None else self._meter.device.type
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """With the meter's device in place of those that the trace saw."""
+        """Puts the meter's device in place of those that the program was traced with."""
         given = super().fetch_args_kwargs_from_env(n)
         where = self._meter.device
         if where is None:
@@ -157,7 +159,7 @@ class Walk(ProgramInterpreter):
         return args, kwargs
 
     def _count(self, node: fx.Node, call: Call) -> Any:
-        """The bytes that one call gives out, keeps for its backward, and needs besides."""
+        """Counts the bytes that one call returns, saves for its backward, and needs as workspace."""
         with (
             torch.enable_grad(),
             region(node, self._device_type),
@@ -171,7 +173,7 @@ class Walk(ProgramInterpreter):
             self._sent |= {tensor.untyped_storage()._cdata for tensor in _tensors(result)}
         given = sum(_num_bytes(tensor) for tensor in _tensors(result))
         taken = sum(_num_bytes(operand) for operand in call.operands if operand.requires_grad)
-        # Gradients of parameters are added to those there are, and until then stand beside them.
+        # Gradients of parameters are added to existing ones, and until then exist beside them.
         added = sum(_num_bytes(parameter) for parameter in call.parameters if parameter.requires_grad)
         self._costs[node.name] = OperatorCost(
             forward_s=0.0,
@@ -191,7 +193,7 @@ class Walk(ProgramInterpreter):
                 self._inputs.setdefault(tensor.untyped_storage()._cdata, node.name)
 
     def _as_leaves(self, node: fx.Node, result: Any) -> Any:
-        """The results cut off from what made them; they need a gradient where the program's do."""
+        """Returns detached results, which need a gradient where the program's do."""
         specs = iter(self._graph.operators[node.name].outputs)
 
         def leaf(value: Any) -> Any:
@@ -234,7 +236,8 @@ class Walk(ProgramInterpreter):
         return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
     def _write(self, node: fx.Node) -> Any:
-        """Runs what writes into its operands on the operands themselves, once, for those who read them."""
+        """Runs an operator that writes into its operands once on the operands themselves, for their
+        readers."""
 
         def detached(value: Any) -> Any:
             return value.detach() if isinstance(value, Tensor) else value
@@ -244,7 +247,10 @@ class Walk(ProgramInterpreter):
             return getattr(self, node.op)(node.target, args, kwargs)
 
     def _writes_operands(self, node: fx.Node) -> bool:
-        """Of an ATen operator its schema says so; of what symbolic tracing leaves, its name or `inplace`."""
+        """Returns whether an operator writes into its operands.
+
+        The schema of an ATen operator says so. For what symbolic tracing leaves, its name or `inplace` does.
+        """
         schema = getattr(node.target, "_schema", None)
         if schema is not None:
             return bool(schema.is_mutable)
@@ -256,7 +262,7 @@ class Walk(ProgramInterpreter):
         return named or node.target in _WRITING or node.kwargs.get("inplace") is True
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A whole layer, with its parameters as the meter runs them."""
+        """Runs a whole layer, with its parameters as the meter runs them."""
         module = self.fetch_attr(target)
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         converted = {name: self._parameter(tensor) for name, tensor in own.items()}
@@ -276,7 +282,7 @@ class Walk(ProgramInterpreter):
         return self._converted[id(tensor)]
 
     def _key(self, node: fx.Node) -> Hashable:
-        """Equal for calls that take equally long: same operator, sizes, types and constants."""
+        """Returns a key that is equal for calls of the same operator, sizes, types and constants."""
         args, kwargs = self.fetch_args_kwargs_from_env(node)
 
         def describe(value: Any) -> Hashable:
@@ -292,8 +298,11 @@ class Walk(ProgramInterpreter):
         return (self._target(node), describe(args), describe(kwargs), regions)
 
     def _target(self, node: fx.Node) -> Hashable:
-        """What is called. Only torch's own operators, functions and layers are known by their names. What has
-        any other name may be other code in the next run, so its key begins with ONLY_HERE."""
+        """Returns a key for what is called.
+
+        Only torch's own operators, functions and layers are known by their names. All other code may be
+        changed before the next run, so its key begins with ONLY_HERE.
+        """
         if node.op == "call_module":
             layer = self.fetch_attr(str(node.target))
             if not type(layer).__module__.startswith("torch."):
@@ -310,7 +319,7 @@ class Walk(ProgramInterpreter):
 
 
 def _is_torchs(operator: Operator) -> bool:
-    """Whether torch has this operator, or it is made of torch's own and has their hash in its name."""
+    """Returns whether an operator is torch's own, or made of torch's own with their hash in its name."""
     function = custom_function(operator)
     if function is not None:
         targets = [node.target for graph in (function.forward, function.backward) for node in graph.nodes]
@@ -319,8 +328,10 @@ def _is_torchs(operator: Operator) -> bool:
 
 
 class _SavedStorages:
-    """Counts what autograd keeps for the backward: each storage once, parameters not at all; of `inputs`,
-    by name, those that it keeps now, whether others have or not."""
+    """Counts the bytes that autograd saves for the backward: each storage once, and no parameters.
+
+    `inputs` has, by name, those inputs that this call saves, also if others save them.
+    """
 
     def __init__(self, seen: set[int], parameters: set[int], inputs: Mapping[int, str]) -> None:
         self._seen = seen

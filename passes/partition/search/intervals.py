@@ -151,9 +151,7 @@ class _Rectangles:
             gradients = self._grid("gradients", b"", self._gradients)
             apart_kept = np.minimum(gradients, held + saved)
             apart_again = np.minimum(gradients, held + saved if instance.updates_each[stage] else held)
-        num_gone = (
-            in_flight if instance.flushes[stage] else 1.0
-        )  # microbatches finished when the optimizer steps
+        num_gone = in_flight if instance.flushes[stage] else 1.0  # finished when the optimizer steps
         stepped_kept, stepped_again = stepped - num_gone * (held + saved), stepped - num_gone * held - saved
         kept = fixed + in_flight * saved + np.maximum(workspace - apart_kept, stepped_kept)
         recomputed = fixed + saved + np.maximum(workspace - apart_again, stepped_again)

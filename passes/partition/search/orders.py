@@ -19,12 +19,7 @@ _NUM_MOVED = (0, 0, 0, 1, 2, 4, 8)  # branches that leave their stage; one of th
 _SHORT_MOVE = 1.5  # stages
 _SHORT_SHARE = 0.7  # of the moves; the others may go anywhere
 _DEPTH_FIRST_SHARE = 0.7  # of the orders; the others have their branches side by side
-_STRAYING = (
-    0.1,
-    0.5,
-    3.0,
-    20.0,
-)  # steps that a depth-first order may go back for another branch; one is drawn
+_STRAYING = (0.1, 0.5, 3.0, 20.0)  # steps that a depth-first order may go back; one of these is drawn
 
 
 def topological_orders(instance: Instance) -> list[Sequence[int]]:

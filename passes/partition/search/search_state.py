@@ -30,11 +30,8 @@ _FINE_GAP = 0.002  # a bisection of the target ends at this gap
 _LONG_TO_CUT = 2_000_000  # nodes times nodes times stages: about half a second for one order
 _SMALL = 2000  # nodes times stages: below this there is one pass, at the finest gap
 _MOST_EXCLUDED = 50  # assignments of one program that turn out slower or larger than it has them
-_FRUITLESS_ORDERS = (
-    0,
-    25,
-    100,
-)  # orders in a row without improvement: ask for a bound; the last one is the end
+# After so many orders in a row without improvement a bound is asked for; after the last number the step ends.
+_FRUITLESS_ORDERS = (0, 25, 100)
 _LEAST_LOADS_SHARE = 0.3  # of the time of the step that asks for the bound
 _NEAR_THE_TARGET = 0.9  # of the target: a bound below this will not reach a slightly lower target either
 _LEAST_USEFUL_BOUND = 1e-6  # of the incumbent: bisection does not go on below this
