@@ -51,13 +51,13 @@ def partition(
     - `num_stages`: one for each device of the cluster unless given; with fewer, the best devices are chosen.
     - `microbatches_per_update`: twice the stages unless given; 2BW needs at least `num_stages`
       (arXiv 2006.09503, section 3.1).
-    - `overlap`: if False, a stage's time is its work plus what it sends and receives. If True, links run beside
-      the work, and the stage takes as long as the longer of the two.
+    - `overlap`: if False, a stage's time is its work plus what it sends and receives. If True, links run
+      beside the work, and the stage takes as long as the longer of the two.
     - `recompute`: True for every stage, False for none, "auto" where a stage does not fit without.
     - `constraints`: what is pinned, kept whole or capped; the plan is the best of those that satisfy them.
     - `max_gap`: the plan is proven to be within this share of the optimum (3e-6 at best, because solvers keep
-      their rows to a millionth). If `time_limit_s` or Ctrl-C ends the search before that, the plan is the best
-      so far, and `plan.gap` says what is proven.
+      their rows to a millionth). If `time_limit_s` or Ctrl-C ends the search before that, the plan is the
+      best so far, and `plan.gap` says what is proven.
     - `progress`: called at every step of the search.
     - `kept`: for a method that the planner does not know, a function from the number of stages to what the
       method keeps at each of them.
