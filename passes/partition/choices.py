@@ -1,4 +1,4 @@
-"""What a search is given and what it returns: an instance for each device order, a deadline, the result."""
+"""The input and the output of a search: instances for all device orders, a deadline, the result."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def evaluate(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops] 
     work_again = np.maximum(workspace, stepped - (num_gone * one_held + kept - apart_again))
     fits_kept = static + kept * instance.in_flight + held + work_kept - apart_kept <= instance.limit_bytes
     if instance.recompute == "auto":
-        # Recomputing only costs time, so a stage does it just where it does not fit without.
+        # Recomputing only costs time, so a stage does it only where it does not fit without.
         recompute = ~fits_kept & (instance.in_flight > 1)
     else:
         recompute = np.broadcast_to(np.array(instance.recompute), (k,))

@@ -268,10 +268,10 @@ def _device_orders(num_accelerators: int, num_cpus: int) -> list[tuple[bool, ...
             f"{num_accelerators} accelerators and {num_cpus} CPUs can stand in {count:,} orders; "
             f"at most {_MOST_ORDERS:,} are looked at: plan for fewer of the kind that there is more of"
         )
-    places = range(num_accelerators + num_cpus)
+    stages = range(num_accelerators + num_cpus)
     return [
-        tuple(place not in accelerators for place in places)
-        for accelerators in map(set, itertools.combinations(places, num_accelerators))
+        tuple(stage not in accelerators for stage in stages)
+        for accelerators in map(set, itertools.combinations(stages, num_accelerators))
     ]
 
 

@@ -15,12 +15,12 @@ def versions_alive(timeline: Timeline) -> dict[tuple[int, int], int]:
     """
     newest, alive = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
     for event in timeline.events:
-        place = (event.rank, event.stage)
+        key = (event.rank, event.stage)
         if event.kind is Kind.UPDATE:
-            newest[place] = event.version
+            newest[key] = event.version
         elif event.kind in COMPUTE:
-            behind = newest.get(place, event.version) - event.version
-            alive[place] = max(alive.get(place, 1), behind + 1)
+            behind = newest.get(key, event.version) - event.version
+            alive[key] = max(alive.get(key, 1), behind + 1)
     return alive
 
 
@@ -28,7 +28,7 @@ def peak_memory_bytes(timeline: Timeline, plan: Plan, memory_model: MemoryModel)
     """Returns the peak bytes of each rank.
 
     They are the weight versions that are alive and the optimizer state of all its stages, and the most that
-    is held at one time by microbatches between forward and backward and by gradients between an update's
+    is key at one time by microbatches between forward and backward and by gradients between an update's
     first backward and the update. `memory_model` is the one that the plan was made with. A stage that
     recomputes holds what it received and sent of every such microbatch, and the activations of the one that
     it works on.
@@ -37,7 +37,7 @@ def peak_memory_bytes(timeline: Timeline, plan: Plan, memory_model: MemoryModel)
     now, most = [0.0] * timeline.num_ranks, [0.0] * timeline.num_ranks
     with_gradients = set[tuple[int, int]]()
     for event in timeline.events:
-        rank, stage, place = event.rank, plan.stages[event.stage], (event.rank, event.stage)
+        rank, stage, key = event.rank, plan.stages[event.stage], (event.rank, event.stage)
         if event.kind is Kind.FORWARD:
             now[rank] += stage.bytes_per_microbatch
         if event.kind in COMPUTE and event.kind is not Kind.UPDATE:
@@ -45,12 +45,12 @@ def peak_memory_bytes(timeline: Timeline, plan: Plan, memory_model: MemoryModel)
             most[rank] = max(most[rank], now[rank] + again + stage.memory.workspace_bytes)
         if event.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
             now[rank] -= stage.bytes_per_microbatch
-            now[rank] += 0 if place in with_gradients else stage.memory.gradient_bytes
-            with_gradients.add(place)
+            now[rank] += 0 if key in with_gradients else stage.memory.gradient_bytes
+            with_gradients.add(key)
             most[rank] = max(most[rank], now[rank] + stage.memory.workspace_bytes)
-        elif event.kind is Kind.UPDATE and place in with_gradients:
+        elif event.kind is Kind.UPDATE and key in with_gradients:
             now[rank] -= stage.memory.gradient_bytes
-            with_gradients.remove(place)
+            with_gradients.remove(key)
     fixed = [0.0] * timeline.num_ranks
     for (rank, at), versions in alive.items():
         fixed[rank] += _fixed_bytes(plan.stages[at], memory_model, versions)
