@@ -175,13 +175,13 @@ def _train_here(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         pipe.save(Path(folder) / "pipeline")
         words = _words(options, Path(folder) / "pipeline")
-        if _foreign(pipe) and ":" in str(options.model):
+        if _custom_operators(pipe) and ":" in str(options.model):
             words.append(f"{_REGISTERED_BY}={options.model}")
         start_processes(num_ranks, words)
     return 0
 
 
-def _foreign(pipe: Pipeline) -> set[tuple[str, str]]:
+def _custom_operators(pipe: Pipeline) -> set[tuple[str, str]]:
     """Returns the operators that the stages call and that exist only where somebody has defined them."""
     called = {operator for program in pipe.programs for operator in operators_called(program.source)}
     return {(namespace, name) for namespace, name in called if namespace not in NAMESPACES_OF_TORCH}
@@ -190,7 +190,7 @@ def _foreign(pipe: Pipeline) -> set[tuple[str, str]]:
 def _register(model: str, pipe: Pipeline) -> None:
     """Runs the code that defines the stages' operators: the model's file, or the making of the model."""
     loaded(model)
-    if not all(hasattr(getattr(torch.ops, namespace), name) for namespace, name in _foreign(pipe)):
+    if not all(hasattr(getattr(torch.ops, namespace), name) for namespace, name in _custom_operators(pipe)):
         with torch.random.fork_rng(devices=[]):
             model_named(model)
 
