@@ -60,7 +60,7 @@ class Program(nn.Module):
 
     For the same reason a buffer that the forward assigns anew (`self.count = self.count + 1`) is written back
     in place here, and a parameter is too (see remade_parameters.py). A buffer that the forward makes in
-    another shape, as a cache of what follows from the sizes, is made again in every call.
+    another shape, such as a cache of what follows from the sizes, is made again in every call.
     """
 
     def __init__(self, model: nn.Module, flat: FlatArguments, loss_fn: Callable[..., Any] | None) -> None:

@@ -52,7 +52,7 @@ def _by_plain_values(changes: Sequence[Change]) -> OtherNextTimeError:
 
 @contextmanager
 def called_before(program: Program) -> Iterator[bool]:
-    """Has the model as it is after a first call on the example inputs.
+    """Calls the model once on the example inputs, and undoes afterwards what that has set.
 
     Yields whether the call has changed attributes alone: stages do not begin with what it has written to
     buffers or parameters.

@@ -27,11 +27,11 @@ def record_value_names() -> Iterator[None]:
 
     Each entry is a dict by the call's key in nn_module_stack:
 
-        GIVEN_AS         place in the signature, name ("" for an element of a list or tuple) and number of
-                         arguments
-        RETURNED_AT      place among the results, name (where the forward returns a dict) and number of
-        results RETURNED_INSIDE  of an element of a tuple among the results: a place between the tuple's and
-        the next
+        GIVEN_AS         an argument's place and name, and the number of arguments; elements of lists and
+                         tuples have the name ""
+        RETURNED_AT      a result's place and name, and the number of results; the name is "" unless the
+                         forward returns a dict
+        RETURNED_INSIDE  the place of an element of a tuple that is a result, after that of the tuple
     """
     plain = fx.Tracer.call_module
 

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 @contextmanager
 def keep_sizes_symbolic(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[None]:
-    """Replaces these functions while torch traces: they return symbolic sizes for symbolic sizes.
+    """Replaces functions that make numbers of sizes while torch traces: symbolic sizes stay symbolic.
 
     `len`, `int` and `float` are replaced in the files that define the model and its loss. `len` is also
     replaced in the files whose functions these use, and in those of the same package. Names that a file

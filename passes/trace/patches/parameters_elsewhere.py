@@ -46,7 +46,7 @@ class ParametersReadInstead(TorchFunctionMode):
 
 
 def in_their_modules(model: nn.Module) -> Instead:
-    """Returns a function from a tensor of now to what its module then has in its place."""
+    """Returns a function from a present parameter or buffer to what its module later has in its place."""
     places = {
         id(tensor): (registry, name)
         for module in model.modules()
