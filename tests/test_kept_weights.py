@@ -12,7 +12,7 @@ from torch.nn import functional
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.passes.trace import trace
-from tests.test_held import Double
+from tests.test_parameters_elsewhere import Double
 from tests.trained import assert_trained_by_the_rule
 
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

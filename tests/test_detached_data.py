@@ -168,7 +168,9 @@ class Adversarial(nn.Module):
 
 @pytest.mark.parametrize("by_attribute", [False, True])
 def test_weights_that_are_frozen_for_a_while_are_told(by_attribute: bool) -> None:
-    told = r"switches requires_grad of a tensor off \(test_detached\.py:\d+: .*torch\.func\.functional_call"
+    told = (
+        r"switches requires_grad of a tensor off \(test_detached_data\.py:\d+: .*torch\.func\.functional_call"
+    )
     model = Adversarial(by_attribute=by_attribute)
     with pytest.raises(TraceError, match=told):
         pd2bw_fx.split(model, (torch.randn(4, 6), torch.randn(4, 4)), cluster=2, costs="analytic")

@@ -41,7 +41,7 @@ def test_a_hook_that_the_forward_gives_a_tensor_is_refused_with_its_line() -> No
             hidden.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
             return self.second(hidden).square().mean()
 
-    with pytest.raises(InputError, match=r"^a tensor of the forward \(test_required\.py:\d+: hidden\."):
+    with pytest.raises(InputError, match=r"^a tensor of the forward \(test_unsupported\.py:\d+: hidden\."):
         pd2bw_fx.split(Clamped(), rows(), cluster=2, num_stages=2, costs="analytic")
 
     seen: list[Tensor] = []
@@ -174,6 +174,6 @@ def test_a_part_under_inference_mode_is_refused_with_its_line() -> None:
             return self.last(hidden.clone()).square().mean()
 
     model, x = Partly(), torch.randn(3, 4)
-    with pytest.raises(InputError, match=r"torch.inference_mode \(test_required.py:\d+: with .*no_grad"):
+    with pytest.raises(InputError, match=r"torch.inference_mode \(test_unsupported.py:\d+: with .*no_grad"):
         pd2bw_fx.split(model, x, cluster=2, costs="analytic")
     assert pd2bw_fx.split(model.requires_grad_(False), x, cluster=2, costs="analytic").run(x)

@@ -187,5 +187,5 @@ def test_an_operator_that_runs_parts_of_the_model_is_refused_with_its_line(
             return result
 
     model = Running(nn.Linear(8, 8), nn.Linear(8, 8))
-    with pytest.raises(TraceError, match=rf"torch\.{what} \(test_mapped\.py:\d+: result.*torch\.where"):
+    with pytest.raises(TraceError, match=rf"torch\.{what} \(test_vmap_regions\.py:\d+: result.*torch\.where"):
         pd2bw_fx.split(model, torch.randn(4, 8), cluster=2, costs="analytic")
