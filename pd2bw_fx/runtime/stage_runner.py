@@ -119,6 +119,7 @@ class StageRunner:
         self._in_flight: dict[int, _InFlight] = {}
         self._is_reached: dict[str, bool] = {}  # inputs that a backward has left without a gradient
         self._uses_vary = uses_vary(program.source)
+        self._views_of_weights: list[str] | None = None  # outputs, known from the first forward
         self._written = WrittenState(program, job.written_parameters, job.unread_statistics)
 
     def add(self, number: int, microbatch: Microbatch) -> None:
@@ -182,7 +183,7 @@ class StageRunner:
                 tensor.copy_(before)
         if again:
             self._written.keep(kept.state)
-        kept.outputs = {port.value: produced[port.value] for port in self.program.outputs if port.targets}
+        kept.outputs = self._outgoing(module, produced)
         for port in self.program.outputs:
             if port.model_output is not None:
                 self._on_output(action.microbatch, port.model_output, produced[port.value])
@@ -190,6 +191,17 @@ class StageRunner:
             self._keep_roots(kept, produced, action.version)
         if not self.training and not kept.outputs:
             del self._in_flight[action.microbatch]
+
+    def _outgoing(self, module: nn.Module, produced: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the outputs for later stages.
+
+        One that is a view of weights is copied: an update in place may come before it has been sent.
+        """
+        outputs = {port.value: produced[port.value] for port in self.program.outputs if port.targets}
+        if self._views_of_weights is None:
+            memory = {_memory(parameter) for parameter in module.parameters() if parameter.requires_grad}
+            self._views_of_weights = [value for value, tensor in outputs.items() if _memory(tensor) in memory]
+        return outputs | {value: outputs[value].detach().clone() for value in self._views_of_weights}
 
     def _kept_in_evaluation(self, module: nn.Module) -> dict[Tensor, Tensor]:
         """Copies what a forward writes in training only: the traced forward writes it in evaluation too."""
@@ -354,3 +366,7 @@ class StageRunner:
         Kind.WEIGHT_GRADIENT: _weight_gradient,
         Kind.SEND_GRADIENT: _send_gradient,
     }
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
