@@ -127,9 +127,7 @@ def require_microbatches(microbatches_per_update: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """How a plan is to be run; None is as it was planned. `replicas` is one number for each stage, or one for
-    all.
-    """
+    """How a plan is to be run; None is as it was planned. `replicas` is one for all stages, or one each."""
 
     method: str | None = None
     microbatches_per_update: int | None = None

@@ -28,9 +28,7 @@ def plain(value: Any) -> Any:
 
 
 def make_plain(frozen: Any, *names: str) -> None:
-    """Applies `plain` to fields of a frozen dataclass that is being made, and to numbers in a sequence
-    there.
-    """
+    """Applies `plain` to fields of a frozen dataclass that is being made, and to a sequence's numbers."""
     for name in names:
         value = getattr(frozen, name)
         several = isinstance(value, Sequence) and not isinstance(value, str)

@@ -71,9 +71,7 @@ def keep_model(model: nn.Module) -> Iterator[None]:
 
 
 def without_repeats(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Returns a view with each element of an expanded tensor once; torch does not let an expanded one be
-    written.
-    """
+    """Returns a view with each element of an expanded tensor once: torch refuses to write an expanded one."""
     for dimension, stride in enumerate((tensor if like is None else like).stride()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -91,9 +89,7 @@ def is_of_attributes(value: Any) -> bool:
 
 
 def _containers(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
-    """Yields the dicts, lists, sets and queues within a value, nested ones too, and the attributes of
-    objects.
-    """
+    """Yields the dicts, lists, sets and queues in a value, nested ones too, and objects' attributes."""
     if is_of_attributes(value) and depth < _DEEPEST:
         depth, value = depth + 1, vars(value)
     if not isinstance(value, dict | list | set | tuple | deque) or id(value) in seen:

@@ -1,5 +1,4 @@
-"""Turns a training batch, in the form that the model's forward takes, into flat named inputs and
-microbatches.
+"""Turns a training batch, as the model's forward takes it, into flat named inputs and microbatches.
 
 (x, (a, b)), targets  ->  {"x": .., "pair_0": .., "pair_1": .., "targets": ..}  ->  m of these, cut along
                           dimension 0
@@ -128,8 +127,9 @@ class BatchLayout:
         return cls(tuple(inputs), arguments, rest, targets is not None, microbatch_sizes, plain)
 
     def flatten(self, batch: Any) -> dict[str, Tensor]:
-        """Returns the batch's tensors by input name. Raises InputError naming what is missing or of a wrong
-        kind.
+        """Returns the batch's tensors by input name.
+
+        Raises InputError naming what is missing or of a wrong kind.
         """
         call = self._call(batch)
         found = {known.name: self._find(known, call) for known in self.inputs}
@@ -181,8 +181,9 @@ class BatchLayout:
         return [piece for one in flat for piece in self.cut(one, 1)]
 
     def cut(self, flat: Mapping[str, Tensor], num_microbatches: int) -> list[dict[str, Tensor]]:
-        """Returns equal microbatches along dimension 0. Raises InputError for a batch that cannot be cut
-        so.
+        """Returns equal microbatches along dimension 0.
+
+        Raises InputError for a batch that cannot be cut so.
         """
         sizes = {known.name: flat[known.name].shape[0] for known in self.inputs if known.batched}
         if len(set(sizes.values())) > 1:
@@ -377,9 +378,7 @@ class BatchLayout:
 
 
 def _counts(path: tuple[str | int, ...], leaf: Any) -> bool:
-    """Returns whether a leaf counts: None by name is like a missing entry, but in a list it makes that
-    longer.
-    """
+    """Returns whether a leaf counts: None by name is like a missing entry, but None in a list is an entry."""
     return leaf is not None or bool(path and isinstance(path[-1], int))
 
 

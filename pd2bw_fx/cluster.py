@@ -73,7 +73,7 @@ class Device:
             object.__setattr__(self, "memory_bytes", int(given))
 
     def roof_s(self, flops: float, num_bytes: float) -> float:
-        """Returns the seconds of the arithmetic or of the memory traffic, whichever takes longer (the
+        """Returns the seconds of the arithmetic or of the memory traffic, whichever are more (the
         roofline).
         """
         return max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
@@ -148,8 +148,9 @@ class Cluster:
         kind: str = "cpu",
         speed: float = 1.0,
     ) -> Self:
-        """Returns equal devices on equal links. Each has `memory_bytes`, or an equal share of this machine's
-        memory.
+        """Returns equal devices on equal links.
+
+        Each has `memory_bytes`, or an equal share of this machine's memory.
         """
         num_devices = plain(num_devices)
         if isinstance(num_devices, bool) or not isinstance(num_devices, int):
@@ -179,7 +180,7 @@ class Cluster:
 
     @classmethod
     def of(cls, description: Cluster | int | str | Path | None) -> Cluster:
-        """Returns a cluster from whatever `split(cluster=...)` takes: a count, a Cluster, a TOML file, or
+        """Returns a cluster from what `split(cluster=...)` takes: a count, a Cluster, a TOML file, or
         nothing.
         """
         if description is None:
@@ -292,8 +293,10 @@ class Cluster:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """What `to_json` gave. Raises ClusterError for devices or links that cannot be, KeyError where an
-        entry is missing."""
+        """What `to_json` gave.
+
+        Raises ClusterError for devices or links that cannot be, KeyError where an entry is missing.
+        """
         return cls(
             tuple(Device(**device) for device in data["devices"]),
             tuple(tuple(row) for row in data["bytes_per_s"]),

@@ -243,9 +243,7 @@ def _loss_of(pipe: Pipeline, batch: Any) -> float | None:
 
 
 def _memory(pipe: Pipeline, timeline: Timeline) -> Iterator[DeviceMemory]:
-    """Yields what each rank holds, over all of its stages: chimera's ranks have two, ddp's the whole
-    model.
-    """
+    """Yields what each rank holds over all of its stages: two with chimera, the whole model with ddp."""
     peaks, devices = pipe.peak_memory_bytes(timeline), pipe.cluster.devices
     used = list(dict.fromkeys(stage.device for stage in pipe.plan.stages))  # rank r is stage r's
     places = used if len(used) == len(peaks) else range(len(peaks))
@@ -254,9 +252,7 @@ def _memory(pipe: Pipeline, timeline: Timeline) -> Iterator[DeviceMemory]:
 
 
 def _delays(timeline: Timeline) -> tuple[int, int]:
-    """Returns the delays in the last updates: the first ones run on the initial weights whatever the
-    method.
-    """
+    """Returns the delays in the last updates, since the first ones run on the initial weights."""
     m = timeline.microbatches_per_update
     last = max((event.microbatch // m for event in timeline.events), default=0)
     behind = [

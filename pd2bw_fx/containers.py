@@ -35,9 +35,7 @@ def hidden_tensor(leaf: Any) -> str | None:
 
 
 def leaves_of(value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yields tensors, None, empty containers and everything else that is not a container, with the path to
-    each.
-    """
+    """Yields tensors, None, empty containers and all else that is not a container, with the path to each."""
     if isinstance(value, torch.Tensor):
         yield (), value
         return
@@ -50,8 +48,9 @@ def leaves_of(value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
 
 
 def entry_at(value: Any, path: Iterable[str | int]) -> Any:
-    """Returns what is found at such a path. Raises LookupError, AttributeError or TypeError where nothing
-    is.
+    """Returns what is found at such a path.
+
+    Raises LookupError, AttributeError or TypeError where nothing is.
     """
     for key in path:
         value = value[key] if not isinstance(key, str) or isinstance(value, Mapping) else getattr(value, key)
@@ -85,9 +84,7 @@ def _step(key: Any) -> str | int:
 
 
 def _is_holding_dataclass(leaf: Any) -> bool:
-    """Returns whether it is a dataclass with tensors; one without is a plain value, such as a
-    configuration.
-    """
+    """Returns whether it is a dataclass with tensors: one without is a plain value, as a configuration is."""
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type) or hidden_tensor(leaf) is None:
         return False
     return all(field.init for field in dataclasses.fields(leaf))  # torch rebuilds it from its fields

@@ -123,9 +123,7 @@ def _report(curves: dict[str, Sequence[float]], console: Console) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limits this process to one thread, as workers are: on a busy machine two that wait for each other are
-    slower.
-    """
+    """Limits this process to one thread, as workers are: two that wait for each other may be slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -63,9 +63,7 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
 
 
 def _fill(target: Path, fresh: Path) -> None:
-    """Moves what is in `fresh` into a folder that exists, the manifest last: until then it says that it is
-    incomplete.
-    """
+    """Moves what is in `fresh` into an existing folder, the manifest last; until then it says so."""
     before, after = _own_manifest(target), _own_manifest(fresh)
     _require_nothing_lost(target, fresh, before, after)
     # A caller that copied the folder itself has a copy of `fresh` in it.
@@ -146,8 +144,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def tensor_in(file: Any, name: str) -> Tensor:
-    """Returns a tensor of an open file, contiguous. Raises ValueError for complex numbers that are not
-    pairs.
+    """Returns a tensor of an open file, contiguous.
+
+    Raises ValueError for complex numbers that are not pairs.
     """
     tensor: Tensor = file.get_tensor(name)
     if not _are_pairs(file, name):
@@ -170,7 +169,7 @@ def _are_pairs(file: Any, name: str) -> bool:
 
 
 def make_durable(folder: Path) -> None:
-    """Writes what is in the folder to the disk, before anything names it: it then outlives a loss of
+    """Writes what is in the folder to the disk, before anything names it, so that it outlives a loss of
     power.
     """
     for path in (*folder.iterdir(), folder):

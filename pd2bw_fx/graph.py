@@ -161,9 +161,7 @@ class OperatorGraph:
         return f"<OperatorGraph of {self.model_name}: {counted(len(self.operators), 'operator')}, {held}>"
 
     def digraph(self) -> nx.DiGraph[str]:
-        """Returns a graph whose nodes are operator names (attribute `operator`); edges go from producer to
-        consumer.
-        """
+        """Returns a graph of operator names (attribute `operator`), with edges from producer to consumer."""
         graph: nx.DiGraph[str] = nx.DiGraph()
         for operator in self.operators.values():
             graph.add_node(operator.name, operator=operator)
@@ -191,9 +189,7 @@ class OperatorGraph:
         return frozenset(found)
 
     def fingerprint(self) -> str:
-        """Returns a hash of what is computed: a plan made for one graph fits only graphs with the same
-        hash.
-        """
+        """Returns a hash of what is computed: a plan fits only graphs with the hash of its own."""
         text = json.dumps(self.to_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -69,8 +69,8 @@ class Metrics:
         )
 
     def after(self, earlier: Metrics) -> Metrics:
-        """Returns this run and the one that it went on from as one; for updates that both made, this
-        one's.
+        """Returns this run and the one that it went on from as one; this one's updates replace the
+        other's.
         """
         kept = self.first_update - earlier.first_update
         if not 0 < kept <= len(earlier.losses):
@@ -120,8 +120,10 @@ class Metrics:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """What `to_json` gave. Raises ValueError for another schema, KeyError for a missing entry; `load`
-        raises InputError for both."""
+        """What `to_json` gave.
+
+        Raises ValueError for another schema, KeyError for a missing entry; `load` raises InputError for both.
+        """
         if data.get("schema") != SCHEMA:
             raise ValueError(f"schema {data.get('schema')!r}; this version reads {SCHEMA}")
         return cls(

@@ -65,9 +65,7 @@ def _name_line_of_errors(where: str, filename: str) -> Iterator[None]:
 
 
 def require_operators(program: StageProgram) -> None:
-    """Raises PlanMismatchError for an operator that the stage calls by torch.ops and this process does not
-    know.
-    """
+    """Raises PlanMismatchError for an operator that the stage calls and this process does not know."""
     for namespace, name in operators_called(program.source):
         if not hasattr(getattr(torch.ops, namespace), name):
             if namespace == NAMESPACE:
@@ -82,9 +80,7 @@ def require_operators(program: StageProgram) -> None:
 
 
 def held_parameters(program: StageProgram, module: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the stage's parameters by name in the graph, which for a tied one may differ from the
-    module's.
-    """
+    """Returns the stage's parameters by name in the graph, which for a tied one need not be the module's."""
     local = dict(module.named_parameters(remove_duplicate=False))
     held = {program.ties.get(name, name): parameter for name, parameter in local.items()}
     return {name: held[name] for name in program.parameters}

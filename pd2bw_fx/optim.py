@@ -23,8 +23,8 @@ def nadamw(
     weight_decay: float = 0.01,
     **options: Any,
 ) -> NAdam:
-    """Returns torch's NAdam with decoupled decay and a long first moment: asynchronous Nesterov (ICML
-    2025).
+    """Returns torch's NAdam with decoupled decay and a long first moment: asynchronous Nesterov, ICML
+    2025.
     """
     return NAdam(
         parameters, lr=lr, betas=betas, weight_decay=weight_decay, decoupled_weight_decay=True, **options
@@ -90,9 +90,7 @@ class MuonWithAdamW(Optimizer):
         return {**super().__getstate__(), "_chosen": self._chosen, "_adamw": self._adamw}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Gives the inner optimizers the groups and state, which are new objects; load_state_dict calls this
-        too.
-        """
+        """Gives the inner optimizers the new groups and state; load_state_dict calls this too."""
         super().__setstate__(state)
         self._inner = {}
         for group in self.param_groups:

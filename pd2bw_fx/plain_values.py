@@ -49,9 +49,7 @@ class PlainValue:
 
 
 def plain_values(signature: inspect.Signature, named: Mapping[str, Any]) -> tuple[PlainValue, ...]:
-    """Returns the plain values of a call's arguments by name, and of the defaults that the call leaves
-    out.
-    """
+    """Returns the plain values of a call's arguments by name, and of the defaults of those it leaves out."""
     defaults = {
         parameter.name: parameter.default
         for parameter in signature.parameters.values()
@@ -109,9 +107,7 @@ def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
 
 
 def _is_alike_in_type(one: Any, other: Any) -> bool:
-    """Returns whether two values have one type: 1 and 1.0 are equal, but a forward may treat them
-    differently.
-    """
+    """Returns whether two values have one type: 1 and 1.0 are equal, but a forward may tell them apart."""
     return type(_kept(one)[0]) is type(_kept(other)[0])
 
 
@@ -172,9 +168,7 @@ def _texts(values: Any, named: Mapping[str, Any], depth: int) -> Iterator[str]:
 
 
 def _text_of_function(function: types.FunctionType, depth: int) -> str:
-    """Returns a text that tells apart functions that one line makes by their closures, and lambdas by their
-    line.
-    """
+    """Returns a text that tells functions of one line apart by their closures, and lambdas by their line."""
     name = f"{function.__module__}.{function.__qualname__}"
     if function.__name__ == "<lambda>":
         name += f":{function.__code__.co_firstlineno}"

@@ -69,8 +69,7 @@ class _ProbeTransport:
 
 
 def probe(kind: str, *, tolerance: float = 0.1) -> Cluster:
-    """Returns the cluster of all ranks, whose r-th device is rank r's; every rank calls it and has the same
-    result.
+    """Returns the cluster of all ranks, rank r's device as the r-th; every rank calls it, with one result.
 
     All devices compute at the same time, as they do in training, and links are timed one after another.
     Speeds are relative to rank 0's, where operators are measured. Figures that differ by less than
@@ -187,9 +186,7 @@ def _fitted_links(
 def _links(
     transport: _ProbeTransport, sizes: Sequence[int], summary: Callable[[Sequence[float]], float]
 ) -> dict[tuple[int, int], list[float]]:
-    """Returns the seconds for each size there and a few bytes back, by (sender, receiver), each summarized
-    over many.
-    """
+    """Returns the seconds for each size there and a few bytes back, by (sender, receiver), summarized."""
     rank, count = dist.get_rank(), dist.get_world_size()
     buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=transport.device) for num_bytes in sizes]
     own: dict[tuple[int, int], list[float]] = {}
@@ -207,9 +204,7 @@ def _links(
 def _to_and_fro(
     transport: _ProbeTransport, buffers: Sequence[Tensor], other: int, *, goes_first: bool
 ) -> list[list[float]]:
-    """Returns the seconds of each buffer to the other rank, time after time; the two directions take
-    turns.
-    """
+    """Returns the seconds of each buffer to the other rank, many times; the two directions take turns."""
     answer = torch.zeros(8, dtype=torch.uint8, device=transport.device)
     samples: list[list[float]] = [[] for _ in buffers]
     for sends in (goes_first, not goes_first) * _ROUNDS:
@@ -228,8 +223,7 @@ def _to_and_fro(
 
 
 def fitted_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fits (latency_s, bytes_per_s) to seconds = 2 latency + size / bandwidth, by least squares of relative
-    errors.
+    """Fits (latency_s, bytes_per_s) to seconds = 2 latency + size / bandwidth, in relative errors' squares.
 
     Raises ClusterError where larger messages do not take longer, or so little longer that it may be noise.
     """

@@ -39,9 +39,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSize:
-    """A parameter's sizes: `trainable_bytes` are multiplied by the memory model's copies, `frozen_bytes` are
-    not.
-    """
+    """A parameter's bytes: `trainable_bytes` times the memory model's copies, and `frozen_bytes` once."""
 
     trainable_bytes: int = 0
     frozen_bytes: int = 0

@@ -1,5 +1,6 @@
-"""Settings that a script makes for its whole process and that change results; local workers take them
-over.
+"""Settings that a script makes for its whole process, and that local workers take over.
+
+Results depend on them.
 """
 
 from __future__ import annotations
@@ -61,9 +62,7 @@ class ProcessSettings:
 
 
 def matmul_precision() -> str | None:
-    """Returns torch's float32 matmul precision, or None where torch.backends' own settings differ from one
-    another.
-    """
+    """Returns torch's float32 matmul precision, or None where torch.backends' settings have no one name."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

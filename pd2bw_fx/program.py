@@ -136,8 +136,7 @@ def without_gradients(
     forward: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
     inputs: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Returns copies of what a model returns in evaluation: part of a buffer may be among it, which is
-    restored.
+    """Returns copies of a model's outputs in evaluation: a part of a buffer may be one, and is restored.
 
     A model that differentiates in its forward draws and writes twice.
     """
@@ -234,9 +233,7 @@ def surrounding_autocast() -> tuple[str, ...]:
 
 
 def tensors(graph: OperatorGraph) -> dict[str, torch.Tensor]:
-    """Returns the live value of every parameter, buffer and constant by name, also of those that no operator
-    reads.
-    """
+    """Returns the live values of all parameters, buffers and constants by name, also of unread ones."""
     if graph.root is None:
         raise ValueError("this operator graph has been read from a file and holds no live tensors")
     read = graph.fx.values if graph.fx is not None else {}

@@ -15,7 +15,7 @@ _NAMES: Mapping[Any, str] = {str: "string", int: "integer", float: "number", boo
 
 
 def schema_of(kind: Any) -> dict[str, Any]:
-    """Returns the schema (draft 2020-12) of dataclasses of strings, numbers, flags, tuples of one type and
+    """Returns the schema (draft 2020-12) of dataclasses of strings, numbers, flags, tuples and
     dataclasses.
     """
     if is_dataclass(kind) and isinstance(kind, type):
@@ -35,9 +35,7 @@ def schema_of(kind: Any) -> dict[str, Any]:
 
 
 def check_against(schema: Mapping[str, Any], data: Any, where: str) -> None:
-    """Raises PlanMismatchError at the first entry that is missing, unknown, or of another type (or
-    infinite).
-    """
+    """Raises PlanMismatchError at the first entry that is missing, unknown, infinite or of another type."""
     if "anyOf" in schema:
         return _check_any(schema["anyOf"], data, where)
     expected = schema["type"]

@@ -106,9 +106,7 @@ def shape_for(pipeline: Pipeline, request: RunRequest, plan: Plan) -> Shape:
 
 
 def _in_one_stage(pipeline: Pipeline) -> Plan:
-    """Joins the plan's stages, with the times of its slowest device: an update waits for that device's
-    copy.
-    """
+    """Joins the plan's stages, with its slowest device's times: an update waits for that device's copy."""
     problem = coarsen(pipeline.graph, pipeline.costs, pipeline.cluster)
     plan = pipeline.plan
     together = as_one_stage(plan, problem.parameters, _memory_model(pipeline))

@@ -116,9 +116,7 @@ def check_source(source: str, where: str) -> ast.Module:
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields all nodes, but nothing inside a dotted name from torch, and not the `getattr` of a call of
-    it.
-    """
+    """Yields all nodes except those inside a dotted name from torch, and the `getattr` of a call of it."""
     yield node
     if _dotted(node) is None:
         for inner in ast.iter_child_nodes(node):
@@ -127,9 +125,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _dotted(node: ast.AST) -> list[str] | None:
-    """Returns the parts of a dotted name from torch (["torch", "ops", "aten", "add", "Tensor"]), else
-    None.
-    """
+    """Returns the parts of a dotted name from torch (["torch", "ops", "aten", "add"]), else None."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)
@@ -164,9 +160,7 @@ def _is_getattr(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 def _dotted_fault(names: list[str]) -> str | None:
-    """Returns what is wrong with a dotted name: its modules one after another, then the rest like any
-    attributes.
-    """
+    """Returns what is wrong with a dotted name: its modules in turn, then the rest as attributes."""
     reached: object = _MODULES[names[0]]
     path = names[0]
     for position, name in enumerate(names[1:], start=1):

@@ -25,8 +25,7 @@ def as_state_dict(specs: Iterable[ParameterSpec], tensors: Mapping[str, Tensor])
 
 
 def state_of(tensor: Tensor) -> tuple[int, ...]:
-    """Returns numbers that change with every write to a tensor: where it lies, and a sum and a hash of its
-    bits.
+    """Returns numbers that change with every write to a tensor: its place, and a sum and a hash of its bits.
 
     torch itself does not count the writes of fused optimizers, or those through `.data`.
     """

@@ -141,9 +141,7 @@ class Timeline:
 
     @property
     def rank_bubble(self) -> float:
-        """The share of `longest_rank_s` in which the busiest rank does not work (the same paper's bubble
-        rate).
-        """
+        """The share of `longest_rank_s` in which the busiest rank does not work, as in the same paper."""
         busy = [0.0] * self.num_ranks
         for event in self.compute():
             busy[event.rank] += event.end_s - event.start_s if event.kind is not Kind.UPDATE else 0.0
@@ -151,7 +149,7 @@ class Timeline:
 
     @property
     def num_microbatches(self) -> int:
-        """The microbatches whose backward is done at some stage; if there is none, whose forward is at the
+        """The microbatches whose backward is done at some stage, or, without backwards, forward at the
         last.
         """
         closing = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
@@ -255,8 +253,8 @@ class Timeline:
         )
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """Returns a trace for chrome://tracing and Perfetto: a thread for each rank, with sends as
-        asynchronous slices.
+        """Returns a trace for chrome://tracing and Perfetto: a thread for each rank, sends as asynchronous
+        slices.
         """
         names = {
             Kind.FORWARD: "forward",

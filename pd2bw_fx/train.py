@@ -159,9 +159,7 @@ def _lateness(failure: ProcessFailure) -> tuple[bool, bool, int]:
 
 
 def optimizer_named(name: str, lr: float | None, load: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """Returns an optimizer of torch's or of `pd2bw_fx.optim` by name, or the callable that `module:callable`
-    names.
-    """
+    """Returns an optimizer of torch's or of `pd2bw_fx.optim` by name, or what `module:callable` names."""
     if name in _OPTIMIZERS:
         return functools.partial(_OPTIMIZERS[name], **({} if lr is None else {"lr": lr}))
     if ":" not in name:
@@ -285,9 +283,7 @@ def _say(text: str, engine: Engine, options: TrainOptions) -> None:
 
 
 def _print(text: str) -> None:
-    """Prints for a reader that may have stopped reading, as `head` does: training goes on for what it
-    writes.
-    """
+    """Prints for a reader that may have stopped reading, as `head` does: training goes on regardless."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -302,8 +298,9 @@ def leave_output() -> None:
 
 
 def _measured_before(path: Path | None) -> Metrics | None:
-    """Returns what the run measured that this one goes on from. Raises InputError for a file of anything
-    else.
+    """Returns what the run measured that this one goes on from.
+
+    Raises InputError for a file of anything else.
     """
     return None if path is None or not path.is_file() else Metrics.load(path)
 
@@ -316,9 +313,7 @@ def _save_measured(
     options: TrainOptions,
     earlier: Metrics | None,
 ) -> None:
-    """Saves, on rank 0, what was measured, after an earlier run's metrics if this one went on from its
-    checkpoint.
-    """
+    """Saves, on rank 0, what was measured, after the metrics of the run that this one went on from."""
     engine.flush()
     metrics = Metrics(
         engine.job.method,

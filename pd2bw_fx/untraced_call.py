@@ -128,7 +128,7 @@ class _Untraced:
 def _register(
     function: Callable[..., Any], name: str | None, returns: Callable[..., Any] | None
 ) -> UntracedFunction:
-    """Registers a function under its name, or name_2 and so on: a pipeline keeps the one that it was split
+    """Registers a function under its name, or name_2 and so on: a pipeline keeps the one it was split
     with.
     """
     if name is None:
@@ -198,9 +198,7 @@ def _content(cell: CellType) -> Any:
 
 
 def _without_lines(code: CodeType) -> CodeType:
-    """Returns a code object without its lines, for comparison: the same text is the same wherever it
-    stands.
-    """
+    """Returns a code object without its lines, for a comparison of the text alone."""
     constants = tuple(_without_lines(c) if isinstance(c, CodeType) else c for c in code.co_consts)
     return code.replace(co_firstlineno=1, co_linetable=b"", co_consts=constants)
 
@@ -218,9 +216,7 @@ class UntracedFunction:
         return _known.get(name)
 
     def register(self) -> None:
-        """Registers the operator; in a worker that has imported one of this name, the one that was sent
-        counts.
-        """
+        """Registers the operator; a worker that has imported one of this name uses the one that was sent."""
         if self.name not in _known:
             kernels = untraced_loss if self.returns is None else untraced_part
             kernels.register(self.name, functools.partial(_known.__getitem__, self.name))

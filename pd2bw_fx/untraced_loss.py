@@ -53,9 +53,7 @@ def _run(known: Known, tensors: Sequence[Tensor], structure: str = "") -> Tensor
 
 
 def _checked(name: str, loss: Any, tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the loss in a precision that is known before: under autocast a function may choose another
-    one.
-    """
+    """Returns the loss in a precision that is known before: under autocast a function may choose another."""
     if isinstance(loss, Tensor) and not loss.dim() and loss.is_floating_point():
         return loss.to(_precision(tensors))
     is_tensor = isinstance(loss, Tensor)

@@ -47,9 +47,7 @@ class Part:
         return functional_call(self.module, dict(zip(self.names, state, strict=True)), args, kwargs)
 
     def holding(self, state: Sequence[Tensor], function: Callable[[], None]) -> None:
-        """Calls the function while the module has this state: checkpoints in it are run again in a
-        backward.
-        """
+        """Calls the function while the module has this state: a backward runs checkpoints in it again."""
         held = {f"module.{name}": tensor for name, tensor in zip(self.names, state, strict=True)}
         functional_call(_Holding(self.module), held, (function,))
 

@@ -77,9 +77,7 @@ def verify_pipeline(
 
 
 def _beside(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns tensors on the model's device: those that were loaded from a folder, or made up, are on the
-    CPU.
-    """
+    """Returns tensors on the model's device: those that were loaded or made up are on the CPU."""
     own = next((t for t in (*model.parameters(), *model.buffers()) if not t.is_meta), None)
     return tensors if own is None else {name: tensor.to(own.device) for name, tensor in tensors.items()}
 

@@ -160,9 +160,7 @@ def named_cluster(options: argparse.Namespace) -> int | str | None:
 
 
 def loaded(name: str) -> Any:
-    """Returns what `module:attribute` or `file.py:attribute` names; modules in the working folder are found
-    too.
-    """
+    """Returns what `module:attribute` or `file.py:attribute` names, also from the working folder."""
     module_name, _, attribute = name.rpartition(":")
     if not module_name or not attribute:
         raise UsageError(f"{name!r} is not of the form module:callable")

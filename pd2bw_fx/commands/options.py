@@ -149,8 +149,9 @@ def numbers_named(text: str, *, or_else: str = "a number or ") -> int | list[int
 
 
 def plan_in(path: Path) -> Plan:
-    """Reads a plan. Raises InputError for a file that cannot be read, PlanMismatchError for anything but a
-    plan.
+    """Reads a plan.
+
+    Raises InputError for a file that cannot be read, PlanMismatchError for anything but a plan.
     """
     try:
         return Plan.loads(path.read_text(encoding="utf-8"))

@@ -14,8 +14,7 @@ _EVERY_S = 1.0
 
 
 class ProgressLine:
-    """Writes incumbent, bound and gap at most once a second; on a terminal each in the place of the one
-    before.
+    """Writes incumbent, bound and gap at most once a second; on a terminal each replaces the last.
 
     `text` formats them, by default in seconds. Ctrl-C ends the search with the best plan so far.
     """

@@ -12,11 +12,11 @@ _KINDS = {tokenize.COMMENT: "comment", tokenize.STRING: "string", tokenize.NUMBE
 
 
 def code_html(source: str, *, anchor: str | None = None) -> str:
-    """Returns a `<pre>` with numbered lines and spans of the classes pd-keyword, -comment, -string, -number,
-    -name.
+    """Returns a `<pre>` with numbered lines, and spans for colours.
 
-    pd-name is for what is being defined. Source that is not valid Python is shown without colours. With an
-    anchor, line 12 is a `pd-row` with the id `{anchor}-12`.
+    Their classes are pd-keyword, pd-comment, pd-string, pd-number and pd-name, for what is being defined.
+    Source that is not valid Python is shown without colours. With an anchor, line 12 is a `pd-row` with the
+    id `{anchor}-12`.
     """
     lines = _coloured_lines(source)
     numbered = (f'<span class="pd-line">{number:>4}  </span>{line}' for number, line in enumerate(lines, 1))

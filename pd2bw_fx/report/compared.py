@@ -13,9 +13,7 @@ _WIDTH, _GAP = 1100.0, 10.0
 
 
 def compared_svg(timelines: Sequence[Timeline]) -> str:
-    """Returns the beginning of each, as far as all of them are readable; a second has the same width in
-    each.
-    """
+    """Returns the beginning of each, as far as all are readable; a second is equally wide in all of them."""
     shown_s = min(readable_end_s(t, t.start_s) - t.start_s for t in timelines)
     style, parts, top = "", [], 0.0
     for timeline in timelines:

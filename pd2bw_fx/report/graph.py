@@ -46,8 +46,9 @@ def graph_html(graph: OperatorGraph, costs: Costs, plan: Plan, programs: Sequenc
 def graph_data(
     graph: OperatorGraph, costs: Costs, plan: Plan, programs: Sequence[StageProgram]
 ) -> dict[str, Any]:
-    """Returns what the script draws. Seconds and bytes are as in the costs; boxes are in the layout's
-    units.
+    """Returns what the script draws.
+
+    Seconds and bytes are as in the costs; boxes are in the layout's units.
     """
     made = layout(graph, plan)
     lines = code_lines(graph, plan, programs)

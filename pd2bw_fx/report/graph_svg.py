@@ -1,6 +1,4 @@
-"""The operator graph as a still picture: a region for each stage, edges that cross cuts in front of the
-others.
-"""
+"""The operator graph as a still picture: a region for each stage, with edges across cuts in front."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ _LABEL_FONT = 11.0
 
 
 def graph_svg(graph: OperatorGraph, plan: Plan) -> str:
-    """Returns an SVG of every operator, boxes coloured by stage; hovering over one shows its name and
-    module.
-    """
+    """Returns an SVG of every operator, coloured by stage; hovering over one shows its name and module."""
     made = layout(graph, plan)
     stage_of = plan.stage_of
     cut = {(transfer.value, transfer.target) for transfer in plan.transfers}

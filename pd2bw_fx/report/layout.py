@@ -75,9 +75,7 @@ def _off(made: Layout) -> float:
 
 
 def _rows(graph: OperatorGraph, names: Sequence[str]) -> list[list[str]]:
-    """Returns the rows of one region, top to bottom; neighbours in a row are in the order of what they
-    read.
-    """
+    """Returns one region's rows, top to bottom; neighbours in a row are in the order of what they read."""
     depth: dict[str, int] = {}
     for name in names:  # in program order, which is a topological one
         reads = graph.operators[name].reads if name in graph.operators else ()

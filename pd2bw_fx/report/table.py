@@ -18,9 +18,7 @@ _OPERATORS_WIDTH = 60  # characters; a longer list of modules continues on the n
 
 
 def plan_table(graph: OperatorGraph, costs: Costs, plan: Plan) -> str:
-    """Returns a row for each stage, below it what crosses the cut to later stages, and at the end what
-    binds.
-    """
+    """Returns a row for each stage, below it what crosses its cut, and at the end what binds."""
     rows = [_wrapped(stage_row(graph, stage)) for stage in plan.stages]
     cells = [COLUMNS, *(line for row in rows for line in row)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS))]

@@ -150,9 +150,7 @@ def _row(
 
 
 def _box(event: Event, scale: _Scale, top: float, height: float, *, names_stage: bool) -> Iterable[str]:
-    """Yields a box with its microbatch, after its stage ("2.5") where the rank has several and there is
-    room.
-    """
+    """Yields a box with its microbatch, after its stage ("2.5") if the rank has several and there is room."""
     left, right = scale.x(event.start_s), scale.x(event.end_s)
     # A hair of track between neighbours, where a box can spare it.
     length = max(right - left - (0.8 if right - left > 3 else 0.0), 0.2)

@@ -83,9 +83,7 @@ class ActionStream:
         self._made = dict.fromkeys(self._made, updates)
 
     def evaluation(self, microbatches: range) -> list[Action]:
-        """Returns forwards alone, on the newest version, of the microbatches that the method gives to this
-        rank.
-        """
+        """Returns forwards alone, on the newest version, of this rank's share of the microbatches."""
         job, version = self._job, self.updates
         actions: list[Action] = []
         last = job.shape.num_stages - 1

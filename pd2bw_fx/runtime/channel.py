@@ -95,9 +95,7 @@ class Route:
             work.wait()
 
     def shared_buffer(self, notes: Notes, microbatch: int, position: int) -> int:
-        """Waits for the note on a tensor: its shared buffer's number, or NO_BUFFER if it comes over the
-        group.
-        """
+        """Waits for the note on a tensor: its shared buffer, or NO_BUFFER if it comes over the group."""
         with name_peer_in_errors(self.peer):
             return notes.take(microbatch, position, timeout_s=self.timeout_s)
 

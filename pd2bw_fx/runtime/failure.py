@@ -160,8 +160,7 @@ def share_failure(
 
 
 def is_met_by_all(what: str, num_ranks: int) -> bool:
-    """Returns whether every rank calls this with the same `what` in a few seconds: then none waits for this
-    one.
+    """Returns whether every rank calls this with the same `what` in a few seconds, so that none waits here.
 
     `what` is a name that is used for nothing else.
     """

@@ -167,9 +167,7 @@ class Connections:
 
     @property
     def _most(self) -> int:
-        """More microbatches than are ever in flight: no send waits for a rank that is not ready to
-        receive.
-        """
+        """More microbatches than are ever in flight: no send waits for a receiver that is not ready."""
         return self.job.num_ranks + self.job.shape.num_stages + self.job.microbatches_per_update
 
     def _untaken(self, own: int, receiver: int) -> int:

@@ -156,8 +156,9 @@ class LocalRun:
         return TrainResult(losses, tensors, metrics, numbers)
 
     def end(self) -> None:
-        """Ends all processes of the run, whatever has happened. Those that end by themselves may print
-        first.
+        """Ends all processes of the run, whatever has happened.
+
+        Those that end by themselves may print first.
         """
         for rank, connection in enumerate(self._connections):
             if rank not in self._finished:
@@ -243,8 +244,9 @@ class LocalRun:
                 self.is_told_to_stop = self.is_told_to_stop or _is_false(told)
 
     def _reason(self, failures: dict[int, Failed | None]) -> WorkerError:
-        """Returns the first cause. A worker whose peer died fails too, so it waits a moment for the
-        others.
+        """Returns the first cause.
+
+        A worker whose peer died fails too, so it waits a moment for the others.
         """
         deadline = time.monotonic() + _REASONS_S
         while time.monotonic() < deadline and not any(f and not f.is_consequence for f in failures.values()):

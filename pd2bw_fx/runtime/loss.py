@@ -146,8 +146,8 @@ class Loss(_LikeATensor):
         return torch.tensor(self.item(), device="cpu")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the loss as a tensor: it waits for this process's links, and torch.load takes no class of
-        ours.
+        """Pickles the loss as a tensor: it waits for this process's links, and torch.load refuses our
+        classes.
         """
         return torch.tensor(self.item(), dtype=torch.float64, device="cpu").__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -265,9 +265,7 @@ class NumberPost:
         self._update, self._expected, self._training = update, numbers, training
 
     def collect(self, microbatch: int, name: str, number: Tensor) -> None:
-        """Takes a number of one of this rank's microbatches; sends all when the update's last one is
-        there.
-        """
+        """Takes a number of one of this rank's microbatches; sends all when the update has its last one."""
         own = self._expected[self._rank]
         # Its value now, for it may be part of a buffer that the next microbatch writes.
         is_on_gpu = number.device.type == "cuda"

@@ -50,9 +50,7 @@ _BEGIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module}
 
 
 def _started(module: str, end: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts a process without the working directory on its path: a file there may hide a module of
-    Python's.
-    """
+    """Starts a process without the working directory on its path: a file there may hide a Python module."""
     path = [entry for entry in sys.path if entry and isinstance(entry, str)]
     with _outputs() as (output, errors):
         return subprocess.Popen(
@@ -167,8 +165,9 @@ class Nursery:
         return self._control
 
     def end(self) -> int | None:
-        """Ends the nursery, if it was begun, and returns its exit code. Workers that are left end by
-        themselves.
+        """Ends the nursery, if it was begun, and returns its exit code.
+
+        Workers that are left end by themselves.
         """
         if self._control is None or self._process is None:
             return None
@@ -214,9 +213,7 @@ def nursery() -> Iterator[Nursery]:
 
 @contextlib.contextmanager
 def kept_nursery() -> Iterator[None]:
-    """Lets the training runs inside share a nursery: the first run begins it, the end of the block ends
-    it.
-    """
+    """Lets the training runs inside share a nursery, which the end of the block ends."""
     global _kept
     if _kept is not None and _kept.is_ours:
         yield

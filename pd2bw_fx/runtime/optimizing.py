@@ -87,8 +87,8 @@ class RankOptimizer:
             self._scheduler.step()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns tensors as optimizer/NAME/KEY, and plain state: numbers by parameter, options, the
-        scheduler's.
+        """Returns tensors as optimizer/NAME/KEY, and plain state: numbers by parameter, options,
+        scheduler.
         """
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {"numbers": {}, "options": {}, "groups": [], "scheduler": None}

@@ -102,9 +102,7 @@ class EngineOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *others: str) -> Self:
-        """Raises InputError for a name that is no option; `others` are names that the caller takes
-        besides.
-        """
+        """Raises InputError for a name that is no option; `others` are names that the caller takes too."""
         known = [*(field.name for field in fields(cls)), *_OF_THE_METHOD, *others]
         require_known_options("training", options, known, _ELSEWHERE)
         return cls(**options)

@@ -63,9 +63,7 @@ class Recorder:
             self._tell_put_off(step)
 
     def _tell_put_off(self, step: Step) -> None:
-        """Records an update that was pending; the rank's stages step together, so the last one's stands for
-        all.
-        """
+        """Records an update that was pending: the rank's stages step together, the last one for all."""
         *others, last = self._put_off.pop(step.version)
         told = self._calls[-1]
         told.append((replace(last, kind=Kind.ALL_REDUCE), step.began_s, step.added_s))

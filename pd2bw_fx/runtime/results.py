@@ -76,9 +76,7 @@ class Results:
         return {key: value.contiguous() for key, value in kept.items()}
 
     def means(self) -> tuple[Means, ...]:
-        """Returns the means of each stage for what was expected last; the loss is the first of the first
-        ones.
-        """
+        """Returns the means of each stage for what was expected last; the loss is the very first."""
         return tuple(post.means() for post in self._posts.values())
 
 

@@ -87,8 +87,9 @@ class SharedCalls:
 
     @contextmanager
     def reading_a_batch(self, doing: str, update: int) -> Iterator[None]:
-        """Runs the part of a call that may refuse a batch. If every rank refuses it, the engine is as
-        before.
+        """Runs the part of a call that may refuse a batch.
+
+        If every rank refuses it, the engine is as before.
         """
         refused: InputError | None = None
         with self.shared(doing):
@@ -132,8 +133,8 @@ class SharedCalls:
                 raise InputError(f"rank {rank}: {words}")
 
     def join(self, world: World, named: Callable[[int], str], doing: Callable[[], str]) -> None:
-        """Takes note of a complete engine: `named` names a rank with its stages, `doing` says what it is
-        at.
+        """Takes note of a complete engine: `named` names a rank with its stages, `doing` says what it
+        does.
         """
         self.world, self._at = world, doing
         world.watch.tell_of(self._name, named, doing, functools.partial(tell, self._name))

@@ -133,8 +133,9 @@ class Notes:
 
 
 def ranks_in_reach(group: dist.ProcessGroup, rank: int, num_ranks: int) -> frozenset[int]:
-    """Returns the ranks that see this one's memory and whose memory it sees, by trying. All ranks call
-    this.
+    """Returns the ranks that see this one's memory and whose memory it sees, by trying.
+
+    All ranks call this.
     """
     if num_ranks == 1:
         return frozenset()

@@ -124,8 +124,9 @@ def _run_group(group: _Group) -> None:
 
 
 def _lies_as(gradient: Tensor, parameter: Tensor) -> bool:
-    """Returns whether a gradient lies in memory as autograd leaves it. Fused optimizers do not check
-    strides.
+    """Returns whether a gradient lies in memory as autograd leaves it.
+
+    Fused optimizers do not check strides.
     """
     return gradient.is_sparse or gradient.stride() == _strides(parameter)
 
@@ -209,9 +210,7 @@ def _groups(
 def _users(
     weight: Node, roots: set[Node], readers: dict[Node, list[Node]], on_the_way: set[Node]
 ) -> list[Node]:
-    """Returns the first nodes above a weight that gradients of inputs pass too, and the outputs below
-    them.
-    """
+    """Returns the first nodes above a weight that gradients of inputs pass too, and outputs below them."""
     found: dict[Node, None] = {}
     seen, queue = {weight}, deque([weight])
     while queue:

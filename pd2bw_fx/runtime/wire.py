@@ -94,9 +94,7 @@ def _send_by_value_if_needed(value: Any) -> None:
 
 
 def _is_special_module(value: Any) -> bool:
-    """Returns whether a module has a class of its own, which pickle refuses (torch.backends.cudnn,
-    torch.ops).
-    """
+    """Returns whether a module is one of a class that pickle refuses, as torch.backends.cudnn is."""
     if not isinstance(value, ModuleType) or type(value) is ModuleType:
         return False
     return sys.modules.get(value.__name__) is value

@@ -73,7 +73,7 @@ class World:
     _engines = 0  # the open ones, where an engine has initialised torch.distributed
 
     def __init__(self, *, timeout_s: float, silence_s: float = 0.0) -> None:
-        """Raises InputError where torchrun describes no ranks, WorkerError where they cannot be reached in
+        """Raises InputError where torchrun describes no ranks, WorkerError where they are not reached in
         time.
         """
         meeting = meet(timeout_s)
