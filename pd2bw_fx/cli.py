@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="pd2bw-fx",
         description="Split a PyTorch model into pipeline stages you can read, and train them with 2BW.",
-        epilog="exit codes: 0 done, 1 the work failed, 2 what was given cannot be taken",
+        epilog="exit codes: 0 done, 1 the work failed, 2 wrong use",
     )
     made.add_argument("--version", action="version", version=f"pd2bw-fx {__version__}")
     made.add_argument("--debug", action="store_true", help=DEBUG_HELP)

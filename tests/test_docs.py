@@ -104,6 +104,8 @@ def test_the_reference_has_every_public_name_with_its_docstring() -> None:
         assert f"\n## {name}\n" in page
         assert (getattr(pd2bw_fx, name).__doc__ or "?").splitlines()[0] in page
     assert "model: nn.Module,\n" in page
+    assert "\n### TrainResult\n" in page
+    assert "    threads_per_worker: int | None = None,\n" in page
 
 
 def commands(text: str) -> list[list[str]]:

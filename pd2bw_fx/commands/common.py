@@ -63,11 +63,13 @@ def model_command(
     )
     if takes_folder:
         parser.add_argument(
-            "--edited", action="store_true", help="take a saved folder's stages as they were edited by hand"
+            "--edited", action="store_true", help="accept stages of a saved folder that were edited by hand"
         )
     parser.add_argument("--cluster", help="number of devices, or a cluster file (default: this machine)")
     parser.add_argument(
-        "--no-profile-cache", action="store_true", help="time every operator anew, and keep no times on disk"
+        "--no-profile-cache",
+        action="store_true",
+        help="measure every operator anew, and keep no times on disk",
     )
     if splits:
         add_planning(parser, runs=runs)

@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
     parser = model_command(
         commands,
         "compare",
-        "every training method on one model and one cluster",
+        "compare training methods on one model and one cluster",
         "pd2bw-fx compare gpt --cluster cluster.toml --simulate -o compare.svg",
         takes_folder=False,
         splits=False,
@@ -61,14 +61,21 @@ def add(commands: Any) -> None:
     parser.add_argument("--simulate", action="store_true", help="do not train, only simulate")
     parser.add_argument("--updates", type=int, default=20, help="updates to train (default 20)")
     parser.add_argument(
-        "--rounds", type=int, default=1, help="train each as often, in turns, and tell the median (default 1)"
+        "--rounds",
+        type=int,
+        default=1,
+        help="train every method this many times, alternating, and report the median (default 1)",
     )
-    parser.add_argument("--microbatches", type=int, help="microbatches an update (twice the devices)")
+    parser.add_argument(
+        "--microbatches", type=int, help="microbatches an update (default: twice the devices)"
+    )
     parser.add_argument("--data", help="module:callable that gives an iterable of batches (default: text)")
-    parser.add_argument("--optimizer", default="adamw", help=f"{OPTIMIZER_NAMES}, or module:callable (adamw)")
+    parser.add_argument(
+        "--optimizer", default="adamw", help=f"{OPTIMIZER_NAMES}, or module:callable (default adamw)"
+    )
     parser.add_argument("--lr", type=float, help="learning rate (default: torch's)")
-    parser.add_argument("-o", "--output", type=Path, help="the timelines on one axis, as .svg or .png")
-    parser.add_argument("--json", action="store_true", help="the figures as JSON, for machines")
+    parser.add_argument("-o", "--output", type=Path, help="file for the timelines on one axis: .svg or .png")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_wishes(parser)
     parser.set_defaults(run=_compare, runs=False)
 

@@ -18,7 +18,10 @@ from pd2bw_fx.passes.export_onnx import merge_onnx, run_onnx_processes
 def add(commands: Any) -> None:
     """export, merge, run-onnx"""
     export = model_command(
-        commands, "export", "write one checked ONNX file a stage", "pd2bw-fx export gpt_2 -o gpt_2_onnx"
+        commands,
+        "export",
+        "write one checked ONNX file for each stage",
+        "pd2bw-fx export gpt_2 -o gpt_2_onnx",
     )
     export.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     export.add_argument("--opset", type=int, default=20, help="ONNX operator set (default 20)")
@@ -26,12 +29,14 @@ def add(commands: Any) -> None:
         "--form",
         choices=["stages", "annotated", "both"],
         default="stages",
-        help="one file a stage, or the whole model in one file that names each node's stage",
+        help="one file for each stage, the whole model in one file that names each node's stage, or both",
     )
     export.add_argument(
-        "--training", action="store_true", help="batch norm as in training (default: evaluation)"
+        "--training",
+        action="store_true",
+        help="export what the model computes in training, such as batch norm (default: in evaluation)",
     )
-    export.add_argument("--json", action="store_true", help="the manifest as JSON, for machines")
+    export.add_argument("--json", action="store_true", help="print the manifest as JSON")
     export.set_defaults(run=_export)
 
     merge = command(
@@ -47,13 +52,18 @@ def add(commands: Any) -> None:
     run = command(
         commands,
         "run-onnx",
-        "run exported stages, one process each",
+        "run exported stages, each in its own process",
         "pd2bw-fx run-onnx gpt_2_onnx --input x.npz -o y.npz",
     )
     run.add_argument("folder", metavar="FOLDER", help="written by export")
     run.add_argument("--input", type=Path, required=True, help="an .npz file with the model's inputs by name")
     run.add_argument("-o", "--output", type=Path, help="an .npz file for the outputs (default: print shapes)")
-    run.add_argument("--microbatches", type=int, default=1, help="parts of the batch in the pipeline at once")
+    run.add_argument(
+        "--microbatches",
+        type=int,
+        default=1,
+        help="cut the batch into this many parts, which follow one another (default 1)",
+    )
     run.set_defaults(run=_run_onnx)
 
 

@@ -38,7 +38,7 @@ def add_planning(parser: argparse.ArgumentParser, *, runs: bool) -> None:
     methods = ", ".join(name for name, method in METHODS.items() if method.trains)
     default = "the plan's, else 2bw" if runs else "2bw"
     group.add_argument("--method", metavar="METHOD", help=f"{methods} (default: {default})")
-    group.add_argument("--chunks", type=int, help="interleaved: stages on each device (default 2)")
+    group.add_argument("--chunks", type=int, help="stages on each device, of interleaved (default 2)")
     default = "the plan's" if runs else "as many as the method needs"
     group.add_argument("--microbatches", type=int, help=f"microbatches an update (default: {default})")
     if not runs:
@@ -46,10 +46,10 @@ def add_planning(parser: argparse.ArgumentParser, *, runs: bool) -> None:
             "--replicas",
             type=_numbers_or_auto,
             metavar="NUMBER|N,N,..|auto",
-            help="devices for each stage (default 1)",
+            help="devices that run each stage; auto: the fastest (default 1)",
         )
     group.add_argument(
-        "--plan", type=Path, metavar="FILE", help="plan.json of one that is there, edited perhaps: not solved"
+        "--plan", type=Path, metavar="FILE", help="take this plan.json, edited or not, instead of searching"
     )
     _add_wishes(group)
 
@@ -62,19 +62,33 @@ def add_wishes(parser: argparse.ArgumentParser) -> None:
 
 def _add_wishes(group: Any) -> None:
     group.add_argument(
-        "--num-stages", type=_number_or_auto, metavar="NUMBER|auto", help="default: one for every device"
+        "--num-stages",
+        type=_number_or_auto,
+        metavar="NUMBER|auto",
+        help="auto: the fastest (default: one for every device)",
     )
     group.add_argument(
-        "--recompute", choices=_RECOMPUTE, help="activations, of stages where it pays for auto (never)"
+        "--recompute",
+        choices=_RECOMPUTE,
+        help="recompute activations in the backward; auto: only in stages where it pays (default: never)",
     )
     group.add_argument(
         "--constraints", type=Path, metavar="FILE", help="TOML with the fields of pd2bw_fx.Constraints"
     )
-    group.add_argument("--costs", choices=("measured", "analytic"), help="of operators (default: measured)")
-    group.add_argument("--tracer", help="a front end's name (default: the first that carries the model)")
+    group.add_argument(
+        "--costs", choices=("measured", "analytic"), help="costs of operators (default: measured)"
+    )
+    group.add_argument(
+        "--tracer",
+        help="how to trace: export, export-sequence, export-as-example or fx (default: the first that works)",
+    )
     group.add_argument("--solver", help="highs, cbc, or another that PuLP knows (default: highs)")
-    group.add_argument("--max-gap", type=float, help="to the bound on all plans (default 1e-4)")
-    group.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the search (default 60)")
+    group.add_argument(
+        "--max-gap",
+        type=float,
+        help="stop when the plan is proven to be this close to the optimum (default 1e-4)",
+    )
+    group.add_argument("--time-limit", type=float, metavar="SECONDS", help="time for the search (default 60)")
 
 
 def planning(options: argparse.Namespace) -> dict[str, Any]:

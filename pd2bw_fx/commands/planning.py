@@ -57,11 +57,13 @@ def _add_splitting(commands: Any) -> None:
         takes_onnx=True,
     )
     plan.add_argument(
-        "--explain", action="store_true", help="also the next best cuts, what binds, what helps"
+        "--explain",
+        action="store_true",
+        help="also print the next best cuts, what binds, and what would help",
     )
-    plan.add_argument("--workload", type=Path, help="place a published workload (JSON) in place of a model")
+    plan.add_argument("--workload", type=Path, help="plan a published workload (JSON) instead of a model")
     plan.add_argument("--accelerators-only", action="store_true", help="leave out the workload's CPUs")
-    plan.add_argument("--json", action="store_true", help="the plan as JSON, for machines")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.set_defaults(run=_plan)
 
     show = model_command(
@@ -77,12 +79,12 @@ def _add_splitting(commands: Any) -> None:
     save = model_command(
         commands,
         "split",
-        "split a model, or an ONNX file, and save",
+        "split a model or an ONNX file, and save the stages",
         "pd2bw-fx split gpt --cluster 2 -o gpt_2",
         takes_onnx=True,
     )
     save.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
-    save.add_argument("--json", action="store_true", help="the plan as JSON, for machines")
+    save.add_argument("--json", action="store_true", help="print the plan as JSON")
     save.set_defaults(run=_split)
 
 
@@ -100,7 +102,7 @@ def _add_checking(commands: Any) -> None:
         metavar="MODEL",
         help="the model that a saved folder was split from: a name or module:callable",
     )
-    verify.add_argument("--json", action="store_true", help="the differences as JSON, for machines")
+    verify.add_argument("--json", action="store_true", help="print the differences as JSON")
     verify.set_defaults(run=_verify)
 
     check = command(
@@ -110,7 +112,7 @@ def _add_checking(commands: Any) -> None:
         "pd2bw-fx check gpt_2/plan.json",
     )
     check.add_argument("plan", metavar="PLAN", type=Path, help="plan.json in a folder written by split")
-    check.add_argument("--json", action="store_true", help="the plan as JSON, priced again")
+    check.add_argument("--json", action="store_true", help="print the plan as JSON, priced again")
     check.set_defaults(run=_check)
 
 
@@ -119,7 +121,7 @@ def _add_looking(commands: Any) -> None:
     simulate = model_command(
         commands,
         "simulate",
-        "what a schedule would take on the plan's times",
+        "simulate a schedule with the plan's times",
         "pd2bw-fx simulate gpt --cluster 4 --method 1f1b -o timeline.svg",
         runs=True,
     )
@@ -136,21 +138,21 @@ def _add_looking(commands: Any) -> None:
         type=slack_named,
         metavar="NUMBER|auto",
         default=0.0,
-        help="2bw, 1f1b: more microbatches in flight; auto: as many as the engine takes (default 0)",
+        help="more microbatches in flight, of 2bw and 1f1b; auto: as many as the engine allows (default 0)",
     )
     simulate.add_argument(
         "-o",
         "--output",
         type=Path,
-        help="the timeline: .svg, .png, or .json for Perfetto and chrome://tracing",
+        help="file for the timeline: .svg, .png, or .json for Perfetto and chrome://tracing",
     )
-    simulate.add_argument("--json", action="store_true", help="the figures as JSON, for machines")
+    simulate.add_argument("--json", action="store_true", help="print the figures as JSON")
     simulate.set_defaults(run=_simulate)
 
     report = model_command(
         commands,
         "report",
-        "one HTML page about a pipeline, or one picture of it",
+        "write one HTML page about a pipeline, or one picture of it",
         "pd2bw-fx report gpt_2 -o report.html",
         takes_onnx=True,
     )
@@ -159,7 +161,9 @@ def _add_looking(commands: Any) -> None:
         "--part", choices=PARTS, help="only this picture, as .svg or .png (timelines also .json for Perfetto)"
     )
     report.add_argument(
-        "--metrics", type=Path, help="what `train` wrote (default: metrics.json in MODEL, if it is a folder)"
+        "--metrics",
+        type=Path,
+        help="file that `train` wrote (default: metrics.json in MODEL, if it is a folder)",
     )
     report.set_defaults(run=_report)
 

@@ -34,9 +34,13 @@ def add(commands: Any) -> None:
     )
     probing.add_argument("-o", "--output", type=Path, required=True, help="cluster file to write, by rank 0")
     probing.add_argument(
-        "--processes", type=int, help="to start here, without torchrun (default: the devices of this machine)"
+        "--processes",
+        type=int,
+        help="how many to start here, without torchrun (default: the devices of this machine)",
     )
-    probing.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    probing.add_argument(
+        "--device", choices=("cpu", "cuda"), help="what to measure (default: cuda where there is one)"
+    )
     probing.add_argument(
         "--tolerance",
         type=float,

@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
     demo = command(
         commands,
         "demo",
-        "the whole way through on a small GPT: plan, read, train, export",
+        "plan, read, train and export a small GPT",
         "pd2bw-fx demo -o demo_out",
     )
     demo.add_argument("-o", "--output", type=Path, default=Path("demo_out"), help="folder for the pictures")
@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
     train = model_command(
         commands,
         "train",
-        "train with one process a rank, started here or by torchrun",
+        "train with one process for each rank, started here or by torchrun",
         "pd2bw-fx train gpt --cluster 2 --updates 300 --lr 3e-4 --checkpoint gpt_run",
         runs=True,
     )
@@ -74,31 +74,32 @@ def add(commands: Any) -> None:
     train.add_argument("--lr", type=float, help="learning rate (default: torch's)")
     train.add_argument("--updates", type=int, default=300, help="updates in all (default 300)")
     train.add_argument(
-        "--seed", type=int, default=0, help="of fresh weights, dropout and the text's order (default 0)"
+        "--seed", type=int, default=0, help="seed of fresh weights, dropout and the text's order (default 0)"
     )
     train.add_argument("--replicas", type=int, help="processes for each stage (default 1)")
     train.add_argument("--precision", choices=("bf16", "fp16"), help="compute under autocast")
     train.add_argument(
         "--checkpoint",
         type=Path,
-        help="folder to write to, also at the end, and to go on from: with its optimizer and learning rate",
+        help="folder for checkpoints, also at the end; if it has one, training goes on from it, with its "
+        "optimizer and learning rate",
     )
     train.add_argument("--every", type=int, default=100, help="updates between checkpoints (default 100)")
-    train.add_argument("--json", action="store_true", help="a line of JSON for each report, for machines")
+    train.add_argument("--json", action="store_true", help="print a line of JSON for each report")
     train.add_argument(
         "--metrics",
         type=Path,
-        help="file for losses and times, for report (default: metrics.json in MODEL or --checkpoint)",
+        help="file to write losses and times to, for report (default: metrics.json in MODEL or --checkpoint)",
     )
     train.add_argument(
         "--trace",
         type=Path,
-        help="timeline of the last updates, all ranks on one clock: .json for Perfetto, .svg or .png",
+        help="file for the timeline of the last updates, all ranks on one clock: .json, .svg or .png",
     )
     train.add_argument(
         "--record", type=int, default=8, help="updates in the trace and in the metrics (default 8)"
     )
-    train.add_argument("-o", "--output", type=Path, help="the trained weights, as safetensors")
+    train.add_argument("-o", "--output", type=Path, help="file for the trained weights (.safetensors)")
     train.add_argument(_REGISTERED_BY, dest="registered_by", help=argparse.SUPPRESS)
     train.set_defaults(run=_train)
 
