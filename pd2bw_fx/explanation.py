@@ -70,6 +70,7 @@ class Explanation:
 
     @property
     def binding(self) -> tuple[Slack, ...]:
+        """The limits that leave at most 1%."""
         return tuple(slack for slack in self.slacks if slack.is_tight)
 
     def __repr__(self) -> str:

@@ -124,6 +124,7 @@ class Stage:
 
     @property
     def source(self) -> str:
+        """The Python module of the stage."""
         return self.program.source
 
 

@@ -50,6 +50,7 @@ class Sweep:
 
     @property
     def best(self) -> Setting:
+        """The fastest setting."""
         return self.settings[0]
 
     def __repr__(self) -> str:

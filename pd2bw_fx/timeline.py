@@ -70,6 +70,7 @@ class Timeline:
         return f"<Timeline of {self.method}, {self.origin}: {actions} in {format_seconds(self.span_s)}>"
 
     def of_rank(self, rank: int) -> Iterator[Event]:
+        """Yields the events of one rank, in the order of the timeline."""
         return (event for event in self.events if event.rank == rank)
 
     def compute(self) -> Iterator[Event]:
@@ -78,10 +79,12 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
+        """When the first computation starts."""
         return min((event.start_s for event in self.compute()), default=0.0)
 
     @property
     def end_s(self) -> float:
+        """When the last computation ends."""
         return max((event.end_s for event in self.compute()), default=0.0)
 
     @property
@@ -229,6 +232,7 @@ class Timeline:
         return replace(self, events=tuple(filter(inside, self.events)), longer_per_s=None)
 
     def to_json(self) -> dict[str, Any]:
+        """Returns what JSON can hold, for `from_json`."""
         return {
             "schema": SCHEMA,
             "method": self.method,
@@ -241,6 +245,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Returns the timeline that `to_json` wrote. Raises ValueError for another schema."""
         if data.get("schema") != SCHEMA:
             raise ValueError(f"the timeline has schema {data.get('schema')!r}; this version reads {SCHEMA}")
         return cls(

@@ -75,6 +75,7 @@ class TraceReport:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
+        """Returns what JSON can hold, for `from_json`."""
         return {
             "tracer": self.tracer,
             "attempts": [[attempt.tracer, attempt.reason] for attempt in self.attempts],
@@ -86,6 +87,7 @@ class TraceReport:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TraceReport:
+        """Returns the report that `to_json` wrote. Raises KeyError where an entry is missing."""
         return cls(
             tracer=data["tracer"],
             attempts=tuple(Attempt(tracer, reason) for tracer, reason in data["attempts"]),

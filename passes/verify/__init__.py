@@ -73,10 +73,12 @@ class Verification:
 
     @property
     def worst(self) -> Difference:
+        """The largest difference, relative to its tensor."""
         return max(self.differences, key=lambda difference: difference.relative)
 
     @property
     def exact(self) -> bool:
+        """Whether all tensors are equal bit for bit."""
         return self.worst.largest == 0
 
     def __repr__(self) -> str:

@@ -119,6 +119,7 @@ class Loss(_LikeATensor):
         self._means = means
 
     def wait(self) -> None:
+        """Returns once the value is on this rank."""
         for means in self._means:
             means.wait()
 
@@ -129,10 +130,12 @@ class Loss(_LikeATensor):
         )
 
     def item(self) -> float:
+        """Returns the value, once it is on this rank."""
         self._means[0].wait()
         return self._means[0].values()[0]
 
     def tolist(self) -> Any:
+        """Returns `item()`, like a tensor's."""
         return self.item()
 
     @classmethod
