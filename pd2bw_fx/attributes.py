@@ -6,7 +6,7 @@ import copy
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,15 +20,22 @@ _PLAIN = (Tensor, nn.Parameter)  # others may keep their own parts in attributes
 
 
 @contextmanager
-def keep_attributes(model: nn.Module) -> Iterator[None]:
+def keep_attributes(model: nn.Module | None, loss_fn: Callable[..., Any] | None = None) -> Iterator[None]:
     """Undoes what a traced forward does to its modules.
 
     That is what it assigns to them, to their parameters and buffers and to objects in them (tensors without
     data, counters), what it puts into their caches, and the hooks that it registers. Where a forward leaves a
-    mark in its first call, the next call would do something else.
+    mark in its first call, the next call would do something else. The same holds for a loss that is a module
+    or an object.
     """
-    tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if type(tensor) in _PLAIN)
-    before = [(holder, dict(vars(holder))) for holder in (*model.modules(), *tensors)]
+    holders: list[Any] = []
+    for root in (model, getattr(loss_fn, "__self__", loss_fn)):
+        if isinstance(root, nn.Module):
+            tensors = (tensor for tensor in (*root.parameters(), *root.buffers()) if type(tensor) in _PLAIN)
+            holders += (*root.modules(), *tensors)
+        elif is_of_attributes(root):
+            holders.append(root)
+    before = [(holder, dict(vars(holder))) for holder in holders]
     contents = [
         (held, copy.copy(held)) for _, attributes in before for held in _containers(attributes, set())
     ]

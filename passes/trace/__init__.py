@@ -44,7 +44,6 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from pd2bw_fx.arguments import require_loss_function
-from pd2bw_fx.attributes import keep_attributes
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError, require_not_interrupted
 from pd2bw_fx.program import silence_torch_errors, training_context
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
@@ -59,7 +58,7 @@ from .checks.unsupported import (
     require_traceable_modules,
 )
 from .draft import draft_findings
-from .eager_run import conditions_of, require_eager_run
+from .eager_run import conditions_of, keep_program, require_eager_run
 from .front_ends import trace_by
 from .given import accept_exported, accept_graph_module
 from .inputs import (
@@ -272,7 +271,7 @@ def _attempt(name: str, program: Program, request: _Request) -> Traced | None:
         if not conditions.are_any:
             return None
     with (
-        keep_attributes(request.model),
+        keep_program(program),
         silence_torch_errors(),
         training_context(),
         refuse_tensor_hooks(),

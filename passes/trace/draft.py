@@ -17,12 +17,11 @@ from torch._logging.structured import INTERN_TABLE
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import draft_export
 
-from pd2bw_fx.attributes import keep_attributes
 from pd2bw_fx.contraction import keep_contractions_symbolic
 from pd2bw_fx.process_settings import leave_other_flags_alone
 from pd2bw_fx.program import training_context
 
-from .eager_run import keep_state
+from .eager_run import keep_program, keep_state
 from .exported import open_sizes
 from .patches.numbers_of_sizes import keep_sizes_symbolic
 from .program import Program
@@ -44,7 +43,7 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
     try:
         with (
             keep_state(program),
-            keep_attributes(program.model),
+            keep_program(program),
             _hide_report(),
             keep_contractions_symbolic(),
             keep_sizes_symbolic(program.model, program.loss_fn),

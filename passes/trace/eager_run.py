@@ -15,6 +15,7 @@ from pd2bw_fx.drawing import gpus
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError
 from pd2bw_fx.state import same_bits
 
+from .checks.places import keep_outside
 from .patches.conditions import Conditions
 from .program import MODEL_PREFIX, Program
 from .source_lines import one_line, source_line
@@ -101,8 +102,28 @@ def holds_data(program: Program) -> bool:
 
 
 def _run(program: Program) -> None:
-    with keep_state(program), keep_attributes(program.model), torch.enable_grad():
+    with keep_state(program), keep_program(program), torch.enable_grad():
         program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
+
+
+@contextmanager
+def keep_program(program: Program) -> Iterator[None]:
+    """Undoes what the model and the loss leave in attributes, and in the numbers that they keep elsewhere."""
+    with (
+        keep_outside(program.model, program.loss_fn),
+        keep_attributes(program.model, program.loss_fn),
+    ):
+        yield
+
+
+def call_apart(program: Program) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """Returns `program.call`, after which the loss is as it was before."""
+
+    def call(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with keep_outside(program.model, program.loss_fn), keep_attributes(None, program.loss_fn):
+            return program.call(tensors)
+
+    return call
 
 
 @contextmanager

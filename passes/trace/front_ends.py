@@ -11,7 +11,7 @@ from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 from pd2bw_fx.traced import Traced, TraceReport
 
 from .checks.single_sample import is_right_for_one
-from .eager_run import keep_state, require_eager_run, require_nothing_written
+from .eager_run import call_apart, keep_state, require_eager_run, require_nothing_written
 from .exported import batch_sizes, export, foreign_operators
 from .inputs import FlatArguments
 from .notes import note_on_operator
@@ -48,9 +48,9 @@ def trace_by(name: str, program: Program, batch_size: int | None) -> Traced:
         dynamic_batch=name in _OPEN,
         batch_sizes=sizes,
         lengths=flat.lengths(batch_size) if name == "export-sequence" and batch_size is not None else {},
-        changing=tuple(change.module for change in program.watch.changes if change.is_of_a_layer),
+        changing=tuple(c.module for c in program.watch.changes if c.module is not None and c.is_of_a_layer),
         examples=examples,
-        call=program.call if examples else None,
+        call=call_apart(program) if examples else None,
     )
 
 

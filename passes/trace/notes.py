@@ -110,5 +110,5 @@ def _said_of(changes: Sequence[Change]) -> list[str]:
         elif change.is_of_a_layer:
             said.append(f"{change}: the stages have it as it is after the forward")
         else:
-            said.append(f"{change} is not read by what was traced")
+            said.append(f"{change} is not in the stages, and the trace is the same after other calls")
     return said

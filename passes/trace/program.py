@@ -79,10 +79,10 @@ class Program(nn.Module):
         _take_for_one_batch(tensors, self.options.multiple_of)
         before, remade = self._state(), list[Remade]()
         with carry_attributes(self.originals, before):
-            self.watch.before(self.model)
+            self.watch.before(self.model, self.loss_fn)
             with self.options.conditions.assumed():
                 results = self._run(tensors, before, remade)
-            self.watch.after(self.model, results)
+            self.watch.after(self.model, self.loss_fn, results)
         require_no_gradient(remade, results)
         return results
 

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
-from pd2bw_fx.attributes import keep_attributes, without_repeats
+from pd2bw_fx.attributes import without_repeats
 from pd2bw_fx.drawing import SEED_OF_CHECKS
 from pd2bw_fx.errors import Pd2bwError, TraceError
-from pd2bw_fx.passes.trace.eager_run import holds_data, keep_state
+from pd2bw_fx.passes.trace.eager_run import holds_data, keep_program, keep_state
 from pd2bw_fx.passes.trace.inputs import common_batch_size
 from pd2bw_fx.passes.trace.program import Program
 
+from .counters import require_no_count
 from .extreme_random import calls_by_chance, keep_random_numbers
+from .places import step_on
 from .tensor_attributes import set_on_a_tensor
 from .watch import Change, Watch
 
@@ -31,7 +33,8 @@ _IN_ANY_ORDER = {torch.float32: 2e-5, torch.complex64: 2e-5, torch.float16: 2e-2
 _MOVES = ((1.25, -0.75), (1.25, 0.75))
 _MOVES_BEFORE = (0.75, 1.25)  # the factors in the call that leaves something in attributes
 _FROM_ZERO = 2.0**-6  # a weight that is all zero becomes the factors times this
-_MANY = 1000  # calls, after which a condition on their number has surely changed
+# Numbers of calls: many, and a multiple of the usual periods and one before that.
+_MANY_CALLS = (1000, 5039, 5040)
 
 
 class OtherNextTimeError(TraceError):
@@ -57,7 +60,7 @@ def called_before(program: Program) -> Iterator[bool]:
     Yields whether the call has changed attributes alone: stages do not begin with what it has written to
     buffers or parameters.
     """
-    with keep_attributes(program.model):
+    with keep_program(program):
         yield holds_data(program) and _leaves_only_attributes(program)
 
 
@@ -69,7 +72,7 @@ def fill_caches_outside(program: Program) -> None:
     """
     if not holds_data(program):
         return
-    with keep_state(program), keep_attributes(program.model), torch.enable_grad(), suppress(Exception):
+    with keep_state(program), keep_program(program), torch.enable_grad(), suppress(Exception):
         program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
 
 
@@ -105,25 +108,43 @@ def require_the_same_again(program: Program, first: Any, traced_again: Callable[
             "make it the model's (self.scale = scale), with a loss that has some the model returns, or use "
             "scale.detach()"
         )
+    if watch.generators:
+        raise TraceError(
+            f"the model draws Python or numpy random numbers in its forward, from {watch.generators[0]}; a "
+            "trace would keep one draw for ever. Draw with torch.rand, or set the rate to 0 without a draw"
+        )
     if not watch.changes and not watch.drew_python_random:
         return
-    try:
+
+    def compare() -> None:
+        _require_equal(first, traced_again, watch.changes)
+
+    def compare_at(*, is_second: bool) -> None:
         for change in watch.changes:
-            setattr(change.module, change.attribute, change.after)
-        program.watch = Watch()
-        for drawn in calls_by_chance() if watch.drew_python_random else [keep_random_numbers()]:
+            if not change.is_of_a_counter:
+                change.place.put(change.after)
+        with keep_random_numbers():
+            _require_equal(first, traced_again, watch.changes if is_second else counters)
+
+    counters = [change for change in watch.changes if change.is_of_a_counter]
+    left = dict[int, Any]()  # by a traced call, in the counters
+    try:
+        program.watch = Watch(instead=lambda: left.update(enumerate(c.place.value() for c in counters)))
+        for drawn in calls_by_chance() if watch.drew_python_random else []:
+            for change in watch.changes:
+                change.place.put(change.after)
             with drawn:
-                _require_equal(first, traced_again, watch.changes)
-        counters = [change for change in watch.changes if change.is_of_a_counter]
-        for change in counters:
-            setattr(change.module, change.attribute, change.after + _MANY * (change.after - change.before))
+                compare()
         if counters:
-            program.watch = Watch()
+            require_no_count(counters, compare_at, left)
+        elif not watch.drew_python_random:
+            for change in watch.changes:
+                change.place.put(change.after)
             with keep_random_numbers():
-                _require_equal(first, traced_again, counters)
+                compare()
     finally:
         for change in watch.changes:
-            setattr(change.module, change.attribute, change.before)
+            change.place.put(change.before)
         program.watch = watch
 
 
@@ -146,6 +167,7 @@ def require_nothing_kept(program: Program) -> None:
     # The weights are not the model's own: an attribute may hold those after an earlier call.
     later = _later(program, given, factors, before=factors and _MOVES_BEFORE)
     if _are_alike(first, later):
+        _require_no_step(program, given, factors, first)
         return
     if watch.on_tensors:
         raise set_on_a_tensor(watch.on_tensors[0])
@@ -163,6 +185,34 @@ def require_nothing_kept(program: Program) -> None:
 _Factors = tuple[float, float] | None
 
 
+def _require_no_step(
+    program: Program, given: Mapping[str, torch.Tensor], factors: _Factors, first: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises TraceError where results change with lists that grow, or with counters that no trace can follow.
+
+    The model is run as after many calls: each has made the lists as much longer as one call does.
+    """
+    for num_calls in _MANY_CALLS if program.watch.stepped else ():
+        with keep_program(program):
+            results_of(program, given)  # a list that is empty has nothing to be filled with
+            for stepped in program.watch.stepped:
+                step_on(stepped.place, stepped.before, stepped.after, num_calls)
+            try:
+                later = results_of(program, given, factors)
+            except Exception as error:
+                raise _by_steps(program.watch.stepped[0].place.name) from error
+        if not _are_alike(first, later):
+            raise _by_steps(program.watch.stepped[0].place.name)
+
+
+def _by_steps(name: str) -> TraceError:
+    return TraceError(
+        f"the model computes something else from call to call, by how far {name} has gone; the stages would "
+        "keep the first call for ever. Count in a buffer that the forward updates, or pass the count to the "
+        "forward"
+    )
+
+
 def _first(program: Program, given: Mapping[str, torch.Tensor]) -> tuple[_Factors, dict[str, torch.Tensor]]:
     """Returns the factors for the weights, and the results of a first call with these weights.
 
@@ -172,11 +222,11 @@ def _first(program: Program, given: Mapping[str, torch.Tensor]) -> tuple[_Factor
     is_on_cpu = all(parameter.device.type == "cpu" for parameter in program.parameters())
     moves = _MOVES if is_on_cpu else _MOVES[1:]
     for factors in moves if program.model.training else ():
-        with suppress(Exception), keep_attributes(program.model):
+        with suppress(Exception), keep_program(program):
             results = results_of(program, given, factors)
             if all(map(_tells_something, results.values())):
                 return factors, results
-    with keep_attributes(program.model):
+    with keep_program(program):
         return None, results_of(program, given)
 
 
@@ -184,10 +234,10 @@ def _later(
     program: Program, given: Mapping[str, torch.Tensor], factors: _Factors, *, before: _Factors
 ) -> dict[str, torch.Tensor]:
     """Returns the results after another call, which had other inputs and weights multiplied by `before`."""
-    with suppress(Exception), keep_attributes(program.model):  # inputs that the model may not take
+    with suppress(Exception), keep_program(program):  # inputs that the model may not take
         results_of(program, _others(program, given), before)
         return results_of(program, given, factors)
-    with keep_attributes(program.model):
+    with keep_program(program):
         results_of(program, given)
         return results_of(program, given, factors)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import fx, nn
 from pd2bw_fx.attributes import is_of_attributes
 from pd2bw_fx.modes import LAYERS_WITH_MODES
 
+from .places import LOSS, PLAIN, Place, is_generator, places_of, snapshot
 from .tensor_attributes import attributes_on
 
 # Autograd functions that torch.library makes of registered operators, and we of custom functions: the trace
@@ -33,22 +34,27 @@ _KEPT_WHOLE = (
     "pd2bw_fx.untraced_loss",
     "pd2bw_fx.untraced_part",
 )
-_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An attribute that the forward set to another plain value."""
+    """A plain value that the forward changed: an attribute of a module, or at another place."""
 
-    module: nn.Module
-    path: str
-    attribute: str
+    place: Place
     before: Any
     after: Any
+    module: nn.Module | None = None  # of an attribute
+    path: str = ""
+
+    @property
+    def attribute(self) -> str:
+        return str(self.place.keys[0])
 
     @property
     def is_of_a_layer(self) -> bool:
         """Whether a layer of torch computes something else because of it."""
+        if self.module is None:
+            return False
         if self.attribute == "training":
             return isinstance(self.module, LAYERS_WITH_MODES)
         return type(self.module).__module__.startswith("torch.nn")
@@ -58,8 +64,17 @@ class Change:
         return not self.is_of_a_layer and {type(self.before), type(self.after)} <= {int, float}
 
     def __str__(self) -> str:
-        name = f"{self.path}.{self.attribute}" if self.path else self.attribute
-        return f"attribute {name} ({self.before!r} before the forward, {self.after!r} after)"
+        what = "" if self.place.is_outside else "attribute "
+        return f"{what}{self.place.name} ({self.before!r} before the forward, {self.after!r} after)"
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A list that the forward made longer, or a counter of itertools or a number of numpy that it changed."""
+
+    place: Place
+    before: Any
+    after: Any
 
 
 @dataclass(slots=True)
@@ -76,6 +91,10 @@ class Watch:
     made: tuple[str, ...] = ()  # new parameters
     made_buffers: tuple[str, ...] = ()  # new buffers
     foreign: tuple[nn.Parameter, ...] = ()  # parameters that results depend on and that are not the model's
+    stepped: tuple[Stepped, ...] = ()
+    generators: tuple[str, ...] = ()  # that it has drawn from, other than those of Python and numpy for all
+    # Called at the end of a forward instead of looking: to look at followed numbers is to ask something.
+    instead: Callable[[], None] | None = None
     _parameters: frozenset[str] = frozenset()
     _buffers: frozenset[str] = frozenset()
     _attributes: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -83,29 +102,36 @@ class Watch:
     _contents: dict[int, dict[str, Any]] = field(default_factory=dict)
     _on_tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     _random: Any = None
+    _places: dict[tuple[Any, ...], tuple[Place, Any, Any]] = field(default_factory=dict)
 
-    def before(self, model: nn.Module) -> None:
+    def before(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        if self.instead is not None:
+            return
         self._parameters = frozenset(name for name, _ in model.named_parameters())
         self._buffers = frozenset(name for name, _ in model.named_buffers())
-        modules = {_identity(module): module for module in model.modules()}
+        modules = {key: module for key, (_, module) in _modules(model, loss_fn).items()}
         self._attributes = {key: _plain_attributes(module) for key, module in modules.items()}
         self._tensors = {key: _tensor_attributes(module) for key, module in modules.items()}
         self._contents = {key: _contents(module) for key, module in modules.items()}
         self._on_tensors = _on_tensors(model)
-        self._random = _random_state(), _own_generators(model)
+        self._random = _random_state()
+        self._places = {
+            place.identity: (place, value, snapshot(value)) for place, value in places_of(model, loss_fn)
+        }
 
-    def after(self, model: nn.Module, results: Iterable[Any]) -> None:
+    def after(self, model: nn.Module, loss_fn: Callable[..., Any] | None, results: Iterable[Any]) -> None:
+        if self.instead is not None:
+            self.instead()
+            return
         self.made = tuple(name for name, _ in model.named_parameters() if name not in self._parameters)
         self.made_buffers = tuple(name for name, _ in model.named_buffers() if name not in self._buffers)
-        self.drew_python_random = (_random_state(), _own_generators(model)) != self._random
+        self.drew_python_random = _random_state() != self._random
         nodes = _autograd_nodes(results)
         self.custom_functions = tuple(_custom_functions(nodes))
         own = set(model.parameters())
         leaves = leaves_of(results)
         self.foreign = tuple(leaf for leaf in leaves if type(leaf) is nn.Parameter and leaf not in own)
-        known: dict[int, tuple[str, nn.Module]] = {}
-        for path, module in model.named_modules():
-            known.setdefault(_identity(module), (path, module))
+        known = _modules(model, loss_fn)
         assigned = [
             (f"{path}.{name}" if path else name, type(module).__module__.startswith("torch.nn."))
             for key, (path, module) in known.items()
@@ -127,11 +153,49 @@ class Watch:
             if found != self._contents.get(key, {}).get(name)
         )
         self.changes = tuple(
-            Change(module, path, name, self._attributes[key].get(name), value)
+            Change(_attribute(module, path, name), self._attributes[key].get(name), value, module, path)
             for key, (path, module) in known.items()
             for name, value in _plain_attributes(module).items()
             if key in self._attributes and self._attributes[key].get(name) != value
         )
+        self._compare_places(model, loss_fn)
+
+    def _compare_places(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        changed = [
+            (place, value, before, after)
+            for place, value in places_of(model, loss_fn)
+            if (known := self._places.get(place.identity)) is not None
+            for before in known[2:]
+            if before != (after := snapshot(value))
+        ]
+        self.generators = tuple(place.name for place, value, _, _ in changed if is_generator(value))
+        self.stepped = tuple(
+            Stepped(place, before, after)
+            for place, value, before, after in changed
+            if not isinstance(value, PLAIN) and not is_generator(value) and type(before) is type(after)
+        )
+        moved = [
+            Change(place, before, after)
+            for place, value, before, after in changed
+            if isinstance(value, PLAIN) and isinstance(before, PLAIN)
+        ]
+        self.changes += tuple(moved)
+        names = [change.place.name for change in moved if change.place.is_outside]
+        self.filled += tuple(dict.fromkeys([*names, *(stepped.place.name for stepped in self.stepped)]))
+
+
+def _modules(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[int, tuple[str, nn.Module]]:
+    """Those of the model, and of a loss that is one, by their identity and with their paths."""
+    known: dict[int, tuple[str, nn.Module]] = {}
+    for start, root in (("", model), (LOSS, loss_fn)):
+        for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            known.setdefault(_identity(module), (".".join(filter(None, (start, path))), module))
+    return known
+
+
+def _attribute(module: nn.Module, path: str, name: str) -> Place:
+    is_outside = path.partition(".")[0] == LOSS
+    return Place(vars(module), (name,), f"{path}.{name}" if path else name, is_outside)
 
 
 def _identity(module: nn.Module) -> int:
@@ -144,7 +208,7 @@ def _identity(module: nn.Module) -> int:
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+    return {name: value for name, value in vars(module).items() if isinstance(value, PLAIN)}
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
@@ -166,13 +230,13 @@ def _holds(value: Any) -> bool:
 def _held(value: Any, depth: int = 0) -> Any:
     """Returns the value in a form to be compared: plain values by value, all others by identity."""
     if not _holds(value) or depth == _DEEPEST:
-        return value if isinstance(value, _PLAIN) else _Same(value)
+        return value if isinstance(value, PLAIN) else _Same(value)
     if is_of_attributes(value):
         return _Same(value), _held(vars(value), depth + 1)
     if isinstance(value, dict):
         return [(_held(key, depth + 1), _held(inner, depth + 1)) for key, inner in value.items()]
     if isinstance(value, set):
-        return {inner if isinstance(inner, _PLAIN) else id(inner) for inner in value}
+        return {inner if isinstance(inner, PLAIN) else id(inner) for inner in value}
     return [_held(inner, depth + 1) for inner in value]
 
 
@@ -223,23 +287,6 @@ def _random_state() -> Any:
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
     return random.getstate(), None if state is None else (state[1].tolist(), state[2:])
-
-
-def _own_generators(model: nn.Module) -> list[Any]:
-    """Returns the states of generators of Python and numpy that modules keep in attributes."""
-    held = (value for module in model.modules() for value in vars(module).values())
-    return [state for state in map(_state_of, held) if state is not None]
-
-
-def _state_of(value: Any) -> Any:
-    if isinstance(value, random.Random):
-        return value.getstate()
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if isinstance(value, numpy.random.Generator):
-        return repr(value.bit_generator.state)
-    return repr(value.get_state()) if isinstance(value, numpy.random.RandomState) else None
 
 
 def _autograd_nodes(results: Iterable[Any]) -> list[Any]:
