@@ -149,8 +149,7 @@ class IntegerProgram:
 
 
 def check_solver(solver: str) -> None:
-    """Raises SolverError unless this solver is known to PuLP and can run here, InputError if it is no
-    name."""
+    """Raises SolverError unless PuLP knows this solver and it can run here, InputError if it is no name."""
     require_kind("solver", solver, str, "a name such as 'highs' or 'cbc'")
     _engine(solver, None)
 
@@ -181,8 +180,7 @@ def _installed() -> list[str]:
 
 
 class _SilentHighs(highspy.Highs):  # type: ignore[misc]
-    """HiGHS without the banner that version 1.16 prints when it is created: stdout may be for a plan as
-    JSON."""
+    """HiGHS without the banner that version 1.16 prints at creation: stdout may be for a plan as JSON."""
 
     def enableCallbacks(self) -> None:
         self.setOptionValue("output_flag", False)  # before the first call that would answer with the banner

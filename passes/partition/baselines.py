@@ -101,8 +101,7 @@ def _equal(names: Sequence[str], layers: Sequence[Sequence[str]] | None, num_sta
 
 
 def _balanced(amounts: Floats, crossing: Floats, num_stages: int) -> Integers:
-    """Returns intervals whose largest sum or crossing cost is smallest. crossing[i] is the cost of a cut
-    before i."""
+    """Returns intervals with the smallest largest sum, or crossing cost: crossing[i] is for a cut before i."""
     n = len(amounts)
     sums = np.concatenate(([0.0], amounts.cumsum()))
     share = sums[None, :] - sums[:, None]
@@ -127,8 +126,7 @@ def _balanced(amounts: Floats, crossing: Floats, num_stages: int) -> Integers:
 
 
 def _crossing_s(problem: Problem, cluster: Cluster, names: Sequence[str]) -> Floats:
-    """Returns, for each place of the order, the time of the slowest link for all that crosses it, gradients
-    included."""
+    """Returns, for a cut at each position, the time of the slowest link for all that crosses it both ways."""
     position = {name: at for at, name in enumerate(names)}
     pairs = [(a, b) for a in range(len(cluster)) for b in range(len(cluster)) if a != b]
     slowest = min((cluster.bytes_per_s[a][b] for a, b in pairs), default=np.inf)

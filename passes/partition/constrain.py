@@ -223,8 +223,7 @@ def _between(value: Value, name_of: Mapping[str, str]) -> Value | None:
 
 
 def _check_pins(problem: Problem, cluster: Cluster, pins: Sequence[Pin]) -> None:
-    """Refuses pins of one block to two stages or devices, and of a reader to an earlier stage than its
-    input."""
+    """Refuses pins of a block to two stages or devices, and of a reader before what it reads."""
     of_block: dict[str, list[Pin]] = {}
     for pin in pins:
         for other in of_block.setdefault(pin.block, []):

@@ -24,8 +24,7 @@ from .reader import topological_order
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientSums:
-    """The bytes of each node's gradients, and the slowest of the cluster's links, which they are summed
-    over."""
+    """The bytes of each node's gradients, and the slowest link of the cluster, which limits their sums."""
 
     num_bytes: Floats
     bytes_per_s: float

@@ -180,8 +180,7 @@ def _fewest_joined(workload: Workload, groups: Groups, deadline: Deadline) -> Re
 
 
 class _Enumeration:
-    """Answers for a target by enumerating the down-sets of a workload, which are made at the first
-    question."""
+    """Answers by enumerating the down-sets of a workload, which are made at the first question."""
 
     def __init__(self, choices: Choices, orders: Sequence[tuple[bool, ...]]) -> None:
         self._choices = choices
@@ -260,8 +259,7 @@ class _RelaxedEnumeration:
 
 
 def _device_orders(num_accelerators: int, num_cpus: int) -> list[tuple[bool, ...]]:
-    """Returns every order of accelerators and CPUs, with True for a CPU. Raises InputError if there are too
-    many."""
+    """Returns every order of the devices, with True for a CPU. Raises InputError if there are too many."""
     count = math.comb(num_accelerators + num_cpus, num_cpus)
     if count > _MOST_ORDERS:
         raise InputError(

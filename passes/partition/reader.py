@@ -236,8 +236,7 @@ def crossing_values(problem: Problem) -> list[Value]:
 
 
 def transfer_s(value: Value, cluster: Cluster, source: int, target: int) -> float:
-    """Returns the seconds for a value to go from one device to another and its gradient, if any, to come
-    back."""
+    """Returns the seconds for a value to go to another device and for its gradient, if any, to come back."""
     seconds = cluster.transfer_s(source, target, value.bytes)
     if value.gradient_bytes:
         seconds += cluster.transfer_s(target, source, value.gradient_bytes)

@@ -245,8 +245,7 @@ class ReplicaRequest:
 def with_replicas(
     instance: Instance, share: Sequence[int], sums: GradientSums, microbatches_per_update: int
 ) -> Instance:
-    """Returns the instance with replicas: a stage with r copies is r times as fast, but sums their
-    gradients."""
+    """Returns the instance with replicas: r copies are r times as fast, but sum their gradients."""
     r = np.array(share, dtype=float)
     return replace(
         instance,

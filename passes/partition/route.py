@@ -36,8 +36,7 @@ class RouteOption:
 
 
 def routed(instance: Instance, stage_of: Integers) -> tuple[dict[int, Hops], Loads]:
-    """Returns the hops of each net that is not sent straight, by net, and what the assignment costs with
-    them."""
+    """Returns the hops of nets that are not sent straight, by net, and the assignment's costs with them."""
     straight = evaluate(instance, stage_of)
     if instance.num_stages < 3 or not instance.per_destination:
         return {}, straight

@@ -172,8 +172,7 @@ class Stopwatch:
         return sum(self._alone_s[key]) < self._short_s
 
     def _end_group(self) -> None:
-        """Times all calls of the group once more, together: their operands exist, so nothing comes between
-        them."""
+        """Times the calls of the group once more, together: operands exist, so nothing comes in between."""
         group, self._group = self._group, []
         if not group:
             return
@@ -281,8 +280,7 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
 
     def _empty_backward_s(self) -> float:
-        """Returns the cost of entering and leaving autograd, which a stage pays once and not for each
-        operator."""
+        """Returns the cost of entering and leaving autograd, which a stage pays only once."""
         leaf = torch.zeros(1, device=self._device, requires_grad=True)
         output, seed = leaf.view(1), torch.ones(1, device=self._device)
         return _quartile(
@@ -313,7 +311,6 @@ def _root(graph: OperatorGraph) -> nn.Module:
 
 @contextmanager
 def state_as_it_was(graph: OperatorGraph, devices: Sequence[int] = ()) -> Iterator[None]:
-    """Keeps the random state and the model: buffers, and parameters, which an embedding with max_norm
-    writes."""
+    """Keeps the random state and the model, parameters too: an embedding with max_norm writes to them."""
     with torch.random.fork_rng(devices=devices), keep_model(_root(graph)):
         yield

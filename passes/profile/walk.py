@@ -51,8 +51,7 @@ class Meter(Protocol):
 
     @property
     def device(self) -> torch.device | None:
-        """The device that calls run on, whichever the program was traced on, or None for that of its
-        tensors."""
+        """The device that calls run on, whichever the program was traced on; None for that of its tensors."""
 
     def convert(self, tensor: Tensor) -> Tensor:
         """Returns the tensor as this meter runs it: on its device, or without values."""
@@ -236,8 +235,7 @@ class Walk(ProgramInterpreter):
         return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
     def _write(self, node: fx.Node) -> Any:
-        """Runs an operator that writes into its operands once on the operands themselves, for their
-        readers."""
+        """Runs an operator that writes into its operands on the operands themselves, once, for their readers."""
 
         def detached(value: Any) -> Any:
             return value.detach() if isinstance(value, Tensor) else value

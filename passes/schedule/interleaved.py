@@ -20,8 +20,7 @@ from .method import Cell, Method, Placing
 
 
 class Interleaved(Method):
-    """Runs microbatches in rounds of about d. A round goes through a rank's first stage, then its second,
-    .."""
+    """Runs microbatches in rounds of about d, each through a rank's first stage, then its second, .."""
 
     name = "interleaved"
     placing = Placing.ROUND

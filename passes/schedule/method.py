@@ -68,8 +68,7 @@ class Method(ABC):
 
     @property
     def planned_as(self) -> Method:
-        """The method whose memory a plan is made for: another one where this one's is only known for a
-        plan."""
+        """The method to plan memory by: another one if this one's is only known for a plan."""
         return self
 
     @abstractmethod

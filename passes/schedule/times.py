@@ -26,8 +26,7 @@ class Times:
 
     @classmethod
     def equal(cls, num_stages: int, *, in_flight: int | None = None) -> Times:
-        """Returns F = I = W = 1 at every stage, and the memory of 1F1B's first stage unless `in_flight` is
-        given."""
+        """Returns F = I = W = 1 at every stage, and unless given the memory of 1F1B's first stage."""
         one = (1.0,) * num_stages
         return cls(one, one, one, 0.0, (in_flight or num_stages,) * num_stages)
 
@@ -40,8 +39,7 @@ class Times:
 
 
 def times_of(plan: Plan) -> Times:
-    """Returns a plan's times. Half of a backward is for the weights; every message takes as long as the
-    slowest."""
+    """Returns a plan's times: half of a backward is for the weights; messages take as long as the slowest."""
     links = [t.seconds / (2 if t.gradient_bytes else 1) for t in plan.transfers]
     return Times(
         forward_s=tuple(stage.forward_s for stage in plan.stages),

@@ -143,8 +143,7 @@ def _like_the_handmade(d: int, m: int, times: Times) -> Iterator[tuple[_Order, .
 
 
 def _cost_s(orders: Sequence[_Order], times: Times) -> float:
-    """Returns the longest time of a stage, with links of pure latency; infinite if stages wait in a
-    circle."""
+    """Returns the longest time of a stage, with pure latencies; infinite if stages wait in a circle."""
     d = len(orders)
     done_s: dict[tuple[int, Kind, int], float] = {}
     first_s, now_s, positions = [-1.0] * d, [0.0] * d, [0] * d
@@ -199,8 +198,7 @@ class _Program:
         self.program.minimise([(self.cost, 1.0)])
 
     def _before(self, stage: int, first: _Piece, then: _Piece, *, delay_s: float = 0.0, to: int = 0) -> None:
-        """Requires that `then`, `to` stages further on, starts no earlier than `delay_s` after `first`
-        ends."""
+        """Requires `then`, `to` stages further on, to start `delay_s` or more after `first` ends."""
         length_s = self.times.of(stage, first[0]) + delay_s
         terms = [(self.start[stage, *first], 1.0), (self.start[stage + to, *then], -1.0)]
         self.program.at_most(terms, -length_s)
@@ -244,8 +242,7 @@ class _Program:
         self.program.at_most([(b, 1.0), (a, -1.0), (chosen, -big_s)], -other_s)
 
     def solve(self, time_limit_s: float) -> tuple[tuple[_Order, ...] | None, float]:
-        """Returns orders with a lower cost, or None, and a bound on all orders, infinite if none has a lower
-        cost."""
+        """Returns orders with a lower cost, or None, and a bound on the cost, infinite if none is lower."""
         outcome = self.program.solve(time_limit_s=time_limit_s)
         if not outcome.has_solution:
             is_proof = outcome.status.value == "infeasible"

@@ -209,8 +209,7 @@ def _own_bytes(stage: StagePlan, shared: _Shared) -> int:
 
 
 def _all_reduce_s(num_bytes: int, num_ranks: int, cluster: Cluster, known: Calibration) -> float:
-    """Returns the time to sum gradients over ranks, bucket by bucket as the runtime does, each with a
-    ring."""
+    """Returns the time to sum gradients over ranks, with a ring for each bucket as in the runtime."""
     pairs = [(a, b) for a in range(len(cluster)) for b in range(len(cluster)) if a != b]
     if num_ranks == 1 or not pairs:
         return 0.0

@@ -128,8 +128,7 @@ def _check_order(schedule: Schedule, durations: Durations) -> None:
 
 
 class _Mailbox:
-    """The messages that have been sent to one stage: how many for each microbatch, and the last one's
-    arrival."""
+    """The messages sent to one stage: how many for each microbatch, and when the last one arrives."""
 
     __slots__ = ("arrived", "expected", "last_s")
 
@@ -307,8 +306,7 @@ class _Simulation:
         return woken
 
     def _gate_s(self, rank: int, action: Action, now_s: float, woken: list[int]) -> float | None:
-        """Returns when a computation of a stage with sums may begin, or None while some rank has not
-        posted."""
+        """Returns when a computation of a stage with sums may begin; None while a rank has not posted."""
         stage, version = action.stage, action.version
         if action.kind is not Kind.UPDATE:
             # With one version, the update itself has waited.
@@ -333,8 +331,7 @@ class _Simulation:
         return free_s + late_s
 
     def _refuse(self, waiting: set[int]) -> None:
-        """Raises an error that names the receive that will never be served or, in a circle of waits, the
-        earliest."""
+        """Raises an error that names the receive without a send or, in a circle of waits, the earliest one."""
         left = {rank: self.schedule.ranks[rank][self.position[rank] :] for rank in waiting}
         receivers = [rank for rank in waiting if left[rank][0].kind in self.mailboxes] or sorted(waiting)
         to_come = {(a.kind, a.stage, a.microbatch) for actions in left.values() for a in actions}

@@ -92,8 +92,7 @@ class _KindLoads:
     def _raise(
         self, bound: Any, network: LoadNetwork, alone: Integers, work: Integers, deadline: Any
     ) -> None:
-        """Raises the bounds of nodes that may exceed the target to their least cuts, most expensive nodes
-        first."""
+        """Raises bounds of nodes that may exceed the target to their least cuts, most expensive first."""
         most = alone.copy()  # an upper bound on the least load around each node
         while deadline.left_s > 0:
             node = int(most.argmax())

@@ -16,8 +16,7 @@ _HOLDING, _REST = "holding", "rest"
 
 
 class LoadNetwork:
-    """The network. A tensor of three or more ends has two nodes of its own in it, with one arc between
-    them."""
+    """The network. A tensor of three or more ends has two nodes of its own, with one arc between them."""
 
     def __init__(self, work: Mapping[int, float], tensors: Iterable[tuple[tuple[int, ...], float]]) -> None:
         """Takes tensors as pairs of their ends, in order, and their cost."""

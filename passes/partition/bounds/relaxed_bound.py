@@ -70,8 +70,7 @@ class RelaxedBound:
         return Answer(Status.FEASIBLE if is_real else Status.UNKNOWN, 0, found)
 
     def _assignment(self, target_s: float, room: Room, deadline: Deadline) -> Integers | None:
-        """Returns an assignment to as many stages as the real rules ask for. It may be slower by those
-        rules."""
+        """Returns an assignment to as many stages as the real rules ask for, by which it may be slower."""
         num_stages = None if self._instance.may_be_empty else self._instance.num_stages
         chain = roomiest_chain(self._sets, target_s, room, deadline, num_stages=num_stages)
         return None if chain is None else chain.stage_of[self._number_of]

@@ -142,8 +142,7 @@ def _time_windows(instance: Instance, room_s: Floats, lost: Lost, reach: Reach, 
 
 
 def _in_seconds_of_the_first(instance: Instance) -> tuple[Floats, Floats]:
-    """Returns the work in seconds of stage 0, and how many of these each stage does in one second, at
-    most."""
+    """Returns the work in seconds of stage 0, and the most of these that each stage does in one second."""
     work_s = instance.work_s + (instance.again_s if instance.recompute is True else 0.0)
     unit = work_s[0]
     some = unit > 0
@@ -173,8 +172,7 @@ def _narrowed_to(
 
 
 def _closed(instance: Instance, room_s: Floats, reach: Reach, windows: Windows) -> Windows | None:
-    """Takes stages off the ends of windows where a node does not fit by itself, then narrows along the
-    edges."""
+    """Narrows windows whose ends a node does not fit on by itself, and then along the edges."""
     k = instance.num_stages
     first, last = windows.first.copy(), windows.last.copy()
     fits = _fits_alone(instance, room_s)

@@ -80,8 +80,7 @@ def _stages_more(request: SearchRequest, more: int) -> str:
 def _least_more(
     request: SearchRequest, device: int, *, solver: str, deadline: Deadline
 ) -> tuple[int, SearchResult] | None:
-    """Returns the fewest bytes that this device needs besides its own, to about a hundredth, and their
-    plan."""
+    """Returns the fewest additional bytes for this device, to about a hundredth, and their plan."""
     own_bytes = request.cluster.devices[device].memory_bytes
 
     def planned(more_bytes: int, gap: float) -> tuple[int, SearchResult] | None:

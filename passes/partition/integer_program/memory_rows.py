@@ -57,8 +57,7 @@ class MemoryRows:
             moment.row.add(variable, num_bytes * moment.in_flight)
 
     def keep(self, stage: int, variable: Variable, num_bytes: float) -> None:
-        """Adds these bytes for every microbatch in flight but the one that is worked on, where the variable
-        is one."""
+        """Adds these bytes for all microbatches in flight but one, where the variable is one."""
         for moment in self._moments[stage]:
             moment.row.add(variable, num_bytes * (moment.in_flight - moment.at_work))
 

@@ -152,8 +152,7 @@ class SearchState:
                 self.refute_or_improve(choice, gap)
 
     def refute_or_improve(self, choice: int, gap: float) -> None:
-        """Asks programs until this choice has nothing faster than the incumbent by `gap`, or the time is
-        up."""
+        """Asks programs until this choice has nothing faster by `gap`, or the time is up."""
         while True:
             target_s = float(self.bottleneck_s) * (1.0 - gap)
             if self.refuted_s[choice] >= target_s or self.bound_s() >= target_s:
@@ -194,8 +193,7 @@ class SearchState:
             fruitless = 0 if self._shuffle_once(shuffler, fruitless, gap) else fruitless + 1
 
     def _shuffle_once(self, shuffler: Shuffler, number: int, gap: float) -> bool:
-        """Cuts one more order, every other time for another choice. Returns whether that is better by the
-        gap."""
+        """Cuts one more order, every other time for another choice. Returns whether that gains the gap."""
         choice = self.choice if number % 2 == 0 else number // 2 % len(self.choices)
         before_s = self.bottleneck_s
         assert self.stage_of is not None
@@ -214,8 +212,7 @@ class SearchState:
                 self.enumerate(rules, gap)
 
     def ask_windows(self, gap: float) -> None:
-        """Bisects for the largest target at which, on every choice, some node has no stage left: a quick
-        bound."""
+        """Bisects for a quick bound: the largest target at which, on every choice, some node has no stage."""
         low_s, high_s = self.bound_s(), float(self.bottleneck_s) * (1.0 - gap)
         while np.isfinite(high_s) and high_s - low_s > _FINE_GAP * high_s:
             target_s = (low_s + high_s) / 2
@@ -316,8 +313,7 @@ class SearchState:
 
 
 def _at_best_s(instance: Instance) -> float:
-    """Returns the sum of all work and transfers, each where it takes least. First cuts ignore far larger
-    times."""
+    """Returns all work and transfers, each where it takes least. First cuts ignore far larger times."""
     apart = ~np.eye(instance.num_stages, dtype=bool)
     transfers_s = instance.cost_s[:, apart].min(axis=1) if instance.num_stages > 1 else np.zeros(1)
     return float(instance.work_s.min(axis=0).sum() + transfers_s.sum())
