@@ -101,7 +101,7 @@ def _equal(names: Sequence[str], layers: Sequence[Sequence[str]] | None, num_sta
 
 
 def _balanced(amounts: Floats, crossing: Floats, num_stages: int) -> Integers:
-    """Returns intervals with the smallest largest sum, or crossing cost: crossing[i] is for a cut before i."""
+    """Returns intervals whose largest sum or crossing cost is smallest; crossing[i] is for a cut before i."""
     n = len(amounts)
     sums = np.concatenate(([0.0], amounts.cumsum()))
     share = sums[None, :] - sums[:, None]

@@ -235,7 +235,7 @@ class Walk(ProgramInterpreter):
         return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
     def _write(self, node: fx.Node) -> Any:
-        """Runs an operator that writes into its operands on the operands themselves, once, for their readers."""
+        """Runs an operator that writes into its operands on these themselves, once, for their readers."""
 
         def detached(value: Any) -> Any:
             return value.detach() if isinstance(value, Tensor) else value

@@ -331,7 +331,7 @@ class _Simulation:
         return free_s + late_s
 
     def _refuse(self, waiting: set[int]) -> None:
-        """Raises an error that names the receive without a send or, in a circle of waits, the earliest one."""
+        """Raises an error that names the receive without a send or, in a circle of waits, the earliest."""
         left = {rank: self.schedule.ranks[rank][self.position[rank] :] for rank in waiting}
         receivers = [rank for rank in waiting if left[rank][0].kind in self.mailboxes] or sorted(waiting)
         to_come = {(a.kind, a.stage, a.microbatch) for actions in left.values() for a in actions}

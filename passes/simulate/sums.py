@@ -95,7 +95,7 @@ def sums_of(holders: Sequence[set[int]], all_reduce_s: Sequence[float], tied: It
 
 @dataclass(frozen=True, slots=True)
 class Tied:
-    """Parameters that several stages hold, on these ranks, and the seconds that summing their gradients takes."""
+    """Parameters that several stages hold, on these ranks, and the seconds to sum their gradients."""
 
     stages: frozenset[int]
     ranks: frozenset[int]

@@ -166,7 +166,7 @@ class _Quotient:
         return self.work[at] + added <= saved and not self._is_misplaced(at, {at, by}, by)
 
     def _is_misplaced(self, at: int, together: set[int], of: int) -> bool:
-        """Returns whether a neighbour of `at` outside of `together` may be on the wrong side of leader `of`."""
+        """Returns whether a neighbour of `at` outside of `together` may be on the wrong side of `of`."""
         before, after = self.before[at] - together, self.after[at] - together
         return not all(self.ancestors[of] >> node & 1 for node in before) or not all(
             self.descendants[of] >> node & 1 for node in after

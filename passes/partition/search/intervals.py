@@ -106,7 +106,7 @@ class _Rectangles:
         self._grids: dict[tuple[str, bytes], Floats] = {}
 
     def load_s(self, stage: int) -> Floats:
-        """Returns the load of every interval on this stage, infinite where it does not fit; do not write to it."""
+        """Returns the load of every interval on this stage, infinite if it does not fit. It is read-only."""
         instance = self.instance
         work_s = self._by_stretch(instance.work_s[stage])
         if instance.recompute is True:
@@ -168,7 +168,7 @@ class _Rectangles:
         load_s[recomputed > limit] = _NEVER
 
     def _link_costs(self, stage: int) -> Floats:
-        """Returns the cost of each corner: a producer pays to the next stage, its readers to the previous one."""
+        """Returns each corner's cost: a producer pays to the next stage, its readers to the one before."""
         before, after = max(stage - 1, 0), min(stage + 1, self.instance.num_stages - 1)
         costs = self.instance.cost_s[self.nets, stage]
         if stage in (before, after):
