@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pd2bw_fx import split
-from pd2bw_fx.passes.export_onnx.translatable import TRANSLATABLE
+from pd2bw_fx.passes.export_onnx.operators.translatable import TRANSLATABLE
 
 ROWS = torch.linspace(-1, 1, 5)
 PLACES = torch.tensor([[[0, 0, 1, 2, 3, 3, 3, 5]]])

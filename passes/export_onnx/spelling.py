@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .assertions import ASSERTING, Asserted
-from .translatable import TRANSLATABLE
+from .operators.translatable import TRANSLATABLE
 
 
 class TranslatableSpelling(TorchFunctionMode):

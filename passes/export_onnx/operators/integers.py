@@ -1,6 +1,6 @@
-"""Integers by integers: quotients and shifts of every type of them.
+"""Division and shifts of integers of every type.
 
-The exporter writes quotients by way of float32, exact up to 2**24, and shifts of a type that only some have.
+The exporter divides in float32, which is exact up to 2**24, and shifts by an operator of few types.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LARGEST_SHIFT = 62  # of which two to its power is an int64
+_LARGEST_SHIFT = 62  # 2**62 is the largest power of two in an int64
 
 
 def _is_whole(operand: Any) -> bool:
@@ -22,7 +22,10 @@ def _is_whole(operand: Any) -> bool:
 
 
 def divided(self: Any, other: Any, *, rounding_mode: str | None = None, out: Tensor | None = None) -> Any:
-    """Rounded up where `trunc` is above `floor`: a negative quotient with a remainder."""
+    """Divides integers, rounded as `rounding_mode` says.
+
+    "trunc" is one more than "floor" where the quotient is negative and there is a remainder.
+    """
     if rounding_mode is None or out is not None or not (_is_whole(self) and _is_whole(other)):
         return NotImplemented
     self, other = as_tensors(self, other)
@@ -34,7 +37,7 @@ def divided(self: Any, other: Any, *, rounding_mode: str | None = None, out: Ten
 
 
 def as_tensors(*operands: Any) -> Iterator[Tensor]:
-    """Of the type that torch computes their quotient in; one of them is a tensor already."""
+    """Yields the operands as tensors of the type in which torch divides them; one of them is a tensor."""
     dtype = torch.result_type(*operands)
     for each in operands:
         yield each.to(dtype) if isinstance(each, Tensor) else torch.tensor(each, dtype=dtype)
@@ -44,7 +47,7 @@ def _shifted(self: Any, other: Any, function: Callable[[Tensor, Any], Tensor], o
     if not (isinstance(self, Tensor) and _is_whole(self) and _is_whole(other)) or out is not None:
         return NotImplemented
     dtype = torch.result_type(self, other)
-    if dtype is torch.int64:  # the exporter has them, and no wider type is there
+    if dtype is torch.int64:  # the exporter translates these, and there is no wider type
         return NotImplemented
     if isinstance(other, Tensor):
         factor = torch.pow(2, other.to(torch.int64).clamp(0, _LARGEST_SHIFT))
@@ -54,12 +57,12 @@ def _shifted(self: Any, other: Any, function: Callable[[Tensor, Any], Tensor], o
 
 
 def _right(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
-    """floor(x / 2**n), of negative numbers too."""
+    """Computes floor(x / 2**n), also for negative x."""
     return _shifted(self, other, torch.floor_divide, out)
 
 
 def _left(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
-    """x * 2**n; the cast back leaves the lower bits."""
+    """Computes x * 2**n; the cast back keeps the lower bits."""
     return _shifted(self, other, torch.mul, out)
 
 

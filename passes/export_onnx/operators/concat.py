@@ -1,4 +1,4 @@
-"""Tensors of several types put together: the exporter casts them to one for torch.cat alone."""
+"""Stacks tensors of several types. The exporter casts them to a common type for torch.cat alone."""
 
 from __future__ import annotations
 

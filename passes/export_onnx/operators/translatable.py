@@ -1,4 +1,4 @@
-"""Operators that ONNX does not have, computed by those that it has."""
+"""The table of torch functions that are computed otherwise for the exporter, and those without a module."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .floored import BY_NAME as FLOORED
-from .joined import BY_FUNCTION as JOINED
+from .concat import BY_FUNCTION as JOINED
+from .division import BY_NAME as FLOORED
+from .integers import BY_NAME as WHOLE_NUMBERS
 from .ordering import BY_NAME as ORDERING
 from .scans import BY_NAME as SCANS
 from .special import BY_FUNCTION as SPECIAL_FUNCTIONS
 from .special import BY_NAME as SPECIAL
 from .stable import BY_FUNCTION as STABLE_FUNCTIONS
 from .stable import BY_NAME as STABLE
-from .whole_numbers import BY_NAME as WHOLE_NUMBERS
 
 
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Any:
@@ -33,7 +33,7 @@ def _isin(
     assume_unique: bool = False,
     invert: bool = False,
 ) -> Any:
-    """One of the two may be a number."""
+    """Either of the two may be a number."""
     if isinstance(elements, Tensor) and isinstance(test_elements, Tensor):
         found = (elements.unsqueeze(-1) == test_elements.flatten()).any(-1)
     elif isinstance(elements, Tensor):
@@ -54,8 +54,10 @@ def _searchsorted(
     side: str | None = None,
     sorter: Tensor | None = None,
 ) -> Tensor:
-    """How many of the sequence are smaller: its rows' own values, or any, where it has one row; a number is
-    one of those."""
+    """Counts the entries of the sorted sequence that are smaller than each value.
+
+    A sequence of several rows is given the values of the same row. A single one is given any, or a number.
+    """
     if sorter is not None:
         sorted_sequence = sorted_sequence.gather(-1, sorter)
     rows = sorted_sequence if sorted_sequence.dim() == 1 else sorted_sequence.unsqueeze(-2)
@@ -70,7 +72,7 @@ def _kthvalue(self: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tup
 
 
 def _median(self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """The lower one of two in the middle; NaN where there is one, and then the first of them."""
+    """Takes the lower of two middle values, and the first NaN where there is one."""
     if dim is None:
         return _median(self.flatten(), 0)[0]
     values, places = _kthvalue(self, (self.shape[dim] + 1) // 2, dim, keepdim)
@@ -88,7 +90,7 @@ def _last(tensor: Tensor, dim: int, keepdim: bool) -> Tensor:
 
 
 def _subtracted_from(self: Tensor, other: Any, *, alpha: float = 1) -> Any:
-    """The exporter finds no `1.5 - x` for whole numbers x."""
+    """The exporter does not know `1.5 - x` for integers x."""
     dtype = torch.result_type(self, other)
     if isinstance(other, Tensor) or alpha != 1 or dtype is self.dtype:
         return NotImplemented
@@ -111,12 +113,14 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, None, None, None]:
-    """indices: (words), of which each bag has those from its offset to the next one's: the sum (mode 0), the
-    mean (1) or the largest (2) of their rows."""
+    """Computes the sum (mode 0), mean (1) or maximum (2) of the rows of each bag.
+
+    indices: (words). A bag has the words from its offset to the next bag's.
+    """
     ends = offsets[:-1] if include_last_offset else offsets
     bags = (ends <= torch.arange(indices.shape[0], device=ends.device).unsqueeze(1)).sum(1) - 1
     is_in = bags == torch.arange(ends.shape[0], device=ends.device).unsqueeze(1)  # (bags, words)
-    if padding_idx is not None:  # below zero, from the end
+    if padding_idx is not None:  # may be negative
         is_in = is_in & (indices != padding_idx % weight.shape[0])
     rows = functional.embedding(indices, weight)
     if mode == 2:
@@ -142,7 +146,10 @@ def _bags_of_layer(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """input: (bags, words), or (words) with offsets. What nn.EmbeddingBag calls; `max_norm` would write."""
+    """Computes what nn.EmbeddingBag calls, without `max_norm`, which writes to the weight.
+
+    input: (bags, words), or (words) with offsets.
+    """
     if max_norm is not None:
         return NotImplemented
     if offsets is None:
@@ -165,7 +172,7 @@ def _multilabel_margin(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Any:
-    """input: (batch, classes); target: its classes, up to the first -1."""
+    """input: (batch, classes). target: the right classes of each row, up to the first -1."""
     if size_average is not None or reduce is not None or input.dim() != 2:
         return NotImplemented
     is_given = (target < 0).to(torch.int64).cumsum(1) == 0
@@ -189,7 +196,7 @@ def _rrelu(
 
 
 def _squeeze(self: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """Of the dimensions that were named those of size 1: ONNX's Squeeze takes no others."""
+    """Squeezes those named dimensions that have size 1. ONNX's Squeeze takes no others."""
     if self.dim() == 0:
         return self
     named = range(self.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
@@ -206,8 +213,10 @@ def _adaptive_max_pool(
     *,
     num_dims: int,
 ) -> Any:
-    """The largest of each window, one dimension after the other, and its place among all: the first of
-    several. Where sizes are open it is left as it is."""
+    """Takes the maximum of each window, one dimension after another, and its index in the whole input.
+
+    Of equal maxima it takes the first. Open sizes are left to the exporter.
+    """
     asked = output_size if isinstance(output_size, tuple | list) else (output_size,) * num_dims
     wanted = dict(zip(range(-num_dims, 0), asked * (num_dims // len(asked)), strict=True))
     shape = input.shape[-num_dims:]
@@ -277,4 +286,4 @@ TRANSLATABLE: Mapping[Any, Callable[..., Any]] = {
     **SPECIAL_FUNCTIONS,
     **_POOLS,
 }
-"""By the function, under each of its public names. One returns NotImplemented where it leaves it as it is."""
+"""Maps each public name of a torch function to the function that takes its place."""

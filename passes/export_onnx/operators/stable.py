@@ -1,6 +1,6 @@
-"""Logarithms and exponentials that neither overflow nor lose small arguments, as torch's own do not.
+"""Logarithms and exponentials that neither overflow nor lose small arguments, and the losses made of them.
 
-The exporter writes log(sigmoid(x)), log(exp(a) + exp(b)) and log(1 + x) for them.
+The exporter writes them out as log(sigmoid(x)), log(exp(a) + exp(b)) and log(1 + x), which do both.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from .ordering import at_most
 
-_LEAST_LOG = -100.0  # of a probability, in torch's binary cross entropy
+_LEAST_LOG = -100.0  # torch's binary cross entropy clamps the logarithm of a probability to it
 
 
 def _of_one_more(x: Tensor) -> Tensor:
-    """log(1 + x) by what is left of x in 1 + x (W. Kahan)."""
+    """Computes log(1 + x), corrected by the part of x that 1 + x keeps (W. Kahan)."""
     above = 1 + x
     as_it_is = (above == 1) | (x == math.inf)
     return torch.where(as_it_is, x, above.log() * (x / torch.where(as_it_is, 1.0, above - 1)))
 
 
 def _one_less(self: Tensor) -> Tensor:
-    """exp(x) - 1, by the same."""
+    """Computes exp(x) - 1 with the same correction."""
     power = self.exp()
     less = power - 1
     as_it_is = (power == 1) | (less == -1) | (power == math.inf)
@@ -38,7 +38,7 @@ def _log_sigmoid(input: Tensor) -> Tensor:  # noqa: A002 - as torch calls it
 
 
 def _log_add_exp(self: Tensor, other: Tensor) -> Tensor:
-    apart = torch.where(self == other, 0.0, -(self - other).abs())  # of two infinite ones too
+    apart = torch.where(self == other, 0.0, -(self - other).abs())  # also for equal infinities
     return torch.maximum(self, other) + _of_one_more(apart.exp())
 
 
@@ -48,7 +48,7 @@ def _log_add_exp2(self: Tensor, other: Tensor) -> Tensor:
 
 
 def _log_cum_sum_exp(self: Tensor, dim: int) -> Tensor:
-    """Over each entry's predecessors and itself, a row of them for each."""
+    """Sums over a row for each entry, which holds the entries up to it."""
     rows = up_to_each(self, dim, -math.inf)
     largest = rows.amax(-1, keepdim=True)
     finite = torch.where(largest.isinf(), 0.0, largest)
@@ -56,7 +56,7 @@ def _log_cum_sum_exp(self: Tensor, dim: int) -> Tensor:
 
 
 def up_to_each(tensor: Tensor, dim: int, neutral: float) -> Tensor:
-    """(.., n, n): the dimension moved to the end, and in each row its entries up to one, then `neutral`."""
+    """Returns (.., n, n): `dim` moved to the end, a row per entry with those up to it, then `neutral`."""
     moved = tensor.movedim(dim, -1)
     places = torch.arange(moved.shape[-1], device=tensor.device)
     return torch.where(places <= places.unsqueeze(1), moved.unsqueeze(-2), neutral)

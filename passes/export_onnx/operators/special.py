@@ -1,4 +1,4 @@
-"""Special functions that ONNX does not have, or not for all numbers."""
+"""Special functions that ONNX lacks, or has for some numbers only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .ordering import at_least, at_most
 
 
 def _hypot(self: Tensor, other: Tensor) -> Tensor:
-    """By the quotient of the two, whose square neither overflows nor vanishes."""
+    """Scales by the larger side, so that the square neither overflows nor vanishes."""
     dtype = torch.result_type(self, other)
     wide = torch.float32 if dtype.itemsize < 4 else dtype
     a, b = self.to(wide).abs(), other.to(wide).abs()
@@ -25,8 +25,10 @@ def _hypot(self: Tensor, other: Tensor) -> Tensor:
 
 
 def _lgamma(self: Tensor) -> Tensor:
-    """Stirling's series seven steps further, in double precision; the reflection below a half. Infinite far
-    away and at its poles, which are the whole numbers up to 0."""
+    """Computes Stirling's series at x + 7 in double precision, and reflects arguments below a half.
+
+    It is infinite at infinity and at the poles, which are the integers up to 0.
+    """
     x = self.double()
     is_small = x < 0.5
     z = torch.where(is_small, 1 - x, x)
@@ -42,14 +44,14 @@ def _lgamma(self: Tensor) -> Tensor:
 
 
 def _logit(self: Tensor, eps: float | None = None, *, out: Tensor | None = None) -> Any:
-    """ONNX's Clip takes NaN for a bound."""
+    """Avoids ONNX's Clip, which makes NaN a bound."""
     if eps is None or out is not None:
         return NotImplemented
     share = at_most(at_least(self, eps), 1 - eps)
     return (share / (1 - share)).log()
 
 
-# Above and below w = 5, with the highest power first.
+# Coefficients below and above w = 5, the highest power first.
 _ERFINV_NEAR = (
     2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503,
     -0.00417768164, 0.246640727, 1.50140941,
@@ -61,7 +63,7 @@ _ERFINV_FAR = (
 
 
 def _erfinv(self: Tensor) -> Any:
-    """M. Giles, "Approximating the erfinv function" (2010), table 5: single precision."""
+    """Computes the series of M. Giles, "Approximating the erfinv function" (2010), table 5."""
     if self.dtype is torch.float64:
         return NotImplemented
     x = self.float()

@@ -1,6 +1,6 @@
-"""Quotients of floats rounded down, and what they leave over, by way of fmod, as torch computes them.
+"""Floor division and remainder of floats, computed from fmod as torch computes them.
 
-The exporter rounds the quotient down: 0.3 / 0.1 is 3 in float32, and 0.3 // 0.1 is 2.
+The exporter writes the floor of the quotient instead. In float32 0.3 / 0.1 is 3, while 0.3 // 0.1 is 2.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .whole_numbers import as_tensors, divided
+from .integers import as_tensors, divided
 
 _FLOATS = (torch.float16, torch.float32, torch.float64)
 
@@ -46,8 +46,10 @@ def _remainder(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
 
 
 def _wide(*operands: Any) -> Iterator[Tensor]:
-    """As tensors, halves in float32, in which torch computes their quotients; for that it does not round a
-    number to a half, as it does for what is left over."""
+    """Yields the operands as tensors, float16 ones in float32, in which torch divides them.
+
+    torch does not round a Python number to float16 for a quotient. For a remainder it does.
+    """
     dtype = torch.result_type(*operands)
     if dtype is not torch.float16:
         yield from as_tensors(*operands)
@@ -58,7 +60,7 @@ def _wide(*operands: Any) -> Iterator[Tensor]:
 
 
 def _left(self: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """What rounding to zero leaves over, and whether it is on the other side of zero than the divisor."""
+    """Returns the remainder of a division rounded to zero, and where its sign is not the divisor's."""
     left = torch.fmod(self, other)
     return left, (left != 0) & ((other < 0) != (left < 0))
 

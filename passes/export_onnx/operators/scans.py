@@ -1,4 +1,4 @@
-"""Products, largest and smallest of all entries up to each, of a dimension of any size."""
+"""Cumulative products, maxima and minima along a dimension of any size, known or open."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def _smallest(rows: Tensor, dim: int) -> Tensor:
 
 
 def _unless_none(found: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """onnxruntime's ReduceMax and ReduceMin pass over NaN."""
+    """Puts NaN back, which onnxruntime's ReduceMax and ReduceMin pass over."""
     return found.masked_fill(rows.isnan().any(dim), math.nan) if rows.dtype.is_floating_point else found
 
 
 def _where_they_are(self: Tensor, values: Tensor, dim: int) -> Tensor:
-    """The place of the last one so far that is the value, or NaN as it is."""
+    """Returns the index of the last entry so far that equals the value; NaN equals NaN here."""
     shape = [1] * self.dim()
     shape[dim] = -1
     places = torch.arange(self.shape[dim], device=self.device).reshape(shape)
@@ -71,10 +71,13 @@ def _scanned(
     reduction: Callable[[Tensor, int], Tensor],
     neutral: float,
 ) -> Tensor:
-    """What the function makes of all elements up to each: in log2(n) steps over the whole dimension, or where
-    only a run tells n by the reduction of a row for each."""
+    """Scans a dimension with an associative function.
+
+    A dimension of known size n takes log2(n) steps over all of it. An open one is reduced in a row for each
+    entry (`up_to_each`).
+    """
     size, step = tensor.shape[dim], 1
-    if type(size) is not int:  # a symbol
+    if type(size) is not int:  # an open size
         return reduction(up_to_each(tensor, dim, neutral), -1).movedim(-1, dim)
     while step < size:
         filling = torch.full_like(tensor.narrow(dim, 0, step), neutral)

@@ -1,4 +1,4 @@
-"""What goes by order: bounds, the larger one of two, extremes, equal values that stay in their order."""
+"""Functions that compare: bounds, extremes of a whole tensor, stable sorts, copysign."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from torch import Tensor
 
 
 def at_least(x: Tensor, bound: Any) -> Tensor:
-    """ONNX's Clip has the largest finite number for a bound that is not given: infinities would go."""
+    """Returns x, or the bound where x is smaller.
+
+    ONNX's Clip takes the largest finite number for a bound that is left out, so that infinities are lost.
+    """
     return torch.where(x < bound, bound, x)
 
 
 def at_most(x: Tensor, bound: Any) -> Tensor:
+    """Returns x, or the bound where x is larger."""
     return torch.where(x > bound, bound, x)
 
 
@@ -44,7 +48,7 @@ def _amin(self: Tensor, dim: int | Sequence[int] = (), keepdim: bool = False, *,
 
 
 def _extreme(self: Tensor, dim: int | Sequence[int], keepdim: bool, function: Any, out: Any) -> Any:
-    """Without a dimension, of all."""
+    """Reduces over all dimensions where none is given."""
     if out is not None or isinstance(dim, int) or len(dim) or self.dim() == 0:
         return NotImplemented
     return function(self, tuple(range(self.dim())), keepdim)
@@ -59,12 +63,12 @@ def _fmin(self: Tensor, other: Tensor, *, out: Tensor | None = None) -> Any:
 
 
 def _of_numbers(a: Tensor, b: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Of a number and none, the number."""
+    """Takes the number where one of the two is NaN."""
     return torch.where(a.isnan(), b, torch.where(b.isnan(), a, function(a, b)))
 
 
 def _copysign(self: Tensor, other: Any, *, out: Tensor | None = None) -> Any:
-    """A zero has a sign too, that of what it divides."""
+    """Finds the sign of a zero from its reciprocal."""
     if out is not None or not isinstance(other, Tensor) or not other.dtype.is_floating_point:
         return NotImplemented
     is_negative = (other < 0) | ((other == 0) & (other.reciprocal() < 0))
@@ -74,7 +78,7 @@ def _copysign(self: Tensor, other: Any, *, out: Tensor | None = None) -> Any:
 def _sort(
     self: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None, **more: Any
 ) -> Any:
-    """ONNX's TopK has the first one of equal values first."""
+    """ONNX's TopK keeps the order of equal values, so that a plain sort is stable."""
     return NotImplemented if more or not stable else torch.sort(self, dim, descending)
 
 
@@ -87,7 +91,7 @@ def _argsort(
 def _scatter_reduce(
     self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
-    """A mean is a sum over a count; what gets nothing stays."""
+    """Divides a sum by a count for "mean"; entries that get nothing stay as they are."""
     if reduce != "mean" or not self.dtype.is_floating_point:
         return NotImplemented
     given = src[tuple(slice(size) for size in index.shape)]

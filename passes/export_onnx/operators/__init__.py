@@ -1,0 +1,14 @@
+"""Torch's operators that ONNX lacks, or that its exporter gets wrong, computed by operators that it has.
+
+    translatable    the table of all of them, and those without a module of their own
+    ordering        bounds, extremes of a whole tensor, stable sorts, copysign
+    division        floor division and remainder of floats
+    integers        division and shifts of integers
+    concat          stacking tensors of several types
+    scans           cumulative products, maxima and minima
+    special         special functions: erfinv, hypot, lgamma, logit
+    stable          logarithms and exponentials without overflow, and the losses made of them
+
+Each function takes the arguments of the torch function that it stands for. It returns NotImplemented where
+the exporter is right by itself.
+"""
