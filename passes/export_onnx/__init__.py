@@ -1,7 +1,27 @@
-"""Stages as ONNX files: written, checked, put together again, and run one after another.
+"""Writes stages as ONNX files, checks them, merges them again, and runs them.
 
-What makes ONNX files and runs them is an optional extra; it is imported when first needed, and ExportError
-says what to install where it is missing.
+    export          one file per stage, or one annotated file, checked against the model
+    graph           one stage as an ONNX model, with the names that we promise
+    spelling        calls that the exporter gets wrong, written otherwise while it records a stage
+    operators/      operators that ONNX lacks, computed by those that it has
+    assertions      what a stage asserts, as nodes that end a run
+    translations    torch's translations to ONNX, read once in a process
+    origin          metadata of each node: its module, its source line, its stage
+    annotate        the standard's multi-device annotation: the stage of each node
+    parts           the files of a plan for a model that is an ONNX file itself
+    merge           the stages as one model again
+    original        the model that the files are checked against
+    examples        the inputs that the files are checked on
+    check           how far results are from what is expected, and how far they may be
+    exactness       the coarsest type on the way to a value
+    varying         why a stage computes something else in every run
+    run             stages run one after another, as modules and as files
+    chain           stages run in a process each
+    batched         which axis is the batch's
+    text            a file in the ONNX text format
+
+The libraries that write and run ONNX files are an optional extra. They are imported when first needed;
+ExportError says what to install where one is missing.
 """
 
 from .annotate import check_annotation

@@ -1,11 +1,11 @@
-"""The standard's own way to say which node runs in which stage: IR version 11's multi-device annotation.
+"""Says which node runs in which stage by the multi-device annotation of IR version 11.
 
 model.configuration = [{name: "pipeline", num_devices: 2, device: ["cuda:0", "cuda:1"]}]
 node.device_configurations = [{configuration_id: "pipeline", pipeline_stage: 1}]     on every node
 
-Runtimes that do not know it ignore it. Tools that rewrite a model mostly lose it, so it is added last, and
-read back from the file by a validator of our own: the ONNX checker accepts ids of configurations that do not
-exist and stages below zero.
+Runtimes that do not know the annotation ignore it. Most tools that rewrite a model lose it, so it is added
+last. Our own validator reads it back from the file, because the ONNX checker accepts negative stages and ids
+of configurations that do not exist.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IR_VERSION = 11
 
 
 def annotate(model: ir.Model, devices: Sequence[str]) -> None:
-    """Put every node of a merged model on its stage; `devices` are the stages' devices by name, in order."""
+    """Assigns every node of a merged model to its stage; `devices` are the names of the stages' devices."""
     model.ir_version = max(IR_VERSION, model.ir_version)
     configuration = model.add_device_configuration(CONFIGURATION, device_names=devices)
     stages: dict[ir.Graph, int] = {}
@@ -44,7 +44,7 @@ def annotate(model: ir.Model, devices: Sequence[str]) -> None:
 
 
 def check_annotation(path: str | Path) -> int:
-    """The number of stages of an annotated file.
+    """Returns the number of stages of an annotated file.
 
     Raises ExportError naming the first node without a stage, with a stage below zero or beyond the devices,
     with an id that no configuration has, or that reads a value of a later stage.
@@ -55,7 +55,7 @@ def check_annotation(path: str | Path) -> int:
 
 
 def check_annotated_model(model: onnx.ModelProto, where: str) -> int:
-    """As `check_annotation`, of a model in memory; `where` is what errors call it."""
+    """Checks a model in memory as `check_annotation` does a file; errors call it `where`."""
     if model.ir_version < IR_VERSION:
         raise ExportError(
             f"{where} has IR version {model.ir_version}; annotations exist from {IR_VERSION} on"
@@ -119,7 +119,7 @@ def _stage(node: onnx.NodeProto, num_devices: dict[str, int], where: str) -> int
 
 
 def _nodes(graph: onnx.GraphProto, outer: int | None) -> Iterator[tuple[onnx.NodeProto, int | None]]:
-    """Every node, those of subgraphs with the stage of the node that holds them."""
+    """Yields every node with its stage. A node of a subgraph has the stage of the node that holds it."""
     for node in graph.node:
         yield node, outer
         inner = [a.g for a in node.attribute if a.HasField("g")]

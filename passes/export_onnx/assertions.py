@@ -1,10 +1,10 @@
-"""What a stage asserts, in its file: ONNX has no assertion, but a Reshape that cannot be ends a run.
+"""Writes what a stage asserts into its file. ONNX has no assertion, but an impossible Reshape ends a run.
 
 condition -> Where(1, 2) -> Reshape([0], ...) -> index 0     one element in the shape of one, or of two
-output    -> Unsqueeze   -> Gather(.., 0)     -> output      as it was; nothing comes out where a check failed
+output    -> Unsqueeze   -> Gather(.., 0)     -> output      unchanged, and absent where a check failed
 
-The shape of a Reshape is looked at on every device, the indices of a Gather are not. The Reshape's name is
-the assertion's message, which onnxruntime names when it fails.
+Every device checks the shape of a Reshape; not every one checks the indices of a Gather. The Reshape is
+named with the assertion's message, so that onnxruntime shows it when it fails.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ ASSERTING = {torch._assert_async, torch.ops.aten._assert_async, torch.ops.aten._
 
 
 class Asserted:
-    """The conditions that the last recorded call of a stage asserted, and its messages. What torch asserts
-    when it takes the recorded operators apart is not the stage's."""
+    """Holds the conditions and messages that the last recorded call of a stage asserted.
+
+    What torch asserts while it decomposes recorded operators is not among them.
+    """
 
     def __init__(self) -> None:
         self.conditions: list[Tensor] = []
@@ -39,7 +41,7 @@ class Asserted:
         self.messages.append(message)
 
     def returned_with(self, results: Any) -> Any:
-        """The results of the call, which is over, and after them the conditions."""
+        """Returns the results of the finished call, and after them the conditions."""
         self.is_recording = False
         if not self.conditions:
             return results
@@ -47,7 +49,7 @@ class Asserted:
 
 
 def take_conditions(model: ir.Model, messages: Sequence[str]) -> list[ir.Value]:
-    """The last outputs, one for each message, which are outputs no more."""
+    """Takes the last outputs away, one for each message, and returns them."""
     first = len(model.graph.outputs) - len(messages)
     conditions = list(model.graph.outputs[first:])
     model.graph.outputs[:] = list(model.graph.outputs[:first])
@@ -55,7 +57,7 @@ def take_conditions(model: ir.Model, messages: Sequence[str]) -> list[ir.Value]:
 
 
 def add_checks(model: ir.Model, conditions: Sequence[ir.Value], messages: Sequence[str]) -> None:
-    """The first output is made only where all conditions hold."""
+    """Makes the first output depend on all conditions."""
     if not conditions or not model.graph.outputs:
         return
     writer = _Writer(model)
@@ -76,7 +78,7 @@ def add_checks(model: ir.Model, conditions: Sequence[ir.Value], messages: Sequen
 
 
 class _Writer:
-    """Nodes at the end of a graph, under names that it does not have yet."""
+    """Appends nodes to a graph, under names that are free in it."""
 
     def __init__(self, model: ir.Model) -> None:
         self._graph = model.graph
@@ -114,7 +116,7 @@ class _Writer:
         like: ir.Value | None = None,
         **attributes: int,
     ) -> ir.Value:
-        """What it makes. It has the notes of the node that makes `like`."""
+        """Adds a node with the metadata of the node that makes `like`, and returns its output."""
         import onnx_ir as ir
 
         made = ir.node(operator, inputs, attributes, name=self.unused(name))

@@ -1,4 +1,4 @@
-"""Which axis of inputs and outputs is the batch's, by the names that a folder's manifest has for sizes."""
+"""Finds the batch axis of inputs and outputs from the names of sizes in a folder's manifest."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 from pd2bw_fx.errors import InputError
 
-_SHORT = frozenset({"b", "bs", "n"})  # as others than torch call it
+_SHORT = frozenset({"b", "bs", "n"})  # names that other tools than torch use
 _UNNAMED = "_axis_0"  # so ends what a first axis is called that has no name in the file
 _OTHER = re.compile(r"time|seq|len|frame|step|token|word", re.IGNORECASE)
 
 
 def batch_symbol(manifest: Mapping[str, Any]) -> str | None:
-    """The open size that is the batch's: the one so called, or else that of all inputs' first axes. None
-    where it cannot be told."""
+    """Returns the symbol of the batch size, or None where it cannot be told.
+
+    It is the one that is called so, or else the one of all inputs' first axes.
+    """
     shapes = [entry["shape"] for entry in manifest["inputs"] if entry["shape"]]
     sizes = dict.fromkeys(size for shape in shapes for size in shape if isinstance(size, str))
     names = [size for size in sizes if size.isidentifier()]
@@ -33,7 +35,7 @@ def batch_symbol(manifest: Mapping[str, Any]) -> str | None:
 
 
 def batch_place(entry: Mapping[str, Any], symbol: str) -> int | None:
-    """The axis of a tensor along which its samples stand; None for one without.
+    """Returns the batch axis of a tensor, or None where it has none.
 
     Raises InputError where the batch's size is that of several axes, as in a matrix of samples by samples,
     or where the tensor's axes are not known.

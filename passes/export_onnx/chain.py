@@ -1,8 +1,8 @@
-"""The stages of an exported folder, each in a process of its own, microbatches following one another.
+"""Runs the stages of an exported folder in a process each, with microbatches in a pipeline.
 
-process 0   F0 F1 F2 F3            every process has one inbox; a stage that has all values of a
-process 1      F0 F1 F2 F3         microbatch runs, and puts what it made into the inboxes of the stages
-process 2         F0 F1 F2 F3      that read it
+process 0   F0 F1 F2 F3            every process has one inbox; a stage runs a microbatch when it has all
+process 1      F0 F1 F2 F3         of its values, and puts the results into the inboxes of the stages that
+process 2         F0 F1 F2 F3      read them
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What stopped a stage, in its own words."""
+    """The error that stopped a stage."""
 
     stage: int
     reason: str
@@ -46,7 +46,7 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """The last word of a stage's process; one that ends without it has not done its work."""
+    """The last message of a stage's process. A process that ends without it has failed."""
 
     stage: int
 
@@ -54,11 +54,11 @@ class _Done:
 def run_onnx_processes(
     folder: str | Path, inputs: Mapping[str, Tensor | Array] | None, *, num_microbatches: int = 1
 ) -> dict[str, Array]:
-    """The model's outputs by name, from one process a stage.
+    """Returns the model's outputs by name, computed by one process per stage.
 
-    With several microbatches the batch is cut along its axis, that whose size is so called, and the stages
-    work at the same time; an output without that axis (a mean loss), or with two of them, cannot be put
-    together again and is refused. Raises what `run_onnx` raises; no process outlives the call.
+    With several microbatches the batch is cut along its batch axis, and the stages work at the same time. An
+    output without a batch axis (a mean loss), or with two, cannot be joined again and is refused.
+    Raises what `run_onnx` raises. No process outlives the call.
 
     A script that calls this needs the guard `if __name__ == "__main__":`, as with any spawned process.
     """
@@ -92,7 +92,7 @@ def run_onnx_processes(
         return _collect(manifest, microbatches, results, workers)
     finally:
         for worker in workers.values():
-            if worker.pid is not None:  # or it was never started
+            if worker.pid is not None:  # None: it was never started
                 worker.terminate()
                 worker.join()
         for box in (*inboxes.values(), results):
@@ -103,7 +103,7 @@ def run_onnx_processes(
 def _cut(
     manifest: Mapping[str, Any], fed: Mapping[str, Array], num_microbatches: int
 ) -> list[dict[str, Array]]:
-    """The inputs of each microbatch; an input without the batch's axis is the same for all."""
+    """Returns the inputs of each microbatch; an input without a batch axis is the same for all."""
     if num_microbatches < 1:
         raise InputError(f"num_microbatches is {num_microbatches}; at least one was expected")
     if num_microbatches == 1:
@@ -183,7 +183,7 @@ def _work(
     results: Any,
     num_microbatches: int,
 ) -> None:
-    """What the process of one stage does: its microbatches in their order. `leaving`: the model's outputs."""
+    """Runs one stage's microbatches in order, in its process. `leaving` are the model's outputs."""
     try:
         session = open_session(folder / entry["file"], f"stage {entry['stage']}")
         outputs = {port["tensor"]: port for port in entry["outputs"]}
@@ -200,5 +200,5 @@ def _work(
                 if name in leaving:
                     results.put(_Value(microbatch, name, array))
         results.put(_Done(entry["stage"]))
-    except Exception as error:  # told to the process that waits, which raises it
+    except Exception as error:  # sent to the waiting process, which raises it
         results.put(_Failure(entry["stage"], run_failure(error)))

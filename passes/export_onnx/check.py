@@ -1,4 +1,4 @@
-"""Found against expected: how far two arrays are apart, and how far they may be."""
+"""Compares results with what is expected, within a tolerance for their type."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.onnx_session import Array, to_array
 
-# Relative to a tensor's largest entry; other kernels add up in another order. From exact to coarse.
+# Relative to a tensor's largest entry, since kernels sum in different orders. From exact to coarse.
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-# A tensor whose entries are all below this is compared with it in place of them: numbers so small have lost
-# digits on the way, or all of them where a kernel takes them for 0.
+# The least scale that a difference is relative to: smaller numbers have lost digits on the way, or all of
+# them where a kernel flushes them to 0.
 _NEXT_TO_ZERO = {name: float(np.finfo(name).tiny / np.finfo(name).eps) for name in ("float64", "float32")}
-# What stands for infinity, in masked scores perhaps: from here on, the end of float16, and powers of ten.
-# Each is compared with itself: as the largest entry of a tensor it would hide what the others are.
+# Numbers that stand for infinity, for instance in masked scores: the largest float16, powers of ten, and all
+# above this. They must be equal, and are left out of the scale, where they would hide all other entries.
 _FAR = 1e30
 _STANDING_FOR_INFINITY = (float(np.finfo("float16").max), *(10.0**power for power in range(4, 30)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """The largest entry of |found - expected|, and it over the largest entry expected."""
+    """The largest entry of |found - expected|, absolute and relative to the largest entry expected."""
 
     absolute: float
     relative: float
@@ -39,7 +39,7 @@ def compare(
     tolerance: float | None,
     behind: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
-    """`compare_arrays` with what torch computed."""
+    """Compares as `compare_arrays` does, with tensors that torch computed."""
     arrays = {name: to_array(name, tensor) for name, tensor in expected.items()}
     return compare_arrays(found, arrays, what=what, tolerance=tolerance, behind=behind)
 
@@ -52,10 +52,10 @@ def compare_arrays(
     tolerance: float | None,
     behind: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
-    """For each name of `expected` the largest difference, relative to the tensor's largest entry.
+    """Returns the largest difference for each name of `expected`, relative to the tensor's largest entry.
 
-    `behind`: the coarsest type that a value was computed of, than which it is no more exact.
-    Raises ExportError at the first that is out of tolerance; `what` says for each name what it is.
+    `behind` is the coarsest type that a value was computed from: it is no more exact than that.
+    Raises ExportError at the first one out of tolerance; `what` describes each name for the message.
     """
     differences = {}
     for name, array in expected.items():
@@ -74,12 +74,12 @@ def compare_arrays(
 
 
 def largest(checks: list[dict[str, float]]) -> dict[str, float]:
-    """Of several runs, the largest difference of each tensor."""
+    """Returns the largest difference of each tensor over several runs."""
     return {name: max(check[name] for check in checks) for name in (checks[0] if checks else ())}
 
 
 def _difference(found: Array, expected: Array) -> _Difference:
-    """Infinite for another shape or type, or where only one is finite."""
+    """Computes the difference: infinite where shapes or types differ, or where only one entry is finite."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return _Difference(float("inf"), float("inf"))
     wide = np.float64 if expected.dtype.kind in "fiub" else expected.dtype
@@ -98,6 +98,6 @@ def _difference(found: Array, expected: Array) -> _Difference:
 
 
 def _of_type(dtype: np.dtype[Any]) -> Array:
-    """The numbers that stand for infinity, as this type rounds them."""
+    """Returns the numbers that stand for infinity, rounded to this type."""
     with np.errstate(over="ignore"):
         return np.array(_STANDING_FOR_INFINITY).astype(dtype).astype(np.float64)

@@ -1,4 +1,4 @@
-"""How exact a value can be: no more than the coarsest type that it was computed by way of."""
+"""Finds how exact a value can be: no more than the coarsest type on the way to it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ _BY_EXACTNESS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
-    """Of the floating types among these."""
+    """Returns the coarsest of the floating types among these."""
     floats = [dtype for dtype in dtypes if dtype in _BY_EXACTNESS]
     return max(floats, key=_BY_EXACTNESS.index, default=None)
 
 
 def coarsest_behind(graph: OperatorGraph) -> dict[str, str]:
-    """Of each value that operators make of floats: the coarsest type on the way to it. Inputs and parameters
-    are exact, whatever their type."""
+    """Returns the coarsest type on the way to each floating value.
+
+    Inputs and parameters are exact, whatever their type.
+    """
     behind: dict[str, torch.dtype] = {}
     for name, operator in graph.operators.items():
         dtypes = [spec.dtype for spec in operator.outputs]

@@ -1,4 +1,4 @@
-"""What the files are tried on: the example inputs, and others of twice the batch and half the length."""
+"""Makes the inputs that files are checked on: the examples, and other sizes of batch and length."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pd2bw_fx.stage import Port, StageProgram
 
 
 def model_inputs(programs: Iterable[StageProgram]) -> dict[str, Port]:
-    """The inputs of the model that a stage takes, by name."""
+    """Returns the inputs of the model that a stage takes, by name."""
     return {port.value: port for program in programs for port in program.inputs if port.source is None}
 
 
 def example_of(specs: Mapping[str, TensorSpec], example: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The example's values for `specs`. Raises InputError for an input without an example."""
+    """Returns the example's values for `specs`. Raises InputError for an input without an example."""
     missing = sorted(specs.keys() - example.keys())
     if missing:
         raise InputError(f"there is no example of input {missing[0]!r}; give one for each input of the model")
@@ -29,12 +29,11 @@ def example_of(specs: Mapping[str, TensorSpec], example: Mapping[str, Tensor]) -
 def examples_of_other_sizes(
     specs: Mapping[str, TensorSpec], example: Mapping[str, Tensor], batches: SizeRange
 ) -> list[dict[str, Tensor]]:
-    """The same values at other sizes of the dimensions that are dynamic: the first of these that the model
-    takes is worth trying, for it is the farthest away.
+    """Yields the examples at other sizes of the dynamic dimensions, the farthest from the examples first.
 
-    First dimensions have one more than twice as many samples (the first ones again), one more, or where that
-    is too many one less, and where only multiples are right the next of these; others, which a model may
-    bound, half as many entries, or all of them.
+    A batch has 2n + 1 samples (the first ones again), n + 1, or n - 1 where that is too many; where only
+    multiples of a number are allowed, the next multiple. Other dimensions, which a model may bound, have half
+    their entries, or all of them. The first of these that the model takes is the one to use.
     """
     sizes: dict[str, int] = {}
     firsts: set[str] = set()
@@ -67,7 +66,7 @@ def _resized(
 
 
 def any_axis_of_one(ports: Iterable[Port], values: Mapping[str, Tensor]) -> bool:
-    """Whether a dynamic axis has the size 1 here, for which the exporter would take it as a constant."""
+    """Returns whether a dynamic axis has size 1 here, which the exporter would take for a constant."""
     return any(
         values[port.value].shape[axis] == 1
         for port in ports
@@ -77,7 +76,7 @@ def any_axis_of_one(ports: Iterable[Port], values: Mapping[str, Tensor]) -> bool
 
 
 def batch_size(ports: Iterable[Port], example: Mapping[str, Tensor]) -> int | None:
-    """The size of the first dimension of the first input that has a symbol there, or any first dimension."""
+    """Returns the first dimension of the first input where it is a symbol, or else of any input."""
     ranked = sorted(
         (p for p in ports if p.spec.shape), key=lambda p: not isinstance((p.spec.shape or (0,))[0], str)
     )

@@ -1,4 +1,4 @@
-"""Write one ONNX file for each stage, and call none good before it has computed what the model computes.
+"""Writes one ONNX file for each stage, and checks that it computes what the model computes.
 
 folder/
   manifest.json        what connects to what, versions, hashes, measured differences
@@ -57,26 +57,27 @@ def export_onnx(
     tolerance: float | None = None,
     external_above_bytes: int = EXTERNAL_ABOVE_BYTES,
 ) -> dict[str, Any]:
-    """Export the stages, check them, and return the manifest.
+    """Exports the stages, checks them, and returns the manifest.
 
-    `example_inputs` are the model's inputs by name. Where their first dimension is a symbol, the files take
-    any batch size, and are run at two: the example's and one more than twice that, at half the length where
-    lengths are symbols too. They are held against `original`, if it has a live model, and against the stages
-    in torch.
-    `form`: a file for each stage; one file with every node annotated with its stage (IR version 11; needs
-    `original`, for the devices); or both. `training=False` exports what the stages compute in evaluation,
-    True what they compute in training (batch statistics), for models that draw no random numbers.
-    `tolerance` is relative to a tensor's largest entry; None takes what suits its type. Parameters of more
-    than `external_above_bytes` in a file stand in another beside it.
+    - `example_inputs`: the model's inputs by name. Where their first dimension is a symbol, the files take
+      any batch size. They are run at the example's and at one more than twice that, there with half the
+      length where lengths are symbols too, and compared with the stages in torch and with `original`, if it
+      has a live model.
+    - `form`: a file for each stage; one file with every node annotated with its stage (IR version 11; needs
+      `original`, for the devices); or both.
+    - `training`: False exports what the stages compute in evaluation. True exports what they compute in
+      training (batch statistics), for models that draw no random numbers.
+    - `tolerance`: relative to a tensor's largest entry; None takes the one of its type.
+    - `external_above_bytes`: a file with more bytes of parameters has them in another file beside it.
 
-    Raises InputError for an opset that is not to be had; ExportError, and leaves no files, if a stage cannot
+    Raises InputError for an unsupported opset. Raises ExportError, and leaves no files, where a stage cannot
     be translated, fails the ONNX checker, or computes something else in onnxruntime than in torch.
     """
     _check_request(original, form, opset, tolerance)
     _require_arrays(programs, form)
     specs = {name: port.spec for name, port in model_inputs(programs).items()}
     if original is not None and original.model is not None:
-        specs = dict(original.graph.inputs)  # the model takes those too that no stage reads
+        specs = dict(original.graph.inputs)  # the model also takes inputs that no stage reads
     example = example_of(specs, example_inputs)
     sizes = ANY_SIZE if original is None else original.graph.batch_sizes
     others = examples_of_other_sizes(specs, example, sizes)
@@ -118,7 +119,7 @@ def export_onnx(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The stages, their values' names in the files, and how far results may be off."""
+    """The stages, the names of their values in the files, and the tolerance."""
 
     programs: tuple[StageProgram, ...]
     names: Mapping[str, str]
@@ -131,7 +132,7 @@ class _Job:
 
     @property
     def behind(self) -> dict[str, str]:
-        """The coarsest type that each value is computed of, as far as is known."""
+        """Returns the coarsest type on the way to each value, as far as is known."""
         ports = [port for program in self.programs for port in (*program.inputs, *program.outputs)]
         between = coarsest(port.spec.dtype for port in ports)
         if between is None:
@@ -142,8 +143,11 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Truth:
-    """What must come out for one batch: every value between stages as the stages make it in torch, and
-    the model's outputs by name as the model makes them (None without a live model).
+    """The expected results of one batch.
+
+    They are every value between stages, as the stages make it in torch, and the outputs by name, as the live
+    model makes them (None without one).
+
     """
 
     values: Mapping[str, Tensor]
@@ -186,7 +190,7 @@ def _require_arrays(programs: Sequence[StageProgram], form: Form) -> None:
 def _first_taken(
     job: _Job, modules: Sequence[nn.Module], examples: Sequence[Mapping[str, Tensor]]
 ) -> list[Mapping[str, Tensor]]:
-    """The first of these that the stages take in torch; if they take none the last, to be told why."""
+    """Returns the first batch that the stages take in torch, or else the last one, whose error is shown."""
     for example in examples:
         try:
             run_modules(job.programs, modules, {name: example[name] for name in job.inputs})
@@ -210,7 +214,7 @@ def _truths(
         weights |= held_buffers(program, module) if original is not None else {}
     truths = []
     for example in examples:
-        # Before the stages run: in training they would write running statistics.
+        # Before the stages run, which in training would write running statistics.
         outputs = None if original is None else original.run(example, weights, training=training)
         fed = {name: example[name] for name in job.inputs}
         values = run_modules(job.programs, modules, fed)
@@ -232,7 +236,7 @@ def _facts(job: _Job, original: Original | None, *, opset: int, training: bool) 
         if port.model_output is not None
     ]
     unread: list[str] = []
-    if original is not None:  # whatever stages read and make them: who calls the model goes by its order
+    if original is not None:  # in the model's order, which its callers know
         graph = original.graph
         inputs.sort(key=lambda entry: list(graph.inputs).index(entry["name"]))
         outputs.sort(key=lambda entry: [output.name for output in graph.outputs].index(entry["name"]))
@@ -253,9 +257,9 @@ def _facts(job: _Job, original: Original | None, *, opset: int, training: bool) 
 
 
 def tensor_names(programs: Sequence[StageProgram]) -> dict[str, str]:
-    """The name in the files of every value that enters or leaves a stage.
+    """Returns the name in the files of every value that enters or leaves a stage.
 
-    It is the value's own; one that only leaves the model has the name of the model's output. A name that a
+    It is the value's own name, or the output's for a value that only leaves the model. A name that a
     parameter or another value has already gets a number.
     """
     taken = {name for program in programs for name in (*program.parameters, *program.buffers)}
@@ -306,7 +310,7 @@ def _write_stages(
     truths: Sequence[_Truth],
     external_above_bytes: int,
 ) -> dict[str, Any]:
-    """Save and check a file for each stage; returns the measured differences for the manifest."""
+    """Saves and checks a file for each stage, and returns the measured differences."""
     for entry in entries:
         save(models[entry["stage"]], folder / entry["file"], external_above_bytes=external_above_bytes)
     found = [run_files(folder, entries, _fed(job, truth)) for truth in truths]
@@ -341,7 +345,7 @@ def _write_annotated(
     original: Original,
     external_above_bytes: int,
 ) -> dict[str, Any]:
-    """Save and check the one file of all stages; returns its entry in the manifest."""
+    """Saves and checks the one file of all stages, and returns its entry in the manifest."""
     model = merged(facts, models)
     devices = [stage.device_name for stage in original.plan.stages]
     annotate(model, devices)
@@ -376,7 +380,7 @@ def _leaving(job: _Job) -> list[tuple[StageProgram, Port]]:
 def _compare_outputs(
     tensors: Mapping[str, Any], outputs: Mapping[str, Tensor], job: _Job
 ) -> dict[str, float]:
-    """The model's outputs by name against the model's own."""
+    """Compares the files' outputs with the model's own."""
     found, what, behind = {}, {}, {}
     kinds = job.behind
     for program, port in _leaving(job):

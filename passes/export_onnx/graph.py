@@ -1,4 +1,4 @@
-"""One stage as an ONNX model: translated by torch, then tidied, with the names that we promise."""
+"""Makes one stage an ONNX model: torch translates it, then it is tidied and given the promised names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .translations import translations_read_once
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-# Below: the exporter's translations begin there. Above: files were written that the checker refuses.
+# The exporter's translations begin at the first; beyond the last it writes files that the checker refuses.
 OLDEST_OPSET, NEWEST_OPSET = 18, 25
 
 _DynamicShape = torch._subclasses.fake_tensor.DynamicOutputShapeException  # of a kernel that nobody has
@@ -51,11 +51,11 @@ def stage_model(
     names: Mapping[str, str],
     graph: OperatorGraph | None = None,
 ) -> tuple[ir.Model, list[str]]:
-    """The stage in the mode that the module is in, dynamic where its ports have a symbol for a size; and the
-    messages of what it asserts.
+    """Returns the stage as a model, and the messages of what it asserts.
 
-    Inputs and outputs are called `names[value]`, parameters and buffers as in the state_dict. Nodes know
-    where they come from, the better with the operator graph at hand.
+    It is translated in the mode that the module is in, and dynamic where its ports have a symbol for a size.
+    Inputs and outputs are called `names[value]`, parameters and buffers as in the state_dict. Nodes note
+    where they come from; with the operator graph they know more source lines.
     """
     shapes = tuple(_dynamic_axes(program.stage, port) for port in program.inputs)
     _require_known_layers(program, module)
@@ -72,7 +72,7 @@ def stage_model(
         ):
             exported = torch.onnx.export(
                 Wrapped(module, asserted),
-                tuple(tensor.contiguous() for tensor in inputs),  # strides would be symbols, too
+                tuple(tensor.contiguous() for tensor in inputs),  # else strides would be symbols too
                 dynamo=True,
                 opset_version=opset,
                 dynamic_shapes=(shapes,) if any(shapes) else None,
@@ -109,7 +109,7 @@ def stage_model(
 
 
 def _require_known_layers(program: StageProgram, module: nn.Module) -> None:
-    """The exporter writes a projected LSTM as if it had no projection."""
+    """Refuses a projected LSTM, which the exporter writes without its projection."""
     for path, inner in module.named_modules():
         if isinstance(inner, nn.LSTM) and inner.proj_size:
             raise ExportError(
@@ -125,7 +125,7 @@ def _require_known_layers(program: StageProgram, module: nn.Module) -> None:
 
 
 def produced(program: StageProgram) -> list[Port]:
-    """The outputs that the file has: a value that is an input too, or stands there twice, needs no other."""
+    """Returns the outputs of the file, without those that are inputs too, each once."""
     ports = {port.value: port for port in reversed(program.outputs)}
     received = {port.value for port in program.inputs}
     return [port for port in program.outputs if ports[port.value] is port and port.value not in received]
@@ -143,10 +143,10 @@ def _dynamic_axes(stage: int, port: Port) -> dict[int, Any]:
 
 
 def _tidy(model: ir.Model, held: set[str | None]) -> None:
-    """Fold what is constant, except what is computed from parameters: they keep their names and shapes.
+    """Folds constants, but nothing that is computed from parameters: these keep their names and shapes.
 
-    (The exporter's own optimisation stores transposed weights under new names, and merges parameters whose
-    entries happen to be equal.)
+    The exporter's own optimisation stores transposed weights under new names, and merges parameters whose
+    entries happen to be equal.
     """
     require("onnxscript")
     from onnx_ir import passes
@@ -160,7 +160,7 @@ def _tidy(model: ir.Model, held: set[str | None]) -> None:
         return False if reads_parameter else None
 
     optimizer.fold_constants(model, should_fold=should_fold)
-    # Of two equal values one is left, and it may be the one of which no type is known.
+    # The one of two equal values that is kept may have no known type.
     given = [(value.type, value.shape) for value in model.graph.outputs]
     passes.Sequential(
         common.RemoveUnusedNodesPass(),
@@ -207,7 +207,7 @@ def _name(model: ir.Model, program: StageProgram, names: Mapping[str, str]) -> N
 
 
 def _name_sizes(model: ir.Model, program: StageProgram) -> None:
-    """The exporter's s23 as the graph's own symbol, "batch"."""
+    """Gives sizes that the exporter calls s23 the graph's own symbol, such as "batch"."""
     import onnx_ir as ir
 
     symbols: dict[str, str] = {}
@@ -244,7 +244,7 @@ def _unused(name: str, taken: set[str]) -> str:
 
 
 def _read_attribute(base: str, target: str) -> str:
-    """As torch.fx writes it in the code that it runs; of `heads.class` it would write what is no Python."""
+    """Returns code that reads an attribute; torch.fx would write `heads.class`, which is no Python."""
     for name in target.split("."):
         is_plain = name.isidentifier() and not keyword.iskeyword(name)
         base = f"{base}.{name}" if is_plain else f"getattr({base}, {name!r})"
@@ -253,7 +253,7 @@ def _read_attribute(base: str, target: str) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter prints its progress and logs what it skips; a library prints nothing."""
+    """Silences the exporter, which prints its progress and logs what it skips."""
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
     try:

@@ -1,10 +1,10 @@
-"""The stages put back into one model.
+"""Merges the stages into one model.
 
 stage 0:  x -> [A] -> hidden        merged:  x -> [A][B] -> logits
 stage 1:       hidden -> [B] -> logits
 
-A value that crosses a cut has the same name on both sides, so that the stages are joined by names. What
-several stages hold (a tied parameter, a mask) is there once; what merely has the same name gets another.
+A value that crosses a cut has the same name on both sides, so stages are joined by names. A tensor that
+several stages hold (a tied parameter, a mask) is kept once. Other values of the same name are renamed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ EXTERNAL_ABOVE_BYTES = 1_500_000_000
 
 
 def merge_onnx(folder: str | Path, path: str | Path | None = None) -> onnx.ModelProto:
-    """One model that computes what the stages of an exported folder compute one after another.
+    """Returns one model that computes what the stages of an exported folder compute one after another.
 
-    The result holds its weights in memory. With `path` it is written there too, parameters of more than
+    The result holds its weights in memory. With `path` it is written there too, with parameters of more than
     1.5 GB in a file beside it.
     Raises PlanMismatchError for a folder that is not whole, ExportError if the result is no valid model,
     InputError where it cannot be written.
@@ -55,7 +55,7 @@ def merge_onnx(folder: str | Path, path: str | Path | None = None) -> onnx.Model
 
 
 def merged(manifest: Mapping[str, Any], stages: Mapping[int, ir.Model]) -> ir.Model:
-    """Takes the stages' models apart: their nodes are in the result. Every node knows its stage (STAGE)."""
+    """Moves the nodes of the stages' models into one. Every node notes its stage (STAGE)."""
     import onnx_ir as ir
 
     values: dict[str, ir.Value] = {}  # by their names in the files: what crosses, comes in and goes out
@@ -109,7 +109,7 @@ def merged(manifest: Mapping[str, Any], stages: Mapping[int, ir.Model]) -> ir.Mo
 
 
 def save(model: ir.Model, path: Path, *, external_above_bytes: int) -> str | None:
-    """Write and check; returns the name of the file beside it that has the parameters, if there is one."""
+    """Writes and checks the model, and returns the name of the file beside it with parameters, or None."""
     import onnx
     import onnx_ir as ir
 
@@ -131,7 +131,7 @@ def save(model: ir.Model, path: Path, *, external_above_bytes: int) -> str | Non
 
 
 class _Initializers:
-    """What the stages hold: one of a kind for each name and content."""
+    """The initializers of all stages, one for each name and content."""
 
     def __init__(self) -> None:
         self._kept: dict[str, ir.Value] = {}
@@ -140,7 +140,7 @@ class _Initializers:
         return list(self._kept.values())
 
     def add(self, value: ir.Value, stage: int, taken: set[str], *, is_promised: bool) -> ir.Value:
-        """Returns the one that is kept. What a stage gives out (a constant, perhaps) keeps its name."""
+        """Returns the initializer that is kept. One that a stage gives out keeps its name."""
         import onnx_ir as ir
 
         name = value.name or ""
@@ -163,7 +163,7 @@ def _is_equal(a: ir.Value, b: ir.Value) -> bool:
 
 
 def _receive(graph: ir.Graph, values: dict[str, ir.Value]) -> None:
-    """What an earlier stage made or took in is that value; what is new is an input of the model."""
+    """Connects the inputs of a stage to values of earlier stages, or makes them inputs of the model."""
     import onnx_ir as ir
 
     received = list(graph.inputs)
@@ -177,8 +177,10 @@ def _receive(graph: ir.Graph, values: dict[str, ir.Value]) -> None:
 
 
 def _rename(node: ir.Node, stage: int, own: set[int], taken: set[str]) -> None:
-    """Names of nodes, and of values inside a stage, are unique in the whole; subgraphs are left alone but
-    for values that would hide one of the whole.
+    """Makes the names of nodes and of inner values unique in the whole.
+
+    In subgraphs only values that would hide one of the whole are renamed.
+
     """
     node.name = f"stage_{stage}/{node.name}"
     for value in node.outputs:
@@ -203,7 +205,7 @@ def _outputs(
     nodes: list[ir.Node],
     taken: set[str],
 ) -> list[ir.Value]:
-    """One value for each output of the model, under the output's own name, unless another value has it.
+    """Makes one value for each output, under the output's own name unless another value has it.
 
     An input that is returned as it is, or a value that is returned twice, goes through an Identity.
     """

@@ -1,9 +1,9 @@
-"""Where each node comes from, as metadata that Netron shows.
+"""Notes where each node comes from, as metadata that Netron shows.
 
 pd2bw_fx.module      the module's path in the original model: "transformer.h.0.attn"
 pd2bw_fx.source      the line of the model's own code, where it is known: "modeling_gpt2.py:196"
 pd2bw_fx.generated   the line of the generated stage: "stage_0.py:31"
-pd2bw_fx.stage       in a file that holds several stages, the node's
+pd2bw_fx.stage       the node's stage, in a file that holds several
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _LOCATION = re.compile(r"#.*?(\S+\.py:\d+)")
 
 
 class Wrapped(nn.Module):
-    """A stage one level down: the exporter makes what it is given into a torch.fx.GraphModule, which has a
-    `graph`, `code` and `meta` of its own where the stage may have a parameter or a layer.
+    """Holds a stage one level down.
 
-    After its results it returns the conditions that it asserted."""
+    The exporter makes its module a torch.fx.GraphModule, whose `graph`, `code` and `meta` could clash with
+    parameters or layers of the stage. It returns the asserted conditions after the results."""
 
     def __init__(self, stage: nn.Module, asserted: Asserted) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ class Wrapped(nn.Module):
 
 
 def describe_nodes(model: ir.Model, program: StageProgram, graph: OperatorGraph | None) -> None:
-    """Replace what the exporter notes about a node (paths of this machine among it) by what a reader wants.
+    """Replaces what the exporter notes about a node, such as local paths, by what a reader wants.
 
-    A node whose generated line names no source line has the one that all operators of its kind in its
-    module share in the operator graph, if there is one.
+    A node whose generated line names no source line gets the one that all operators of its kind in its module
+    share in the operator graph, if they do.
     """
     frame = re.compile(rf'File "<stage_{program.stage}\.py [0-9a-f]+>", line (\d+)')
     source_of_line = _source_lines(program.source)
@@ -85,7 +85,7 @@ def _unwrapped(scope: str) -> str:
 
 
 def _inherit(node: ir.Node) -> None:
-    """What the tidying made stands where its operand was made."""
+    """Gives nodes that tidying made the notes of their operand."""
     makers = [value.producer() for value in node.inputs if value is not None]
     for maker in makers:
         if maker is not None and MODULE in maker.metadata_props:
@@ -94,7 +94,7 @@ def _inherit(node: ir.Node) -> None:
 
 
 def _listed(text: str | None) -> list[str]:
-    """The exporter writes lists as Python's repr."""
+    """Reads a list that the exporter wrote as a Python repr."""
     try:
         value = ast.literal_eval(text) if text else []
     except (ValueError, SyntaxError):
@@ -103,7 +103,7 @@ def _listed(text: str | None) -> list[str]:
 
 
 def _source_lines(source: str) -> dict[int, str]:
-    """For each line of generated code the original's line that its statement's comment names."""
+    """Returns, for each line of generated code, the source line that its statement's comment names."""
     found: dict[int, str] = {}
     written = source.splitlines()
     for statement in ast.walk(ast.parse(source)):

@@ -1,4 +1,4 @@
-"""The model that the stages were cut from: the truth that the files are held against."""
+"""Runs the model that the stages were cut from, which the files are compared with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .run import turn
 class Original:
     """`forward` runs `model` on flat inputs and names its flat outputs.
 
-    Without a model (a pipeline that was loaded from a folder) the files are held against the stages alone.
+    Without a model (a pipeline that was loaded from a folder) files are compared with the stages alone.
     """
 
     graph: OperatorGraph
@@ -33,8 +33,9 @@ class Original:
     def run(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, training: bool
     ) -> dict[str, Tensor] | None:
-        """The model's outputs by name, with these weights (by their names in the graph); None without a
-        model. It has its own weights and modes back afterwards.
+        """Returns the model's outputs by name under these weights, or None without a model.
+
+        `weights` have their names in the graph. The model has its own weights and modes back afterwards.
 
         Raises ExportError if the model does not take these inputs in this mode.
         """
@@ -45,11 +46,11 @@ class Original:
             with torch.no_grad():
                 for name in live.keys() & weights.keys():
                     live[name].copy_(weights[name])
-            turn(self.model, training=training)  # now: LoRA's layers add up their weights when they turn
+            turn(self.model, training=training)  # now, because LoRA merges weights at a change of mode
             try:
                 beside = {name: weights[name] for name in weights.keys() - live.keys()}  # a loss_fn's
                 outputs = without_gradients(self.forward, {**beside, **inputs})
-            except Exception as error:  # whatever the model's own code raises
+            except Exception as error:  # anything that the model's code raises
                 mode = "training" if training else "evaluation"
                 raise ExportError(
                     f"{self.graph.model_name} fails in {mode} mode on the inputs that its stages are to be "

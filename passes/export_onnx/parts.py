@@ -1,4 +1,4 @@
-"""An ONNX file cut into stages along a plan: every stage its nodes, its weights, and what it receives."""
+"""Cuts an ONNX file into stages along a plan: each has its nodes, its weights and what it receives."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ def export_parts(
     tolerance: float | None = None,
     external_above_bytes: int = EXTERNAL_ABOVE_BYTES,
 ) -> dict[str, Any]:
-    """Write a file for each stage of the plan, check that they compute what the whole file computes on its
-    examples, and return the manifest. What several stages read of the weights, each has.
+    """Writes a file for each stage of the plan, checks them, and returns the manifest.
+
+    Together they must compute what the whole file computes on its examples. Weights that several stages read
+    are in each of them.
 
     Raises ExportError, and leaves no files, if a stage fails the ONNX checker or the results differ.
     """
-    # For a part of such a file onnxruntime takes other kernels than for the whole, which round otherwise.
+    # For parts of such a file onnxruntime may choose other kernels than for the whole, which round otherwise.
     is_quantised = any(o.target in _QUANTISED for o in model.graph.operators.values())
     cuts, behind = _Cuts(model, plan), coarsest_behind(model.graph)
     with whole_folder(folder) as fresh:
@@ -77,7 +79,7 @@ def export_parts(
 
 
 class _Cuts:
-    """Which node runs where, and which value goes from which stage to which."""
+    """Which stage runs each node, and between which stages values go."""
 
     def __init__(self, model: OnnxModel, plan: Plan) -> None:
         self.graph = model.graph
@@ -96,7 +98,7 @@ class _Cuts:
         ]
 
     def _with_replicas(self, names: Iterable[str]) -> set[str]:
-        """The stage's operators, and what they need that every stage makes by itself."""
+        """Returns the stage's operators, and those they need that every stage runs by itself."""
         found, waiting = set[str](), list(names)
         while waiting:
             name = waiting.pop()
@@ -117,7 +119,7 @@ class _Cuts:
         return [stage for stage, read in enumerate(self.reads) if value in read]
 
     def leaving(self, stage: int) -> list[str]:
-        """Of the values that this stage makes: what later stages read, and what the model returns."""
+        """Returns the values of this stage that later stages read or the model returns."""
         returned = {output.value for output in self.graph.outputs}
         return [
             name
@@ -147,7 +149,7 @@ class _Cuts:
         return {"tensor": name, "dtype": dtype_name(spec.dtype), "shape": shape}
 
     def spec(self, name: str) -> TensorSpec:
-        """Raises ExportError for what is no tensor: a model that returns a sequence."""
+        """Returns the spec of a value. Raises ExportError for one that is no tensor, such as a sequence."""
         if name in self.graph.inputs:
             return self.graph.inputs[name]
         outputs = self.graph.operators[name].outputs
@@ -160,7 +162,7 @@ class _Cuts:
 
 
 def _part(model: ir.Model, cuts: _Cuts, stage: int) -> ir.Model:
-    """Of a copy of the whole, what one stage needs."""
+    """Cuts a copy of the whole model down to what one stage needs."""
     graph = model.graph
     values = {value.name or "": value for node in graph for value in node.outputs}
     values |= {value.name or "": value for value in graph.inputs}
@@ -183,7 +185,7 @@ def _part(model: ir.Model, cuts: _Cuts, stage: int) -> ir.Model:
 
 
 def _received(value: ir.Value, spec: TensorSpec) -> ir.Value:
-    """An input of the stage in place of what another makes."""
+    """Replaces a value that another stage makes by an input."""
     import onnx_ir as ir
 
     made = ir.Value(name=value.name, type=value.type)
@@ -198,7 +200,7 @@ def _describe(value: ir.Value, spec: TensorSpec) -> None:
 
     if spec.shape is not None:
         value.shape = ir.Shape(spec.shape)
-    elif value.shape is None:  # it has not always as many axes; what leaves a stage has to declare some
+    elif value.shape is None:  # its rank varies, and the output of a stage has to declare one
         value.shape = ir.Shape([None] * len(spec.example_shape or ()))
     if value.type is None:
         value.type = ir.TensorType(getattr(ir.DataType, _ONNX_TYPES.get(str(spec.dtype), _plain(spec))))

@@ -1,4 +1,4 @@
-"""Run the stages one after another: as torch modules, and as ONNX files in onnxruntime."""
+"""Runs the stages one after another: as torch modules, and as ONNX files in onnxruntime."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SCHEMA = 1
 
 
 def run_onnx(folder: str | Path, inputs: Mapping[str, Tensor | Array] | None) -> dict[str, Array]:
-    """The model's outputs by name, from the files of an exported folder in onnxruntime.
+    """Returns the model's outputs by name, from the files of an exported folder in onnxruntime.
 
     `inputs` are the model's, flat, by name. Raises InputError for a name that is missing or unknown, or a
     batch size for which the model was not traced, PlanMismatchError for a file that is missing or altered,
-    ExportError where onnxruntime refuses a file, or ends where values go another way than in the trace.
+    ExportError where onnxruntime refuses a file, or where a value fails an assertion of the trace.
     """
     folder = Path(folder)
     manifest = onnx_manifest(folder)
@@ -42,7 +42,7 @@ def run_onnx(folder: str | Path, inputs: Mapping[str, Tensor | Array] | None) ->
 
 
 def onnx_manifest(folder: Path) -> dict[str, Any]:
-    """What an exported folder says of itself, and its files as they were written.
+    """Returns the manifest of an exported folder, whose files are checked to be as they were written.
 
     Raises PlanMismatchError for a file that is missing, altered, or not the folder's own.
     """
@@ -62,8 +62,10 @@ def onnx_manifest(folder: Path) -> dict[str, Any]:
 def named_inputs(
     folder: Path, manifest: Mapping[str, Any], inputs: Mapping[str, Tensor | Array] | None
 ) -> dict[str, Array]:
-    """The model's inputs by their tensors' names in the files; InputError for one missing or unknown. Those
-    that no stage reads may be there or not."""
+    """Returns the model's inputs by their names in the files.
+
+    Inputs that no stage reads may be left out. Raises InputError for one missing or unknown.
+    """
     if inputs is None:
         raise InputError(f"inputs is None; the model's inputs by name were expected, as {folder} takes them")
     expected = {entry["name"]: entry["tensor"] for entry in manifest["inputs"]}
@@ -78,8 +80,10 @@ def named_inputs(
 def require_batch_size(
     manifest: Mapping[str, Any], tensors: Mapping[str, Array], *, num_microbatches: int = 1
 ) -> None:
-    """Raises InputError where a microbatch has a size that the model was not traced for. `tensors`: its
-    inputs, by their names in the files."""
+    """Raises InputError where a microbatch has a size that the model was not traced for.
+
+    `tensors` are its inputs, by their names in the files.
+    """
     right = SizeRange(*manifest.get("batch_sizes", ()))
     axis = None if right.is_open else batch_symbol(manifest)
     if axis is None:
@@ -102,8 +106,10 @@ def run_files(
     *,
     optimise: bool = True,
 ) -> dict[str, Array]:
-    """Every tensor that enters or leaves a stage, by its name in the files. `stages` as in the manifest;
-    `optimise` as for `open_session`."""
+    """Returns every tensor that enters or leaves a stage, by its name in the files.
+
+    `stages` are as in the manifest, `optimise` as for `open_session`.
+    """
     tensors = dict(inputs)
     for stage in stages:
         session = open_session(folder / stage["file"], f"stage {stage['stage']}", optimise=optimise)
@@ -120,7 +126,10 @@ def run_files(
 
 
 def run_whole(path: Path, inputs: Mapping[str, Array], outputs: Mapping[str, str]) -> dict[str, Array]:
-    """The outputs of one file that holds the whole model; `outputs`: the names in the file by the model's."""
+    """Returns the outputs of a file with the whole model.
+
+    `outputs` maps the model's names of its outputs to the file's.
+    """
     session = open_session(path, path.name)
     try:
         results = session.run(list(outputs.values()), dict(inputs))
@@ -132,7 +141,7 @@ def run_whole(path: Path, inputs: Mapping[str, Array], outputs: Mapping[str, str
 def run_modules(
     programs: Sequence[StageProgram], modules: Sequence[nn.Module], inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Every tensor that enters or leaves a stage, by its value's name; nothing is recorded for gradients.
+    """Returns every tensor that enters or leaves a stage, by its value's name, without gradients.
 
     Raises ExportError if a stage does not take these inputs, for instance another batch size than it had.
     """
@@ -142,7 +151,7 @@ def run_modules(
             fed = [values[port.value] for port in program.inputs]
             try:
                 result = module(*fed)
-            except Exception as error:  # whatever the model's own code raises
+            except Exception as error:  # anything that the model's code raises
                 shapes = ", ".join(str(tuple(tensor.shape)) for tensor in fed)
                 raise ExportError(
                     f"stage {program.stage} fails in torch on inputs of shape {shapes}: {first_line(error)}"
@@ -153,16 +162,17 @@ def run_modules(
 
 
 def turn(module: nn.Module, *, training: bool) -> None:
-    """What is in this mode may have frozen parts that are not: they stay so, as they were traced. A program
-    of torch.export computes the same in both."""
+    """Puts a module into a mode, unless it is in it already: then its frozen parts stay as they were traced.
+
+    A program of torch.export computes the same in both modes.
+    """
     if module.training != training and not has_one_mode(module):
         module.train(training)
 
 
 @contextmanager
 def in_mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
-    """All in this mode, parts of those that are in it already as they are; afterwards each part in the mode
-    it was in, with the buffers it had."""
+    """Puts modules into a mode, as `turn` does, and restores mode and buffers of every part afterwards."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
     try:

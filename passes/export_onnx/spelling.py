@@ -1,4 +1,4 @@
-"""Calls of torch that its exporter to ONNX does not translate, or not rightly, in words that it does."""
+"""Writes calls that torch's exporter to ONNX translates wrongly or not at all in a form that it can."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ from .operators.translatable import TRANSLATABLE
 
 
 class TranslatableSpelling(TorchFunctionMode):
-    """While the exporter records a stage: the same computation in a form that it can translate.
+    """Replaces calls by the same computation in other words, while the exporter records a stage.
 
-    It knows attention of four dimensions only, and lays its result out in memory otherwise than the kernel
-    does, so that a `view` of it may not be possible any more. Batch normalisation it translates as in
-    evaluation, whatever it is told, layer normalisation as if there were one type. Where a convolution over
-    three dimensions has no bias, it makes one of zeros in a shape that no runtime takes. Of cross entropy it
-    leaves label smoothing out, and knows classes as targets only, no probabilities. Assertions it leaves out:
-    they are noted in `asserted`.
+    call                what the exporter gets wrong                      written as
+    assertions          leaves them out                                   noted in `asserted`
+    attention           takes four dimensions; other memory layout        four dimensions, contiguous
+    batch_norm          in training, translates it as in evaluation       its own mean and variance
+    layer_norm          one type for input and weight                     cast to the weight's
+    cross_entropy       no label smoothing, probabilities, rows' losses   log_softmax and gather
+    nll_loss            losses of rows as one number                      gather
+    conv3d              without bias, zeros in a shape no runtime takes   with a bias of zeros
+    diagonal_scatter    unknown                                           index_put
+    index_put           by a mask                                         where
+    view                not possible in the exporter's memory layout      reshape
+    `operators/`        see there
     """
 
     def __init__(self, opset: int = 20) -> None:
@@ -107,7 +113,7 @@ def _named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _is_by_row(named: Mapping[str, Any]) -> bool:
-    """The exporter takes the losses of the rows of (batch, classes) for one number."""
+    """Returns whether each row of (batch, classes) has its loss, which the exporter takes for one number."""
     return named.get("reduction") == "none" and named["input"].dim() == 2
 
 
@@ -119,7 +125,7 @@ def _nll_loss(
     ignore_index: int = -100,
     **_: Any,
 ) -> Tensor:
-    """Of each row; input: (batch, classes), logarithms of shares."""
+    """Computes the loss of each row. input: (batch, classes), log probabilities."""
     weighed = input if weight is None else input * weight
     told = target != ignore_index
     known = torch.where(told, target, 0).unsqueeze(1)
@@ -136,8 +142,10 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
     **_: Any,
 ) -> Tensor:
-    """A share `label_smoothing` of every target goes to all classes alike; targets are classes, or shares of
-    each (arXiv 1512.00567, section 7)."""
+    """Computes cross entropy with label smoothing (arXiv 1512.00567, section 7).
+
+    Targets are classes, or probabilities of all classes.
+    """
     classes = 1 if input.dim() > 1 else 0
     logs, count = input.log_softmax(classes), input.shape[classes]
     rest = label_smoothing / count
@@ -163,7 +171,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """In the weight's type, where autocast has another one for its input: ONNX has one for both."""
+    """Computes in the weight's type: under autocast the input may have another, and ONNX has one for both."""
     dtype = input.dtype if weight is None else weight.dtype
     normed = functional.layer_norm(input.to(dtype), list(normalized_shape), weight, bias, eps)
     return normed.to(input.dtype)
@@ -176,7 +184,7 @@ def _normalised_by_batch(
     eps: float = 1e-5,
     **_: Any,
 ) -> Tensor:
-    """input: (batch, channels, ...), normalised over all but the channels by its own mean and variance."""
+    """Normalises by the batch's own mean and variance. input: (batch, channels, ...)."""
     others = [axis for axis in range(input.dim()) if axis != 1]
     channels = [1, -1] + [1] * (input.dim() - 2)
     variance, mean = torch.var_mean(input, dim=others, correction=0, keepdim=True)
@@ -196,8 +204,10 @@ def _attention(
     whole_mask: bool = False,
     **options: Any,
 ) -> Tensor:
-    """query: (..., time, width) of any number of leading dimensions. `whole_mask`: with a row for each query,
-    as onnxruntime's Attention wants it."""
+    """Calls `func` with four dimensions. query: (..., time, width), with any leading dimensions.
+
+    `whole_mask` gives the mask a row for each query, as onnxruntime's Attention wants it.
+    """
     if attn_mask is not None and whole_mask:
         attn_mask = attn_mask.expand(*attn_mask.shape[:-2], query.shape[-2], key.shape[-2])
     if query.dim() > 4:
@@ -213,7 +223,7 @@ def _attention(
         if attn_mask is not None and attn_mask.dim() > 2:
             attn_mask = _with_heads(attn_mask, added)
     mixed = func(query, key, value, attn_mask=attn_mask, **options).contiguous()
-    if attn_mask is not None:  # torch gives rows that see nothing 0
+    if attn_mask is not None:  # torch returns 0 for rows whose keys are all masked
         seen = attn_mask if attn_mask.dtype is torch.bool else attn_mask != -math.inf
         mixed = torch.where(seen.any(-1, keepdim=True), mixed, 0.0)
     return mixed[0, 0] if added == 2 else mixed.squeeze(1) if added == 1 else mixed
@@ -222,7 +232,10 @@ def _attention(
 def _attention_of_words(
     query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Where numbers are added: onnxruntime's Attention is wrong for rows to which only the lowest one is."""
+    """Writes attention out where a mask of numbers is added.
+
+    onnxruntime's Attention is wrong for rows where every number added is the lowest one.
+    """
     if attn_mask is None or attn_mask.dtype is torch.bool or options.get("dropout_p"):
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
     if options.get("enable_gqa"):
@@ -233,7 +246,7 @@ def _attention_of_words(
 
 
 def _for_each_head(tensor: Tensor, num_heads: int) -> Tensor:
-    """Each of fewer heads for as many that follow one another."""
+    """Repeats each key or value head for the query heads that share it."""
     return tensor.repeat_interleave(num_heads // tensor.shape[-3], dim=-3)
 
 
@@ -249,7 +262,7 @@ def _with_diagonal(
     dim1: int = 0,
     dim2: int = 1,
 ) -> Tensor:
-    """src: (..., length), what stands on the diagonal of dimensions `dim1` and `dim2` then."""
+    """Puts src: (..., length) on the diagonal of dimensions `dim1` and `dim2`."""
     rows = torch.arange(src.shape[-1], device=src.device)
     places = (rows - min(offset, 0), rows + max(offset, 0))
     first = input.movedim((dim1, dim2), (0, 1))
@@ -262,8 +275,10 @@ def _filled(
     values: Tensor,
     accumulate: bool = False,
 ) -> Tensor | None:
-    """`x[:, mask] = 0.0` or `= y[:, mask]`; None where the indices are no mask, or get a known number of
-    values that is not one."""
+    """Computes `x[:, mask] = 0.0` or `= y[:, mask]` by `where`.
+
+    Returns None where the indices are no mask, or where a known number of values other than one is given.
+    """
     given = [index for index in indices if index is not None]
     if len(given) != 1 or given[0].dtype is not torch.bool or accumulate:
         return None
@@ -275,7 +290,7 @@ def _filled(
         return torch.where(wide, values.reshape(()), input) if values.numel() == 1 else None
     if values.dim() != before + 1 + behind or type(values.shape[before]) is int:
         return None
-    # Each place has its own value by its number among the picked ones; a row more is there for none.
+    # Each picked place takes the value of its number among the picked; an extra row serves an empty mask.
     number = (mask.flatten().to(torch.int64).cumsum(0) - 1).clamp(min=0)
     one_more = torch.cat(
         [values, torch.zeros_like(input.flatten(before, before + mask.dim() - 1).narrow(before, 0, 1))],

@@ -1,4 +1,4 @@
-"""A stage's file in the words of the ONNX text format."""
+"""Prints a stage's file in the ONNX text format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pd2bw_fx.onnx_session import require
 
 
 def onnx_text(path: str | Path) -> str:
-    """Inputs, outputs, nodes; of the weights name, type and shape, not their numbers."""
+    """Returns inputs, outputs and nodes, and the name, type and shape of each weight."""
     onnx = require("onnx")
     model = onnx.load(path, load_external_data=False)
     graph = model.graph

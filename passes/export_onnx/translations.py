@@ -1,7 +1,7 @@
-"""Torch's translations of its operators to ONNX, read once in a process.
+"""Reads torch's translations to ONNX once in a process.
 
-For each file that it writes, torch reads the source of some five hundred functions again: that is half of the
-time of a small stage.
+For each file that it writes, torch reads the source of some five hundred functions again, which is half of
+the time that a small stage takes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def translations_read_once() -> Iterator[None]:
     of_opset = _once(ONNXRegistry.from_torchlib)
 
     def copied(opset_version: int | None = None) -> ONNXRegistry:
-        """One of its own: an export may add to it."""
+        """Returns a copy, because an export may add to it."""
         known = of_opset() if opset_version is None else of_opset(opset_version)
         registry = ONNXRegistry()
         registry._opset_version = known.opset_version

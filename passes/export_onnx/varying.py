@@ -1,4 +1,4 @@
-"""Stages that compute something else each time, which no file can be compared with: what varies, and why."""
+"""Finds what varies from run to run in a stage, which no file can then be compared with, and why."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .run import run_modules
 
 
 def changed_value(first: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> str | None:
-    """A value that two runs on the same inputs do not agree about."""
+    """Returns a value that differs between two runs on the same inputs, or None."""
     return next((n for n, v in first.items() if not torch.equal(v.nan_to_num(), again[n].nan_to_num())), None)
 
 
 def written_by(
     programs: Sequence[StageProgram], modules: Sequence[nn.Module], fed: Mapping[str, Tensor]
 ) -> str | None:
-    """A buffer or parameter that one more run of the stages changes."""
+    """Returns a buffer or parameter that one more run of the stages changes, or None."""
     pairs = list(zip(programs, modules, strict=True))
     before = [{name: held.clone() for name, held in held_tensors(*pair).items()} for pair in pairs]
     run_modules(programs, modules, fed)
@@ -31,7 +31,7 @@ def written_by(
 
 
 def why_it_varies(value: str, written: str | None, original: Original | None, *, training: bool) -> str:
-    """And what to do."""
+    """Returns why the value varies, and what to do about it."""
     if training:
         return (
             f"{value} differs between two runs on the same inputs in training mode, so that no file could be "
@@ -41,7 +41,7 @@ def why_it_varies(value: str, written: str | None, original: Original | None, *,
     operators = () if original is None else original.graph.operators.values()
     drawing = [o for o in operators if o.is_random and not _is_off_in_evaluation(o)]
     places = [f"{o.module_path or 'the model'} ({o.module_type}, {o.source_line})" for o in drawing]
-    if written is None and original is not None:  # an average that has come to a rest by then
+    if written is None and original is not None:  # a running average may have settled by then
         parameters = original.graph.parameters
         written = next((n for o in operators for n in o.writes_buffers if n in parameters), None)
     if written is not None and not places:
