@@ -1,1 +1,1 @@
-"""The passes: trace, normalise, profile, coarsen, partition, schedule, codegen, and split over them."""
+"""The passes: trace, normalise, profile, coarsen, partition, schedule and codegen, and `split` over them."""

@@ -1,16 +1,17 @@
-"""From operators to blocks: the rules of what may be cut.
+"""Joins operators to blocks, by the rules of what may be cut.
 
-1. A view stays with what it views, an element with the tuple it is taken from: what is sent is memory of
-   its own, and nobody writes into it from two sides.
+1. A view stays with its base, and an element with its tuple, so that every value that is sent has memory of
+   its own, which no two stages write.
 2. Operators of one memory group (running statistics, in-place clusters) stay together.
-3. What depends on inputs and sizes alone and is computed sooner than sent (masks, positions, casts of inputs)
-   belongs to no block: each stage that reads it computes it. Its time counts for the first block that reads
-   it; what the backward keeps of it, and of inputs, is shared out over the blocks that keep it.
-4. What no output depends on (a draw kept for the draws after it, a count of batches) stays with the last of
-   what it reads, or with what comes next: a stage of such operators alone would have nothing to give.
-5. What would make the blocks a cycle is one block.
+3. Operators that depend on inputs and sizes alone, and take less time than sending their result (masks,
+   positions, casts of inputs), are in no block: each stage that reads the result computes it. Their time is
+   counted for the first block that reads it. What the backward saves of it, and of inputs, is shared out over
+   the blocks that save it.
+4. An operator that no output depends on (a draw kept for the draws after it, a count of batches) stays with
+   the last operator that it reads, or with the next one: a stage of such operators alone gives nothing.
+5. Blocks that depend on one another in a cycle are one block.
 
-Nothing else is joined: every cut that these rules allow is still there for the planner.
+Nothing else is joined: the planner has every cut that these rules allow.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
 
 def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
-    """The planner's input. Blocks are in a topological order, operators inside a block in program order.
+    """Returns the planner's input: blocks in a topological order, their operators in program order.
 
     Raises InputError if costs are missing for an operator of the graph, or are no numbers.
     """
@@ -71,7 +72,7 @@ def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
 
 
 def _require_numbers(name: str, cost: OperatorCost) -> None:
-    """Costs may be the user's own. What the planner can do with a number it says itself."""
+    """Refuses costs of the user that are no numbers; the planner itself checks their range."""
     for key in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes"):
         value: Any = getattr(cost, key)
         if isinstance(value, bool) or not isinstance(value, Real):
@@ -82,7 +83,7 @@ def _require_numbers(name: str, cost: OperatorCost) -> None:
 
 
 def _needed(graph: OperatorGraph) -> set[str]:
-    """The operators that some output depends on."""
+    """Returns the operators that some output depends on."""
     needed = {output.value for output in graph.outputs}
     for operator in reversed(list(graph.operators.values())):
         if operator.name in needed:
@@ -91,7 +92,7 @@ def _needed(graph: OperatorGraph) -> set[str]:
 
 
 def _joined(placed: Sequence[Operator], needed: Container[str]) -> list[list[str]]:
-    """Rules 1, 2 and 4, as the connected components of what belongs together."""
+    """Applies rules 1, 2 and 4: connected components of operators that stay together."""
     together: nx.Graph[str] = nx.Graph()
     together.add_nodes_from(operator.name for operator in placed)
     groups: dict[str, str] = {}
@@ -112,7 +113,7 @@ def _joined(placed: Sequence[Operator], needed: Container[str]) -> list[list[str
 
 
 def _acyclic(components: Iterable[Sequence[str]], graph: OperatorGraph) -> list[list[str]]:
-    """Rule 5: components that depend on one another both ways become one."""
+    """Applies rule 5: components in a cycle become one."""
     component_of = {name: index for index, names in enumerate(components) for name in names}
     condensed = nx.condensation(_quotient(component_of, graph))
     inside = defaultdict(list)
@@ -122,7 +123,7 @@ def _acyclic(components: Iterable[Sequence[str]], graph: OperatorGraph) -> list[
 
 
 def _ordered(components: Sequence[Sequence[str]], graph: OperatorGraph) -> list[tuple[str, ...]]:
-    """Components in a topological order, the one that begins first in the program first."""
+    """Returns components in a topological order; of those that may come next, the first in the program."""
     position = {name: index for index, name in enumerate(graph.operators)}
     operators = [tuple(sorted(names, key=position.__getitem__)) for names in components]
     component_of = {name: index for index, names in enumerate(operators) for name in names}
@@ -143,9 +144,9 @@ def _quotient(component_of: Mapping[str, int], graph: OperatorGraph) -> nx.DiGra
 
 
 def _placed_reads(placed: Container[str], graph: OperatorGraph) -> dict[str, list[str]]:
-    """What each placed operator reads of others that are: also by what its stage makes of them and of inputs.
+    """Returns the placed operators that each one reads, also by way of operators that every stage computes.
 
-    Sizes are read off whatever tensor a stage has.
+    Sizes are taken from any tensor that a stage has.
     """
     through: dict[str, list[str]] = {}
     for name, operator in graph.operators.items():
@@ -162,9 +163,9 @@ def _placed_reads(placed: Container[str], graph: OperatorGraph) -> dict[str, lis
 def _copied(
     block_of: Mapping[str, str], graph: OperatorGraph, members: Sequence[Sequence[str]]
 ) -> dict[str, list[str]]:
-    """What belongs to no block, by the first block that it is computed for.
+    """Returns the operators in no block, by the first block that needs them.
 
-    Other stages that read it compute it too; which those are the planner would have to ask for each.
+    Other stages that need them compute them too, which the planner does not count.
     """
     position = {names[0]: index for index, names in enumerate(members)}
     first: dict[str, str] = {}
@@ -184,11 +185,11 @@ def _copied(
 def _saved_bytes(
     block_of: Mapping[str, str], graph: OperatorGraph, costs: Costs, *, num_stages: int
 ) -> dict[str, float]:
-    """What each block keeps for the backward.
+    """Returns the bytes that each block saves for the backward.
 
-    Of an input, or of what is made of inputs alone, each stage has its own, however many of its blocks keep
-    it. Where there are more such blocks than stages, each counts for a share: as many copies together as
-    there are stages, spread as the blocks are.
+    A stage has an input, or a value made of inputs alone, once, however many of its blocks save it. Where
+    there are more such blocks than stages, each counts a share, so that all together count as many copies as
+    there are stages.
     """
     saved_bytes = dict.fromkeys(block_of.values(), 0.0)
     keepers: dict[str, tuple[int, set[str]]] = {}
@@ -237,7 +238,7 @@ def _block(
 
 
 def _on(device: Device, first: Device, seconds: float, work: Work | None) -> float:
-    """An operator's time on a device: by its speed, or where times are estimates by the rates it states."""
+    """Returns an operator's time on a device: measured over its speed, or estimated from its rates."""
     rates = device.flops_per_s, device.memory_bytes_per_s
     if work is None or rates == (first.flops_per_s, first.memory_bytes_per_s):
         return seconds / device.speed
@@ -245,7 +246,7 @@ def _on(device: Device, first: Device, seconds: float, work: Work | None) -> flo
 
 
 def _values(placed: Sequence[Operator], block_of: Mapping[str, str], graph: OperatorGraph) -> Iterable[Value]:
-    """What one block makes and others read; model inputs are none, for every stage loads its own."""
+    """Returns the values that one block makes and others read, without inputs, which every stage loads."""
     readers: dict[str, list[str]] = {operator.name: [] for operator in placed}
     for name, reads in _placed_reads(readers, graph).items():
         for read in reads:

@@ -77,7 +77,7 @@ class _Problem(pulp.LpProblem):  # type: ignore[misc]
 
 
 class IntegerProgram:
-    """A program under construction: minimise a sum of terms under `at_most` rows."""
+    """An integer program under construction, which minimises a sum of terms under `at_most` rows."""
 
     def __init__(self, name: str) -> None:
         self._problem = _Problem(name, pulp.LpMinimize)

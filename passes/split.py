@@ -1,4 +1,4 @@
-"""The whole compiler on one screen: the passes in their order."""
+"""The whole compiler on one screen: `split` calls the passes in their order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .plan_request import PlanRequest
 from .schedule import check_schedule, registered_method, schedule_of
 from .split_onnx import takes_onnx_too
 from .trace.eager_run import blaming_the_model
-from .trace_and_profile import Inputs, Pricing, profile_of_pipeline, trace_and_profile
+from .trace_and_profile import Inputs, Pricing, ProfiledModel, profile_of_pipeline, trace_and_profile
 from .verify import another_example, draws_in_evaluation, evaluation_of, note_on_fast_path
 
 _UPDATES_SHOWN = 3
@@ -59,54 +59,54 @@ def split(
     progress: Callable[[Progress], None] | None = None,
     check: bool | Literal["fast", "full"] = "fast",
 ) -> Pipeline:
-    """Split a model into pipeline stages: trace, profile, partition, generate, check.
+    """Splits a model into pipeline stages: trace, profile, partition, generate, check.
 
-    The example inputs are one microbatch, as the model's forward takes them; left out, the model's own
-    (`example_inputs()`, or `dummy_inputs` of a Hugging Face model); without any, symbolic tracing and costs
-    estimated from parameters, which the result says. The model returns its loss (a scalar, the entry `loss`
-    of a dict or ModelOutput, in a tuple the first or the only scalar that has a gradient), or
-    `loss_fn(output, targets)` computes it, with `example_targets` beside the example inputs.
+    What is split:
 
-    In place of the model may stand a `torch.fx.GraphModule` or an ExportedProgram (with the example inputs
-    that it has), which are taken as they are; the path of an ONNX file, which is split for inference with the
-    options of `split_onnx`; or a Pipeline that was split here, which is planned again, for another method or
-    cluster, and neither traced nor profiled a second time.
+    - `model`: a module; a `torch.fx.GraphModule` or ExportedProgram, taken as it is; the path of an ONNX
+      file, split for inference with the options of `split_onnx`; or a Pipeline, which is planned again for
+      another method or cluster without being traced and profiled a second time. The pipeline shares the
+      model's tensors until it is trained or loaded. A model on the meta device gets its values later
+      (`Pipeline.load_tensors`).
+    - `example_args`, `example_kwargs`: one microbatch, as the model's forward takes it. By default the
+      model's own (`example_inputs()`, or `dummy_inputs` of a Hugging Face model). Without any, the model is
+      traced symbolically, and costs are estimated from its parameters.
+    - `loss_fn(output, targets)`, `example_targets`: compute the loss outside of the model. By default the
+      model returns it: as a scalar, as the entry `loss` of a dict or ModelOutput, or in a tuple as the first
+      or the only scalar that has a gradient.
+    - `tracer`: "auto" traces a program for any batch size. "export-sequence" leaves the length of token
+      sequences open too, where the model allows it. A Python condition on values of tensors is refused,
+      unless it is an `assert` or leads to a `raise`; "export-as-example" traces the branch that the example
+      takes, and the stages assert that they are on it. `trace_report` tells what was decided.
 
-    The pipeline has the model's own tensors until it is trained or loaded: what changes them in place changes
-    both. A model on the meta device is given its values afterwards (`Pipeline.load_tensors`).
+    How it is planned:
 
-    Any batch size can be run later; of a model that asks for it in Python, all with the example's answer;
-    with `tracer="export-sequence"` any length of token sequences too, where the model allows it, which
-    `trace_report` says. A Python condition on the values of tensors is refused, unless it is an `assert` or
-    leads to a `raise`, or `tracer="export-as-example"` allows it: then the way that the example inputs take
-    is traced, and the stages assert that it is theirs.
+    - `cluster`: a number of equal local devices (GPUs if there are enough, else CPU processes), a Cluster, or
+      the path of a TOML file. By default the devices of this machine.
+    - `num_stages`: one for each device by default, or "auto" for the fastest number, which may leave devices
+      idle. `chunks`: the stages on each device under "interleaved", two by default.
+    - `replicas`: the devices that share the microbatches of each stage: one number for all stages, one for
+      each, or "auto" for the fastest (pipedream). Needs equal devices and links.
+    - `microbatches_per_update`: over all replicas; by default as many as the method needs to fill the
+      pipeline.
+    - `method`: a name in `passes.schedule.METHODS`; "2bw", or the plan's, by default.
+    - `memory_model`: what optimizer and weight versions take; by default Adam, and the method's own versions
+      and microbatches in flight. `recompute`: whether stages run their forward again in the backward.
+    - `constraints`: pin operators and modules, keep them together, or cap a device's memory.
+    - `costs`: measured on this machine by default, estimated from arithmetic and bytes ("analytic"), or those
+      of another pipeline of this model. Measured times are cached by operator, shapes, device and torch
+      version, unless `profile_cache` is False.
+    - `solver`, `max_gap`, `time_limit_s`: the integer program's solver, the gap to prove, and when to stop
+      with the best plan so far, as Ctrl-C does. `progress` is called with each step of the search.
+    - `plan`: a plan that exists (`Plan.loads`), for instance edited. It is checked and priced, not solved,
+      and other arguments must agree with it.
 
-    `cluster` is a count of equal local devices (GPUs if there are so many, else CPU processes), a Cluster or
-    the path of a TOML file; left out, what this machine has. `constraints` pin operators and modules, keep
-    them whole, or cap a device's memory. `plan` is one that is there already, edited perhaps
-    (`Plan.loads`): it is checked and priced, not solved, and other arguments must agree with it.
-    The solver proves the plan to within `max_gap` or stops after `time_limit_s`; `progress`
-    hears how it stands, and Ctrl-C takes the best plan so far.
+    How it is checked: `check="fast"` (or True) compares loss, gradients and buffers of the stages with the
+    model's on the example inputs, and their outputs in evaluation. "full" also compares on other values, and
+    at another batch size and length where these are open. With False no stage is run, unless one draws random
+    numbers other than for dropout: it must not draw in evaluation where the model does not.
 
-    There is a stage for every device unless `num_stages` says otherwise: a number, or "auto" for the fastest
-    one, which leaves devices out that only slow the pipeline down.
-
-    `method` is a name in `passes.schedule.METHODS`, "2bw" (or the plan's) unless said; `chunks` are the
-    stages on each device of "interleaved" (two unless said), which has `num_stages` in all. `replicas` are
-    the devices that run each stage, taking its microbatches in turn: as many for all, a number for each, or
-    "auto" for the fastest (pipedream), on devices and links that are alike. The memory of the method's weight
-    versions and of its activations in flight is planned for, with Adam's state, unless `memory_model` says
-    otherwise.
-
-    `costs` are measured on this machine where there is something to run, or estimated ("analytic") from each
-    operator's arithmetic and bytes, or those of another pipeline of this model. Measured times are kept in
-    the user's cache directory, by operator, shapes, device and torch version, unless `profile_cache=False`.
-    `check="fast"` (or True) compares loss, gradients and buffers of the stages with the model's on the
-    example inputs, and what they give in evaluation, "full" also on other values, in a batch of another size
-    and of another length where they are open. With False no stage is run, but where some draw random numbers
-    by something else than dropout: whether the model does so in evaluation, too, is asked.
-
-    Raises InputError for arguments that cannot be, TraceError naming the line that cannot be traced,
+    Raises InputError for impossible arguments, TraceError naming the line that cannot be traced,
     ClusterError, SolverError for a solver that is unknown or not installed, PlanMismatchError for a `plan` of
     another model, InfeasibleError if no assignment fits in memory, VerificationError if the stages are wrong.
     """
@@ -137,7 +137,7 @@ def split(
     plan, shape = request.plan_and_shape(coarsen(known.graph, known.costs, chosen))
     schedule = schedule_of(plan.method, shape, updates=range(_UPDATES_SHOWN), drain=True)
     if registered_method(plan.method) is not None:
-        check_schedule(schedule)  # those of ours are held to their rules by tests
+        check_schedule(schedule)  # tests hold ours to their rules
     pipeline = Pipeline(
         graph=known.graph,
         costs=known.costs,
@@ -152,24 +152,34 @@ def split(
         reference=known.reference,
         planning_options=request.explain_options(plan, shape),
     )
+    _check(pipeline, known, check, is_new=not isinstance(model, Pipeline))
+    return pipeline
+
+
+def _check(pipeline: Pipeline, known: ProfiledModel, check: bool | str, *, is_new: bool) -> None:
+    """Compares the stages with the model, and adds what it finds to the report.
+
+    Evaluation is compared where the model is new, and not a pipeline that was checked before.
+    Raises VerificationError.
+    """
     if check and any(tensor.is_meta for tensor in pipeline.tensors().values()):
         _tell_of_the_meta_device(pipeline)
-        return pipeline
-    check = check if known.reference is not None else False
-    if check and known.example is not None:
-        with blaming_the_model(known.graph.model_name, known.reference, known.example):
+        return
+    compares = bool(check) and known.reference is not None
+    example = known.example if compares else None
+    if example is not None:
+        with blaming_the_model(known.graph.model_name, known.reference, example):
             pipeline.verify()
     if pipeline.graph.root is not None and has_one_mode(pipeline.graph.root):
         _tell_of_the_one_mode(pipeline)
-    elif not isinstance(model, Pipeline) and (check or draws_in_evaluation(known.graph)):
+    elif is_new and (compares or draws_in_evaluation(known.graph)):
         _tell_of_evaluation(pipeline)
-    if check and known.example is not None and not isinstance(model, Pipeline):
+    if example is not None and is_new:
         _tell_of_the_fast_path(pipeline)
-    if check == "full" and known.example is not None:
-        other = another_example(known.graph, known.example)
+    if example is not None and check == "full":
+        other = another_example(known.graph, example)
         with blaming_the_model(known.graph.model_name, known.reference, other, **_OF_A_FULL_CHECK):
             pipeline.verify(example=other)
-    return pipeline
 
 
 def _tell_of_the_meta_device(pipeline: Pipeline) -> None:

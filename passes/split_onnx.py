@@ -46,15 +46,19 @@ def split_onnx(
     progress: Callable[[Progress], None] | None = None,
     tolerance: float | None = None,
 ) -> OnnxPipeline:
-    """Split an ONNX file into stages for inference, and write them to `folder` as ONNX files.
+    """Splits an ONNX file into stages for inference, and writes them to `folder` as ONNX files.
 
-    Without a folder they are in a temporary one until `save`. `examples`: inputs by name, one batch or two
-    of different sizes; left out, they are made up from the shapes that the file declares. `costs`:
-    arithmetic and bytes over the device's rates, or "measured" by onnxruntime's profiler. The stages are run
-    one after another on the examples and must give what the whole file gives.
+    Without a folder they are in a temporary one until `save`. The stages are run one after another on the
+    examples, and must give what the whole file gives.
 
-    Raises InputError for a file or arguments that cannot be, InfeasibleError if no assignment fits in
-    memory, ExportError if a stage cannot be written or the results differ; then nothing is left behind.
+    - `examples`: inputs by name, one batch or two of different sizes. By default they are made up from the
+      shapes that the file declares.
+    - `costs`: "analytic", from arithmetic and bytes over the device's rates, or "measured" by onnxruntime's
+      profiler.
+    - Other arguments are those of `split`.
+
+    Raises InputError for an impossible file or argument, InfeasibleError if no assignment fits in memory, and
+    ExportError if a stage cannot be written or results differ. Then nothing is left behind.
     """
     chosen = Cluster.of(cluster)
     model = read_onnx(path, examples)
@@ -79,7 +83,7 @@ def split_onnx(
 
 
 class Split(Protocol[P]):
-    """`split` of a model gives a Pipeline, `split` of an ONNX file an OnnxPipeline."""
+    """The type of `split`: a model gives a Pipeline, an ONNX file an OnnxPipeline."""
 
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Pipeline: ...
@@ -104,7 +108,7 @@ class Split(Protocol[P]):
 
 
 def takes_onnx_too(split: Callable[P, Pipeline]) -> Split[P]:
-    """What gives the path of an ONNX file to `split_onnx`, and any other model to `split`.
+    """Returns a `split` that hands the path of an ONNX file to `split_onnx`.
 
     Raises InputError for an option that says nothing about an ONNX file.
     """

@@ -1,4 +1,4 @@
-"""Before splitting: the microbatch, stages and copies of the pipeline that train a batch fastest."""
+"""Finds, before splitting, the microbatch size, stages and replicas that train a batch fastest."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ def tune(
     max_gap: float = 0.01,
     time_limit_s: float = 120.0,
 ) -> Sweep:
-    """The fastest ways to train batches of `batch_size` samples that fit in memory, fastest first.
+    """Returns the fastest ways to train batches of `batch_size` samples that fit in memory, fastest first.
 
-    The example inputs are as `split` takes them; dimension 0 of the first tensor is the batch, and tensors
-    that have the same there are cut or repeated to each of `microbatch_sizes` (left out: the powers of two
-    that divide the batch, up to 32). For each size the model is traced and profiled anew. `num_stages` and
-    `num_replicas` are what may be chosen; equal copies need devices and links that are alike. `method` is
-    2bw, 1f1b or gpipe.
+    - Example inputs are as `split` takes them. Dimension 0 of the first tensor is the batch. Tensors with the
+      same dimension 0 are cut or repeated to each of the microbatch sizes.
+    - `microbatch_sizes`: by default the powers of two that divide the batch, up to 32. The model is traced
+      and profiled anew for each.
+    - `num_stages` and `num_replicas`: the numbers to choose from. Replicas need equal devices and links.
+    - `method`: "2bw", "1f1b" or "gpipe".
 
     Raises what `split` raises, and InputError where no size divides the batch into enough microbatches.
     """

@@ -1,4 +1,4 @@
-"""An ONNX file as something to be split: its operator graph, and what it computes on examples."""
+"""An ONNX file to be split: its operator graph, and what it computes on examples."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OnnxModel:
-    """`graph` has an operator for each node, named after the value that it makes.
+    """A model that was read from an ONNX file.
 
-    A node of several outputs has the name of its ONNX node, and each output is an element taken from it
-    (`operator.getitem`), named after the value: so each crosses a cut by itself.
+    `graph` has an operator for each node, named after the value that it makes.
+
+    An operator with several outputs is named after its ONNX node, and each output is an element of it
+    (`operator.getitem`) named after the value, so that each crosses a cut by itself.
 
     `examples` are inputs by name, one batch or two of different sizes; `results` what the file computes on
     them in onnxruntime. `node_of` gives the operator's ONNX node by name, elements excepted.
@@ -34,7 +36,7 @@ class OnnxModel:
 
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
-    """The branches and bodies of an If, Loop or Scan."""
+    """Yields the branches and bodies of an If, Loop or Scan."""
     found: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.type.name == "GRAPH":

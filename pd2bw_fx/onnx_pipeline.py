@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OnnxPipeline:
-    """Print it to see the plan. `folder` holds `stage_0.onnx` and so on and `manifest.json`.
+    """The stages of an ONNX file; print it to see the plan.
 
-    Where no folder was named, it is a temporary one that goes with this object: `save` keeps it.
+    `folder` holds `stage_0.onnx` and so on, and `manifest.json`. Where no folder was named, it is a temporary
+    one that is removed with this object; `save` keeps it.
     """
 
     graph: OperatorGraph
@@ -46,33 +47,33 @@ class OnnxPipeline:
     _held: TemporaryDirectory[str] | None = field(default=None, repr=False, compare=False)
 
     def run(self, inputs: Mapping[str, Tensor | Array]) -> dict[str, Array]:
-        """The model's outputs by name, the stages one after another in this process."""
+        """Returns the model's outputs by name; the stages run one after another in this process."""
         return run_onnx(self.folder, inputs)
 
     def run_processes(
         self, inputs: Mapping[str, Tensor | Array], *, num_microbatches: int = 1
     ) -> dict[str, Array]:
-        """The same from one process a stage, microbatches following one another."""
+        """Returns the same from one process per stage, with microbatches in a pipeline."""
         return run_onnx_processes(self.folder, inputs, num_microbatches=num_microbatches)
 
     def merge(self, path: str | Path | None = None) -> onnx.ModelProto:
-        """The stages put back into one model; with `path`, written there too."""
+        """Returns the stages as one model; with `path`, it is written there too."""
         return merge_onnx(self.folder, path)
 
     def save(self, folder: str | Path) -> None:
-        """A copy of the stages and their manifest; the folder appears only when it is complete.
+        """Copies the stages and their manifest into a folder, which appears only when it is complete.
 
-        What else is in it stays. Raises InputError if it is somebody else's, or was edited by hand.
+        Other files in it stay. Raises InputError if it is not a folder of ours, or was edited by hand.
         """
         with whole_folder(folder) as fresh:
             shutil.copytree(self.folder, fresh, dirs_exist_ok=True)
 
     def text(self, stage: int) -> str:
-        """One stage's file in words: its inputs, nodes and outputs, weights by name and shape."""
+        """Returns a stage's file as text: its inputs, nodes and outputs, and weights by name and shape."""
         return onnx_text(self.folder / f"stage_{stage}.onnx")
 
     def explain(self, **options: Any) -> Explanation:
-        """Why the plan is as it is: each cut and the next best one, what binds, what would help most.
+        """Explains the plan: each cut and the next best one, what binds, and what would help most.
 
         Options are those of `passes.partition.explain`. Raises InputError for another one.
         """
@@ -85,7 +86,7 @@ class OnnxPipeline:
         return plan_table(self.graph, self.costs, self.plan)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the plan, and each device's memory."""
+        """Returns what a notebook shows: the plan, and each device's memory."""
         return pipeline_html(self.graph, self.costs, self.plan)
 
 

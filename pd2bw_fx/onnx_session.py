@@ -1,4 +1,4 @@
-"""onnxruntime as we use it: sessions that keep quiet, arrays from tensors, and what to say if it is missing.
+"""Uses onnxruntime: quiet sessions, arrays from tensors, and clear errors.
 
 It is an optional extra, imported when it is first needed.
 """
@@ -31,11 +31,13 @@ def open_session(
     profile: Path | None = None,
     run_as: Path | None = None,
 ) -> InferenceSession:
-    """A session on the CPU with torch's number of threads. `optimise=False` runs the graph node by node as
-    it stands; `profile` is how the name of the file begins that `end_profiling` writes; `run_as` is where
-    the graph that is run is written, in which some operators are taken apart.
+    """Opens a session on the CPU, with as many threads as torch has.
 
-    Raises ExportError if onnxruntime cannot load the file, in its own words.
+    - `optimise`: False runs the graph node by node as it is.
+    - `profile`: the prefix of the file that `end_profiling` writes.
+    - `run_as`: the file to write the executed graph to, in which some operators are decomposed.
+
+    Raises ExportError with onnxruntime's own message if it cannot load the file.
     """
     runtime = require("onnxruntime")
     options = runtime.SessionOptions()
@@ -72,7 +74,7 @@ def to_array(name: str, value: Tensor | Array) -> Array:
 
 
 def require(name: str) -> Any:
-    """A module of the optional extra."""
+    """Imports a module of the optional extra. Raises ExportError that says what to install."""
     try:
         return __import__(name)
     except ImportError as error:
@@ -82,7 +84,7 @@ def require(name: str) -> Any:
 
 
 def run_failure(error: BaseException) -> str:
-    """Why onnxruntime ended a run: what the file asserts and the inputs do not hold to, or its own words."""
+    """Returns why a run failed: the violated assertion of the file, or onnxruntime's message."""
     asserted = re.search(r"Name:'(?:stage_\d+/)?(.*)' Status Message", str(error))
     if asserted is None or not is_assumption(asserted[1]):
         return first_line(error)
@@ -90,7 +92,7 @@ def run_failure(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The root cause in one line: exporters wrap an error in pages of advice."""
+    """Returns the root cause in one line; exporters wrap an error in pages of advice."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

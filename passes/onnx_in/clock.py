@@ -1,4 +1,4 @@
-"""onnxruntime's own clock: the seconds of each node, of those too that it takes apart."""
+"""Measures the seconds of each node by onnxruntime's profiler, also of nodes that it decomposes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pd2bw_fx.onnx_session import Array, open_session
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_RUNS = 5  # timed, after one that is not
+_RUNS = 5  # timed runs, after one to warm up
 
 
 def measured_s(model: OnnxModel) -> dict[str, float]:
-    """By the node's name: the median of five runs on the first example, the graph not optimised."""
+    """Returns seconds by node name: the median of five runs on the first example, not optimised."""
     import onnx_ir as ir
 
     inputs = dict(model.examples[0])
@@ -46,15 +46,17 @@ def _profiled(path: Path, inputs: Mapping[str, Array], run_as: Path | None = Non
     events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     spent_us: dict[str, list[float]] = defaultdict(list)
     for event in events:
-        # "name_kernel_time" is the node's own work; a subgraph's nodes are within the node that holds it.
+        # "name_kernel_time" is the node's own work. The node that has a subgraph takes its nodes' time too.
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
             spent_us[event["name"].removesuffix("_kernel_time")].append(float(event["dur"]))
     return {name: median(spent[1:]) * 1e-6 for name, spent in spent_us.items() if len(spent) > 1}
 
 
 def _name_parts(path: Path, whole: ir.Model) -> dict[str, str]:
-    """Gives each node of the file a name; by it the node of the whole model that it is a part of, which is
-    the one that makes what it makes, or for whose parts it makes it."""
+    """Names each node of the decomposed file, and maps it to the node of the whole model that it belongs to.
+
+    That is the node that makes the same value, or whose parts read it.
+    """
     import onnx_ir as ir
 
     made_by = {value.name: node.name or "" for node in whole.graph for value in node.outputs}

@@ -1,4 +1,4 @@
-"""What each node costs: arithmetic and bytes over the device's rates, or onnxruntime's own clock."""
+"""Prices each node: arithmetic and bytes over the device's rates, or by onnxruntime's profiler."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .clock import measured_s
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_LAUNCH_S = 5e-6  # what calling any operator costs
+_LAUNCH_S = 5e-6  # cost of calling any operator
 
 
 def onnx_costs(
     model: OnnxModel, *, device: Device, method: Literal["analytic", "measured"] = "analytic"
 ) -> Costs:
-    """The seconds of each operator's forward on the first example; there is no backward.
+    """Returns the seconds of each operator's forward on the first example; there is no backward.
 
     "measured": the median of five runs of onnxruntime's profiler on this machine, its graph not optimised.
     """
@@ -35,7 +35,7 @@ def onnx_costs(
     operators = {}
     for name, operator in model.graph.operators.items():
         output_bytes = sum(spec.num_bytes for spec in operator.outputs)
-        # An element is memory that its node has made.
+        # An element of a tuple is memory that its node has made.
         working_bytes = 0 if operator.target == "operator.getitem" else output_bytes
         node = model.node_of.get(name, "")
         operators[name] = OperatorCost(
@@ -52,7 +52,7 @@ def onnx_costs(
 
 
 def _work(model: OnnxModel) -> dict[str, Work]:
-    """What each node computes, and the bytes that it reads and writes."""
+    """Returns each node's arithmetic operations, and the bytes that it reads and writes."""
     graph = model.graph
     nodes = {node.name or "": node for node in model.ir.graph}
     work: dict[str, Work] = {}
@@ -60,7 +60,7 @@ def _work(model: OnnxModel) -> dict[str, Work]:
         operator = graph.operators[name]
         num_bytes = sum(spec.num_bytes for spec in operator.outputs)
         num_bytes += sum(_value_bytes(graph, value) for value in operator.reads)
-        # Looking up rows leaves the rest of the table unread.
+        # A lookup reads its rows of the table only.
         if not operator.target.endswith(".Gather"):
             num_bytes += sum(graph.parameters[value].spec.num_bytes for value in operator.parameters)
         flops = _flops(nodes[node_name], model)
@@ -75,7 +75,7 @@ def _value_bytes(graph: OperatorGraph, value: str) -> int:
 
 
 def _flops(node: ir.Node, model: OnnxModel) -> int:
-    """Two for each multiplication and addition of matrix products and convolutions; the rest is traffic."""
+    """Counts two operations for each multiply-add of matrix products and convolutions, and none else."""
     operands = [None if value is None else _shape(value.name or "", model.graph) for value in node.inputs]
     made = _shape(node.outputs[0].name or "", model.graph)
     if made is None or any(shape is None for shape in operands[:2]):

@@ -1,4 +1,4 @@
-"""The file as a graph that can be cut: functions inlined, constants as initialisers, everything named."""
+"""Loads a file as a graph that can be cut: functions inlined, constants as initialisers, all named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OLDEST_IR_VERSION = 4
 
 
 def load_onnx(path: Path) -> ir.Model:
-    """The model with its weights left in their files until they are needed.
+    """Loads the model, and leaves its weights in their files until they are needed.
 
     Raises InputError for a file that is not there or no ONNX model.
     """
@@ -54,13 +54,13 @@ def load_onnx(path: Path) -> ir.Model:
         common.NameFixPass(),
     )(model)
     _name_nodes(model)
-    # Before version 4 initialisers had to be inputs, of which they are taken out here.
+    # Before version 4 initialisers had to be inputs too; they are removed from the inputs.
     model.ir_version = max(model.ir_version, _OLDEST_IR_VERSION)
     return model
 
 
 def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
-    """Every constant of the model and of its subgraphs."""
+    """Yields every constant of the model and of its subgraphs."""
     for graph in model.graphs():
         yield from (v.const_value for v in graph.initializers.values() if v.const_value is not None)
         for node in graph:
@@ -70,7 +70,7 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
 
 
 def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
-    """Its bytes must be there, and beside the model: a file must not name what is elsewhere here."""
+    """Refuses a tensor whose bytes are missing, or in a file that is not beside the model."""
     where = f"{path} keeps {tensor.name!r} in {str(tensor.location)!r}"
     location = Path(tensor.location)
     file = path.parent / location
@@ -102,7 +102,7 @@ def _check_reads(model: ir.Model, path: Path) -> None:
 
 
 def _name_nodes(model: ir.Model) -> None:
-    """No two nodes of one name, and none named like a value: operators are found by either."""
+    """Gives nodes unique names, other than those of values: operators are found by either."""
     taken = {value.name for node in model.graph for value in node.outputs}
     taken |= {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
     for number, node in enumerate(model.graph):
@@ -116,7 +116,7 @@ def _name_nodes(model: ir.Model) -> None:
 
 
 def reads(node: ir.Node) -> list[ir.Value]:
-    """What a node takes from around it: its operands, and what its subgraphs use of the graph outside."""
+    """Returns a node's operands, and the outer values that its subgraphs use."""
     inside: set[int] = set()
     found: dict[int, ir.Value] = {}
     for value in _used(node, inside):

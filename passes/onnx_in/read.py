@@ -1,4 +1,4 @@
-"""From an ONNX file to an operator graph: one operator a node, what control flow reads included."""
+"""Reads an ONNX file as an operator graph: an operator per node, with what control flow reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .trial import made_up_examples, run_every_node
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-# Made anew in each stage that needs it, as long as it reads the model's inputs and small constants only.
+# Computed in each stage that needs the result, where it reads only model inputs and small constants.
 _CHEAP = frozenset({
     "Shape", "Size", "Cast", "CastLike", "Unsqueeze", "Squeeze", "Gather", "Concat", "Slice", "Reshape",
     "Range", "ConstantOfShape", "Expand", "Where", "Equal", "Less", "Greater", "LessOrEqual",
@@ -34,10 +34,10 @@ _RANDOM = frozenset({"RandomNormal", "RandomNormalLike", "RandomUniform", "Rando
 
 
 def read_onnx(path: str | Path, examples: Sequence[Mapping[str, Array]] | None = None) -> OnnxModel:
-    """The file's operator graph, with shapes as onnxruntime finds them on the examples.
+    """Returns the file's operator graph, with shapes as onnxruntime finds them on the examples.
 
-    `examples`: inputs by name, one batch or two of different sizes; two tell which axes are dynamic. Left
-    out, they are made up from the shapes that the file declares.
+    `examples` are inputs by name, one batch or two of different sizes, which tell dynamic axes. Without them
+    they are made up from the shapes that the file declares.
 
     Raises InputError for a file that is no ONNX model or examples that are not its inputs, ExportError
     where onnxruntime does not run it.
@@ -114,7 +114,7 @@ def _operator_graph(
 
 
 class _Reader:
-    """Nodes in their order, as operators."""
+    """Makes operators of nodes, in their order."""
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ class _Reader:
         self.operators: dict[str, Operator] = {}
         self.node_of: dict[str, str] = {}
         self._specs, self._inputs, self._held, self._leaving = specs, inputs, held, leaving
-        self._everywhere = set(inputs)  # what every stage can have without receiving it
-        self._odd: set[str] = set()  # values that are no tensors, or have not always as many axes
+        self._everywhere = set(inputs)  # values that every stage has without receiving them
+        self._odd: set[str] = set()  # values that are no tensors, or whose rank varies
 
     def add(self, node: ir.Node) -> None:
         values = [value.name or "" for value in reads(node)]
@@ -149,7 +149,7 @@ class _Reader:
             source_line=node.metadata_props.get("pd2bw_fx.source"),
             is_random=node.op_type in _RANDOM,
             is_replicable=self._is_replicable(node, operands, held, made) and not odd,
-            memory_group="unsent" if odd else None,  # only tensors can be sent, of one number of axes
+            memory_group="unsent" if odd else None,  # only tensors of fixed rank can be sent
         )
         self.operators[name] = operator
         self.node_of[name] = node.name or ""
@@ -191,7 +191,7 @@ def _of_input(value: ir.Value, specs: Mapping[str, TensorSpec | None]) -> Tensor
 
 
 def _held(value: ir.Value) -> ParameterSpec:
-    """An initialiser. Of a type that torch has not (four bits, strings) only the number of bytes counts."""
+    """Returns the spec of an initialiser, as bytes where torch lacks its type (four bits, strings)."""
     tensor = value.const_value
     if tensor is None:
         raise InputError(f"initialiser {value.name!r} has no value; the file is damaged")
@@ -205,7 +205,7 @@ def _held(value: ir.Value) -> ParameterSpec:
 
 
 def _module_path(node: ir.Node) -> str:
-    """As our own exporter notes it, or as torch's older one names nodes: /transformer/h.0/attn/MatMul."""
+    """Returns the path that our exporter notes, or that is in a name like /transformer/h.0/attn/MatMul."""
     noted = node.metadata_props.get("pd2bw_fx.module")
     if noted is not None:
         return noted

@@ -1,4 +1,4 @@
-"""What two runs cannot tell of a value's shape: which sizes the file itself fixes, and which go by values."""
+"""Finds what two runs cannot tell of a shape: which sizes the file fixes, and which depend on values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 Shape = tuple[int | str | None, ...]
 
-# How much they make depends on what they are given.
+# The size of their outputs depends on the values of their inputs.
 _BY_VALUES = frozenset({
     "Compress", "ConcatFromSequence", "If", "Loop", "NonMaxSuppression", "NonZero", "OptionalGetElement",
     "Scan", "SequenceAt", "Unique",
 })  # fmt: skip
-# So do these by the operands from the place named on.
+# The same, for the operands from this position on.
 _BY_OPERANDS: Mapping[str, int] = {
     "CenterCropPad": 1, "Col2Im": 1, "ConstantOfShape": 0, "Expand": 1, "MaxUnpool": 2, "OneHot": 1, "Pad": 1,
     "Range": 0, "Reshape": 1, "Resize": 1, "Slice": 1, "Split": 1, "Tile": 1, "TopK": 1, "Upsample": 1,
@@ -27,8 +27,8 @@ _BY_OPERANDS: Mapping[str, int] = {
 
 
 def shaped_by_values(model: ir.Model) -> set[str]:
-    """The values whose sizes may be others for inputs of the same sizes, and all that is made of them."""
-    carrying = {id(value) for value in model.graph.inputs}  # what is in the inputs, not their sizes alone
+    """Returns the values whose sizes may differ for inputs of equal sizes, and all computed from them."""
+    carrying = {id(value) for value in model.graph.inputs}  # values that depend on the contents of inputs
     shaped: set[int] = set()
     names: set[str] = set()
     for node in model.graph:
@@ -45,7 +45,7 @@ def shaped_by_values(model: ir.Model) -> set[str]:
 
 
 def inferred_shapes(model: ir.Model, inputs: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Of each value of which the file or ONNX's inference says so; None for a size of which neither does.
+    """Returns the shapes that the file or ONNX's inference knows, with None for an unknown size.
 
     `inputs` are the shapes of the inputs, which may be fixed where the file leaves them open.
     """
@@ -67,7 +67,7 @@ def inferred_shapes(model: ir.Model, inputs: Mapping[str, Shape]) -> dict[str, S
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Where inference gives up, the shapes are those that the file declares."""
+    """Silences inference, and keeps the declared shapes where it fails."""
     logger = logging.getLogger("onnx_ir")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""What the values of the runs are: their types, and their shapes with a symbol for each size that is open."""
+"""Finds types and shapes of values from several runs, with a symbol for each open size."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
     from .trial import Trial
 
-_Sizes = tuple[int, ...]  # of one axis, in one run after the other
+_Sizes = tuple[int, ...]  # the sizes of one axis in the runs
 
 
 def specs_of(trial: Trial, model: ir.Model) -> dict[str, TensorSpec | None]:
-    """Each value's shape and type; None for what is no tensor, or of a type that torch has not.
+    """Returns shape and type of each value, or None for no tensor and for types that torch lacks.
 
-    An axis of an input that differs between the runs is a symbol, by the file's name for it. One of another
-    value is a number where the file fixes it; else the symbol that inference finds, or that of the one input
-    axis whose sizes it has; or one of its own, always where it goes by the values of inputs, and where no
-    further run tells it from another axis. A value that has not the same axes in all runs has no shape.
+    An input axis that differs between runs gets a symbol, with the file's name for it. Any other axis is the
+    first of these that there is: the number that the file fixes; the symbol that inference finds; the symbol
+    of the only input axis with these sizes; a symbol of its own. It always gets its own if its size depends
+    on values of inputs, or if no further run tells it from another axis. A value whose rank differs between
+    runs has no shape.
     """
     inputs, symbols = open_axes(model, trial.examples)
     known, by_values = inferred_shapes(model, inputs), shaped_by_values(model)
@@ -60,7 +61,7 @@ def specs_of(trial: Trial, model: ir.Model) -> dict[str, TensorSpec | None]:
 def open_axes(
     model: ir.Model, examples: Sequence[Mapping[str, Array]]
 ) -> tuple[dict[str, tuple[int | str, ...]], dict[str, _Sizes]]:
-    """The shapes of the inputs, and the sizes of each symbol in them on the examples."""
+    """Returns the shapes of the inputs, and the sizes of each of their symbols on the examples."""
     symbols: dict[str, _Sizes] = {}
     inputs: dict[str, tuple[int | str, ...]] = {}
     for value in model.graph.inputs:
@@ -76,7 +77,7 @@ def _place(inputs: Mapping[str, tuple[int | str, ...]], symbol: str) -> tuple[st
 def _shape_of_input(
     value: ir.Value, arrays: Sequence[Array], symbols: dict[str, _Sizes]
 ) -> tuple[int | str, ...]:
-    """Adds the symbols that it finds. Axes without a name have one where place and sizes are the same."""
+    """Adds the symbols that it finds; unnamed axes share one where position and sizes are equal."""
     shape: list[int | str] = []
     for axis, sizes in enumerate(zip(*(array.shape for array in arrays), strict=True)):
         declared = None if value.shape is None else value.shape[axis]
@@ -101,7 +102,7 @@ def _shape(
     candidates: Mapping[str, _Sizes],
     goes_by_values: bool,
 ) -> tuple[int | str, ...]:
-    """`candidates`: those of the symbols that an axis is taken for by its sizes alone."""
+    """Returns a shape; `candidates` are the symbols that an axis may be given by its sizes alone."""
     shape: list[int | str] = []
     for axis, sizes in enumerate(zip(*seen, strict=True)):
         is_known = known is not None and len(known) == len(seen[0])

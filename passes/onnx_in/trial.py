@@ -1,4 +1,4 @@
-"""Run the file node by node: every value at one batch size and at another, and shapes at two sizes more."""
+"""Runs the file node by node: all values at two batch sizes, and shapes at two more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from onnxruntime import InferenceSession
 
-# An open axis, by its name; one that has none by its input, or by its place.
+# An open axis, by its name; an unnamed one by its input or its position.
 _Axis = tuple[str, int]
 _Batch = Mapping[str, Array]
 _Shapes = dict[str, tuple[int, ...]]
@@ -27,10 +27,14 @@ _Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """`runs`: for each of the examples every value of the outer graph by name, but for those that it returns
-    shape and type alone; a sequence is a list, and None what numpy has no type for. `further`: shapes at a
-    size more, which tells axes apart that two examples do not; None where the file takes no other. `at_one`:
-    shapes where every open axis is 1; None likewise.
+    """The values of some runs of a file.
+
+    - `runs`: every value of the outer graph by name, for each of the examples. Only those that the file
+      returns have their numbers, others shape and type alone. A sequence is a list; a value of a type that
+      numpy lacks is None.
+    - `further`: shapes at a further size, which tells axes apart that two examples do not; None where the
+      file takes no other size.
+    - `at_one`: shapes where every open axis is 1; None where the file does not take them.
     """
 
     examples: list[_Batch]
@@ -40,12 +44,11 @@ class Trial:
 
 
 def made_up_examples(model: ir.Model) -> list[list[_Batch]]:
-    """Pairs of batches for the file's inputs, to be tried in this order.
+    """Yields pairs of batches for the file's inputs, to be tried in this order.
 
-    Each axis of a name has sizes of its own, each that has none too; or those without a name the same at the
-    same place; or all open axes the same. Numbers are drawn, integers and flags are all one: a token that
-    every vocabulary has, a mask that masks nothing. Raises InputError for an input whose type cannot be made
-    up.
+    First every named and every unnamed axis has sizes of its own. Then unnamed axes at the same position have
+    the same, and then all open axes. Floats are drawn. Integers and flags are all one: a token that every
+    vocabulary has, a mask that masks nothing. Raises InputError for an input whose type cannot be made up.
     """
     axes = [[_axes(value, way) for value in model.graph.inputs] for way in ("own", "place", "one")]
     tried: list[list[_Batch]] = []
@@ -61,7 +64,7 @@ def made_up_examples(model: ir.Model) -> list[list[_Batch]]:
 
 
 def _axes(value: ir.Value, way: str) -> list[int | _Axis]:
-    """Its fixed sizes, and its open axes: (name, -1), (input, axis), ("", axis), or ("", -1) for all."""
+    """Returns fixed sizes, and keys of open axes: (name, -1), (input, axis), ("", axis) or ("", -1)."""
     found: list[int | _Axis] = []
     for axis, size in enumerate(value.shape or ()):
         if isinstance(size, int):
@@ -76,8 +79,10 @@ def _axes(value: ir.Value, way: str) -> list[int | _Axis]:
 
 
 def _size(number: int, run: int) -> int:
-    """2 and 3, 5 and 12, 8 and 23, 11 and 36: no simple sum or product of one another; 1 would hide which
-    axes follow it."""
+    """Returns 2 and 3, 5 and 12, 8 and 23, 11 and 36: none a simple sum or product of others.
+
+    A size of 1 would hide the axes that follow from it.
+    """
     return 2 + 3 * number if run == 0 else 3 + 8 * number + number * number
 
 
@@ -96,7 +101,7 @@ def _made_up(value: ir.Value, axes: Sequence[int | _Axis], sizes: Mapping[_Axis,
 
 
 def run_every_node(model: ir.Model, choices: Sequence[Sequence[_Batch]]) -> Trial:
-    """On the first of the choices that the file takes.
+    """Runs the first of the choices that the file takes.
 
     Raises ExportError, in onnxruntime's own words, if it takes none.
     """
@@ -137,8 +142,11 @@ def _tried(session: InferenceSession, model: ir.Model, examples: Sequence[_Batch
 
 
 def _unrelated(symbols: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """A third size of each, which is no function of another's: each at a place of its own between its two,
-    which a file may bound; above them, one higher than the last, where nothing is between."""
+    """Returns a third size of each axis that no other axis determines.
+
+    It is between the other two, which a file may bound, at another point for each axis; or above them, each
+    one higher than the last, where there is nothing between.
+    """
     found: dict[str, int] = {}
     for place, (name, (first, second, *_)) in enumerate(symbols.items(), start=1):
         size = first + (second - first) * place // (len(symbols) + 1)
@@ -147,7 +155,7 @@ def _unrelated(symbols: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def _on_the_line(symbols: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """A third size of each where sizes are sums and multiples of one another."""
+    """Returns a third size of each axis, for axes that are sums and multiples of one another."""
     return {name: max(2 * second - first, 1) for name, (first, second, *_) in symbols.items()}
 
 
@@ -157,8 +165,7 @@ def _shapes(
     axes: Mapping[str, tuple[int | str, ...]],
     sizes: Mapping[str, int],
 ) -> _Shapes | None:
-    """Of every value, where the example's open axes have these sizes. None where the file does not take
-    them."""
+    """Returns the shapes of all values where open axes have these sizes; None where the file refuses them."""
     resized = {}
     for name, array in example.items():
         for axis, symbol in enumerate(axes[name]):
@@ -175,7 +182,10 @@ def _shapes(
 def _runs(
     session: InferenceSession, examples: Sequence[_Batch], kept: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """None for a tensor of which onnxruntime makes no array; the numbers are of those `kept` alone."""
+    """Returns the values of a run; only those in `kept` have their numbers.
+
+    A tensor that onnxruntime makes no array of is None.
+    """
     types = {output.name: output.type for output in session.get_outputs()}
     names = [name for name, said in types.items() if said not in _WITHOUT_ARRAYS]
     runs = []
@@ -195,7 +205,7 @@ def _runs(
 
 
 def _light(value: Any) -> Any:
-    """As an array's shape and type are, without its memory."""
+    """Returns an array of the same shape and type that takes no memory."""
     if not isinstance(value, np.ndarray):
         return value
     return np.broadcast_to(np.zeros((), value.dtype), value.shape)
