@@ -87,8 +87,8 @@ def split(
       idle. `chunks`: the stages on each device under "interleaved", two by default.
     - `replicas`: the devices that share the microbatches of each stage: one number for all stages, one for
       each, or "auto" for the fastest (pipedream). Needs equal devices and links.
-    - `microbatches_per_update`: over all replicas; by default as many as the method needs to fill the
-      pipeline.
+    - `microbatches_per_update`: over all replicas; by default two for each device in use, or one where the
+      method updates after each microbatch.
     - `method`: a name in `passes.schedule.METHODS`; "2bw", or the plan's, by default.
     - `memory_model`: what optimizer and weight versions take; by default Adam, and the method's own versions
       and microbatches in flight. `recompute`: whether stages run their forward again in the backward.
