@@ -15,6 +15,7 @@ from .method import Statement
 from .tokens import REVERSED, SUM, Token, line_of, text_of
 
 _FIRST_ROUNDS = 3  # whether numbers count up, and what is handed on, shows in these
+_NUM_TOKENS = {text: len(line_of(text).tokens) for text in (", ", " + ", " + 0 + ")}
 
 
 class Read(NamedTuple):
@@ -219,10 +220,11 @@ def _end_of_run(
     """The last token of these values with this between them; None where they do not begin at `at`."""
     for place, value in enumerate(values):
         if place:
-            apart = line_of(first if place == 1 else between).tokens
-            if text_of(tokens[at + 1 : at + 1 + len(apart)]) != text_of(apart):
+            apart = first if place == 1 else between
+            end = at + 1 + _NUM_TOKENS[apart]
+            if text_of(tokens[at + 1 : end]) != apart:
                 return None
-            at += 1 + len(apart)
+            at = end
         if stands.get(at) != value:
             return None
     return at
