@@ -179,16 +179,16 @@ class _Writer:
         for family in families:
             family.name = free_name(family.members[0].base, taken if family.members[0].path else (), joint="")
             taken.add(family.name)
-            self._name_arguments(family)
+            self._name_arguments(family, taken)
 
     # Arguments.
 
-    def _name_arguments(self, family: _Family) -> None:
+    def _name_arguments(self, family: _Family, names_of_classes: Set[str]) -> None:
         """After an attribute of the model's own that has these values, else as the layers call them."""
         hints = list(self._hints(family.members[0]))
         modules = [self.modules[draft.path] for draft in family.members]
         family.words = [None] * len(family.constants[0])
-        taken = {*family.members[0].attributes.root.children, *dir(nn.Module)}
+        taken = {*family.members[0].attributes.root.children, *dir(nn.Module), *names_of_classes}
         for columns in family.columns().values():
             attribute, hint = next((hints[c] for c in columns if c < len(hints) and hints[c][1]), ("", ""))
             own = _own_name(modules, family.values(columns[0]), hint, taken)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import textwrap
 from collections.abc import Iterator, Sequence
 
 from pd2bw_fx.graph import OperatorGraph, TensorSpec, dtype_name
+from pd2bw_fx.names import free_name
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import Port
 from pd2bw_fx.units import format_bytes, format_seconds
@@ -13,7 +15,7 @@ from pd2bw_fx.units import format_bytes, format_seconds
 from .classes import ClassText
 from .custom import class_of
 from .layout import WIDTH, laid_out
-from .literals import plain
+from .literals import MAIN, plain
 from .reason import cut_reason
 from .write import StageWriter, docstring
 
@@ -31,7 +33,17 @@ def document(
     parts = [_classes(writer)]
     if all(port.spec.example_shape is not None for port in inputs):
         has_buffers = any("register_buffer(" in line for text in writer.classes for line in text.lines)
-        parts.append(_main(writer.root_name, inputs, outputs, has_buffers))
+        dtypes = {graph.parameters[name].spec.dtype for name in parameters}
+        has_whole_numbers = not all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+        parts.append(
+            _main(
+                writer.root_name,
+                inputs,
+                outputs,
+                has_buffers=has_buffers,
+                has_whole_numbers=has_whole_numbers,
+            )
+        )
     body = "\n\n\n".join(part for group in parts for part in group)
     head = "\n".join(_head(graph, plan, stage, writer, inputs, outputs, parameters))
     return f'"""{head}\n"""\n\n{_imports(body)}\n\n\n{body}\n'
@@ -117,13 +129,13 @@ def _holds(
 
 
 def _imports(body: str) -> str:
-    lines = ["import torch"] if "torch." in body else []
-    standard = ["import math"] if "math." in body else []
-    standard += ["from collections import OrderedDict"] if "OrderedDict(" in body else []
+    used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
+    standard = ["import math"] if "math" in used else []
+    standard += ["from collections import OrderedDict"] if "OrderedDict" in used else []
+    lines = ["import torch"] if "torch" in used else []
     lines = [*standard, "", *lines] if standard else lines
-    lines += ["import torch.nn.functional as F"] if "F." in body else []
-    names = ["Tensor"] if "Tensor" in body else []
-    names += ["nn"] if "nn." in body else []
+    lines += ["import torch.nn.functional as F"] if "F" in used else []
+    names = [name for name in ("Tensor", "nn") if name in used]
     return "\n".join([*lines, f"from torch import {', '.join(names)}"])
 
 
@@ -141,21 +153,39 @@ def _class(text: ClassText) -> Iterator[str]:
     yield from text.lines
 
 
-def _main(root_name: str, inputs: Sequence[Port], outputs: Sequence[Port], has_buffers: bool) -> list[str]:
+def _main(
+    root_name: str,
+    inputs: Sequence[Port],
+    outputs: Sequence[Port],
+    *,
+    has_buffers: bool,
+    has_whole_numbers: bool,
+) -> list[str]:
+    """`has_whole_numbers` is whether some parameters are integers or truth values: no normal distribution has
+    them, and as indices others than 0 may be out of range."""
     size = ".abs()" if any(port.spec.dtype.is_complex for port in outputs) else ""  # of complex numbers
+    stage = free_name("stage", {port.name for port in inputs})
+    fill = ["        nn.init.normal_(parameter, std=0.02)"]
+    if has_whole_numbers:
+        fill = [
+            "        if parameter.is_floating_point():",
+            "            nn.init.normal_(parameter, std=0.02)",
+            "        else:",
+            "            nn.init.zeros_(parameter)",
+        ]
     lines = [
-        "def main() -> None:",
+        f"def {MAIN}() -> None:",
         '    """Forward and backward once, on random inputs and weights."""',
-        f"    stage = {root_name}()",
-        "    for parameter in stage.parameters():",
-        "        nn.init.normal_(parameter, std=0.02)",
+        f"    {stage} = {root_name}()",
+        f"    for parameter in {stage}.parameters():",
+        *fill,
     ]
     if has_buffers:  # what they hold is unknown until weights are loaded: an index would be out of range
-        lines += ["    for buffer in stage.buffers():", "        buffer.zero_()"]
+        lines += [f"    for buffer in {stage}.buffers():", "        buffer.zero_()"]
     for port in inputs:
         lines += laid_out(f"{port.name} = {_random(port.spec)}", 4)
     arguments = ", ".join(port.name for port in inputs)
-    lines += laid_out(f"returned = stage({arguments})", 4)
+    lines += laid_out(f"returned = {stage}({arguments})", 4)
     lines += [
         "    results = returned if isinstance(returned, tuple) else (returned,)",
         "    for result in results:",
@@ -164,7 +194,7 @@ def _main(root_name: str, inputs: Sequence[Port], outputs: Sequence[Port], has_b
         "    for result in results:",
         "        print(tuple(result.shape), result.dtype)",
     ]
-    return ["\n".join(lines), 'if __name__ == "__main__":\n    main()']
+    return ["\n".join(lines), f'if __name__ == "__main__":\n    {MAIN}()']
 
 
 def _random(spec: TensorSpec) -> str:

@@ -17,6 +17,7 @@ from pd2bw_fx.source_check import WAYS_OUT
 
 from .limits import limit_of_a_type
 
+MAIN = "main"  # the function that tries a stage out
 _RESERVED = frozenset(
     {
         *dir(builtins),

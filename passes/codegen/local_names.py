@@ -20,6 +20,8 @@ class LocalNames:
         self._body = body
         self._folding = folding
         self.bound: dict[fx.Node, str] = {}
+        helpers = (body.tree.helper_names.get(id(item)) for item in body.items)
+        self._called = {*body.tree.function_names, *filter(None, helpers)}
         self._bearers: dict[str, list[fx.Node]] = {}  # of a name, one after another
 
     def bind(self, node: fx.Node, name: str) -> None:
@@ -112,7 +114,7 @@ class LocalNames:
 
     def is_live(self, name: str, index: int) -> bool:
         """Whether the name stands for something that is still read after the statement at `index`."""
-        if name in self._body.symbols or name in self._body.tree.function_names:
+        if name in self._body.symbols or name in self._called:
             return True
         return any(self._folding.last_use(node) > index for node in self._bearers.get(name, ()))
 

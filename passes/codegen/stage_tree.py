@@ -40,6 +40,7 @@ class StageTree:
         self.numbers = numbers(graph)  # constants that are written where they are read, by name
         self.port_names: dict[str, str] = {}  # of values that stages give: the same in all of them
         self.names_given: dict[int, dict[fx.Node, str]] = {}  # by call: what it calls its results
+        self.helper_names: dict[int, str] = {}  # by call: what the function that it calls is named
         self.modules: dict[str, nn.Module] = dict(graph.root.named_modules(remove_duplicate=False))
         nodes = [node for node in stage.nodes if not is_size(graph, node)]
         functions = (custom_function(node.target) for node in nodes)

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from pd2bw_fx.graph import ParameterSpec, dtype_name
+from pd2bw_fx.names import free_name
 
 from .attributes import Attributes
 from .classes import ClassText, Draft, class_texts
 from .layers import constructor, is_layer, sequential
 from .layout import WIDTH, signature_lines, written
-from .literals import identifier, plain, quoted
+from .literals import MAIN, identifier, plain, quoted
 from .method import Method, reference, write_method
 from .numbers import few_numbers
 from .rolling import in_rounds
@@ -37,7 +38,6 @@ class StageWriter:
         self._drafts: dict[str, Draft] = {}  # by path, what is inside first
         self._attributes: dict[str, Attributes] = {}  # of classes, by path
         self._methods: dict[int, str] = {}  # scope -> the method's name in its class
-        self._function_names: dict[int, str] = {}
         self._idle: set[str] = set()  # layers that nobody calls
         for scope in walk(tree.root):
             if scope.function is None and not tree.is_chain(scope):
@@ -67,7 +67,8 @@ class StageWriter:
     def write(self) -> Method:
         """All classes, the root's last; returns the root's forward."""
         method, *_ = self._draft_class("")
-        self.classes = class_texts(list(self._drafts.values()), self.tree.modules, self.tree.function_names)
+        taken = {MAIN, *dict(self.functions), *self.tree.function_names}
+        self.classes = class_texts(list(self._drafts.values()), self.tree.modules, taken)
         return method
 
     def _draft_class(self, path: str) -> list[Method]:
@@ -89,7 +90,7 @@ class StageWriter:
                 attributes.add(relative, *self._tensor(name))
         methods: list[tuple[str, Method, str]] = []
         for method, calls in [] if is_sequence else self._distinct_methods(scopes):
-            name = "forward" if not methods else f"forward_{len(methods) + 1}"
+            name = free_name("forward", {*attributes.root.children, *(known for known, *_ in methods)})
             methods.append((name, method, _returned(calls[0], self.tree)))
             self._methods |= {id(scope): name for scope in calls}
         scope = scopes[0]
@@ -184,22 +185,22 @@ class StageWriter:
         method = write_method(self.tree, scope, self._call_text)
         attributes = Attributes(scope.path, self._module_at, self._attributes.get)
         body = tuple(written(in_rounds(method.body, attributes), attributes, 4))
-        base, count = f"make_{scope.function}", 1
+        base, others = f"make_{scope.function}", set(self.tree.function_names)
         while True:
-            name = base if count == 1 else f"{base}_{count}"
+            name = free_name(base, others)
             head = tuple(signature_lines(name, _annotated(method), _returned(scope, self.tree), 0))
             known = dict(self.functions).get(name)
             if known is None:
                 self.functions.append((name, (*head, *body)))
             if known is None or known == (*head, *body):
-                self._function_names[id(scope)] = name
+                self.tree.helper_names[id(scope)] = name
                 return
-            count += 1
+            others.add(name)
 
     def _call_text(self, caller: Scope, item: Scope, arguments: list[str]) -> str:
         joined = ", ".join(arguments)
         if item.function is not None:
-            return f"{self._function_names[id(item)]}({joined})"
+            return f"{self.tree.helper_names[id(item)]}({joined})"
         relative = _relative(item.path, caller.path)
         method = self._methods.get(id(item), "forward")
         return f"{reference(relative)}{'' if method == 'forward' else '.' + method}({joined})"
