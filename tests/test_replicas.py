@@ -154,10 +154,9 @@ def test_the_heavy_stage_gets_the_spare_devices() -> None:
 def test_latencies_of_adding_up_few_gradients_are_planned_as_they_are_simulated() -> None:
     model = MLP(MLPConfig(num_layers=4))
     cluster = Cluster.uniform(4, memory_bytes="1 GiB", bytes_per_s=1e9, latency_s=1e-3)
-    one = split(
-        model, model.example_inputs(batch_size=2), cluster=cluster, num_stages=1, method="1f1b", check=False
-    )
-    options: dict[str, Any] = {"cluster": cluster, "check": False, "microbatches_per_update": 4}
+    options: dict[str, Any] = {"cluster": cluster, "check": False, "costs": "analytic"}
+    one = split(model, model.example_inputs(batch_size=2), num_stages=1, method="1f1b", **options)
+    options["microbatches_per_update"] = 4
 
     copied = split(one, method="1f1b", num_stages=1, replicas=4, **options)
     chosen = split(one, method="pipedream", replicas="auto", **options)

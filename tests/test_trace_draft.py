@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pd2bw_fx import split
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.trace import trace
@@ -74,3 +79,28 @@ def test_an_index_by_an_element_of_a_tensor_is_named_and_nothing_printed_besides
     with pytest.raises(TraceError, match=r"stopped at test_trace_draft\.py:\d+: slots\[place\] = "):
         normalise(trace(Permuted(), (torch.randn(4, 3),)))
     assert capfd.readouterr().err == ""
+
+
+_BESIDE_TORCH = """
+from torch import nn
+
+class Choosing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.linear(x)
+        return h.mean() if h.sum() > 0 else h.sum()
+"""
+
+
+def test_a_library_whose_name_begins_with_torchs_is_not_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = str(Path(torch.__file__).resolve().parent) + "beside/model.py"
+    lines = _BESIDE_TORCH.splitlines(keepends=True)
+    monkeypatch.setitem(linecache.cache, file, (len(_BESIDE_TORCH), None, lines, file))
+    library: dict[str, Any] = {"__name__": "torchbeside"}
+    exec(compile(_BESIDE_TORCH, file, "exec"), library)
+
+    with pytest.raises(TraceError, match=r"for you to allow, at model\.py:11: return h\.mean\(\) if"):
+        split(library["Choosing"](), torch.randn(3, 4), cluster=2, costs="analytic")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 _SETTING = ("manual_seed", "seed", "set_rng_state")  # fork_rng and the others call these
 _PASSES = Path(__file__).resolve().parents[1]
-_MACHINERY = (str(Path(torch.__file__).parent), contextlib.__file__)
+_MACHINERY = (str(Path(torch.__file__).parent) + os.sep, contextlib.__file__)
 
 
 @contextlib.contextmanager

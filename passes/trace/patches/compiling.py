@@ -6,6 +6,7 @@ if attention_mask is None and not is_torchdynamo_compiling():    under torch.com
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-_TORCH = str(Path(torch.__file__).resolve().parent)
+_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep  # not torchvision's
 
 
 @contextmanager

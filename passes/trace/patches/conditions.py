@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from pd2bw_fx.traced import assumption
 from .compared_numbers import reporting_number
 from .constants import constant_number
 
-_TORCH = str(Path(torch.__file__).resolve().parent)
+_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep  # not torchvision's
 _LAYERS = str(Path(nn.__file__).resolve().parent)
 # What the model calls of torch passes through functions of this folder where it is traced, and not where it
 # is run.
