@@ -252,7 +252,9 @@ def test_the_fast_path_of_a_part_in_evaluation_mode_is_no_difference_where_it_ro
 
     model = Preferring(layer).train()
     assert model(*batch)["above"] > 0  # by rounding alone
-    assert pd2bw_fx.split(model, batch, cluster=2, costs="analytic").verify().exact
+    pd2bw_fx.split(
+        model, batch, cluster=2, costs="analytic"
+    ).verify()  # raises for what is more than rounding
     assert torch.backends.mha.get_fastpath_enabled()
     with pytest.raises(VerificationError, match=r"not without torch's fast path.*=False"):
         pd2bw_fx.split(
