@@ -35,6 +35,7 @@ _REFUTING = {
     "mip_heuristic_run_root_reduced_cost": False,
     "mip_heuristic_run_feasibility_jump": False,
 }
+_EXACTLY = {"mip_feasibility_tolerance": 1e-9, "primal_feasibility_tolerance": 1e-9}
 # HiGHS 1.16 may stay in its presolve's probing for minutes, where it does not look at the clock.
 _NO_PROBING = {"presolve_rule_off": 2**15}
 Terms = Iterable[tuple[Variable, float]]
@@ -111,13 +112,15 @@ class IntegerProgram:
         solver: str = "highs",
         time_limit_s: float | None = None,
         refuting: bool = False,
+        exactly: bool = False,
         on_wait: Callable[[], None] | None = None,
     ) -> Outcome:
         """Runs a solver on one thread, so that the same program gives the same answer.
 
         `refuting` says that there is most likely no solution, so that the solver uses no heuristics to find
-        one. `on_wait` is called every second while HiGHS runs. A KeyboardInterrupt stops HiGHS and is raised
-        on. Raises SolverError where PuLP does not know the solver, it is not installed, or it fails.
+        one. With `exactly` HiGHS keeps rows to a billionth in place of a millionth, which may take longer.
+        `on_wait` is called every second while HiGHS runs. A KeyboardInterrupt stops HiGHS and is raised on.
+        Raises SolverError where PuLP does not know the solver, it is not installed, or it fails.
         """
         self._problem.setObjective(pulp.LpAffineExpression(self._objective))
         if time_limit_s is not None and time_limit_s <= 0:
@@ -129,13 +132,15 @@ class IntegerProgram:
             return _pulp_outcome(self._problem, self._run(engine))
         engine.rows = self._rows
         engine.on_wait = on_wait
+        if exactly:
+            engine.optionsDict.update(_EXACTLY)
         if refuting:
             engine.optionsDict.update(_REFUTING)
             if len(self._rows) < _FEW_ROWS:
                 engine.optionsDict["presolve"] = "off"  # which takes longer than the refutation itself
         values = self._run(engine)
         if _is_broken(self._problem.solverModel):
-            # HiGHS can call a solution optimal that is not whole; without its presolve it does not.
+            # HiGHS can call a solution optimal that is not whole, or fail; without its presolve it does not.
             engine.optionsDict["presolve"] = "off"
             values = self._run(engine)
         return _highs_outcome(self._problem.solverModel, values)
@@ -265,8 +270,9 @@ def _or(value: float | None, otherwise: float) -> float:
 
 
 def _is_broken(highs: Any) -> bool:
+    status, kinds = highs.getModelStatus(), highspy.HighsModelStatus
     found = highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    return highs.getModelStatus() == highspy.HighsModelStatus.kOptimal and not found
+    return status == kinds.kSolveError or (status == kinds.kOptimal and not found)
 
 
 def _highs_outcome(highs: Any, values: Mapping[str, float]) -> Outcome:

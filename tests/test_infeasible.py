@@ -110,3 +110,18 @@ def test_devices_of_equal_memory_are_asked_once_what_fits(monkeypatch: pytest.Mo
         partition(dataclasses.replace(problem, blocks=blocks), devices_of(*(1700,) * 5))
 
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("num_blocks", [8, 16])
+def test_one_byte_short_of_fitting_is_infeasible(num_blocks: int) -> None:
+    """A solver's tolerance is kilobytes of some gigabytes, and it found one assignment after another."""
+    gigabyte = 10**9
+    blocks = tuple(
+        Block(f"b{at}", (f"o{at}",), (1.0,) * 2, (2.0,) * 2, (f"w{at}",)) for at in range(num_blocks)
+    )
+    sizes = {f"w{at}": ParameterSize(0, gigabyte) for at in range(num_blocks)}
+    enough = num_blocks // 2 * gigabyte
+
+    assert partition(Problem(blocks, (), sizes), Cluster.uniform(2, memory_bytes=enough))
+    with pytest.raises(InfeasibleError, match=f"needs .* \\({enough} bytes\\)"):
+        partition(Problem(blocks, (), sizes), Cluster.uniform(2, memory_bytes=enough - 1))

@@ -26,11 +26,18 @@ class FeasibilityProgram:
 
     Times are divided by the target and bytes by the limit, so that the solver's tolerances are relative.
     With an infinite `target_s` it asks about the memory alone. With `soft_memory` the memory rows may be
-    exceeded, and the objective is the largest excess, as a share of the limit.
+    exceeded, and the objective is the largest excess, as a share of the limit. With `to_the_byte` the memory
+    rows are multiplied, and the solver's tolerance divided, so that a byte is far more than the tolerance.
     """
 
     def __init__(
-        self, instance: Instance, target_s: float, windows: Windows, *, soft_memory: bool = False
+        self,
+        instance: Instance,
+        target_s: float,
+        windows: Windows,
+        *,
+        soft_memory: bool = False,
+        to_the_byte: bool = False,
     ) -> None:
         self.instance = instance
         self.target_s = target_s
@@ -39,6 +46,7 @@ class FeasibilityProgram:
         self._memory = MemoryRows(self.assignment, instance)
         self._work = [Row() for _ in range(instance.num_stages)]
         self._links = [Row() for _ in range(instance.num_stages)]
+        self._to_the_byte = to_the_byte
         self._excess = self.program.continuous("excess") if soft_memory else None
         for stage in range(instance.num_stages):
             self._add_work(stage)
@@ -62,7 +70,11 @@ class FeasibilityProgram:
         if self.assignment.is_settled and self._excess is None and not self.instance.hands_on:
             return self._only_choice()
         outcome = self.program.solve(
-            solver=solver, time_limit_s=time_limit_s, refuting=refuting, on_wait=on_wait
+            solver=solver,
+            time_limit_s=time_limit_s,
+            refuting=refuting,
+            exactly=self._to_the_byte,
+            on_wait=on_wait,
         )
         return outcome.status, self.assignment.stage_of(outcome) if outcome.has_solution else None
 
@@ -210,7 +222,7 @@ class FeasibilityProgram:
         if np.isfinite(self.target_s):
             for stage in range(self.instance.num_stages):
                 self._limit_time(stage)
-        self._memory.limit(self._excess)
+        self._memory.limit(self._excess, to_the_byte=self._to_the_byte)
         if self._excess is not None:
             self.program.minimise([(self._excess, 1.0)])
 

@@ -17,6 +17,8 @@ from pd2bw_fx.passes.solver import Variable
 
 from .assignment import Assignment, Row, Windows
 
+_BYTE = 1e-6  # what a byte counts at least where rows are to the byte: less might be lost in rounding sums
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moment:
@@ -61,16 +63,20 @@ class MemoryRows:
         for moment in self._moments[stage]:
             moment.row.add(variable, num_bytes * (moment.in_flight - moment.at_work))
 
-    def limit(self, excess: Variable | None) -> None:
-        """Requires all rows to be within the limit, in shares of it, plus `excess` where one is given."""
+    def limit(self, excess: Variable | None, *, to_the_byte: bool) -> None:
+        """Requires all rows to be within the limit, in shares of it, plus `excess` where one is given.
+
+        With `to_the_byte` rows are multiplied until a byte is more than a solver's tolerance.
+        """
         for stage, moments in enumerate(self._moments):
             limit = float(self._instance.limit_bytes[stage])
+            unit = max(1.0, limit * _BYTE) if to_the_byte else 1.0
             for moment in moments:
                 row = Row()
-                row.add_row(moment.row, 1.0 / limit)
+                row.add_row(moment.row, unit / limit)
                 if excess is not None:
-                    row.add(excess, -1.0)
-                self._assignment.require(row, 1.0)
+                    row.add(excess, -unit)
+                self._assignment.require(row, unit)
 
     def _static(self, stage: int) -> None:
         instance = self._instance

@@ -85,6 +85,12 @@ def search(
         enumerations=enumerations,
         kinds=kinds,
     )
+    if found is None and bound_s < np.inf and deadline.left_s > 0:
+        raise SolverError(
+            f"{solver} could not tell whether anything fits: whatever it found is larger than the memory by "
+            "less than its tolerance, a few bytes in a gigabyte; try devices with a few kilobytes more or "
+            "less, or another solver"
+        )
     if found is None and bound_s < np.inf:
         raise SolverError("the time limit passed before any plan was found; raise time_limit_s")
     return found

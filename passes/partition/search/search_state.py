@@ -285,7 +285,9 @@ class SearchState:
         if windows is None or self._is_refuted_by_enumeration(near, target_s):
             return Status.INFEASIBLE, None
         program = FeasibilityProgram(near, target_s, windows)
-        for _ in range(_MOST_EXCLUDED):
+        excluded: list[Integers] = []
+        is_too_large = False
+        while len(excluded) < _MOST_EXCLUDED:
             status, stage_of = program.solve(
                 solver=self.solver,
                 time_limit_s=self.deadline.left_s,
@@ -306,8 +308,14 @@ class SearchState:
                 return status, stage_of
             # The assignment is too large by less than the solver's tolerance (a few bytes in a gigabyte), or
             # too slow by the tolerances of several rows together or with the routes that it is given. Exclude
-            # it.
+            # it; others may be too large by as little, so bytes are counted one by one from now on.
             self._offer(choice, stage_of)
+            excluded.append(stage_of)
+            if not loads.fits and not is_too_large:
+                is_too_large = True
+                program = FeasibilityProgram(near, target_s, windows, to_the_byte=True)
+                for each in excluded[:-1]:
+                    program.exclude(each)
             program.exclude(stage_of)
         return Status.UNKNOWN, None
 
