@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from pathlib import Path
 
@@ -242,3 +243,60 @@ def test_members_from_the_first_on_are_counted_as_python_counts(tmp_path: Path) 
 
     assert "for i in range(4)}" in pipe.stages[0].source
     assert ruff_faults(tmp_path / "saved") == ""
+
+
+class Keyed(nn.Module):
+    """Dicts whose keys are in no alphabetical order, and are not all plain text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({f"layer{i}": nn.Linear(4, 4) for i in range(12)})
+        self.paths = nn.ModuleDict({f"path\\{c}\\": nn.Linear(4, 4) for c in "ab"} | {'"c"': nn.Linear(4, 4)})
+        self.shifts = nn.ParameterDict()
+        for key in ("up", "down"):
+            self.shifts[key] = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = torch.tanh(layer(x))
+        for key in self.paths:
+            x = self.paths[key](x).sin()
+        for shift in self.shifts.values():
+            x = (x * shift).cos()
+        return x
+
+
+def test_a_dict_is_gone_through_in_the_order_of_the_model(tmp_path: Path) -> None:
+    pipe = pd2bw_fx.split(Keyed(), (torch.randn(3, 4),), cluster=1, costs="analytic")
+    pipe.save(tmp_path)
+
+    assert ruff_faults(tmp_path) == ""
+    source = pipe.stages[0].source
+    assert "for layer in self.layers.values():\n            x = layer(x).tanh()" in source
+    keys = [
+        '"path\\\\a\\\\": nn.Linear(4, 4)',
+        '"path\\\\b\\\\": nn.Linear(4, 4)',
+        "'\"c\"': nn.Linear(4, 4)",
+    ]
+    assert [source.find(key) for key in keys] == sorted(source.find(key) for key in keys)
+    assert source.find(keys[0]) > 0
+    shifts = re.findall(r'\(x \* self\.shifts\["(\w+)"\]\)\.cos\(\)', source)  # torch sorts a ParameterDict
+    assert shifts == ["up", "down"]
+
+
+class Factors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList(nn.Parameter(torch.full((4,), 0.2 * i)) for i in range(14))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for factor in self.factors:
+            x = (x * factor).sin()
+        return x
+
+
+def test_the_end_of_a_parameter_list_is_gone_through_by_number() -> None:
+    pipe = pd2bw_fx.split(Factors(), (torch.randn(3, 4),), cluster=2, costs="analytic")
+
+    end = pipe.stages[1].source
+    assert re.search(r"for i in range\(\d, 14\):\n +x = \(x \* self\.factors\[str\(i\)\]\)\.sin\(\)", end)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from .literals import are_numbered, is_guarded, is_plain_name, quoted
+from .literals import are_numbered, is_guarded, is_number, is_plain_name, quoted
 from .template import Fixed, Template
 
 Spell = Callable[[str, Template], str]
@@ -20,6 +20,17 @@ class Attribute:
     template: Template | None = None
     kind: str = "module"  # or "parameter", "buffer"
     children: dict[str, Attribute] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A list or dict: its path, and its keys in the order of the model, in which `keeps_order` has the stage
+    go through it."""
+
+    path: str
+    is_list: bool
+    keys: Sequence[str]
+    keeps_order: bool
 
 
 class Attributes:
@@ -167,9 +178,14 @@ class Attributes:
 
     def _is_list(self, relative: str, node: Attribute) -> bool:
         module = self.module_at(_join(self.path, relative))
-        keys = sorted(node.children, key=lambda key: int(key) if key.isdigit() else -1)
-        whole = keys == [str(number) for number in range(len(keys))]
+        whole = node.children.keys() == {str(number) for number in range(len(node.children))}
         return isinstance(module, nn.ModuleList | nn.Sequential | nn.ParameterList) and whole
+
+    def _keys(self, relative: str, node: Attribute) -> list[str]:
+        """The names of a container's members: by number in a list, else in the order of the model."""
+        if self._is_list(relative, node):
+            return [str(number) for number in range(len(node.children))]
+        return sorted(node.children, key=lambda key: self._position(_join(relative, key)))
 
     def _container(self, relative: str, node: Attribute, spell: Spell) -> str:
         kind, members = self._held(relative, node, spell)
@@ -177,7 +193,7 @@ class Attributes:
 
     def _held(self, relative: str, node: Attribute, spell: Spell) -> tuple[str, str]:
         """The kind of a container, and what it is built of."""
-        keys = sorted(node.children, key=lambda key: (int(key) if key.isdigit() else -1, key))
+        keys = self._keys(relative, node)
         texts = [self._element(_join(relative, key), node.children[key], spell) for key in keys]
         family = self._family(relative, node)
         if self._is_list(relative, node):
@@ -249,8 +265,8 @@ class Attributes:
         module = self.module_at(_join(self.path, relative))
         return type(module) is nn.Sequential and are_numbered(dict(module.named_children()))
 
-    def container(self, relative: str) -> tuple[str, bool, Sequence[str]] | None:
-        """For a member of a list or dict: the container's path, whether it is a list, and all its keys."""
+    def container(self, relative: str) -> Container | None:
+        """The list or dict that a module or parameter is a member of, if it is one of one."""
         holder, _, last = relative.rpartition(".")
         node, walked = self.root, ""
         for part in holder.split(".") if holder else []:
@@ -261,14 +277,16 @@ class Attributes:
             if inner is not None:
                 rest = holder[len(walked) + 1 :]
                 found = inner.container(_join(rest, last))
-                return None if found is None else (_join(walked, found[0]), *found[1:])
+                return None if found is None else replace(found, path=_join(walked, found.path))
             if node.template is not None:
                 return None  # a sequence that one expression builds
         is_container = self._is_indexed(holder, node) if holder else self._is_container
         if not is_container:
             return None
-        keys = sorted(node.children, key=lambda key: (int(key) if key.isdigit() else -1, key))
-        return holder, self._is_list(holder, node), keys
+        is_list, keys = self._is_list(holder, node), self._keys(holder, node)
+        # torch puts what a ParameterDict is built of in alphabetical order.
+        keeps_order = is_list or self._family(holder, node) == "Module" or keys == sorted(keys)
+        return Container(holder, is_list, keys, keeps_order)
 
 
 def _runs(keys: Sequence[str], texts: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -276,7 +294,7 @@ def _runs(keys: Sequence[str], texts: Sequence[str]) -> list[tuple[str, list[str
     runs: list[tuple[str, list[str]]] = []
     for key, text in zip(keys, texts, strict=True):
         last = runs[-1][1][-1] if runs else ""
-        follows = key.isdigit() and last.isdigit() and int(key) == int(last) + 1
+        follows = is_number(key) and is_number(last) and int(key) == int(last) + 1
         if runs and runs[-1][0] == text and follows:
             runs[-1][1].append(key)
         else:

@@ -9,19 +9,23 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .literals import STRING
+
 _OPERATORS: dict[type[ast.AST], int] = {
     ast.Pow: 2, ast.Mult: 3, ast.Div: 3, ast.MatMult: 3, ast.FloorDiv: 3, ast.Mod: 3, ast.Add: 4, ast.Sub: 4,
     ast.LShift: 5, ast.RShift: 5, ast.BitAnd: 6, ast.BitXor: 7, ast.BitOr: 8,
 }  # fmt: skip
 _ATTRIBUTE, _COMPARE, _CONDITION = 1, 9, 10
 _LITERALS = (ast.List, ast.Tuple, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+_TARGET = re.compile(rf"(?:[\w.,() ]|\[(?:[\w-]+|{STRING})\])+ = ")
+_STRING_OR_CHARACTER = re.compile(f"{STRING}|.", re.DOTALL)
 
 
 def parted(text: str) -> tuple[str, str]:
     """A statement as what stands before its value, and that: "x = " and "f(y)"."""
     if text.startswith("return "):
         return "return ", text.removeprefix("return ")
-    found = re.match(r'(?:[\w.,() ]|\[[\w"-]+\])+ = ', text)
+    found = _TARGET.match(text)
     return ("", text) if found is None else (found[0], text[found.end() :])
 
 
@@ -48,13 +52,12 @@ def brackets(text: str, start: int) -> list[tuple[int, int]]:
 
 def _outside_strings(text: str) -> Iterator[tuple[int, str, int]]:
     """Each character that is in no string, with its place and how many brackets are open behind it."""
-    depth, quote = 0, False
-    for position, character in enumerate(text):
-        if character == '"' and (position == 0 or text[position - 1] != "\\"):
-            quote = not quote
-        elif not quote:
+    depth = 0
+    for found in _STRING_OR_CHARACTER.finditer(text):
+        character = found[0]
+        if len(character) == 1:
             depth += (character in "([{") - (character in ")]}")
-            yield position, character, depth
+            yield found.start(), character, depth
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from pd2bw_fx.names import free_name
 
 from .attributes import Attributes
 from .layout import laid_out, signature_lines, written
-from .literals import identifier, is_plain_name, literal
+from .literals import STRING, identifier, is_plain_name, literal
 from .members import rolled
 from .method import Method, Statement
 from .rolling import in_rounds
@@ -27,7 +27,7 @@ _MOST_POSITIONAL = 2
 _PLAIN = "super().__init__()"
 # A number in a body: not one in a module's path, a string, a name, or of a dimension of a shape.
 _TOKEN = re.compile(
-    '(?P<other>\ue000[^\ue001]*\ue001|"(?:[^"\\\\]|\\\\.)*"|\\.shape\\[\\d+\\]|[A-Za-z_]\\w*)'
+    f"(?P<other>\ue000[^\ue001]*\ue001|{STRING}|\\.shape\\[\\d+\\]|[A-Za-z_]\\w*)"
     "|(?P<number>\\d+(?:\\.\\d+)?(?:e-?\\d+)?)"
 )
 

@@ -18,6 +18,8 @@ from pd2bw_fx.source_check import WAYS_OUT
 from .limits import limit_of_a_type
 
 MAIN = "main"  # the function that tries a stage out
+# A string as `quoted` writes it, for patterns that look for other things.
+STRING = r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
 _RESERVED = frozenset(
     {
         *dir(builtins),
@@ -80,10 +82,12 @@ def _number(value: float) -> str:
 
 
 def quoted(text: str) -> str:
-    """A string literal in double quotes, every character outside plain ASCII escaped."""
+    """A string literal, every character outside plain ASCII escaped, in double quotes, as ruff format has it
+    unless there are fewer single ones in the text."""
+    mark = "'" if text.count('"') > text.count("'") else '"'
     out = []
     for character in text:
-        if character in '"\\':
+        if character in (mark, "\\"):
             out.append("\\" + character)
         elif " " <= character <= "~":
             out.append(character)
@@ -92,7 +96,7 @@ def quoted(text: str) -> str:
             out.append(
                 f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
             )
-    return f'"{"".join(out)}"'
+    return f"{mark}{''.join(out)}{mark}"
 
 
 def in_tuple(items: list[str]) -> str:
@@ -112,6 +116,11 @@ def is_plain_name(name: str) -> bool:
 def is_guarded(name: str) -> bool:
     """One that no stage may have as an attribute: Python's own, or one that leads out of what it computes."""
     return name.startswith("__") or name in WAYS_OUT
+
+
+def is_number(name: str) -> bool:
+    """Returns whether the name is how Python prints a whole number: `01` is not."""
+    return re.fullmatch("0|[1-9][0-9]*", name) is not None
 
 
 def are_numbered(names: Iterable[str]) -> bool:

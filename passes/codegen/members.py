@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .attributes import Attributes
+from .attributes import Attributes, Container
 from .layout import REFERENCE, Loop, common, free
-from .literals import is_plain_name
+from .literals import STRING, is_number, is_plain_name
 from .method import Statement
 
 _LONGEST_BODY = 6
@@ -47,7 +47,7 @@ def _loop_at(
     It goes over containers that stand in `level` others.
     """
     members = _members(statements[:length], attributes, level)
-    spans = {(tuple(member.keys), member.start) for member in members.values()}
+    spans = {(tuple(member.container.keys), member.start) for member in members.values()}
     if len(spans) != 1 or len({s.region for s in statements[:length]}) != 1:
         return None
     keys, start = spans.pop()
@@ -60,10 +60,12 @@ def _loop_at(
         bodies[0] = bodies[0] if first is None else bodies[1]
     count = next((i for i in range(most) if not _is_another(bodies, chunks, i)), most)
     span = range(start, start + count)
-    whole = count == len(keys)
-    if count < 2 or not (whole or all(m.is_list or _are_numbers(keys, span) for m in members.values())):
+    containers = [member.container for member in members.values()]
+    are_lists = all(container.is_list for container in containers)
+    whole = count == len(keys) and all(container.keeps_order for container in containers)
+    if count < 2 or not (whole or are_lists or _are_numbers(keys, span)):
         return None
-    counter = None if whole or all(m.is_list for m in members.values()) else free("i", words)
+    counter = None if whole or are_lists else free("i", words)
     names = _loop_names(members, counter, words, attributes)
     assert bodies[0] is not None
     body = tuple(
@@ -84,15 +86,14 @@ def _is_another(
 def _are_numbers(keys: Sequence[str], span: range) -> bool:
     """Whether these keys count up."""
     found = [keys[i] for i in span]
-    return found[0].isdigit() and found == [str(int(found[0]) + i) for i in range(len(found))]
+    return is_number(found[0]) and found == [str(int(found[0]) + i) for i in range(len(found))]
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
     """A container that a body refers to, and where in it the body's member stands."""
 
-    keys: Sequence[str]
-    is_list: bool
+    container: Container
     start: int
 
 
@@ -103,13 +104,12 @@ def _members(chunk: Sequence[Statement], attributes: Attributes, level: int) -> 
         for path in REFERENCE.findall(statement.text):
             found = _container_of(path, attributes, level)
             if found is not None:
-                holder, is_list, keys = found
-                key = path.removeprefix(_within(holder)).partition(".")[0]
-                members.setdefault(holder, _Member(keys, is_list, list(keys).index(key)))
+                key = path.removeprefix(_within(found.path)).partition(".")[0]
+                members.setdefault(found.path, _Member(found, list(found.keys).index(key)))
     return members
 
 
-def _container_of(path: str, attributes: Attributes, level: int) -> tuple[str, bool, Sequence[str]] | None:
+def _container_of(path: str, attributes: Attributes, level: int) -> Container | None:
     parts = path.split(".")
     holders = (attributes.container(".".join(parts[:end])) for end in range(1, len(parts) + 1))
     found = [holder for holder in holders if holder is not None]
@@ -146,7 +146,7 @@ def _body(
     return texts
 
 
-_WORD = re.compile('\ue000[^\ue001]*\ue001|\ue002[^\ue003]*\ue003|"(?:[^"\\\\]|\\\\.)*"|\\.?\\w+=?|\\W')
+_WORD = re.compile(f"\ue000[^\ue001]*\ue001|\ue002[^\ue003]*\ue003|{STRING}|\\.?\\w+=?|\\W")
 
 
 def _first_input(first: Sequence[str], other: Sequence[str]) -> str | None:
@@ -183,7 +183,7 @@ def _loop_names(
     names: dict[str, str] = {}
     for holder, member in members.items():
         if counter is not None:
-            key = counter if member.is_list else f"str({counter})"
+            key = counter if member.container.is_list else f"str({counter})"
             names[holder] = f"{attributes.refer(holder)}[{key}]"
             continue
         taken = words | set(names.values())
@@ -215,14 +215,14 @@ def _header(
     counter: str | None,
     attributes: Attributes,
 ) -> str:
-    keys = next(iter(members.values())).keys
+    keys = next(iter(members.values())).container.keys
     if counter is not None:
         return f"for {counter} in range({keys[span.start]}, {int(keys[span.start]) + len(span)}):"
     cut = f"[{span.start or ''}:{'' if span.stop == len(keys) else span.stop}]"
     cut = "" if len(span) == len(keys) else cut
     sources = [
         (attributes.refer(holder) if holder or not cut else "list(self)")  # a slice is of the class itself
-        + (cut if member.is_list else ".values()")
+        + (cut if member.container.is_list else ".values()")
         for holder, member in members.items()
     ]
     if len(sources) == 1:

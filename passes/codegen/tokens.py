@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .literals import STRING
+
 _TOKEN = re.compile(
-    r'"(?:[^"\\]|\\.)*"'
+    rf"{STRING}"
     r"|(?P<name>(?<![\w.])[A-Za-z_]\w*(?!\w)(?!=(?!=)))"  # neither an attribute nor a keyword
     r"|(?P<number>(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w))"
     r"|\w+|\s+|.",
