@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.containers import look_into_dataclasses
 from pd2bw_fx.costs import MemoryModel
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, Pd2bwError
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.sweep import Sweep
 
@@ -55,6 +56,9 @@ def tune(
     - `num_stages` and `num_replicas`: the numbers to choose from. Replicas need equal devices and links.
     - `method`: "2bw", "1f1b" or "gpipe".
 
+    Sizes of its own choice that the model cannot run, as BatchNorm cannot train on one sample, are left out,
+    and stand in `Sweep.skipped` with the reason.
+
     Raises what `split` raises, and InputError where no size divides the batch into enough microbatches.
     """
     require_choice("method", method, *METHODS)
@@ -68,14 +72,24 @@ def tune(
     if not sizes:
         raise InputError("microbatch_sizes is empty; at least one size was expected")
     pricing = Pricing(costs, chosen.devices[0], profile_cache, chosen.threads_each)
-    problems: dict[int, Problem] = {}
     for size in sizes:
         require_whole_number("each of microbatch_sizes", size)
-        size = plain(size)
+    problems: dict[int, Problem] = {}
+    refused: dict[int, Pd2bwError] = {}
+    for size in map(plain, sizes):
         sized_args, sized_kwargs, targets = _sized((args, kwargs, example_targets), given, size)
-        known = trace_and_profile(model, Inputs(sized_args, sized_kwargs, loss_fn, targets, "auto"), pricing)
-        problems[size] = coarsen(known.graph, known.costs, chosen)
-    return sweep(
+        inputs = Inputs(sized_args, sized_kwargs, loss_fn, targets, "auto")
+        try:
+            known = trace_and_profile(model, inputs, pricing)
+        except Pd2bwError as error:
+            if microbatch_sizes is not None:
+                raise type(error)(f"with microbatches of {size}: {error}") from error
+            refused[size] = error
+        else:
+            problems[size] = coarsen(known.graph, known.costs, chosen)
+    if not problems:
+        raise next(reversed(refused.values()))
+    found = sweep(
         problems,
         chosen,
         batch_size=batch_size,
@@ -88,6 +102,8 @@ def tune(
         max_gap=max_gap,
         time_limit_s=time_limit_s,
     )
+    skipped = tuple((f"microbatches of {size}", str(error)) for size, error in refused.items())
+    return replace(found, skipped=(*skipped, *found.skipped))
 
 
 def _inputs(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import nn
 
 import pd2bw_fx
-from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.errors import InfeasibleError, InputError, Pd2bwError
 from pd2bw_fx.models import build
 from pd2bw_fx.sweep import Sweep
 
@@ -59,6 +61,21 @@ def test_memory_guards_the_microbatch() -> None:
     assert tuned(needs[0] + 100, 16, 256).best.microbatch_size == 16
     with pytest.raises(InfeasibleError, match="no setting fits"):
         tuned(needs[0] // 4, 16, 256)
+
+
+@pytest.mark.parametrize("costs", ["analytic", "measured"])
+def test_sizes_that_a_model_cannot_run_are_left_out_or_named(costs: Literal["analytic", "measured"]) -> None:
+    """BatchNorm cannot train on one sample."""
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)), torch.randn(8, 8)
+
+    found = pd2bw_fx.tune(model, x, batch_size=4, cluster=2, costs=costs)
+
+    assert found.skipped[0][0] == "microbatches of 1"
+    assert {setting.microbatch_size for setting in found.settings} == {2, 4}
+    with pytest.raises(Pd2bwError, match="with microbatches of 1: "):
+        pd2bw_fx.tune(model, x, batch_size=4, microbatch_sizes=(1, 2), cluster=2, costs=costs)
+    with pytest.raises(Pd2bwError):
+        pd2bw_fx.tune(model, x, batch_size=1, cluster=2, costs=costs)
 
 
 @pytest.mark.parametrize(
