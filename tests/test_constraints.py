@@ -158,6 +158,7 @@ def test_what_is_kept_together_with_a_pinned_block_is_named() -> None:
 @pytest.fixture
 def _enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said of an infeasible problem is looked for as long as it takes, whatever else is running."""
+    monkeypatch.setattr(infeasible, "_MOST_TIME_S", 900.0)
     monkeypatch.setattr(infeasible, "_EXPLAIN_TIME_S", 60.0)
     monkeypatch.setattr(nearest, "_TIME_S", 120.0)
     monkeypatch.setattr(nearest, "_STAGES_TIME_S", 120.0)

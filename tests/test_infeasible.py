@@ -20,6 +20,7 @@ from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 @pytest.fixture(autouse=True)
 def _enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said of an infeasible problem is looked for as long as it takes, whatever else is running."""
+    monkeypatch.setattr(infeasible, "_MOST_TIME_S", 900.0)
     monkeypatch.setattr(infeasible, "_EXPLAIN_TIME_S", 60.0)
     monkeypatch.setattr(nearest, "_TIME_S", 120.0)
     monkeypatch.setattr(nearest, "_STAGES_TIME_S", 120.0)

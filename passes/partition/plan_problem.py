@@ -90,7 +90,7 @@ def partition(
     choices = request.choices(orders)
     found = search_with_routes(choices, solver=solver, max_gap=max_gap, deadline=deadline, report=progress)
     if found is None:
-        raise infeasible_error(request, choices, orders, solver=solver)
+        raise infeasible_error(request, choices, orders, solver=solver, within=within)
     plan = plan_of(
         request.problem,
         request.cluster,

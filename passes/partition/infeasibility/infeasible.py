@@ -23,29 +23,46 @@ from pd2bw_fx.units import format_bytes
 from .nearest import nearest_changes
 from .shortfall import least_shortfall
 
+_MOST_TIME_S = 20.0  # for the whole explanation
+_MINIMAL = "without any of these there is a plan"
 _EXPLAIN_TIME_S = 2.0  # for each question whether some of the reasons alone exclude every assignment
 _PLENTY_BYTES = 10**18  # stands for no limit
 
 
 def infeasible_error(
-    request: SearchRequest, choices: Choices, orders: DeviceOrders, *, solver: str
+    request: SearchRequest,
+    choices: Choices,
+    orders: DeviceOrders,
+    *,
+    solver: str,
+    within: Deadline | None = None,
 ) -> InfeasibleError:
     """Returns the error to raise. It names a block that is too large for any device, else constraints that
     exclude one another, else the devices whose limits exclude every plan, what they would need, and the
-    nearest limits with which all fits."""
-    return (
-        _block_too_large(request.problem, request.cluster, choices[0])
-        or _pins_exclude_one_another(request, solver=solver)
-        or _least_excess(request, choices, orders, solver=solver)
-    )
+    nearest limits with which all fits.
+
+    It says less where the deadline of a larger call, or Ctrl-C, leaves no time to find these.
+    """
+    deadline = Deadline(_MOST_TIME_S, within=within)
+    try:
+        return (
+            _block_too_large(request.problem, request.cluster, choices[0])
+            or _pins_exclude_one_another(request, solver=solver, deadline=deadline)
+            or _least_excess(request, choices, orders, solver=solver, deadline=deadline)
+        )
+    except KeyboardInterrupt:
+        deadline.stop()
+        return _does_not_fit(request, choices)
 
 
 class _Question:
     """Asks whether there is an assignment if only some of the pins and memory limits hold."""
 
-    def __init__(self, request: SearchRequest, *, solver: str) -> None:
+    def __init__(self, request: SearchRequest, *, solver: str, deadline: Deadline) -> None:
         self.request = request
         self.solver = solver
+        self.deadline = deadline
+        self.ran_out = False  # some question was not settled in its time
 
     def is_possible(self, pins: Sequence[Pin], devices: Sequence[int]) -> bool:
         """Returns whether there is an assignment with these pins and the limits of these devices alone. It is
@@ -53,12 +70,13 @@ class _Question:
         others = set(range(len(self.request.cluster))) - set(devices)
         request = replace(self.request, pins=tuple(pins)).with_memory(dict.fromkeys(others, _PLENTY_BYTES))
         # The gap is nearly one because any assignment will do.
-        deadline = Deadline(_EXPLAIN_TIME_S)
+        deadline = Deadline(_EXPLAIN_TIME_S, within=self.deadline)
         choices = request.choices(request.orders())
         different = choices.only(choices.different_in_memory())
         try:
             found = search(different, solver=self.solver, max_gap=0.999, deadline=deadline)
         except SolverError:
+            self.ran_out = True
             return True
         return found is not None
 
@@ -90,14 +108,17 @@ def _wishes(pins: Sequence[Pin]) -> str:
     return ", ".join(dict.fromkeys(f"{pin.name!r} on {pin.where}" for pin in pins)) + kept
 
 
-def _pins_exclude_one_another(request: SearchRequest, *, solver: str) -> InfeasibleError | None:
-    question = _Question(request, solver=solver)
+def _pins_exclude_one_another(
+    request: SearchRequest, *, solver: str, deadline: Deadline
+) -> InfeasibleError | None:
+    question = _Question(request, solver=solver, deadline=deadline)
     if not request.pins or question.is_possible(request.pins, ()):
         return None
     fewest, _ = question.fewest(request.pins, ())
+    rest = "" if question.ran_out else "; any one of them less and there is a plan"
     return InfeasibleError(
         f"these cannot be granted together on {request.num_stages} stages, whatever the memory: "
-        f"{_wishes(fewest)}; any one of them less and there is a plan"
+        f"{_wishes(fewest)}{rest}"
     )
 
 
@@ -124,35 +145,44 @@ def _block_too_large(problem: Problem, cluster: Cluster, instance: Instance) -> 
 
 
 def _least_excess(
-    request: SearchRequest, choices: Choices, orders: DeviceOrders, *, solver: str
+    request: SearchRequest, choices: Choices, orders: DeviceOrders, *, solver: str, deadline: Deadline
 ) -> InfeasibleError:
     cluster = request.cluster
-    again = 'recompute="auto", ' if choices[0].recompute is False else ""
-    advice = f"try more stages, {again}a smaller microbatch, or devices with more memory"
-    nearest = least_shortfall(choices, solver=solver)
+    nearest = least_shortfall(choices, solver=solver, within=deadline)
     if nearest is None:
-        total = format_bytes(sum(device.memory_bytes for device in cluster.devices))
-        return InfeasibleError(f"no assignment fits in the {total} of {len(cluster)} devices; {advice}")
+        return _does_not_fit(request, choices)
     need, choice = nearest.need_bytes, nearest.choice
     stage = int((need / choices[choice].limit_bytes).argmax())
     device = cluster.devices[orders[choice][stage]]
-    question = _Question(request, solver=solver)
+    question = _Question(request, solver=solver, deadline=deadline)
     fewest, limited = question.fewest(request.pins, request.order or range(len(cluster)))
     needs = {orders[choice][at]: float(amount) for at, amount in enumerate(need)}
     reasons = [_reason(cluster, other, needs.get(other)) for other in limited]
     if fewest:
         reasons.append(_wishes(fewest))
     tried = "" if orders.are_all else f" ({len(orders)} of more orders of the devices were tried)"
-    changes = nearest_changes(request, choices, limited, solver=solver)
+    changes = nearest_changes(request, choices, limited, solver=solver, within=deadline)
     enough = f"With {', or '.join(changes)} it fits. " if changes else ""
+    minimal = "there was no time to see if some are enough" if question.ran_out else _MINIMAL
     best = "at best" if nearest.is_least else "in the best of what there was time to look at,"
     return InfeasibleError(
         f"no assignment fits: {best} stage {stage} needs {format_bytes(need[stage])} ({need[stage]:.0f} "
         f"bytes) on {device.name}, which has {format_bytes(device.memory_bytes)} ({device.memory_bytes} "
-        f"bytes). It is impossible because of {'; '.join(reasons)}; without any of these there is a plan. "
+        f"bytes). It is impossible because of {'; '.join(reasons)}; {minimal}. "
         f"{enough}All fits with {_rounded_up(nearest.share)} times the memory on every device; or "
-        f"{advice}{tried}"
+        f"{_advice(choices)}{tried}"
     )
+
+
+def _does_not_fit(request: SearchRequest, choices: Choices) -> InfeasibleError:
+    devices = request.cluster.devices
+    total = format_bytes(sum(device.memory_bytes for device in devices))
+    return InfeasibleError(f"no assignment fits in the {total} of {len(devices)} devices; {_advice(choices)}")
+
+
+def _advice(choices: Choices) -> str:
+    again = 'recompute="auto", ' if choices[0].recompute is False else ""
+    return f"try more stages, {again}a smaller microbatch, or devices with more memory"
 
 
 def _rounded_up(share: float) -> str:

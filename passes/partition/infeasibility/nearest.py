@@ -29,10 +29,11 @@ def nearest_changes(
     devices: Sequence[int],
     *,
     solver: str,
+    within: Deadline,
 ) -> list[str]:
     """Returns a line for each change that is enough by itself: more memory on one of `devices`, recomputation
     where it was off, and the fewest additional stages."""
-    cluster, deadline = request.cluster, Deadline(_TIME_S)
+    cluster, deadline = request.cluster, Deadline(_TIME_S, within=within)
     changes = []
     for device in request.one_of_each(devices)[:_DEVICES_TRIED]:
         more = _least_more(request, device, solver=solver, deadline=deadline)
@@ -44,11 +45,11 @@ def nearest_changes(
         found = search_within(again, _FINE, solver=solver, deadline=deadline)
         if found is not None:
             changes.append(f'recompute="auto" ({_time(found)})')
-    more_stages = _fewest_stages_more(request, solver=solver)
+    more_stages = _fewest_stages_more(request, solver=solver, within=within)
     return changes if more_stages is None else [*changes, more_stages]
 
 
-def _fewest_stages_more(request: SearchRequest, *, solver: str) -> str | None:
+def _fewest_stages_more(request: SearchRequest, *, solver: str, within: Deadline) -> str | None:
     """Returns the fewest additional stages, on free devices first and then on further ones like the last.
 
     It tries one number after another, because what fits on some stages need not fit on more of them: they
@@ -56,7 +57,7 @@ def _fewest_stages_more(request: SearchRequest, *, solver: str) -> str | None:
     """
     if request.order is not None:
         return None  # The method has device slots for this many stages only.
-    deadline = Deadline(_STAGES_TIME_S)
+    deadline = Deadline(_STAGES_TIME_S, within=within)
     for more in range(1, min(_STAGES_TRIED, len(request.problem.blocks) - request.num_stages) + 1):
         larger = request.with_stages(request.num_stages + more)
         try:
@@ -112,7 +113,9 @@ def search_within(choices: Choices, gap: float, *, solver: str, deadline: Deadli
     if deadline.left_s <= 0:
         return None
     try:
-        return search(choices, solver=solver, max_gap=gap, deadline=Deadline(deadline.left_s / 2))
+        return search(
+            choices, solver=solver, max_gap=gap, deadline=Deadline(deadline.left_s / 2, within=deadline)
+        )
     except SolverError:
         return None
 

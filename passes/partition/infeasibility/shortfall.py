@@ -35,7 +35,7 @@ class Shortfall:
     is_least: bool
 
 
-def least_shortfall(choices: Choices, *, solver: str) -> Shortfall | None:
+def least_shortfall(choices: Choices, *, solver: str, within: Deadline) -> Shortfall | None:
     """Returns the smallest shortfall found, or None where there was no time to find any.
 
     With few device orders that differ in memory each has a program of its own. With more of them, a bisection
@@ -48,13 +48,13 @@ def least_shortfall(choices: Choices, *, solver: str) -> Shortfall | None:
         n, k = instance.num_nodes, instance.num_stages
         windows = Windows(np.zeros(n, dtype=np.int64), np.full(n, k - 1, dtype=np.int64))
         program = FeasibilityProgram(instance, np.inf, windows, soft_memory=True)
-        status, stage_of = program.solve(solver=solver, time_limit_s=_PROGRAM_TIME_S)
+        status, stage_of = program.solve(solver=solver, time_limit_s=min(_PROGRAM_TIME_S, within.left_s))
         is_least &= status in (Status.OPTIMAL, Status.INFEASIBLE)
         if stage_of is not None:
             best = _nearer(best, choices, choice, stage_of)
     if is_least and best is not None:
         return replace(best, is_least=True)
-    return _halved(choices, best, solver=solver, deadline=Deadline(_ORDERS_TIME_S))
+    return _halved(choices, best, solver=solver, deadline=Deadline(_ORDERS_TIME_S, within=within))
 
 
 def _halved(choices: Choices, best: Shortfall | None, *, solver: str, deadline: Deadline) -> Shortfall | None:
@@ -63,7 +63,9 @@ def _halved(choices: Choices, best: Shortfall | None, *, solver: str, deadline: 
     while best is None or best.share > _NEAR * too_few:
         larger = choices.changed(partial(_with_times, share))
         try:
-            found = search(larger, solver=solver, max_gap=_ANY, deadline=Deadline(deadline.left_s / 2))
+            found = search(
+                larger, solver=solver, max_gap=_ANY, deadline=Deadline(deadline.left_s / 2, within=deadline)
+            )
         except SolverError:
             return best
         if found is None and best is None:
