@@ -1,4 +1,7 @@
-"""What is folded at the same places of a loop's rounds: where one gets a line of its own, all of them do."""
+"""Unfolds alike in all rounds of a loop: where one value gets a line of its own, so do those beside it.
+
+These are the values at the same place of the other rounds.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from .scopes import Scope
 
 
 def alike(folding: Folding, nodes: set[fx.Node]) -> set[fx.Node]:
-    """These, and what stands for them in other rounds, where a line might be just short enough."""
+    """Adds to these nodes those at their places in other rounds, where a line might be just short enough."""
     places = {_place(folding, node) for node in nodes}
     found = set(nodes)
     for node in folding.folded if places - {None} else ():
@@ -22,7 +25,7 @@ def alike(folding: Folding, nodes: set[fx.Node]) -> set[fx.Node]:
 
 
 def _place(folding: Folding, node: fx.Node) -> tuple[object, ...] | None:
-    """The author's line within a loop, what is computed there, and what reads it."""
+    """Returns the author's line in a loop, what is computed there, and what reads it; None elsewhere."""
     line = folding.body.line(folding.items[folding.maker[node]])
     if line is None or round_of(line) is NO_ROUND:
         return None
@@ -31,7 +34,7 @@ def _place(folding: Folding, node: fx.Node) -> tuple[object, ...] | None:
 
 
 def _outline(folding: Folding, node: fx.Node) -> tuple[object, ...]:
-    """An operator with what is folded into it, and into that."""
+    """Returns the name of an operator, with those of the operators folded into it, level by level."""
     item = folding.items[folding.maker[node]]
     operands = folding.body.operands_of(item)
     return _name(item), *(_outline(folding, o) if o in folding.folded else None for o in operands)

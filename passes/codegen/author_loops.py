@@ -18,7 +18,7 @@ _COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 
 @functools.lru_cache(maxsize=256)
 def parsed(file: str) -> ast.Module:
-    """The author's file; nothing where it cannot be read."""
+    """Parses the author's file; returns an empty module where the file cannot be read or parsed."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
@@ -26,8 +26,10 @@ def parsed(file: str) -> ast.Module:
 
 
 def counter_of(line: Line) -> str:
-    """The number that the innermost loop around the line, or around a call that led to it, counts with: "t"
-    of `for t in range(n)`. "" where there is none."""
+    """Returns the counter of the innermost counting loop around the line, or around a call that led to it.
+
+    For `for t in range(n)` it is "t". It is "" where there is no such loop.
+    """
     for at in reversed(line.chain):
         around = [name for lines, name in _counters(at.file) if at.number in lines]
         if around:
@@ -36,16 +38,21 @@ def counter_of(line: Line) -> str:
 
 
 def list_of(line: Line) -> str:
-    """The list that the line fills, makes or joins: "outs" of `outs.append(f(x))`, `outs = [f(x) for x in y]`
-    and `torch.stack(outs)`."""
+    """Returns the list that the line fills, makes or joins, or "" where there is none.
+
+    It is "outs" for `outs.append(f(x))`, `outs = [f(x) for x in y]` and `torch.stack(outs)`.
+    """
     found = (appended_list(at.code) or joined_list(at.code) for at in reversed(line.chain))
     return next(filter(None, found), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Where a statement stands in the rounds of the author's loop around it: the loop, the line in it, and
-    whether each round comes by: no condition stands in between."""
+    """Where a statement stands in the author's loop around it.
+
+    `loop` is the file and first line of the loop, `number` the line of the statement. `is_always` says
+    whether every round runs that line, with no condition in between.
+    """
 
     loop: str = ""
     number: int = 0
@@ -56,7 +63,7 @@ NO_ROUND = Round()
 
 
 def round_of(line: Line) -> Round:
-    """By the innermost loop of statements around the line, or around a call that led to it."""
+    """Finds the innermost loop statement around the line, or around a call that led to it."""
     is_always = True
     for at in reversed(line.chain):
         if at.module_of_torch is not None:
@@ -71,7 +78,7 @@ def round_of(line: Line) -> Round:
 
 @functools.lru_cache(maxsize=256)
 def _blocks(file: str) -> tuple[list[range], list[range]]:
-    """The lines of all loops, and of all conditions."""
+    """Returns the line ranges of all loops in a file, and those of all conditions."""
     kinds: tuple[tuple[type[ast.AST], ...], ...] = ((ast.For, ast.While), (ast.If, ast.IfExp, ast.Match))
     found: tuple[list[range], list[range]] = ([], [])
     for node in ast.walk(parsed(file)):
@@ -84,7 +91,7 @@ def _blocks(file: str) -> tuple[list[range], list[range]]:
 
 @functools.lru_cache(maxsize=256)
 def _counters(file: str) -> list[tuple[range, str]]:
-    """By the lines of each counting loop, outer ones first, its counter."""
+    """Returns the lines and the counter of each counting loop in a file, outer loops first."""
     found = []
     for node in ast.walk(parsed(file)):
         loops: Sequence[ast.For | ast.comprehension] = ()

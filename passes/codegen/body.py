@@ -1,4 +1,4 @@
-"""What a method's body is made of, and which of it is written inside a longer expression."""
+"""The items of a method's body, and which of them are written inside a longer expression."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .scopes import Line, Scope, line_at
 from .stage_tree import StageTree, occurrences
 from .statements import appended_list, makes_one_by_one, names_of_what_it_makes, returns_a_list
 
-_ROUNDS = 3  # of a loop, at least
-_MOST_FOLDED = 40  # items of a statement; one of fewer is too long for a line already
-# no_grad, autocast, and a number that tells apart autocast regions which are alike and touch.
+_ROUNDS = 3  # an item repeated this often on one line belongs to a loop
+_MOST_FOLDED = 40  # items in one statement; it is too long for a line long before that
+# no_grad, autocast, and a number that tells adjacent autocast regions with equal settings apart.
 Region = tuple[object, Any, int]
 NO_REGION: Region = (None, None, 0)
-Marks = tuple[object, Any, str]  # of an operator: as the trace has them
+Marks = tuple[object, Any, str]  # an operator's no_grad, autocast and autocast region's name
 NO_MARKS: Marks = (None, None, "")
 
 
@@ -48,7 +48,7 @@ class Body:
         self.reads = tree.reads(scope)
         self.symbols = tree.symbols(scope)
         self.gives = tree.gives(scope)
-        self.normalized: dict[fx.Node, list[fx.Node]] = {}  # by the last operator, all of them
+        self.normalized: dict[fx.Node, list[fx.Node]] = {}  # last operator -> all of them
         self.items = self._items()
         self._operands = {id(item): self._read_by(item) for item in self.items}
         self._read = {operand for operands in self._operands.values() for operand in operands}
@@ -58,7 +58,10 @@ class Body:
         self._times = Counter(map(self._in_source, self.items))
 
     def _items(self) -> list[fx.Node | Scope]:
-        """Sizes are written where they are used, and F.normalize is one operator."""
+        """Lists the items of the body.
+
+        Sizes are left out, as they are written where they are used. F.normalize is one item.
+        """
         items = [i for i in self.scope.items if isinstance(i, Scope) or not is_size(self.tree.graph, i)]
         for nodes in normalizations(items):
             is_of_one_region = all(self._marks(node) == self._marks(nodes[-1]) for node in nodes)
@@ -68,7 +71,7 @@ class Body:
         return [item for item in items if isinstance(item, Scope) or item not in inner]
 
     def results(self, item: fx.Node | Scope) -> list[fx.Node]:
-        """What an item makes that anything else reads."""
+        """Returns the values that an item makes and that something else reads."""
         if isinstance(item, Scope):
             return self.tree.gives(item)
         return [item] if item in self._read or item in self.gives else []
@@ -89,7 +92,7 @@ class Body:
         return line if line is None or item.function is None else line.of_the_forward
 
     def is_of_rounds(self, item: fx.Node | Scope) -> bool:
-        """Whether a line of the author's makes such an item again and again."""
+        """Whether the author's line makes such an item again and again, as the rounds of a loop do."""
         return self._times[self._in_source(item)] >= _ROUNDS
 
     def _in_source(self, item: fx.Node | Scope) -> tuple[Line | None, str]:
@@ -99,15 +102,16 @@ class Body:
         return self._regions[id(item)]
 
     def _told_apart(self) -> list[Region]:
-        """The region of each item.
+        """Returns the region of each item.
 
         Within an autocast region a weight is cast once, and the gradients of its uses are added up in the
-        lower precision. So two that touch are entered one after the other if they share a weight, and calls
-        that share one are put in the region which the author put around them. Without a shared weight that
-        is all the same, and they read better together, and where they are needed.
+        lower precision. So two adjacent regions that share a weight are entered one after the other, and
+        calls that share a weight are put into the region that the author put around them. Without a shared
+        weight the results are the same either way. Then adjacent regions are merged and a call enters its
+        region inside, which reads better.
         """
         found: list[Region] = []
-        cast: dict[str, set[str]] = {}  # by region as the author has them: weights read since it was entered
+        cast: dict[str, set[str]] = {}  # author's region -> weights read since it began
         for item in self.items:
             no_grad, autocast, around = self._marks(item)
             before = found[-1] if found else NO_REGION
@@ -127,7 +131,7 @@ class Body:
         first = next(item.nodes)
         if self.tree.is_layer(item) or item.function is not None:
             return self._marks(first)
-        if self.tree.is_sequence(item):  # a forward of torch's, which enters none: for all layers in it
+        if self.tree.is_sequence(item):  # torch's forward enters no region: one is entered for all its layers
             return next((self._marks(member) for member in item.items if self._is_bare(member)), NO_MARKS)
         around = {node.meta.get("autocast_region") for node in item.nodes}
         if around == {first.meta.get("autocast_region")} != {None} and self._is_shared(item, around):
@@ -135,11 +139,11 @@ class Body:
         return NO_MARKS
 
     def _is_bare(self, item: fx.Node | Scope) -> bool:
-        """Whether it has no forward of ours, in which the region would be entered."""
+        """Whether an item has no generated forward in which its region could be entered."""
         return not isinstance(item, Scope) or self.tree.is_layer(item) or self.tree.is_sequence(item)
 
     def _is_shared(self, call: Scope, around: set[str | None]) -> bool:
-        """Whether another item of the same region reads a weight that this call does."""
+        """Whether another item of the same region reads a weight that this call reads."""
         others = (item for item in self.items if item is not call)
         beside = [i for i in others if {n.meta.get("autocast_region") for n in _nodes(i)} & around]
         return any(not self._weights(call).isdisjoint(self._weights(item)) for item in beside)
@@ -149,7 +153,10 @@ class Body:
         return {str(operand.target) for operand in read if operand.op == "get_attr"}
 
     def is_ordered(self, item: fx.Node | Scope) -> bool:
-        """Whether it matters when it is computed: for its gradient, its random numbers, what it writes."""
+        """Whether it matters when an item is computed.
+
+        It does for its gradient, for its random numbers and for what it writes.
+        """
         if is_second_name(item):
             return False
         nodes = _nodes(item)
@@ -159,18 +166,18 @@ class Body:
         )
 
     def is_pure(self, item: fx.Node | Scope) -> bool:
-        """Whether it draws no random numbers and writes nothing."""
+        """Whether an item draws no random numbers and writes nothing."""
         found = (self.tree.graph.operators[node.name] for node in _nodes(item))
         return not any(o.is_random or o.writes_buffers or o.memory_group is not None for o in found)
 
     def is_recurrent(self, item: fx.Node | Scope) -> bool:
-        """A whole LSTM, GRU, RNN or LSTMCell, which gives a tuple."""
+        """Whether an item is a whole LSTM, GRU, RNN or LSTMCell, which returns a tuple."""
         if not isinstance(item, Scope) or not self.tree.is_layer(item):
             return False
         return isinstance(self.tree.modules[item.path], LAYERS_GIVING_TUPLES)
 
     def author_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
-        """What the author's statement calls its result, if this is it."""
+        """Returns the author's name for an item's result; None where the statement is not for this result."""
         line = self.line(item)
         names = line.assigned if line is not None else ()
         if left_otherwise(self.tree, result, self.scope.depth):
@@ -178,15 +185,18 @@ class Body:
         if len(names) > 1:
             return self._names_by_place.get(id(item))
         if line is not None and is_one_of_several(result, line, self.scope.depth):
-            return None  # the name is of them all
+            return None  # the name stands for the whole tuple
         if not names:
             named = self._names_by_place.get(id(item)) or name_of_filled(result, line)
             return named or outer_name(result, self.scope.depth)
         return names[0] if names[0] != "_" and is_final(result, self.scope.depth) else None
 
     def _named_by_place(self) -> dict[int, str]:
-        """Of `q, k = self.q(x), self.k(x)` and `q, k = (cut(t) for t in (q, k))`: what makes each value, and
-        of `q, k = self.made(x)` where that returns `self.q(x), self.k(x)`."""
+        """Maps the id of an item to its name, where a statement assigns several values one by one.
+
+        Such statements are `q, k = self.q(x), self.k(x)` and `q, k = (cut(t) for t in (q, k))`, and also `q,
+        k = self.made(x)` where that function returns `self.q(x), self.k(x)`.
+        """
         named: dict[int, str] = {}
         for line, group in itertools.groupby(self.items, key=self.line):
             names: tuple[str, ...] = ()
@@ -204,14 +214,17 @@ class Body:
         return len(results) == 1 and is_final(results[0], self.scope.depth)
 
     def is_element(self, item: fx.Node | Scope) -> bool:
-        """An element of a tuple that an operator of this body makes: it is bound there."""
+        """Whether an item is an element of a tuple that this body makes; it is bound where that is made."""
         if isinstance(item, Scope) or not _takes_element(item):
             return False
         source = item.args[0]
         return isinstance(source, fx.Node) and not _is_tensor(source) and id(source) in self._operands
 
     def elements(self, item: fx.Node | Scope) -> dict[int, fx.Node | None] | None:
-        """For an operator that makes a tuple: its elements by place, None for those that nobody reads."""
+        """Returns the elements of the tuple that an operator makes, by place.
+
+        An element that nobody reads is None. The result is None for an item that makes no tuple.
+        """
         if isinstance(item, Scope) or _is_tensor(item):
             return None
         taken = self._elements.get(item, {})
@@ -241,9 +254,9 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 class Folding:
-    """Which results are written inside their only reader's expression.
+    """Decides which results are written inside their only reader's expression.
 
-    `kept` results are not; `size_readers` are arguments whose sizes are read by the items at these places.
+    Results in `kept` are not. `size_readers` maps arguments to the places of the items that read their sizes.
     """
 
     def __init__(self, body: Body, kept: set[fx.Node], size_readers: dict[fx.Node, set[int]]) -> None:
@@ -264,18 +277,18 @@ class Folding:
         return len(results) == 1 and results[0] in self.folded
 
     def emitted_at(self, index: int) -> int:
-        """The position where an item is really written: that of the statement it is folded into."""
+        """Returns the place where an item is really written: that of the statement that it is folded into."""
         while index < self.end and self.is_folded(index):
             index = self.users[self.results[index][0]][0]
         return index
 
     def is_pure(self, index: int) -> bool:
-        """Whether the statement at this place is, with all that is folded into it."""
+        """Whether the statement at this place is pure, with all that is folded into it."""
         inside = (at for at in range(min(index + 1, self.end)) if at == index or self.is_folded(at))
         return all(self.body.is_pure(self.items[at]) for at in inside if self.emitted_at(at) == index)
 
     def is_pending(self, index: int) -> bool:
-        """Whether something before this place is written behind it."""
+        """Whether an item before this place is written after it."""
         return any(self.emitted_at(at) > index for at in range(index) if self.is_folded(at))
 
     def last_use(self, node: fx.Node) -> int:
@@ -295,15 +308,15 @@ class Folding:
         return users
 
     def _fold(self) -> None:
-        """Choose what is written in its reader's expression, as long as everything is computed in its order.
+        """Chooses the results that are written in their reader's expression; the order of computation stays.
 
-        Autograd adds up gradients in the reverse order of the computations, and random numbers come in
-        theirs: another order would be right, and not bit for bit the same.
+        Autograd adds up gradients in the reverse order of the computations, and random numbers are drawn in
+        order. Another order would be correct, but not bit for bit the same.
         """
-        sizes: Counter[int] = Counter()  # items folded into each statement
+        sizes: Counter[int] = Counter()  # statement -> number of items folded into it
         for index in reversed(range(self.end)):
             results = self.results[index]
-            # What links the members of a chain has lines of its own, so that equal ones roll up.
+            # Values between the members of a chain keep their own lines, so that equal lines become a loop.
             if len(results) != 1 or self.body.tree.is_link(self.body.scope, results[0]):
                 continue
             if self._may_fold(index, self.items[index], results[0]):
@@ -317,16 +330,16 @@ class Folding:
                     self.folded.remove(results[0])
 
     def _is_in_order(self, index: int) -> bool:
-        """Whether everything is, now that the item at `index` is folded, and everything was before.
+        """Whether the order of computation holds with the item at `index` folded, if it held before.
 
-        What is evaluated before the item, or after the statement that it has become a part of, stays there.
+        Items evaluated before that item, or after the statement that it is now part of, keep their order.
         """
         statements = range(index, self.emitted_at(index) + 1)
         evaluated = [at for at in self._evaluated(statements) if self.ordered[at]]
         return evaluated == sorted(evaluated)
 
     def _evaluated(self, statements: range) -> Iterator[int]:
-        """Their items in the order in which Python evaluates them; the last statement is the return."""
+        """Yields the items of these statements as Python evaluates them; the place `end` is the return's."""
         for index in statements:
             if index == self.end:
                 for node in self.body.gives:
@@ -367,8 +380,11 @@ class Folding:
         return self.body.region(item) == self.body.region(reading)
 
     def _is_of_a_loop(self, item: fx.Node | Scope, reading: fx.Node | Scope) -> bool:
-        """Whether it goes into a list round by round, or into the first round of several: the line of every
-        round is to be the same."""
+        """Whether folding the item would make the lines of a loop's rounds differ.
+
+        It would for a value that each round puts into a list, and for one that goes into the first of several
+        rounds.
+        """
         line = self.body.line(item)
         if line is None or line == self.body.line(reading):
             return False
@@ -381,5 +397,5 @@ class Folding:
 
 
 def is_second_name(item: fx.Node | Scope) -> bool:
-    """Whether it hands on what the model returns under another name already."""
+    """Whether an item only returns, under another name, a value that the model returns already."""
     return not isinstance(item, Scope) and item.target is torch.ops.aten.alias.default

@@ -1,4 +1,4 @@
-"""Numbers that change from round to round, as what a loop counts."""
+"""Numbers that change from round to round, expressed by the counter of a loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _OPERATORS = re.compile(r"[-+*/%@.]|\*\*|//")
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """`values` are the counter's, round by round, as they are written; `tokens` what stands at each place."""
+    """How a loop counts.
+
+    `values` are the counter's values round by round, as they are written. `tokens` has the token that
+    replaces the changing number at each place.
+    """
 
     values: tuple[str, ...]
     tokens: Mapping[Place, Token]
@@ -38,7 +42,7 @@ class Counting:
 
 
 def counting(columns: Mapping[Place, Sequence[str]], number: int) -> Counting | None:
-    """How to count `number` rounds so that these numbers come out; None where no counter gives them all."""
+    """Finds a counter for `number` rounds that gives all of these numbers, or returns None."""
     if not columns:
         return Counting(tuple(map(str, range(number))), {})
     if all(text.isdigit() for column in columns.values() for text in column):
@@ -52,7 +56,7 @@ def counting(columns: Mapping[Place, Sequence[str]], number: int) -> Counting | 
 
 
 def _steps(columns: Mapping[Place, Sequence[int]]) -> Counting | None:
-    """Numbers that go up or down by the same, as multiples of those that do so by least."""
+    """Expresses sequences of a constant step as multiples of the one with the smallest, plus an offset."""
     steps = {place: column[1] - column[0] for place, column in columns.items()}
     if any(b - a != steps[p] for p, c in columns.items() for a, b in itertools.pairwise(c)):
         return None
@@ -67,7 +71,7 @@ def _steps(columns: Mapping[Place, Sequence[int]]) -> Counting | None:
 
 
 def spelled(tokens: Sequence[Token], name: str) -> str:
-    """The statement with the counter's name, as the formatter writes it."""
+    """Writes the statement with the counter's name, spaced as the formatter does."""
     return "".join(_texts(tokens, name))
 
 
@@ -84,7 +88,7 @@ def _texts(tokens: Sequence[Token], name: str) -> Iterator[str]:
 
 
 def _of_counter(token: Token, name: str) -> str:
-    """`t`, `t + 1`, `5 - t`, `2 * t + 1`."""
+    """Writes what a token counts: `t`, `t + 1`, `5 - t`, `2 * t + 1`."""
     if token.factor == -1:
         return f"{token.offset} - {name}"
     product = name if token.factor == 1 else f"{token.factor} * {name}"
@@ -94,19 +98,19 @@ def _of_counter(token: Token, name: str) -> str:
 
 
 def _is_item(tokens: Sequence[Token], at: int) -> bool:
-    """Whether a number is all that stands between commas or brackets: `(2, 3)`."""
+    """Whether a number stands alone between commas, colons or brackets, as in `(2, 3)`."""
     before, after = text_of(tokens[:at]).rstrip(), text_of(tokens[at + 1 :]).lstrip()
     return before[-1:] in {"(", "[", ",", ":", "="} and after[:1] in {")", "]", ",", ":"}
 
 
 def _is_slice(tokens: Sequence[Token], colon: int) -> bool:
-    """Whether the formatter puts spaces around a colon: beside what is more than a name or a number."""
+    """Whether the formatter puts spaces around a colon: it does beside more than a name or a number."""
     beside = [*tokens[max(colon - 1, 0) : colon], *tokens[colon + 1 : colon + 2]]
     return any(token.kind == "count" and not token.is_counter for token in beside)
 
 
 def _space(tokens: Sequence[Token], colon: int, side: int) -> str:
-    """Between a slice's colon and its bound; none where there is no bound."""
+    """Returns the space between a slice's colon and its bound; it is empty where there is no bound."""
     beside = text_of(tokens[colon + 1 : colon + 2] if side > 0 else tokens[max(colon - 1, 0) : colon])
     found = tokens[colon + side] if 0 <= colon + side < len(tokens) else None
     if found is not None and found.kind == "count":

@@ -1,4 +1,4 @@
-"""Custom autograd functions as classes of their own: a forward and a backward in torch's words."""
+"""Custom autograd functions as classes, with a forward and a backward in torch's public words."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONGEST_FOLDED = 80
 
 
 def class_of(function: CustomFunction) -> list[str]:
-    """The lines of the function's class, which `NAME.apply(..)` calls."""
+    """Returns the lines of the function's class; its calls read `NAME.apply(..)`."""
     body = _Body(function.tensors, [*function.results, *function.saved])
     lines = list(_forward(function, body))
     origin = f", from {plain(function.origin)}" if function.origin else ""
@@ -54,7 +54,7 @@ def _forward(function: CustomFunction, body: _Body) -> Iterator[str]:
 
 
 def _backward(function: CustomFunction, saved: Sequence[str]) -> Iterator[str]:
-    """`saved`: how the forward writes what it saves."""
+    """Yields the lines of the backward; `saved` is how the forward writes the values that it saves."""
     placeholders, several = list(function.backward.find_nodes(op="placeholder")), len(function.gradients) > 1
     wanted = [node for node in function.gradients if node is not None]
     body = _Body(placeholders, wanted, saved)
@@ -78,12 +78,15 @@ def _kind(kinds: Sequence[str], is_tuple: bool) -> str:
 
 
 class _Body:
-    """The statements of one graph. What is read once is written where it is read, if that is short."""
+    """Writes the statements of one graph.
+
+    A value that is read once is written where it is read, if that is short.
+    """
 
     def __init__(
         self, arguments: Sequence[fx.Node], results: Sequence[fx.Node], names: Sequence[str] = ()
     ) -> None:
-        """`names`: of the first arguments, where they are names and not the nodes' own."""
+        """Names the arguments: the first ones by `names` where these are identifiers, the others by node."""
         self.arguments = arguments
         self.sources: dict[fx.Node, Source] = {}
         self.taken: set[str] = {"ctx"}
@@ -93,7 +96,7 @@ class _Body:
             self._bind(node, names[place] if is_named else identifier(node.name))
 
     def lines(self, graph: fx.Graph) -> list[str]:
-        """Statements for all operators, which bind what `text` then refers to."""
+        """Returns the statements of all operators, and binds the names that `text` then refers to."""
         nodes = [node for node in graph.nodes if node.op == "call_function"]
         writes = any(_writes(node) for node in nodes)
         uses = {node: _uses(node, self.results) for node in nodes}
@@ -138,7 +141,7 @@ class _Body:
         self.sources[node] = Source(name)
 
     def _author_name(self, node: fx.Node) -> str | None:
-        """What the line that made it assigns, for the last operator of that line."""
+        """Returns the name that a node's line assigns, if the node is the last operator of that line."""
         lines = frames_of(node)[-1:]
         names = assigned_names(lines[0].code) if lines else ()
         if len(names) != 1 or names[0] == "_" or any(frames_of(u)[-1:] == lines for u in node.users):

@@ -15,11 +15,12 @@ from pd2bw_fx.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One stage. `nodes` are its calls in program order, those that it recomputes among them.
+    """One stage of the plan.
 
-    `inputs` and `outputs` are nodes in program order, model inputs first; `source` names the stage that
-    sends an input (None: the model's own), `targets` the stages that are sent an output. A value that the
-    stage hands on is both.
+    `nodes` are its calls in program order, including those that it recomputes. `inputs` and `outputs` are
+    nodes in program order, model inputs first. `source` gives the stage that sends an input (None for an
+    input of the model), `targets` the stages that an output is sent to. A value that the stage passes on is
+    both an input and an output.
     """
 
     stage: int
@@ -29,11 +30,14 @@ class Cut:
     source: Mapping[str, int | None]
     targets: Mapping[str, tuple[int, ...]]
     model_outputs: Mapping[str, str]  # value -> the model's name for it
-    unread: tuple[str, ...]  # parameters and buffers that no operator of any stage reads, and this one holds
+    unread: tuple[str, ...]  # parameters and buffers that it holds though no stage reads them
 
 
 def cut(graph: OperatorGraph, plan: Plan) -> tuple[Cut, ...]:
-    """Every stage of the plan. Sizes never cross: each stage reads them off a tensor that it has."""
+    """Cuts the program into the stages of the plan.
+
+    Sizes never cross between stages: each stage reads them off a tensor that it has.
+    """
     assert graph.fx is not None, "a graph read from a file cannot be generated from"
     nodes = {node.name: node for node in graph.fx.graph.nodes}
     stage_of = {
@@ -50,8 +54,11 @@ def cut(graph: OperatorGraph, plan: Plan) -> tuple[Cut, ...]:
 
 
 def _sent(plan: Plan, stage_of: Mapping[str, int], read: Sequence[set[str]]) -> dict[tuple[str, int], int]:
-    """Who sends a value to a stage: (value, stage) -> sender. The plan says who hands it on; a route of its
-    that does not begin at the stage which makes the value is none, and the value is sent directly."""
+    """Returns which stage sends a value to a stage that reads it: (value, stage) -> sender.
+
+    The plan says which stages pass a value on. A route of the plan that does not begin at the stage that
+    makes the value is ignored, and the value is sent directly.
+    """
     planned = {(transfer.value, transfer.target): transfer.source for transfer in plan.transfers}
     sent: dict[tuple[str, int], int] = {}
     for stage, values in enumerate(read):
@@ -65,7 +72,10 @@ def _sent(plan: Plan, stage_of: Mapping[str, int], read: Sequence[set[str]]) -> 
 
 
 def _unread(graph: OperatorGraph, needed: Sequence[set[str]]) -> list[tuple[str, ...]]:
-    """They keep their place all the same: with the stage that has most of the modules around them."""
+    """Returns, for each stage, the parameters and buffers that it holds though no operator reads them.
+
+    Each goes to the stage that reads a tensor with most modules around both.
+    """
     read = [
         {name for o in operators if o in graph.operators for name in _tensors_of(graph, o)}
         for operators in needed
@@ -83,18 +93,19 @@ def _tensors_of(graph: OperatorGraph, operator: str) -> tuple[str, ...]:
 
 
 def _common_depth(name: str, other: str) -> int:
-    """Of how many modules both are a part."""
+    """Counts the modules that both tensors are inside of."""
     pairs = zip(name.split(".")[:-1], other.split(".")[:-1], strict=False)
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-_OF_VALUES = re.compile(r"\bu\d+\b")  # as torch calls a size that it knows when the program runs
+_OF_VALUES = re.compile(r"\bu\d+\b")  # torch's names for sizes that are known only when it runs
 
 
 def size_symbol(graph: OperatorGraph, node: fx.Node) -> int | str | None:
-    """What `x.shape[d]` is, for a node that reads it: a number, or an expression in the graph's symbols.
+    """Returns the size that a node reads as `x.shape[d]`: a number, or an expression in the graph's symbols.
 
-    None for one that depends on values (of a mask's index): it is read off its own tensor.
+    The result is None for a node that reads no size, and for a size that depends on values (one after
+    indexing with a mask). Such a size is read off its own tensor.
     """
     operator = graph.operators.get(node.name)
     if operator is None or not operator.target.startswith("aten.sym_size"):
@@ -110,12 +121,18 @@ def size_symbol(graph: OperatorGraph, node: fx.Node) -> int | str | None:
 
 
 def operands(graph: OperatorGraph, node: fx.Node) -> list[fx.Node]:
-    """What a node reads, in order; nothing for a size, which is read off whatever tensor is at hand."""
+    """Lists what a node reads, in order.
+
+    The list is empty for a size, which is read off whatever tensor is at hand.
+    """
     return [] if size_symbol(graph, node) is not None else list(node.all_input_nodes)
 
 
 def tensors_read(graph: OperatorGraph, node: fx.Node) -> list[fx.Node]:
-    """What a node reads, in order: a size is nothing, or the tensor that it can only be read off."""
+    """Lists the tensors that a node reads, in order.
+
+    A size among its operands adds no tensor, unless there is only one that it can be read off.
+    """
     found: dict[fx.Node, None] = {}
     for operand in operands(graph, node):
         found |= dict.fromkeys(tensors_read(graph, operand) if is_size(graph, operand) else [operand])
@@ -123,7 +140,7 @@ def tensors_read(graph: OperatorGraph, node: fx.Node) -> list[fx.Node]:
 
 
 def spec_of(graph: OperatorGraph, node: fx.Node) -> TensorSpec | None:
-    """The one tensor that a node stands for; None for tuples and sizes."""
+    """Returns the spec of the one tensor that a node stands for; None for tuples and sizes."""
     if node.op == "placeholder":
         return graph.inputs.get(node.name)
     operator = graph.operators.get(node.name)
@@ -133,8 +150,10 @@ def spec_of(graph: OperatorGraph, node: fx.Node) -> TensorSpec | None:
 
 
 def is_size(graph: OperatorGraph, node: fx.Node) -> bool:
-    """A number that is written where it is used, and never sent: computed from shapes, or read out of a
-    tensor that nothing writes."""
+    """Whether a node is a number that is written where it is used, and never sent.
+
+    It is computed from shapes, or read out of a tensor that nothing writes.
+    """
     operator = graph.operators.get(node.name)
     if operator is None or operator.outputs or operator.writes_buffers:
         return False
@@ -144,7 +163,7 @@ def is_size(graph: OperatorGraph, node: fx.Node) -> bool:
 def _stages_of_outputs(
     graph: OperatorGraph, stage_of: Mapping[str, int], num_stages: int
 ) -> list[dict[str, str]]:
-    """For each stage the model outputs that it returns: value -> name."""
+    """Returns, for each stage, the model outputs that it returns: value -> name."""
     found: list[dict[str, str]] = [{} for _ in range(num_stages)]
     for output in graph.outputs:
         found[stage_of.get(output.value, num_stages - 1)].setdefault(output.value, output.name)
@@ -158,7 +177,7 @@ def _needed(
     outputs: Mapping[str, str],
     stage: int,
 ) -> set[str]:
-    """The stage's own operators, and of the replicable ones those that they need."""
+    """Collects the stage's own operators, and the replicable ones that they need."""
     own = {name for name, owner in stage_of.items() if owner == stage}
     todo = [*own, *(value for value in outputs if value not in stage_of)]
     needed: set[str] = set()
@@ -220,7 +239,7 @@ def _loaded_inputs(graph: OperatorGraph, kept: Sequence[fx.Node], outputs: Mappi
 
 
 def _size_inputs(graph: OperatorGraph, kept: Sequence[fx.Node], received: set[str]) -> set[str]:
-    """A model input for each size that no other input of the stage has."""
+    """Picks a model input for each size that no other input of the stage has."""
     wanted = {symbol for node in kept if isinstance(symbol := size_symbol(graph, node), str)}
     read = {operand.name for node in kept for operand in operands(graph, node)}
     at_hand = [graph.inputs[name] for name in graph.inputs if name in read]

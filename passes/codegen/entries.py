@@ -1,4 +1,4 @@
-"""Statements and loops of a body, one inside another."""
+"""A body as statements and loops, which may be nested."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def resolved_entries(entries: Sequence[Entry], attributes: Attributes) -> Iterat
 
 
 def outline(entry: Entry) -> tuple[object, ...]:
-    """What the same line of another round has in common with it."""
+    """Returns what an entry has in common with the same line of another round."""
     if isinstance(entry, Loop):
         return entry.header, entry.first, tuple((outline(e), entry_text(e)) for e in entry.body)
     kinds = [t.text if t.kind == "text" else t.kind for t in line_of(entry.text).tokens]
@@ -40,7 +40,7 @@ def entry_text(entry: Entry) -> str:
 
 
 class BodyLines:
-    """A body in tokens: what every attempt to find rounds in it asks for, worked out once."""
+    """A body in tokens, with what every attempt to find rounds in it needs, worked out once."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self.entries = entries
@@ -63,7 +63,7 @@ class BodyLines:
 
     @functools.cached_property
     def computed(self) -> list[tuple[object, ...]]:
-        """What the lines do, whatever their names are."""
+        """What the lines compute, whatever names they use."""
         return list(computed(self.lines))
 
     @functools.cached_property
@@ -72,7 +72,7 @@ class BodyLines:
 
     @functools.cached_property
     def reads(self) -> dict[int | str, list[tuple[int, int]]]:
-        """Line and token of each value, the first of which makes it unless it is from before."""
+        """The places of each value as (line, token); the first makes it, if the body makes it at all."""
         found: dict[int | str, list[tuple[int, int]]] = {}
         for line, values in enumerate(self.flow.values):
             for at, value in sorted(values.items()):
@@ -84,14 +84,14 @@ class BodyLines:
         return places[bisect.bisect_left(places, (line, -1)) :]
 
     def most_rounds(self, start: int, length: int) -> int:
-        """How many rounds of `length` entries follow one another from `start` on, by their outlines."""
+        """Counts the rounds of `length` entries with equal outlines that follow one another from `start`."""
         if length not in self._repeats:
             self._repeats[length] = _repeats(self.outlines, length)
         return 1 + self._repeats[length][start] // length
 
 
 def _repeats(outlines: Sequence[int], length: int) -> list[int]:
-    """For each place how many outlines from there on are those of `length` places behind them."""
+    """Counts, for each place, how many outlines from there on equal those `length` places later."""
     found = [0] * len(outlines)
     for at in reversed(range(len(outlines) - length)):
         found[at] = found[at + 1] + 1 if outlines[at] == outlines[at + length] else 0
@@ -105,7 +105,7 @@ def num_lines(entry: Entry) -> int:
 
 
 def with_plain_names(body: Sequence[Entry]) -> list[Entry]:
-    """out_6 is called out where there is no other out any more."""
+    """Renames out_6 to out where the body has no other out any more."""
     whole = line_of("\n".join(map(entry_text, body)), is_loop=True)
     taken = whole.names
     names: dict[str, str] = {}

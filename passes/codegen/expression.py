@@ -1,4 +1,4 @@
-"""Expressions with how tightly they bind, and the scene that operands are spelled in."""
+"""Expressions with their binding strength, and the scene in which operands are spelled."""
 
 from __future__ import annotations
 
@@ -29,25 +29,28 @@ class Source:
 
 
 class Scene:
-    """What spelling needs of its surroundings."""
+    """What spelling an operator needs from its surroundings."""
 
     def __init__(
         self, expression: Callable[[fx.Node], Source], device: Callable[[], str], *, is_training: bool = True
     ) -> None:
         self.expression = expression
         self.device = device  # source for the device of a tensor at hand
-        self._is_training = is_training  # the model that was traced
+        self._is_training = is_training  # whether the traced model was in training mode
 
     def always(self) -> Scene:
-        """For what does in evaluation as it does in training."""
+        """Returns the scene of an operator that does the same in evaluation as in training."""
         return Scene(self.expression, self.device, is_training=False)
 
     def mode(self, value: Any) -> str:
-        """Whether to do as in training: what does so in evaluation already always does."""
+        """Writes an operator's training flag: False, or self.training.
+
+        It is True instead of self.training where evaluation does the same as training.
+        """
         return "False" if value is not True else "self.training" if self._is_training else "True"
 
     def text(self, value: Any) -> str:
-        """An operand or constant as an argument."""
+        """Writes an operand or a constant as an argument."""
         if isinstance(value, fx.Node):
             return self.expression(value).text
         if isinstance(value, list | tuple) and _holds_nodes(value):
@@ -68,7 +71,7 @@ class Scene:
         return Source(text, UNARY if text.startswith("-") else ATOM)
 
     def receiver(self, value: Any) -> str:
-        """As what stands before a dot or a bracket."""
+        """Writes a value as what stands before a dot or a bracket."""
         return self.source(value).within(ATOM)
 
 
@@ -110,7 +113,7 @@ def call(function: str, scene: Scene, *args: Any, **kwargs: Any) -> Source:
 
 
 def given(values: Mapping[str, Any], *names: str, **renamed: str) -> dict[str, Any]:
-    """Of these the ones that were given, under their public names."""
+    """Selects the named operands that were given, under their public names."""
     chosen = {name: values[name] for name in names if name in values}
     return chosen | {public: values[name] for public, name in renamed.items() if name in values}
 

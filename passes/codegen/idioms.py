@@ -1,4 +1,4 @@
-"""Several operators in a row that are one function of torch's: F.normalize."""
+"""Runs of operators that are one function of torch: F.normalize."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _NORMALIZE = (
 
 
 def normalizations(items: Sequence[fx.Node | Scope]) -> Iterator[list[fx.Node]]:
-    """The operators of each F.normalize, where they stand together: in another place they would be computed
-    at another time."""
+    """Yields the operators of each F.normalize whose operators stand together.
+
+    If they stood apart, one call would compute some of them at another time.
+    """
     for end in range(len(_NORMALIZE), len(items) + 1):
         nodes = [item for item in items[end - len(_NORMALIZE) : end] if isinstance(item, fx.Node)]
         if nodes and normalization(nodes[-1]) == nodes:
@@ -31,7 +33,10 @@ def normalizations(items: Sequence[fx.Node | Scope]) -> Iterator[list[fx.Node]]:
 
 
 def normalization(ratio: fx.Node) -> list[fx.Node] | None:
-    """The operators of F.normalize, if this is its last one and nobody else reads what the others make."""
+    """Returns the operators of an F.normalize that ends with this one, else None.
+
+    There is none where anything else reads what the other operators make.
+    """
     nodes = [ratio]
     for target in reversed(_NORMALIZE):
         if nodes[0].target is not target or nodes[0].kwargs:
@@ -44,7 +49,7 @@ def normalization(ratio: fx.Node) -> list[fx.Node] | None:
     if any(len(node.users) != 1 for node in (norm, clamped, expanded)):
         return None
     is_of_one_input = expanded.args == (clamped, given) and ratio.args == (given, expanded)
-    is_kept = len(norm.args) == 4 and norm.args[3] is True  # its dimension
+    is_kept = len(norm.args) == 4 and norm.args[3] is True  # the dimension
     if not (is_of_one_input and is_kept and _are_numbers(*norm.args[1:3], *clamped.args[1:])):
         return None
     return nodes[1:]

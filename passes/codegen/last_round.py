@@ -1,4 +1,4 @@
-"""The last round of a loop, where nobody reads some of what the author computes: a trace has no line for it.
+"""The last round of a loop, where nobody reads some of what the author computes: a trace lacks its lines.
 
 h = self.cell(x[:, 0], h)
 seen = seen + h                  for t in range(3):
@@ -7,8 +7,8 @@ seen_2 = seen + h          ->        seen = seen + h
 h = self.cell(x[:, 2], h)        return h
 return h
 
-The loop computes it once more, as the model does, if that can do no harm: it is in every round of the
-author's, draws no random numbers and writes nothing, and does not count the rounds.
+The loop computes it once more, as the model does, if that can do no harm. The line must be in every round of
+the author's loop, draw no random numbers, write nothing, and have the same numbers in all rounds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from .tokens import Flow, line_of, text_of
 
 
 def last_round(whole: BodyLines, start: int, length: int, number: int) -> list[Entry | None] | None:
-    """By its places what there is of the round after this number of whole ones; None where that is no round
-    of theirs, or lacks nothing."""
+    """Returns what there is of the round behind `number` whole ones, by place; None for lines that it lacks.
+
+    The result is None where that is no round of the same loop, or lacks nothing that may be added.
+    """
     end = start + number * length
     found = _aligned(whole, end - length, length)
     if found is None:
@@ -39,13 +41,13 @@ def last_round(whole: BodyLines, start: int, length: int, number: int) -> list[E
 
 
 def completed(whole: BodyLines, start: int, end: int, found: Sequence[Entry | None]) -> BodyLines:
-    """The body with the lines that the round at `end` lacks."""
+    """Returns the body with the lines that the round at `end` lacks."""
     body, num_there = whole.entries, len(found) - found.count(None)
     return BodyLines([*body[:end], *_written(whole, start, end, found), *body[end + num_there :]])
 
 
 def _aligned(whole: BodyLines, start: int, length: int) -> list[Entry | None] | None:
-    """By its places what there is of the round behind the one at `start`: something, but not all."""
+    """Returns what there is of the round behind the one at `start`, by place: something, but not all."""
     found: list[Entry | None] = []
     at = start + length
     for outline in whole.outlines[start : start + length]:
@@ -67,7 +69,7 @@ def _may_be_added(whole: BodyLines, start: int, end: int, place: int, length: in
         entry = whole.entries[at]
         if not isinstance(entry, Statement) or not (entry.is_pure and entry.round.is_always):
             return False
-        # Another line's name for the same is read afterwards: the author did not compute this one.
+        # The value of another line of that name is read afterwards, so the author did not compute this one.
         if named.count(entry.named) != 1 or not entry.named:
             return False
     numbers = [[t.text for t in whole.lines[at].tokens if t.kind == "number"] for at in column]
@@ -75,7 +77,10 @@ def _may_be_added(whole: BodyLines, start: int, end: int, place: int, length: in
 
 
 def _written(whole: BodyLines, start: int, end: int, found: Sequence[Entry | None]) -> list[Entry]:
-    """The round with the lines that it lacks, which read what those of the round before do, a round later."""
+    """Returns the round with the lines that it lacks.
+
+    These are the lines of the round before, reading values a round later.
+    """
     body, lines = whole.entries, whole.lines[:end]
     flow = Flow(lines)
     taken = set(whole.names)
@@ -103,7 +108,7 @@ def _written(whole: BodyLines, start: int, end: int, found: Sequence[Entry | Non
 
 
 def _a_round_later(flow: Flow, value: int | str, start: int, length: int, made: Sequence[Entry]) -> str:
-    """What the same place of the next round calls its value; of one from before all rounds, its name."""
+    """Returns the name of a value in the next round, or its own name if it is from before all rounds."""
     if isinstance(value, str):
         return value
     line, at = flow.makers[value]

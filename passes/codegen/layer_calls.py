@@ -1,4 +1,4 @@
-"""What a layer of torch.nn is given in a call of a stage, and what it gives back."""
+"""What the calls of torch.nn layers are given in a stage, and what they return."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 
 def takes_and_gives_what_the_layer_does(tree: StageTree, call: Scope, layer: nn.Module) -> bool:
-    """Whether a call can be printed as one of the layer: a hook may take something else out of it, and a
-    stage may need a value of it that the layer does not return."""
+    """Whether a call can be printed as a call of the layer.
+
+    A hook may take another value out of it, and a stage may need a value that the layer does not return.
+    """
     return _gives_what_it_gives(tree, call, layer) and _takes_what_it_takes(tree, call, layer)
 
 
 def call_arguments(tree: StageTree, call: Scope) -> list[fx.Node | tuple[fx.Node, ...]]:
-    """The tensors that a call is given, in order; both states of an LSTM as one argument."""
+    """Lists the tensors that a call is given, in order; both states of an LSTM are one argument."""
     reads = tree.reads(call)
     if not tree.is_layer(call):
         return list(reads)
@@ -30,7 +32,7 @@ def call_arguments(tree: StageTree, call: Scope) -> list[fx.Node | tuple[fx.Node
         given = _given_to_a_cell(call)
     elif isinstance(layer, LAYERS_OF_PAIRS):
         given = _given_to_an_operator_of_several(tree, call)
-    given = given if set(given) == set(reads) else list(reads)  # one tensor twice stands in it twice
+    given = given if set(given) == set(reads) else list(reads)  # a tensor passed twice is listed twice
     if isinstance(layer, LAYERS_OF_PAIRS) and len(given) == 3:
         return [given[0], (given[1], given[2])]
     return given
@@ -51,13 +53,13 @@ def _takes_what_it_takes(tree: StageTree, call: Scope, layer: nn.Module) -> bool
     if isinstance(layer, RECURRENT_CELLS):
         return list(dict.fromkeys(_given_to_a_cell(call))) == reads
     if isinstance(layer, nn.EmbeddingBag) and len(reads) == 1:
-        return bool(reads[0].meta["val"].ndim == 2)  # bags of one length; a row of words has offsets
+        return bool(reads[0].meta["val"].ndim == 2)  # bags of equal length; a single row of words has offsets
     given_once = list(dict.fromkeys(_given_to_an_operator_of_several(tree, call)))
     return len(reads) == 1 or given_once == reads
 
 
 def _given_to_a_cell(call: Scope) -> list[Any]:
-    """Its input and its states; those that it makes itself are left out."""
+    """Returns a recurrent cell's input and states, without the states that the cell makes itself."""
     inside = set(call.nodes)
     cell = next((node for node in inside if str(node.target).endswith("_cell.default")), None)
     if cell is None:
@@ -68,7 +70,7 @@ def _given_to_a_cell(call: Scope) -> list[Any]:
 
 
 def _given_to_an_operator_of_several(tree: StageTree, call: Scope) -> list[Any]:
-    """A recurrent layer's sequence and first states, a bag of embeddings' words and offsets."""
+    """Returns a recurrent layer's sequence and first states, or an EmbeddingBag's words and offsets."""
     made = next((node.args[0] for node in tree.gives(call) if node.args), None)
     if not isinstance(made, fx.Node):
         return []

@@ -39,7 +39,7 @@ _LAYERS: tuple[type[nn.Module], ...] = (
     nn.ChannelShuffle, nn.Flatten, nn.Unflatten, nn.Fold, nn.Unfold,
     nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.EmbeddingBag, nn.Identity,
 )  # fmt: skip
-# Of two, in the order of their operator.
+# Layers whose forward takes two tensors, in the order of their operator's.
 LAYERS_OF_TWO: tuple[type[nn.Module], ...] = (
     nn.CrossEntropyLoss, nn.NLLLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss,
     nn.BCEWithLogitsLoss, nn.KLDivLoss, nn.Bilinear,
@@ -49,20 +49,20 @@ RECURRENT_CELLS = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 LAYERS_OF_PAIRS = (nn.LSTM, nn.LSTMCell)  # their state is (hidden, cell)
 LAYERS_GIVING_TUPLES = (*RECURRENT_LAYERS, nn.LSTMCell)
 _WITH_WEIGHT = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
-# What operators call the mode that a layer is in.
+# Names of the arguments by which operators get a layer's mode.
 MODES = {"train", "training", "use_input_stats"}
-_SIZES_TO_KEEP = {"normalized_shape", "unflattened_size"}  # (8, 8) is not 8 there
+_SIZES_TO_KEEP = {"normalized_shape", "unflattened_size"}  # (8, 8) does not mean the same as 8 there
 
-_BY_NAME = {"eps", "momentum"}  # of norms
+_BY_NAME = {"eps", "momentum"}  # arguments of norms
 _RECURRENT = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
 
 
 def is_layer(module: nn.Module, *, training: bool) -> bool:
-    """Exactly a layer of torch.nn as its constructor makes it, in the mode that the model is in.
+    """Whether a module is exactly a layer of torch.nn as its constructor makes it, in the model's mode.
 
-    Stages are built in training mode: in a model that was traced in evaluation mode, a layer that depends on
-    the mode is none.
     A subclass, a hook, a parametrisation or a forward of the instance's own would compute something else.
+    Stages are built in training mode, so a layer that depends on the mode does not qualify in a model that
+    was traced in evaluation mode.
     """
     return (
         type(module) in _LAYERS + LAYERS_OF_TWO
@@ -79,7 +79,7 @@ def is_layer(module: nn.Module, *, training: bool) -> bool:
 
 
 def is_in_evaluation(node: fx.Node) -> bool:
-    """Whether it is an operator of a layer that was not in training mode when it was called."""
+    """Whether a node is an operator of a layer that was not in training mode when it was called."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     for place, argument in enumerate(node.target._schema.arguments):
@@ -90,10 +90,12 @@ def is_in_evaluation(node: fx.Node) -> bool:
 
 
 def has_other_numbers(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a layer's operator was called with another number than the layer has now: the forward has set
-    it for this call (`self.drop.p = 0.7`) and put it back."""
+    """Whether a layer's operator was called with another number than the layer has now.
+
+    Then the forward has set it for this call (`self.drop.p = 0.7`) and put it back.
+    """
     if not isinstance(node.target, torch._ops.OpOverload) or isinstance(module, nn.LocalResponseNorm):
-        return False  # several operators, with an alpha of their own
+        return False  # it is several operators, whose alpha is not the layer's
     places = node.target._schema.arguments
     given = {place.name: place.default_value for place in places}
     given |= dict(zip(given, node.args, strict=False)) | node.kwargs
@@ -104,7 +106,10 @@ def has_other_numbers(module: nn.Module, node: fx.Node) -> bool:
 
 
 def _has_its_own_weights(module: nn.Module) -> bool:
-    """Weights may be computed in every call, of others that the layer or somebody else holds instead."""
+    """Whether a layer holds its weights as its constructor makes them.
+
+    Weights may instead be computed in every call, from tensors that the layer or another module holds.
+    """
     if any(isinstance(value, torch.Tensor) for value in vars(module).values()):
         return False
     held = {name for name, parameter in module._parameters.items() if parameter is not None}
@@ -116,15 +121,18 @@ def _has_its_own_weights(module: nn.Module) -> bool:
 
 
 def _has_the_sizes_it_says(module: nn.Module) -> bool:
-    """Weights may be replaced by others of more rows or fewer channels, and the layer's arguments stay."""
+    """Whether a layer's weights have the sizes that its arguments say.
+
+    Weights may be replaced by others with more rows or fewer channels, while the arguments stay the same.
+    """
     sizes = _sizes_held(module)
     if not sizes:
         return True
     given = {name: value for name, value, _ in _arguments(module)}
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch has said it when the model was built
+        with warnings.catch_warnings(action="ignore"):  # torch warned when the model was built
             return _sizes_held(type(module)(**given, device="meta")) == sizes
-    except Exception:  # of arguments that were changed afterwards
+    except Exception:  # the constructor refuses arguments that were changed later
         return False
 
 
@@ -134,10 +142,10 @@ def _sizes_held(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def constructor(module: nn.Module) -> Call:
-    """`nn.Linear(768, 3072, bias=False)`: arguments that have their default are left out."""
+    """Returns `nn.Linear(768, 3072, bias=False)`; arguments that have their default are left out."""
     pairs = _arguments(module)
     parts = [Part(Leaf(a, value), a, default, by_name=a in _BY_NAME) for a, value, default in pairs]
-    held = (*module.parameters(), *module.buffers())  # statistics alone, of a norm without weights
+    held = (*module.parameters(), *module.buffers())  # a norm without weights has statistics alone
     kinds = (tensor.dtype for tensor in held if tensor.is_floating_point() or tensor.is_complex())
     dtype = next(kinds, torch.float32)
     if dtype != torch.float32:
@@ -146,7 +154,7 @@ def constructor(module: nn.Module) -> Call:
 
 
 def sequential(members: Mapping[str, Template]) -> Call:
-    """`nn.Sequential(nn.Linear(8, 8), nn.ReLU())`, or of an OrderedDict where its members have names."""
+    """Returns `nn.Sequential(nn.Linear(8, 8), nn.ReLU())`; members with names go into an OrderedDict."""
     if are_numbered(members):
         return Call("nn.Sequential", tuple(Part(member) for member in members.values()))
     named = tuple(Part(member, name, by_name=True) for name, member in members.items())
@@ -154,14 +162,17 @@ def sequential(members: Mapping[str, Template]) -> Call:
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """One that `sequential` can build: its members numbered without gaps, or all with plain names."""
+    """Whether a module runs as an nn.Sequential that `sequential` can build.
+
+    Its members are numbered without gaps, or all of them have plain names.
+    """
     names = [name for name, _ in module.named_children()]
     runs = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     return runs and "forward" not in vars(module) and (are_numbered(names) or all(map(is_plain_name, names)))
 
 
 def _arguments(module: nn.Module) -> list[tuple[str, Any, Any]]:
-    """Each by its name, with its value and its default."""
+    """Lists the constructor's arguments with their values and defaults."""
     return _recurrent(module) if isinstance(module, nn.RNNBase) else _by_signature(module)
 
 
@@ -171,13 +182,13 @@ def _by_signature(module: nn.Module) -> list[tuple[str, Any, Any]]:
         if argument in ("device", "dtype", "inplace") or argument.startswith("_"):
             continue
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            continue  # nn.Tanh and its like take none
+            continue  # nn.Tanh and others take no arguments
         if parameter.default is None and not hasattr(module, argument):
-            continue  # an argument's former name
+            continue  # a former name of an argument
         value = getattr(module, argument)
         if argument == "bias" and not isinstance(value, bool):
             if not getattr(module, "affine", True) or not getattr(module, "elementwise_affine", True):
-                continue  # it goes with the weight
+                continue  # without a weight there is no bias
             value = value is not None
         keeps = argument in _SIZES_TO_KEEP and len(value) > 1
         found.append((argument, tuple(value) if keeps else _unpacked(value), parameter.default))
@@ -197,7 +208,7 @@ def _recurrent(module: nn.RNNBase) -> list[tuple[str, Any, Any]]:
 
 
 def _unpacked(value: Any) -> Any:
-    """(3, 3) -> 3, as it is usually written."""
+    """Returns 3 for (3, 3), as it is usually written."""
     if isinstance(value, tuple) and value and all(type(v) is int and v == value[0] for v in value):
         return value[0]
     return tuple(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""Lines as ruff format lays them out, loops and regions among them."""
+"""Lays out lines as ruff format does, with loops and regions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFERENCE = re.compile("\ue000([^\ue001]*)\ue001")
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """`body` once for each member of the containers; `first` is assigned before it, if anything."""
+    """Runs `body` once for each member of the containers; `first` is a statement in front of it, if any."""
 
     header: str
     body: tuple[Statement | Loop, ...]
@@ -25,25 +25,25 @@ class Loop:
 
 
 def resolve(text: str, attributes: Attributes) -> str:
-    """Module references spelled by what __init__ builds."""
+    """Replaces module references by expressions for what __init__ builds."""
     return REFERENCE.sub(lambda match: attributes.refer(match[1]), text)
 
 
 def common(statements: Sequence[Statement]) -> Statement:
-    """The last of the statements at a place, with its shape only where that is all of theirs."""
+    """Returns the last of the statements at a place, with its shape only where all of them have the same."""
     alike = len({statement.shape for statement in statements}) == 1
     return statements[-1] if alike else replace(statements[-1], shape=())
 
 
 def free(name: str, words: Set[str]) -> str:
-    """A name that the body does not use; `words` are all that it does."""
+    """Returns the name, with underscores added until it is none of `words`, which the body uses."""
     while name in words:
         name += "_"
     return name
 
 
 def written(entries: Sequence[Statement | Loop], attributes: Attributes, indent: int) -> Iterator[str]:
-    """The lines of a body, regions re-entered around the statements that stood in them."""
+    """Yields the lines of a body; `with` statements are entered anew wherever the region changes."""
     region = NO_REGION
     for entry in entries:
         wanted = region_of(entry)
@@ -66,7 +66,7 @@ def _entry_lines(entry: Statement | Loop, attributes: Attributes, indent: int) -
 
 
 def region_of(entry: Statement | Loop) -> Region:
-    """That of all that is in it."""
+    """Returns the region of an entry, which all statements of a loop share."""
     return entry.region if isinstance(entry, Statement) else region_of(entry.body[0])
 
 
@@ -83,7 +83,7 @@ def _region_headers(region: Region) -> list[str]:
 
 
 def laid_out(text: str, indent: int, comment: str = "") -> Iterator[str]:
-    """One statement or item, on one line if it fits, else broken as ruff format does it."""
+    """Yields a statement or item on one line if it fits, else broken as ruff format does it."""
     pad, text = " " * indent, spaced(text)
     if len(pad + text) <= WIDTH:
         remark = f"  # {comment}" if comment else ""
@@ -106,7 +106,7 @@ def _remark(line: str, comment: str) -> str:
 
 
 def _inside(value: str, indent: int) -> Iterator[str]:
-    """What is alone in its brackets."""
+    """Lays out what stands alone in its brackets."""
     if indent + len(value) <= WIDTH:
         yield " " * indent + value
         return
@@ -122,7 +122,10 @@ def _inside(value: str, indent: int) -> Iterator[str]:
 
 
 def _opened(text: str, start: int, indent: int, comment: str = "") -> Iterator[str]:
-    """A line too long with those of its brackets from `start` on opened that the next does not fit behind."""
+    """Breaks a line that is too long at one of its brackets from `start` on.
+
+    It opens the first bracket behind which the next one does not fit, else the last one.
+    """
     pad = " " * indent
     if len(pad + text) <= WIDTH:
         yield pad + text
@@ -148,7 +151,7 @@ def _opened(text: str, start: int, indent: int, comment: str = "") -> Iterator[s
 
 
 def signature_lines(name: str, parameters: Sequence[str], returned: str, indent: int) -> Iterator[str]:
-    """The head of a function."""
+    """Yields the head of a function."""
     pad, joined, end = " " * indent, ", ".join(parameters), f") -> {returned}:"
     if len(f"{pad}def {name}({joined}{end}") <= WIDTH:
         yield f"{pad}def {name}({joined}{end}"
@@ -162,6 +165,6 @@ def signature_lines(name: str, parameters: Sequence[str], returned: str, indent:
 
 
 def _clause_of_comprehension(text: str) -> int | None:
-    """Where ` for i in range(4)` begins, at the end of what is in no bracket itself."""
+    """Returns where ` for i in range(4)` begins at the end of a text outside brackets, or None."""
     found = re.search(r" for \w+ in range\([\d, ]+\)$", text)
     return None if found is None or len(top_level(text)) > 1 else found.start()

@@ -1,7 +1,7 @@
-"""The limits of a floating-point type by their names: torch.finfo(scores.dtype).min, -3.4028234663852886e38.
+"""Names for the limits of floating-point types: torch.finfo(scores.dtype).min for -3.4028234663852886e38.
 
-Where an operator takes no number that its operand's type cannot hold, the limit is that of the operand, which
-under autocast may have another type than it was traced with.
+Where an operator refuses a number that its operand's type cannot hold, the limit is written as that of the
+operand, which under autocast may have another type than it was traced with.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-# float16's are left out: 65504.0 is also what people write.
+# The limits of float16 are left out: 65504.0 is also what people write.
 _LIMITS: Mapping[float, tuple[torch.dtype, str]] = {
     getattr(torch.finfo(dtype), name): (dtype, name)
     for dtype in (torch.float64, torch.bfloat16, torch.float32)
@@ -35,13 +35,13 @@ class Limit:
 
 
 def limit_of_a_type(value: float) -> str | None:
-    """`torch.finfo(torch.float32).min`, if it is that."""
+    """Returns `torch.finfo(torch.float32).min` and the like for a limit of a type, else None."""
     dtype, name = _LIMITS.get(value, (None, ""))
     return None if dtype is None else f"torch.finfo({dtype}).{name}"
 
 
 def with_limits(node: fx.Node, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An operator's operands by name, with limits for the numbers that are one of an operand's type."""
+    """Returns the operands by name, with a `Limit` for each number that is a limit of an operand's type."""
     limits = {name: _limit(node, value) for name, value in values.items()}
     return {name: limits[name] or value for name, value in values.items()}
 

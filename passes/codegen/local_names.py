@@ -1,4 +1,4 @@
-"""What one body calls its values, and how long each name stands for which."""
+"""The names of one body's values, and how long each name stands for which value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .statements import calls_one
 
 
 class LocalNames:
-    """`bound` has the name of each value so far."""
+    """Names the values of one body in program order; `bound` has the name of each value so far."""
 
     def __init__(self, body: Body, folding: Folding) -> None:
         self._body = body
@@ -22,17 +22,17 @@ class LocalNames:
         self.bound: dict[fx.Node, str] = {}
         helpers = (body.tree.helper_names.get(id(item)) for item in body.items)
         self._called = {*body.tree.function_names, *filter(None, helpers)}
-        self._bearers: dict[str, list[fx.Node]] = {}  # of a name, one after another
+        self._bearers: dict[str, list[fx.Node]] = {}  # name -> the values that have had it
 
     def bind(self, node: fx.Node, name: str) -> None:
-        """From here on; a name that the node had before is free."""
+        """Gives a node a name from here on; a name that the node had before is free again."""
         if node in self.bound:
             self._bearers[self.bound[node]].remove(node)
         self.bound[node] = name
         self._bearers.setdefault(name, []).append(node)
 
     def port_name(self, node: fx.Node) -> str | None:
-        """What the stages call a value that one gives and others take; within a stage's own forward alone."""
+        """Returns the name of a value that crosses between stages; None except in a stage's own forward."""
         tree = self._body.tree
         return tree.port_names.get(node.name) if self._body.scope is tree.root else None
 
@@ -41,7 +41,7 @@ class LocalNames:
         return self.free(own, -1)
 
     def of_result(self, index: int, item: fx.Node | Scope, result: fx.Node) -> str:
-        """A name that is free at the item's place: the author's, if it is."""
+        """Returns a name that is free at the item's place: the author's, if that is free."""
         if isinstance(item, Scope) and item.function is not None:
             own = item.function  # unless it makes other things too
             if len(self._body.results(item)) > 1:
@@ -58,7 +58,7 @@ class LocalNames:
         wanted = None if result.name in self._body.tree.stage.model_outputs else port
         wanted = wanted or self._body.author_name(item, result) or self._inner_name(item, result)
         if wanted is None and self._body.gives == [result]:
-            wanted = self._body.scope.function  # what a helper function makes
+            wanted = self._body.scope.function  # the result of a helper function
         wanted = wanted or self._handed_on_name(item)
         if wanted is None and port is not None and not port.startswith("output"):
             wanted = port
@@ -72,14 +72,14 @@ class LocalNames:
         return self.free(given.get(result) or result_name(result, result), index, others)
 
     def _unread_name(self, index: int, item: Scope, result: fx.Node) -> str:
-        """The author's, who may not read it either."""
+        """Returns the author's name for a result that nobody reads (nor, perhaps, the author), else "_"."""
         line = self._body.line(item)
         is_named = line is not None and len(line.assigned) > 1
         name = self._inner_name(item, result) if is_named else None
         return "_" if name is None or self.is_live(name, index) else name
 
     def _link_name(self, index: int, item: fx.Node | Scope) -> str:
-        """`x = block(x)` of a chain, where nobody needs the x before any more."""
+        """Returns the x of `x = block(x)` in a chain if nothing reads the old x any more, else "hidden"."""
         before = [node for node in self._body.operands_of(item) if node in self.bound]
         is_over = len(before) == 1 and self._folding.last_use(before[0]) <= index
         return self.bound[before[0]] if is_over else "hidden"
@@ -89,8 +89,11 @@ class LocalNames:
         return None if source is None else self.bound.get(source)
 
     def _inner_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
-        """For `hidden, balance = block(hidden)`: by their places in what the block returns, else what the
-        block calls them, the rest by elimination."""
+        """Returns the author's name for a result of a call: `hidden, balance = block(hidden)`.
+
+        The names are found by place in what the block returns. Otherwise the block's own names for its
+        results are taken, and the one that is left over by elimination.
+        """
         if not isinstance(item, Scope) or item.is_of_a_map:
             return None
         line = self._body.line(item)
@@ -109,7 +112,7 @@ class LocalNames:
         return inner[result]
 
     def _names_given(self, item: fx.Node | Scope) -> dict[fx.Node, str]:
-        """What a call that is written calls its results."""
+        """Returns the names of a call's results in its own forward, if that is written already."""
         return self._body.tree.names_given.get(id(item), {})
 
     def is_live(self, name: str, index: int) -> bool:
@@ -119,7 +122,7 @@ class LocalNames:
         return any(self._folding.last_use(node) > index for node in self._bearers.get(name, ()))
 
     def free(self, name: str, index: int, others: Set[str | None] = frozenset()) -> str:
-        """The name, or with a number behind it; it is none of the `others`."""
+        """Returns the name, with a number if needed, that is not live at `index` nor among `others`."""
         candidate, count = name, 1
         while (
             (index < 0 and candidate in self._bearers)
@@ -133,7 +136,10 @@ class LocalNames:
     def second_name(
         self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]
     ) -> tuple[fx.Node, SecondName] | None:
-        """Of the value whose name the author gives the item's result, if it is read again behind the item."""
+        """Finds the author's second name for the value whose name the item's result takes.
+
+        Returns the value's node and its second name, if the value is read again after the item.
+        """
         line = self._body.line(item)
         name = self._body.author_name(item, results[0]) if len(results) == 1 else None
         if line is None or name is None or self.port_name(results[0]) is not None:

@@ -1,4 +1,4 @@
-"""One method: the statements of a module's forward, named as the author named them where that is known."""
+"""Writes one method: the statements of a module's forward, with the author's names where they are known."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from .stage_tree import DEVICE, StageTree
 from .statements import takes_apart
 
 _LONGEST_FOLDED = 88  # characters of a line that still reads well with its parts folded in
-_SHORT_OPERAND = 40  # of an operand that has a line to itself where the whole is laid out over several
+_SHORT_OPERAND = 40  # characters of an operand that fits on a line of its own when a statement takes several
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A line of a body: `text` holds module references still in their written-out form (see `reference`).
+    """A line of a body; `text` has module references in their unresolved form (see `reference`).
 
-    `place` is the author's line, `shape` the result's, where it is another than the operand's. `named` is
-    what the author calls the result, `counter` what a loop of theirs around it counts with, `listed` the list
-    that it fills or joins. `round` is its place in that loop, `is_pure` whether once more would do no harm.
+    `place` is the author's line, and `shape` the result's shape where it differs from the operand's. `named`
+    is the author's name for the result, `counter` the counter of the author's loop around the line, and
+    `listed` the list that the line fills or joins. `round` is the line's place in that loop. `is_pure` says
+    whether running the line once more would do no harm.
     """
 
     text: str
@@ -58,7 +59,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A written forward: its arguments in call order, its body.
+    """A written forward: its arguments in call order, and its body.
 
     `passed_through` is the argument that it returns in evaluation, without doing anything else.
     """
@@ -70,7 +71,7 @@ class Method:
 
 
 def reference(path: str) -> str:
-    """A module or parameter by its path from `self`, spelled once the attribute tree is known."""
+    """Marks a module or parameter by its path from `self`; it is spelled once the attribute tree is known."""
     return f"\ue000{path}\ue001"
 
 
@@ -80,10 +81,13 @@ def write_method(
     call_text: Callable[[Scope, Scope, list[str]], str],
     arguments: Sequence[str] = (),
 ) -> Method:
-    """One call's forward; `call_text` spells an inner call given its argument texts. `arguments` are its own,
-    where they are not to have the names of what is given here.
+    """Writes the forward of one call.
 
-    As much is folded as reads well: written, and unfolded what made a line too long, until none is.
+    `call_text` spells an inner call, given the texts of its arguments. `arguments` are names for the
+    forward's own arguments, where these are not to be named after what this call is given.
+
+    As much is folded as reads well. The body is written with all of it folded, and what makes a line too long
+    is unfolded, until no line is too long.
     """
     body = Body(tree, scope)
     kept: set[fx.Node] = set()
@@ -119,7 +123,7 @@ class _Draft:
         self.sources: dict[fx.Node, Source] = {}
         self.too_long: set[fx.Node] = set()
         self.lost_sizes: set[tuple[fx.Node, int]] = set()
-        self.position = 0  # of the item being written
+        self.position = 0  # the place of the item being written
         self.written: list[Statement] = []
 
     def write(self) -> Method:
@@ -144,7 +148,7 @@ class _Draft:
         return [*names, *(identifier(symbol) for symbol in self.body.symbols)]
 
     def _statements(self, index: int, item: fx.Node | Scope) -> list[Statement]:
-        """None for what is written elsewhere."""
+        """Writes the statement of an item; there is none for an item that is written elsewhere."""
         if self.body.is_element(item):
             return []  # bound where the tuple is made
         results = self.body.results(item)
@@ -174,7 +178,7 @@ class _Draft:
         return replace(statement, round=place, is_pure=is_pure)
 
     def _rename(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> None:
-        """`residual = x` of the author's, before `x = self.norm(x)`: what was x is read again."""
+        """Writes the author's `residual = x` before `x = self.norm(x)`, where the old x is read again."""
         found, line = self.names.second_name(index, item, results), self.body.line(item)
         if found is None or line is None:
             return
@@ -189,8 +193,11 @@ class _Draft:
         self.written.insert(at, Statement(f"{second.name} = {before}", place, region=region))
 
     def _stands_behind(self, statement: Statement, second: SecondName, line: Line, before: str) -> bool:
-        """Whether the author has a statement between a second name and the line for which it is needed, and
-        it does the same behind that name."""
+        """Whether a second name can be given in front of this statement.
+
+        It can if the author's line of the statement is between the second name and the line that needs it,
+        and the statement does the same behind the second name.
+        """
         file, _, number = statement.place.rpartition(":")
         if f"{file}:{second.line.number}" != plain(str(second.line)) or not number.isdigit():
             return False
@@ -213,7 +220,7 @@ class _Draft:
         return ", ".join(names)
 
     def _recurrent_target(self, item: Scope, results: Sequence[fx.Node], names: list[str]) -> list[str]:
-        """An LSTM gives (output, (hidden, cell)), the others (output, hidden)."""
+        """Returns a recurrent layer's targets: (output, (hidden, cell)) of an LSTM, else (output, hidden)."""
         if not self.body.is_recurrent(item):
             return names
         place = {int(str(r.args[1])): name for r, name in zip(results, names, strict=True)}
@@ -241,8 +248,10 @@ class _Draft:
         return ", ".join(names) + ("," if len(names) == 1 else "")
 
     def _makes_the_names_of(self, code: str, item: fx.Node | Scope, elements: Mapping[int, Any]) -> bool:
-        """Whether `q, k = ..` is of this operator's elements: what a function on the line makes of them may
-        come in another order, or be something else."""
+        """Whether the names in `q, k = ..` are those of this operator's elements.
+
+        A function on the line may return the elements in another order, or something made of them.
+        """
         if isinstance(item, Scope):
             return True
         if takes_apart(code, operator_name(item)):
@@ -291,7 +300,7 @@ class _Draft:
         bearers = [node for node in self.names.bound if symbol in self.body.tree.shape(node)]
         emitted = self.folding.emitted_at(self.position)
         standing = [node for node in bearers if self.folding.last_use(node) >= emitted]
-        if not standing:  # its name may be another's by then: write again, and keep it
+        if not standing:  # its name may be reused by then: write again, with the tensor kept
             standing = [node for node in bearers if node in self.body.reads]
             assert standing, f"no tensor of {self.body.scope.path!r} has the size {symbol}"
             self.lost_sizes.add((standing[0], self.position))
@@ -308,7 +317,7 @@ class _Draft:
         return self._device_without_inputs()
 
     def _device_without_inputs(self) -> str:
-        """Where the stage's own tensors are; a stage that holds none runs where torch makes tensors."""
+        """Returns the device of the stage's own tensors; without any, the one where torch makes tensors."""
         tree = self.body.tree
         layers = [tree.modules[scope.path] for scope in walk(tree.root) if tree.is_layer(scope)]
         owned = {name for names in tree.owned.values() for name in names}
@@ -318,9 +327,10 @@ class _Draft:
         return "next(self.buffers()).device" if owned else "torch.get_default_device()"
 
     def _unfold(self, item: fx.Node | Scope, length: int) -> bool:
-        """Of what is folded into a line too long, the longest part that fits gets a line of its own.
+        """Gives a line of its own to the longest part that fits, of what is folded into a line too long.
 
-        False where that would not help: what has many operands is long without them being so.
+        Returns False where that would not help: what has many operands is long without any of them being
+        long.
         """
         inside = [node for node in self.body.operands_of(item) if node in self.folding.folded]
         lengths = {node: len(self.sources[node].text) for node in inside}
@@ -334,7 +344,7 @@ class _Draft:
             return False
         if length - sum(lengths.values()) > _LONGEST_FOLDED and lengths[longest] <= _SHORT_OPERAND:
             return False
-        while longest.target is torch.ops.aten.unsqueeze.default:  # several are one subscript
+        while longest.target is torch.ops.aten.unsqueeze.default:  # several unsqueezes are one subscript
             base = longest.args[0]
             if not isinstance(base, fx.Node) or base not in self.folding.folded:
                 break
@@ -355,7 +365,7 @@ class _Draft:
         return statement
 
     def _region(self, item: fx.Node | Scope) -> Region:
-        """With the device type of its autocast as it is written."""
+        """Returns the region of an item, with the device type of its autocast as it is written."""
         no_grad, autocast, number = self.body.region(item)
         if autocast is None:
             return no_grad, None, number
@@ -365,7 +375,7 @@ class _Draft:
     def _comment(
         self, item: fx.Node | Scope, results: Sequence[fx.Node]
     ) -> tuple[str, tuple[int | str, ...]]:
-        """The author's line (torch's own say nothing), and the shape where it changes."""
+        """Returns the author's line, if it is not torch's own, and the shape where it changes."""
         line = self.body.line(item)
         own = None if line is None else line.of_the_author
         place = "" if own is None else plain(str(own))
@@ -386,7 +396,7 @@ class _Draft:
 
 
 def _annotation(node: fx.Node) -> str:
-    """Of an argument: a tensor, or a number that was read out of one."""
+    """Returns the annotation of an argument: a tensor, or a number that was read out of one."""
     value = node.meta.get("val")
     numbers = (("float", torch.SymFloat | float), ("bool", torch.SymBool | bool), ("int", torch.SymInt | int))
     return next((name for name, kinds in numbers if isinstance(value, kinds)), "Tensor")

@@ -1,7 +1,8 @@
-"""Constants of one number, or a few, written where they are read: torch.full((), 100.0, device=x.device),
-torch.tensor([0.1, 0.2]).to(x.device, non_blocking=True).
+"""Constants of one number, or a few, that are written where they are read.
 
-Those that are read more often are buffers that are built from their numbers.
+They are written as torch.full((), 100.0, device=x.device) and torch.tensor([0.1, 0.2]).to(x.device,
+non_blocking=True). Constants of a few numbers that are read more often become buffers that are built from
+their numbers.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ _TYPES_WRITTEN = (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
 _TYPES_OF_NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float32}
-_DIGITS = range(1, 18)  # of a float64, at most
+_DIGITS = range(1, 18)  # significant digits; a float64 needs at most 17
 _A_FEW = 16
-_MOST_READERS = 2  # that a tensor of a few numbers is made anew for
+_MOST_READERS = 2  # a tensor of a few numbers is made anew for no more
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A tensor of one element, and the number with the fewest digits that makes it."""
+    """A tensor of one element, as the number with the fewest digits that makes it."""
 
     shape: tuple[int, ...]
     value: float
     dtype: torch.dtype
 
     def spelled(self, device: str) -> str:
-        """torch.full takes the number to a GPU without a wait for it, as torch.tensor would not."""
+        """Writes the tensor by torch.full, which takes it to a GPU without a wait, unlike torch.tensor."""
         shape = in_tuple([literal(size) for size in self.shape]) if self.shape else "()"
         dtype = "" if self._is_of_its_number() else f"dtype={literal(self.dtype)}, "
         return f"torch.full({shape}, {literal(self.value)}, {dtype}device={device})"
@@ -46,7 +47,7 @@ class Number:
         return torch.full(self.shape, self.value, dtype=self.dtype, device="cpu")
 
     def _is_of_its_number(self) -> bool:
-        """Whether torch.full would take that type for the number."""
+        """Whether torch.full would give this number that type by default."""
         is_default = self.dtype != torch.float32 or torch.get_default_dtype() == torch.float32
         return is_default and self.dtype == _TYPES_OF_NUMBERS[type(self.value)]
 
@@ -59,13 +60,16 @@ class FewNumbers:
     dtype: torch.dtype
 
     def spelled(self, device: str) -> str:
-        """With device=, torch.tensor would wait until a GPU has done all that it was given before."""
+        """Writes the tensor by torch.tensor and `.to`.
+
+        With device=, torch.tensor would wait until the GPU has done all that it was given before.
+        """
         dtype = "" if self.is_of_their_type else f", dtype={literal(self.dtype)}"
         return f"torch.tensor({literal(self.values)}{dtype}).to({device}, non_blocking=True)"
 
     @property
     def is_of_their_type(self) -> bool:
-        """Whether torch.tensor would take that type for them."""
+        """Whether torch.tensor would give these numbers that type by default."""
         return self.made(None).dtype == self.dtype and torch.get_default_dtype() == torch.float32
 
     def made(self, dtype: torch.dtype | None) -> Tensor:
@@ -73,7 +77,7 @@ class FewNumbers:
 
 
 def few_numbers(graph: OperatorGraph, name: str) -> FewNumbers | None:
-    """The numbers of a constant that the forward makes; None where it is another tensor, or has many."""
+    """Returns the numbers of a constant that the forward makes; None for other tensors, or too many."""
     value = None if graph.fx is None else graph.fx.values.get(name)
     if not isinstance(value, Tensor) or not _is_made_in_the_forward(graph, name) or not _is_plain(value):
         return None
@@ -92,8 +96,10 @@ def _in_lists(values: Iterator[float], shape: Sequence[int]) -> list[Any]:
 
 
 def numbers(graph: OperatorGraph) -> dict[str, Number | FewNumbers]:
-    """By name, the constants that are their numbers and nothing else: no attribute of the model's, and
-    neither written nor returned as they are."""
+    """Finds, by name, the constants that can be written as their numbers.
+
+    Such a constant is no attribute of the model, and is neither written nor returned as it is.
+    """
     values = {} if graph.fx is None else graph.fx.values
     found: dict[str, Number | FewNumbers] = {}
     for name in graph.buffers:
@@ -134,10 +140,10 @@ def _number(constant: Tensor) -> Number | None:
 
 
 def _is_same(number: Number, constant: Tensor) -> bool:
-    """Bit for bit: -0.0 is another number than 0.0."""
+    """Whether the number makes the constant bit for bit: -0.0 is another number than 0.0."""
     try:
         made = number.made()
-    except RuntimeError:  # rounded up, beyond what the type holds
+    except RuntimeError:  # rounded up, it is beyond what the type holds
         return False
     return torch.equal(_bits(made), _bits(constant))
 

@@ -1,4 +1,4 @@
-"""Why a stage ends where it ends, as far as the plan itself tells."""
+"""Why a stage ends where it does, as far as the plan itself tells."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pd2bw_fx.units import format_bytes, format_seconds
 
 from .literals import plain
 
-_TIGHT = 0.01  # of a limit, or of the bottleneck: this near is at it
+_TIGHT = 0.01  # a share of a limit or bottleneck: this near to it counts as at it
 _SHOWN = 3
 
 
 def cut_reason(plan: Plan, stage: int, names: Mapping[str, str]) -> Iterator[str]:
-    """What crosses the stage's borders, what binds it, and what is proven; nothing for a plan not priced.
+    """Yields what crosses the stage's borders, what binds the stage, and what is proven.
 
-    `names` are those of the values that cross, as the stages have them.
+    There is nothing to say of a plan without costs. `names` are the stages' names of the values that cross.
     """
     if plan.num_stages == 1 or plan.bottleneck_s <= 0:
         return
@@ -32,7 +32,7 @@ def cut_reason(plan: Plan, stage: int, names: Mapping[str, str]) -> Iterator[str
 
 
 def _crossing(sent: Sequence[Transfer], names: Mapping[str, str]) -> str:
-    """Each value once, however many stages it is sent to."""
+    """Describes what crosses a border; each value is named once, however many stages it is sent to."""
     if not sent:
         return "nothing crosses"
     crossing = dict.fromkeys(transfer.value for transfer in sent)
@@ -46,7 +46,7 @@ def _crossing(sent: Sequence[Transfer], names: Mapping[str, str]) -> str:
 
 
 def _load(plan: Plan, planned: StagePlan) -> str:
-    """How the stage stands to the slowest one."""
+    """Compares the load of the stage with that of the slowest one."""
     links_s = planned.send_s + planned.receive_s
     links = f", {format_seconds(links_s)} of it on its links" if links_s > 0 else ""
     load = f"its load is {format_seconds(planned.load_s)}{links}"

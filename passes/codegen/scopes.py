@@ -1,6 +1,6 @@
-"""The module tree lifted back from the flat program: which operators belong to which module's call.
+"""Lifts the module tree back from the flat program: which operators belong to which module's call.
 
-Operators of one call stand together in program order and stay so when other stages' are taken out, so a
+The operators of one call stand together in program order, also once those of other stages are taken out. So a
 stage's tree is found by reading its operators from first to last.
 """
 
@@ -27,8 +27,11 @@ _FUNCTIONS_OF_TORCH = nn.functional.__file__
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A statement of an author by its first line: some `forward` was there while an operator was traced, or a
-    function that it calls. `outer` are then the lines of the calls, the forward's first."""
+    """The first line of an author's statement that was running when an operator was traced.
+
+    The statement is in some `forward`, or in a function that one calls. Then `outer` has the lines of the
+    calls that led there, the forward's first.
+    """
 
     file: str
     number: int
@@ -51,7 +54,7 @@ class Line:
 
     @property
     def module_of_torch(self) -> str | None:
-        """ "torch.nn.modules.loss" for a line in the forward of a layer of torch's own: no author's line."""
+        """ "torch.nn.modules.loss" for a line in a forward of torch's own, or None for an author's line."""
         folder, _, name = self.file.rpartition("/")
         if self.file == _FUNCTIONS_OF_TORCH:
             return nn.functional.__name__
@@ -59,7 +62,7 @@ class Line:
 
     @property
     def assigned(self) -> tuple[str, ...]:
-        """The names that the author assigns here; the loop of an nn.Sequential is nobody's."""
+        """The names that the author assigns on this line; the loop of an nn.Sequential is torch's own."""
         return () if self.is_of_a_sequential else assigned_names(self.code)
 
     @property
@@ -72,8 +75,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """The place of a value among a call's arguments or results, its name there, if it has one, and their
-    number."""
+    """The place of a value among a call's arguments or results.
+
+    `name` is its name there, if it has one, and `number` how many arguments or results there are.
+    """
 
     place: float = math.inf
     name: str = ""
@@ -84,7 +89,8 @@ class Passed:
 class Scope:
     """One call of a module, or a preamble that is made a function of its own (`function` is its name).
 
-    `items` are operators and inner calls in program order. `depth` counts modules from the root, whose is 0.
+    `items` are operators and inner calls in program order. `depth` counts modules from the root, whose depth
+    is 0.
     """
 
     path: str
@@ -104,7 +110,7 @@ class Scope:
 
     @property
     def is_of_a_map(self) -> bool:
-        """Whether it is a layer of what the line of its call maps."""
+        """Whether this is the call of a layer inside a function that is mapped, as by torch.vmap."""
         return self.key.endswith(OF_A_MAP)
 
     @property
@@ -112,11 +118,11 @@ class Scope:
         return self.kind.rpartition(".")[2]
 
     def argument(self, node: fx.Node) -> Passed:
-        """What the author passes it as: nothing for what the call has from elsewhere."""
+        """Returns where the author passes a value to the call, unless the call has it from elsewhere."""
         return self._passed(node, GIVEN_AS)
 
     def result(self, node: fx.Node) -> Passed:
-        """What the author's forward returns it as: nothing for what leaves the call in another way."""
+        """Returns where the author's forward returns a value, unless it leaves the call in another way."""
         return self._passed(node, RETURNED_AT)
 
     def _passed(self, node: fx.Node, kind: str) -> Passed:
@@ -132,7 +138,7 @@ def walk(scope: Scope) -> Iterator[Scope]:
 
 
 def lift(graph: OperatorGraph, nodes: Sequence[fx.Node]) -> Scope:
-    """The tree of calls of these nodes, the model itself at its root."""
+    """Builds the tree of calls of these nodes, with the model itself at its root."""
     root = Scope("", graph.model_name, "", 0)
     stack = [root]
     for node in nodes:
@@ -155,7 +161,7 @@ def lift(graph: OperatorGraph, nodes: Sequence[fx.Node]) -> Scope:
 
 
 def module_calls(node: fx.Node) -> list[tuple[str, str, str]]:
-    """(key, path, type) of the module calls around a node, outermost first, the root left out."""
+    """Lists the module calls around a node as (key, path, type), outermost first, without the root."""
     stack = node.meta.get("nn_module_stack") or {}
     calls = []
     for key, (path, kind) in stack.items():
@@ -166,22 +172,25 @@ def module_calls(node: fx.Node) -> list[tuple[str, str, str]]:
 
 
 def line_at(node: fx.Node, depth: int) -> Line | None:
-    """Where the forward of the module at this depth stood when the node was traced, or what it had called."""
+    """Returns the line at which the forward of the module at this depth stood when the node was traced.
+
+    `Line.outer` is set where that forward had called a function.
+    """
     calls = node.meta.get("nn_module_stack") or {}
     if not any(not path for path, _ in calls.values()):
         return None
     kinds = [str(kind) for _, kind in calls.values()]
     if node.op == "call_module":
-        del kinds[-1]  # of torch.fx, which has not entered it
+        del kinds[-1]  # torch.fx has not entered it
     frames = _frames_of_calls(frames_of(node), kinds)
     return frames[depth] if depth < len(frames) else None
 
 
 def _frames_of_calls(frames: Sequence[Line], kinds: Sequence[str]) -> list[Line | None]:
-    """The frame of each call, both outermost first; the innermost frame is the innermost call's.
+    """Returns the frame of each call, outermost first; the innermost frame is the innermost call's.
 
-    A layer of torch's that is made in a forward (`nn.CrossEntropyLoss()(x, y)`, `self.layers[:3](x)`) has a
-    frame, and is no call.
+    A layer of torch that is made in a forward (`nn.CrossEntropyLoss()(x, y)`, `self.layers[:3](x)`) has a
+    frame, but is no call.
     """
     found: list[Line | None] = []
     left, surplus = list(frames), len(frames) - len(kinds)
@@ -194,7 +203,7 @@ def _frames_of_calls(frames: Sequence[Line], kinds: Sequence[str]) -> list[Line 
 
 
 def frames_of(node: fx.Node) -> list[Line]:
-    """The author's lines that an operator was traced in: one for each module's forward, innermost last."""
+    """Lists the author's lines where an operator was traced, one per module's forward, innermost last."""
     found: list[Line] = []
     for file, number, name, code in _FRAME.findall(node.meta.get("stack_trace") or ""):
         is_called = bool(found) and name != "forward" and not file.endswith("torch/__init__.py")
@@ -204,7 +213,7 @@ def frames_of(node: fx.Node) -> list[Line]:
 
 
 def _separate_preambles(graph: OperatorGraph, scope: Scope) -> None:
-    """Long runs of operators that one line of the author's makes from inputs alone become functions."""
+    """Makes functions of long runs of operators that one of the author's lines makes from inputs alone."""
     for item in scope.items:
         if isinstance(item, Scope):
             _separate_preambles(graph, item)
@@ -238,7 +247,10 @@ def _as_function(graph: OperatorGraph, run: Sequence[fx.Node], scope: Scope) -> 
 
 
 def _name_of_preamble(run: Sequence[fx.Node], made: fx.Node, depth: int) -> str | None:
-    """What the forward's line assigns, or where that goes on with it, the line in a function it calls."""
+    """Returns the name that the forward's line assigns, or one assigned in a function that the line calls.
+
+    The latter is taken where what follows the preamble was run by the same line.
+    """
     line = line_at(made, depth)
     if line is None:
         return None

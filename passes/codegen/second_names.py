@@ -1,6 +1,6 @@
-"""`residual = x`: a second name of a value, of which a trace knows nothing, for no operator makes it.
+"""The author's second names of values: `residual = x`. No operator makes them, so a trace has none.
 
-x = self.norm(x)       where the value that is called x is read again behind this line, the author has
+x = self.norm(x)       where the value that was called x is read again behind this line, the author has
                        it under another name, which is in the source above
 """
 
@@ -23,8 +23,10 @@ class SecondName:
 
 
 def second_name(at: Line, name: str, made: Line | None) -> SecondName | None:
-    """What the author calls the value of this name where `at` gives the name to another; `made` is where the
-    value comes from (None: an argument)."""
+    """Finds what else the author calls the value of this name, where `at` gives the name to another value.
+
+    `made` is the line that the value comes from, or None for an argument.
+    """
     inside = _function_of(at.file, at.number)
     if inside is None:
         return None

@@ -1,4 +1,4 @@
-"""How an operator is spelled in torch's public words. Operands arrive as source, constants as values."""
+"""Spells operators in torch's public words. Operands arrive as source, constants as values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .scopes import line_at, module_calls
 from .statements import drops_always
 from .words import SPECIAL
 
-# Of sizes and of what is computed from them. Those of torch can be traced again, Python's own are as good.
+# Functions of sizes and numbers. Those of torch can be traced again; Python's own serve as well.
 _OF_NUMBERS: Mapping[Any, str] = {
     torch.sym_sqrt: "torch.sym_sqrt",
     math.floor: "math.floor",
@@ -33,7 +33,7 @@ _OF_NUMBERS: Mapping[Any, str] = {
 
 
 def spell(node: fx.Node, scene: Scene) -> Source:
-    """The expression that computes what the node computes, in the same operations."""
+    """Returns the expression that computes what the node computes, with the same operations."""
     if node.op == "call_method":
         return _method(str(node.target), node.args, node.kwargs, scene)
     if node.op == "call_module":
@@ -56,7 +56,7 @@ def _method(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], scene: Sc
 
 
 def _function(node: fx.Node, scene: Scene) -> Source:
-    """A Python function of a symbolically traced program, or arithmetic on sizes."""
+    """Spells a Python function of a symbolically traced program, or arithmetic on sizes."""
     target: Any = node.target
     name = getattr(target, "__name__", "")
     if target is operator.getitem:
@@ -97,8 +97,8 @@ def _overload(node: fx.Node, scene: Scene) -> Source:
     values = with_limits(node, _bound(target, node.args, node.kwargs))
     name = target._schema.name.partition("::")[2]
     if target.namespace == "aten" and _outs(target, values):
-        return _public(target, name, values, scene)  # what is nicer to read would write nothing
-    if target.namespace in ("aten", "pd2bw_fx"):  # ours stand for words of torch's
+        return _public(target, name, values, scene)  # a nicer spelling would not write the outputs
+    if target.namespace in ("aten", "pd2bw_fx"):  # ours stand for functions of torch
         special = SPECIAL.get(f"{name}.{target._overloadname}", SPECIAL.get(name))
         if special is not None:
             line = line_at(node, len(module_calls(node))) if name == "dropout" else None
@@ -114,7 +114,7 @@ def _overload(node: fx.Node, scene: Scene) -> Source:
 
 
 def _bound(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Operands by the schema's names, those that have their default left out, layouts with them."""
+    """Maps the schema's names to operands, without those at their default, layouts and pinned memory."""
     values: dict[str, Any] = {}
     for position, argument in enumerate(target._schema.arguments):
         if position < len(args):
@@ -136,7 +136,7 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def _public(target: torch._ops.OpOverload, name: str, values: Mapping[str, Any], scene: Scene) -> Source:
-    """A method of the tensor, a function of torch, or one of torch.nn.functional, whichever there is."""
+    """Spells a method of the tensor, or a function of torch or torch.nn.functional, whichever there is."""
     if any(
         isinstance(value, list | tuple) and any(item is None for item in value) for value in values.values()
     ):
@@ -164,12 +164,12 @@ def _public(target: torch._ops.OpOverload, name: str, values: Mapping[str, Any],
 
 
 def _outs(target: torch._ops.OpOverload, values: Mapping[str, Any]) -> list[str]:
-    """The arguments that results are written to."""
+    """Lists the arguments that results are written to."""
     return [a.name for a in target._schema.arguments if a.is_out and a.name in values]
 
 
 def _with_outs(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: Scene) -> str:
-    """torch.sort(x, out=(values, indices)), where the schema has an argument for each of them."""
+    """Writes all arguments; those for results go together: torch.sort(x, out=(values, indices))."""
     outs = _outs(target, values)
     if len(outs) < 2:
         return _by_schema(target, values, scene)
@@ -178,32 +178,32 @@ def _with_outs(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: 
 
 
 def _by_dispatcher(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: Scene) -> Source:
-    """No public spelling: the operator under its registered name."""
+    """Spells an operator that has no public name by its registered name."""
     namespace, name = target.namespace, target._schema.name.partition("::")[2]
     path = f"torch.ops.{namespace}.{name}.{target._overloadname}"
     return Source(f"{path}({_by_schema(target, values, scene)})")
 
 
-# Their `dim` may be one dimension or several.
+# Operators whose `dim` may be one dimension or several.
 _OVER_ONE_OR_MORE = {
     f"aten::{name}"
     for name in ("mean", "sum", "amax", "amin", "std", "var", "logsumexp", "linalg_vector_norm")
 }
-# torch.fft.rfft is the operator fft_rfft.
+# Modules of torch whose name begins their operators' names: torch.fft.rfft is fft_rfft.
 _FAMILIES = ("fft", "linalg", "special")
 # The public function takes the kernel's size, the operator that of the result.
 _OTHERWISE_IN_PUBLIC = {"max_unpool2d", "max_unpool3d"}
-# Read better as functions than as methods of their first operand.
+# These read better as functions than as methods of their first operand.
 _FUNCTIONS = {"addmm", "baddbmm", "addcmul", "addcdiv", "minimum", "maximum", "outer"}
 
 
 def _has_statistics(target: torch._ops.OpOverload, values: Mapping[str, Any]) -> bool:
-    """A batch norm that keeps none takes those of the batch in evaluation too."""
+    """Whether a norm has statistics; a batch norm that keeps none takes the batch's in evaluation too."""
     return "batch_norm" not in target._schema.name or values.get("running_mean") is not None
 
 
 def _by_schema(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: Scene) -> str:
-    """By position as long as nothing is left out, then by name."""
+    """Writes the arguments by position as long as nothing is left out, then by name."""
     texts: list[str] = []
     positional = True
     for argument in target._schema.arguments:

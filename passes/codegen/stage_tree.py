@@ -1,5 +1,7 @@
-"""A stage's module tree with everything that writing it needs: what each call reads and gives, which
-parameters live where, and which calls are layers that are printed as themselves."""
+"""A stage's module tree, with what each call reads and returns.
+
+It also says which parameters live where, and which calls are layers that are printed as themselves.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,16 @@ from .numbers import numbers
 from .scopes import Scope, lift, module_calls, walk
 from .unread_results import LAYERS_OF_TORCH, operators_of, returned_unread
 
-# Stands among the sizes that a call is given: the device on which it makes tensors out of nothing.
+# Among the sizes that a call is given, it stands for the device on which tensors are made out of nothing.
 DEVICE = "device"
 
 
 class StageTree:
-    """The calls of one stage and answers about them; nothing here changes once it is built, but for the names
-    that are given to what calls return, as they are written."""
+    """The calls of one stage, and answers about them.
+
+    Nothing here changes once the tree is built, except for the names given to what calls return and to helper
+    functions, which are added as these are written.
+    """
 
     def __init__(self, graph: OperatorGraph, stage: Cut) -> None:
         assert graph.root is not None, "a graph read from a file cannot be generated from"
@@ -38,13 +43,13 @@ class StageTree:
         self.stage = stage
         self.model: nn.Module = graph.root
         self.numbers = numbers(graph)  # constants that are written where they are read, by name
-        self.port_names: dict[str, str] = {}  # of values that stages give: the same in all of them
-        self.names_given: dict[int, dict[fx.Node, str]] = {}  # by call: what it calls its results
-        self.helper_names: dict[int, str] = {}  # by call: what the function that it calls is named
+        self.port_names: dict[str, str] = {}  # value that crosses -> its name in all stages
+        self.names_given: dict[int, dict[fx.Node, str]] = {}  # by id of a call: its names for its results
+        self.helper_names: dict[int, str] = {}  # by id of a call: its helper function's name
         self.modules: dict[str, nn.Module] = dict(graph.root.named_modules(remove_duplicate=False))
         nodes = [node for node in stage.nodes if not is_size(graph, node)]
         functions = (custom_function(node.target) for node in nodes)
-        self.functions = list(dict.fromkeys(f for f in functions if f is not None))  # by their first calls
+        self.functions = list(dict.fromkeys(f for f in functions if f is not None))  # as first called
         self.root = lift(graph, nodes)
         for scope in walk(self.root):  # an exported program has no modules where there are no tensors
             self.modules.setdefault(scope.path, nn.Module())
@@ -56,8 +61,8 @@ class StageTree:
         self.returned_unread = returned_unread(self)
         self._unlike_calls = _unlike_calls(self)
         self.chains: set[int] = set()  # calls of an nn.Sequential that is printed as one
-        self.sequences: set[int] = set()  # and of a class of its kind
-        self._links: dict[int, set[fx.Node]] = defaultdict(set)  # by the call that they are in
+        self.sequences: set[int] = set()  # calls of an instance of its subclasses
+        self._links: dict[int, set[fx.Node]] = defaultdict(set)  # by id of the call that they are in
         self.layers: set[int] = set()
         self._take_apart(self.root)
         self.layers = self._layers()
@@ -66,7 +71,7 @@ class StageTree:
 
     @property
     def function_names(self) -> set[str]:
-        """Of custom autograd functions, whose classes stand before all others."""
+        """The names of custom autograd functions, whose classes stand before all others."""
         return {function.name for function in self.functions}
 
     def is_layer(self, scope: Scope) -> bool:
@@ -76,19 +81,19 @@ class StageTree:
         return id(scope) in self.chains
 
     def is_sequence(self, scope: Scope) -> bool:
-        """Whether what runs its members is nn.Sequential's own forward."""
+        """Whether nn.Sequential's own forward is what runs the members of the called module."""
         return id(scope) in self.chains or id(scope) in self.sequences
 
     def are_sequences(self, calls: Sequence[Scope]) -> bool:
-        """Whether a module holds nothing itself, and all its calls are its members', one after another."""
+        """Whether a module holds nothing itself, and its calls are only those of its members in turn."""
         return not self.owned[calls[0].path] and all(id(scope) in self.sequences for scope in calls)
 
     def is_link(self, scope: Scope, node: fx.Node) -> bool:
-        """Whether a value of a call is what a member of a taken-apart nn.Sequential hands on to the next."""
+        """Whether a member of a taken-apart nn.Sequential hands this value of a call on to the next one."""
         return node in self._links[id(scope)]
 
     def _layers(self) -> set[int]:
-        """The calls of modules that all of their calls can be a layer's."""
+        """Collects the calls of modules all of whose calls can be printed as a layer's."""
         calls = [scope for scope in walk(self.root) if scope.function is None]
         others = {scope.path for scope in calls if not self._is_layer(scope)}
         return {id(scope) for scope in calls if scope.path not in others}
@@ -100,7 +105,7 @@ class StageTree:
         return whole == own
 
     def passes_through_in_evaluation(self, scope: Scope) -> bool:
-        """Whether a call gives its one input back in evaluation, and all of it is here."""
+        """Whether a call returns its one input in evaluation, and all of it is in this stage."""
         module = self.modules.get(scope.path)
         return (
             bool(scope.path)
@@ -112,9 +117,12 @@ class StageTree:
         )
 
     def reads(self, scope: Scope) -> list[fx.Node]:
-        """The values that a call needs from outside, its own parameters and sizes left out: as the author
-        passes them, and then what the call has from elsewhere. A stage's are in the order of their reading,
-        inputs of the model in the model's."""
+        """Lists the values that a call needs from outside, without its own parameters and sizes.
+
+        They stand in the order in which the author passes them, and values that the call has from elsewhere
+        come last. A stage's own inputs stand in the order in which they are read, with the model's inputs in
+        the model's order.
+        """
         inside = set(scope.nodes)
         found: dict[fx.Node, None] = {}
         for node in scope.nodes:
@@ -129,8 +137,10 @@ class StageTree:
         return sorted(found, key=lambda node: scope.argument(node).place)
 
     def gives(self, scope: Scope) -> list[fx.Node]:
-        """The values of a call that are read outside it (or would be, see unread_results.py), as the author
-        returns them."""
+        """Lists the values of a call that are read outside it, in the order in which the author returns them.
+
+        Values that would be read there in other calls of its kind are included (see unread_results.py).
+        """
         inside = set(scope.nodes)
         returned = set(self.stage.outputs)
         made = [
@@ -145,7 +155,10 @@ class StageTree:
         return sorted(made, key=lambda node: scope.result(node).place)
 
     def symbols(self, scope: Scope) -> list[str]:
-        """Sizes that a call uses and can read off none of its arguments; DEVICE where it is so with that."""
+        """Lists the sizes that a call uses and can read off none of its arguments.
+
+        DEVICE is among them if it needs a device and has no argument to take it from.
+        """
         if self.is_layer(scope):
             return []
         needed: dict[str, None] = {}
@@ -168,13 +181,13 @@ class StageTree:
         return () if spec is None or spec.shape is None else spec.shape
 
     def leaves_otherwise(self, node: fx.Node, key: str) -> bool:
-        """Whether the call of this key returns other values, and a hook has taken this one out of it."""
+        """Whether a hook takes this value out of the call of this key, which returns other values."""
         if key not in self._returning or key in node.meta.get(RETURNED_AT, {}):
             return False
         return any(all(key != inside for inside, *_ in module_calls(user)) for user in node.users)
 
     def parameter(self, scope: Scope, node: fx.Node) -> str | None:
-        """The name under which a parameter is within reach of a call, or None."""
+        """Returns the name under which a parameter is within reach of a call, or None."""
         if scope.function is not None:
             return None
         return _name_under(scope.path, self._spec(node))
@@ -187,8 +200,10 @@ class StageTree:
         return spec
 
     def makes(self, scope: Scope, node: fx.Node) -> bool:
-        """Whether a call makes a constant of its number itself: the author does not pass it one. A layer of
-        torch's is given it."""
+        """Whether a call makes a constant from its number itself, as the author does not pass the constant.
+
+        A layer of torch is given the constant.
+        """
         if node.op != "get_attr" or str(node.target) not in self.numbers:
             return False
         is_layer = scope.kind.startswith(LAYERS_OF_TORCH) and not isinstance(
@@ -211,7 +226,10 @@ class StageTree:
                     yield from self._symbols_of(operand)
 
     def _rehome(self, scope: Scope) -> None:
-        """Calls of modules that the caller does not hold under their first name: another name, or inline."""
+        """Moves calls of modules that the caller does not hold under their first name.
+
+        They get another name under which the caller holds it, or else their items are written inline.
+        """
         items: list[fx.Node | Scope] = []
         todo = deque(scope.items)
         for item in todo:
@@ -231,7 +249,7 @@ class StageTree:
         scope.items = items
 
     def _take_apart(self, scope: Scope) -> None:
-        """A whole nn.Sequential stays one; of a part of one, the members are called by who calls it."""
+        """Keeps a whole nn.Sequential as one; of a part of one, the caller calls the members."""
         items: list[fx.Node | Scope] = []
         for item in scope.items:
             if isinstance(item, Scope):
@@ -251,10 +269,13 @@ class StageTree:
         scope.items = items
 
     def _is_chain(self, scope: Scope) -> bool:
-        """Each member is called once, on what the one before it gave, and nobody else is given any of that (a
-        hook may take it, or a derivative in the forward); only identities may be missing.
+        """Whether a call runs the members of an nn.Sequential in turn, each on what the last one returned.
 
-        A chain calls what its members do first: of one that does different things, another calls the rest.
+        Each is called once, and nothing else reads the values between them (a hook might, or a derivative in
+        the forward). Only identities may be missing.
+
+        A chain runs each member's `forward`, its first method. A member whose calls do different things has
+        other methods too, and such a member rules out a chain.
         """
         module = self.modules[scope.path]
         if not is_sequential(module):
@@ -287,7 +308,7 @@ class StageTree:
         if not is_layer(module, training=self.model.training):
             return False
         if any(module is changing for changing in self.graph.changing):
-            return False  # what it was called with is no more
+            return False  # the attributes that it was called with are gone
         if any(isinstance(item, Scope) or _copies_a_weight(item) for item in scope.items):
             return False
         if module.training and any(map(is_in_evaluation, scope.nodes)):
@@ -326,7 +347,7 @@ def _given_by(tree: StageTree, item: fx.Node | Scope) -> list[fx.Node]:
 
 
 def _whole_calls(graph: OperatorGraph) -> dict[str, set[str]]:
-    """For each call of the whole program its operators, the recomputable ones left out."""
+    """Maps each call of the whole program to its operators, without the recomputable ones."""
     assert graph.fx is not None
     calls: dict[str, set[str]] = defaultdict(set)
     for node in graph.fx.graph.nodes:
@@ -337,13 +358,13 @@ def _whole_calls(graph: OperatorGraph) -> dict[str, set[str]]:
 
 
 def _returning(graph: OperatorGraph) -> set[str]:
-    """The keys of the calls of which it is known what they return."""
+    """Collects the keys of the calls whose results are known."""
     assert graph.fx is not None
     return {key for node in graph.fx.graph.nodes for key in node.meta.get(RETURNED_AT, {})}
 
 
 def _unlike_calls(tree: StageTree) -> set[str]:
-    """Modules whose calls here are not all of the same operators: one is cut, or goes another way."""
+    """Collects modules whose calls here differ in their operators: one is cut, or goes another way."""
     calls: dict[str, list[Scope]] = defaultdict(list)
     for scope in walk(tree.root):
         if scope.function is None:
@@ -360,7 +381,7 @@ def _names_device(node: fx.Node) -> bool:
 
 
 def _follows_device(item: fx.Node | Scope) -> bool:
-    """Whether it is in an autocast region of the device's own type."""
+    """Whether an item is in an autocast region of the device's own type."""
     regions = map(autocast_of, item.nodes if isinstance(item, Scope) else [item])
     return any(region is not None and region[0] is None for region in regions)
 
@@ -380,13 +401,13 @@ def _name_under(path: str, spec: ParameterSpec) -> str | None:
 
 
 def _copies_a_weight(node: fx.Node) -> bool:
-    """As is done with one that the forward writes, before it is read (normalise/state.py)."""
+    """Whether a node copies a weight that the forward writes, before it is read (normalise/state.py)."""
     operand = node.args[0] if node.target is torch.ops.aten.clone.default else None
     return isinstance(operand, fx.Node) and operand.op == "get_attr"
 
 
 def occurrences(value: Any, node: fx.Node) -> int:
-    """How often a node stands among an operator's operands."""
+    """Counts how often a node stands among an operator's operands."""
     if value is node:
         return 1
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
 """What builds a module or tensor, with its constants still open: `nn.Linear(in_features, out_features)`.
 
-Of a class that occurs with several sizes, the constants that differ become arguments of its constructor.
+Where a class occurs with several sizes, the constants that differ become arguments of its constructor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_DEFAULT = inspect.Parameter.empty
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A constant, and what it is called where it stands ("" if it is called nothing)."""
+    """A constant, and the name that it has where it stands, if any."""
 
     name: str
     value: Any
@@ -39,7 +39,7 @@ class ClassOf:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An argument. It is left out where it has its default, and written by name after one that was."""
+    """An argument. It is left out where it has its default, and written by name after one left out."""
 
     value: Template
     name: str = ""
@@ -57,7 +57,7 @@ Template = Leaf | Fixed | ClassOf | Call
 
 
 def outline(template: Template, class_of: Mapping[str, int]) -> str:
-    """The template without its constants: equal for what one line with arguments can build."""
+    """Returns the template without its constants; it is equal for what one line with arguments can build."""
     match template:
         case Leaf():
             return "?"
@@ -70,7 +70,7 @@ def outline(template: Template, class_of: Mapping[str, int]) -> str:
 
 
 def leaves(template: Template, inner: Callable[[str], Sequence[Leaf]]) -> Iterator[Leaf]:
-    """Its constants from left to right; of a class, `inner` gives all that it holds."""
+    """Yields the constants from left to right; `inner` gives all the constants that a class holds."""
     match template:
         case Leaf():
             yield template
@@ -86,8 +86,11 @@ def leaves(template: Template, inner: Callable[[str], Sequence[Leaf]]) -> Iterat
 def spelled(
     template: Template, words: Iterator[str | None], construct: Callable[[str, Iterator[str | None]], str]
 ) -> str:
-    """The source. `words` gives for each constant, from left to right, the argument that stands for it, or
-    None; `construct` spells a class, and takes as many words as the class holds constants."""
+    """Writes the source.
+
+    `words` gives for each constant, from left to right, the argument that stands for it, or None. `construct`
+    spells a class, and takes as many words as the class holds constants.
+    """
     match template:
         case Leaf(_, value):
             return next(words) or literal(value)

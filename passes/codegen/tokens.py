@@ -25,7 +25,10 @@ SUM = "sum"
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """`kind` is "name", "number" or "text", or "count": `factor` times a loop's counter and `offset`."""
+    """A token whose `kind` is "name", "number", "text" or "count".
+
+    The last stands for `factor` times a loop's counter plus `offset`.
+    """
 
     kind: str
     text: str
@@ -34,11 +37,11 @@ class Token:
 
     @property
     def is_counter(self) -> bool:
-        """Whether it is the counter as it is."""
+        """Whether it is the counter as it is, without factor or offset."""
         return self.kind == "count" and (self.factor, self.offset) == (1, 0)
 
     def at(self, count: str) -> Token:
-        """In the round in which the counter is this number."""
+        """Returns the token in the round in which the counter is this number."""
         if self.kind != "count":
             return self
         return Token("number", count if self.is_counter else str(self.factor * int(count) + self.offset))
@@ -64,7 +67,7 @@ class Line:
 
     @property
     def names(self) -> set[str]:
-        """Of whatever is no attribute."""
+        """The names that the line mentions; attributes are none."""
         return {token.text for token in self.tokens if token.kind == "name"}
 
     @property
@@ -89,12 +92,15 @@ def text_of(tokens: Sequence[Token]) -> str:
 
 @dataclass(slots=True)
 class Flow:
-    """What a body's names stand for: `values[i][j]` is what token j of line i has or makes, a name that the
-    body is given itself. What a whole loop makes is at -1, -2 .. of its line."""
+    """What the names of a body stand for.
+
+    `values[i][j]` is the value that token j of line i reads or makes: its number, or the name itself if the
+    value is from outside the body. The values that a whole loop makes are at -1, -2 .. of its line.
+    """
 
     lines: Sequence[Line]
     values: list[dict[int, int | str]] = field(default_factory=list)
-    makers: list[tuple[int, int]] = field(default_factory=list)  # of each value: line and token
+    makers: list[tuple[int, int]] = field(default_factory=list)  # value -> the line and token that make it
 
     def __post_init__(self) -> None:
         stands: dict[str, int | str] = {}
@@ -114,8 +120,11 @@ class Flow:
 
 
 def computed(lines: Iterable[Line]) -> Iterator[tuple[object, ...]]:
-    """What the lines do one after another, whatever their names are: equal for bodies that compute the same
-    in the same order. Second names and lists that are filled value by value are followed."""
+    """Yields what the lines compute, in order, without regard to names.
+
+    It is equal for bodies that compute the same in the same order. Second names are followed, and so are
+    lists that are filled value by value.
+    """
     stands: dict[str, object] = {}
     lists: dict[str, list[object]] = {}
     made = 0
@@ -144,7 +153,7 @@ def computed(lines: Iterable[Line]) -> Iterator[tuple[object, ...]]:
 
 
 def _spelled(line: Line, stands: Mapping[str, object], lists: Mapping[str, list[object]]) -> Iterator[object]:
-    """The tokens with values for names, and those of a list one by one."""
+    """Yields the tokens with values in place of names, and lists value by value."""
     tokens = line.tokens
     yield len(line.assigned)
     at = line.targets.stop
@@ -163,7 +172,7 @@ def _spelled(line: Line, stands: Mapping[str, object], lists: Mapping[str, list[
             yield from _apart(lists[token.text], " + ", " + 0 + ")
         else:
             held = lists[token.text]
-            if text_of(tokens[at : at + len(REVERSED)]) == REVERSED:  # each character a token
+            if text_of(tokens[at : at + len(REVERSED)]) == REVERSED:  # each of its characters is a token
                 held, at = held[::-1], at + len(REVERSED)
             yield from () if is_starred else "["
             yield from _apart(held, ", ", ", ")

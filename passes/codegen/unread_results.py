@@ -1,4 +1,4 @@
-"""What a call returns and nobody reads, where others of its kind return it to somebody."""
+"""Results of a call that nobody reads, where other calls of its kind return them to a reader."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LAYERS_OF_TORCH = "torch.nn.modules."
 
 
 def returned_unread(tree: StageTree) -> dict[fx.Node, int]:
-    """For each such value the depth of the outermost call that is to return it, as its author has it.
+    """Maps each such value to the depth of the outermost call that returns it, as its author has it.
 
-    `out, state = self.step(x, state)` of a last round, whose state nobody needs, is the line of all rounds
-    then, and `y, _ = self.attention(x)` is a call of the class that another one's weights are taken of.
-    Elements of tuples that the program has left out are in their calls again.
+    So `out, state = self.step(x, state)` of a last round, whose state nobody needs, is the line of all
+    rounds, and `y, _ = self.attention(x)` is a call of the class whose weights another call reads. Elements
+    of tuples that the program has left out are put back into their calls.
     """
     calls: dict[str, list[Scope]] = defaultdict(list)
     for scope in walk(tree.root):
@@ -46,7 +46,7 @@ def returned_unread(tree: StageTree) -> dict[fx.Node, int]:
 
 
 def operators_of(tree: StageTree, scope: Scope) -> tuple[str, ...]:
-    """What a call computes, but for the values that it computes on, and which elements are taken."""
+    """Lists what a call computes, without regard to the values it computes on and to the elements taken."""
 
     def number(operand: fx.Node) -> str | None:
         return str(tree.numbers[str(operand.target)]) if tree.makes(scope, operand) else None
@@ -61,7 +61,7 @@ def _operators(scope: Scope) -> list[fx.Node]:
 
 
 def _alike(tree: StageTree, scopes: list[Scope]) -> list[list[Scope]]:
-    """Calls that compute the same, where not all are read at the same places."""
+    """Groups the calls that compute the same, unless all of them are read at the same places."""
     if len({frozenset(_read_at(tree, scope)) for scope in scopes}) == 1:
         return []
     found: dict[tuple[object, ...], list[Scope]] = defaultdict(list)
@@ -87,7 +87,10 @@ def _returned_at(tree: StageTree, scope: Scope, place: float) -> fx.Node | None:
 
 
 def _element(scope: Scope, other: Scope, node: fx.Node) -> fx.Node | None:
-    """Of this call, what an element of a tuple is of the other one, which computes the same."""
+    """Makes, for this call, the element of a tuple that `node` is of the other call, which computes the same.
+
+    The result is None where `node` is no such element, or this call's tuple does not match.
+    """
     theirs = node.args[0] if node.target is getitem else None
     if not isinstance(theirs, fx.Node) or theirs not in (operators := _operators(other)):
         return None
@@ -96,7 +99,7 @@ def _element(scope: Scope, other: Scope, node: fx.Node) -> fx.Node | None:
     is_taken = any(user.target is getitem and user.args[1] == place for user in own.users)
     if is_taken or len(calls) != len(their_calls) or _shapes(own) != _shapes(theirs):
         return None
-    # By the name it is the operator's own, and to the program it is nobody's.
+    # It has the operator's name, and the program does not know of it.
     made = fx.Node(own.graph, own.name, "call_function", getitem, (own, place), {})
     del own.users[made]
     made.meta = own.meta | {"val": own.meta["val"][place]}
@@ -111,7 +114,7 @@ def _shapes(operator: fx.Node) -> list[str]:
 
 
 def _put_in(scope: Scope, node: fx.Node) -> None:
-    """Behind the operator that it is an element of, if it is not there."""
+    """Puts a node behind the operator that it is an element of, unless it is in the call."""
     if any(node in inner.items for inner in walk(scope)):
         return
     source, place = node.args
