@@ -111,7 +111,9 @@ def sweep(
     for candidate in sorted(candidates, key=lambda each: each.floor_s):
         best_s = min((setting.update_s for setting in found), default=float("inf"))
         if candidate.floor_s >= best_s:
-            skipped.append((candidate.name, "not planned, since its work alone takes as long as the best"))
+            skipped.append(
+                (candidate.name, "not planned, since its work alone takes at least as long as the best")
+            )
         elif deadline.left_s == 0:
             late.append(candidate)
             skipped.append((candidate.name, "no time left"))
