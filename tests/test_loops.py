@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from pd2bw_fx import load, split
-from pd2bw_fx.passes.codegen import entries, rounds
 from pd2bw_fx.passes.codegen.attributes import Attributes
-from pd2bw_fx.passes.codegen.counted import counting, spelled
+from pd2bw_fx.passes.codegen.loops import entries, rounds
+from pd2bw_fx.passes.codegen.loops.counted import counting, spelled
+from pd2bw_fx.passes.codegen.loops.rolling import in_rounds
+from pd2bw_fx.passes.codegen.loops.tokens import Line, computed, line_of
 from pd2bw_fx.passes.codegen.method import Statement
-from pd2bw_fx.passes.codegen.rolling import in_rounds
-from pd2bw_fx.passes.codegen.tokens import Line, computed, line_of
 from tests.drawn_loops import LENGTH, drawn_loops
 from tests.drawn_modules import imported
 from tests.stages import ruff_faults

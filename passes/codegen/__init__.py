@@ -1,11 +1,46 @@
 """generate: one readable, standalone module for each stage.
 
-`cut.py` says what a stage consists of, `scopes.py` and `stage_tree.py` lift it back to the model's own
-modules. `method.py` writes a forward: `body.py` says what is folded into what, `naming.py` what things are
-called, `spell.py`, `words.py` and `expression.py` how operators read. `rolling.py` makes loops of rounds.
-`attributes.py` and `layers.py` write an `__init__`, `write.py` the classes (each distinct one once),
-`layout.py` the lines, `document.py` the file. Everything that comes from the model passes through
-`literals.py`.
+What a stage consists of, and the tree of module calls that its operators belong to:
+
+    cut.py             the operators, inputs and outputs of each stage
+    scopes.py          the module tree, lifted back from the flat program
+    stage_tree.py      what each call of a stage reads and returns, and what holds which parameter
+    unread_results.py  results that nobody reads, where other calls of the same kind return them
+
+A forward, method by method:
+
+    method.py          the statements of one forward
+    body.py            the items of its body, and which are written inside another's expression
+    layer_calls.py     what the calls of torch.nn layers are given and return
+    naming.py          what values are called, after the author's source
+    local_names.py     the names of one body's values, and how long each is taken
+    second_names.py    second names of values: `residual = x`
+    statements.py      what the author's statements assign
+    loops/             rounds of a loop, written as a loop again
+
+An operator as source:
+
+    spell.py           an operator in torch's public words
+    words.py           operators with a spelling of their own: x[:, 0], -x, x.mT
+    functions.py       operators that are functions with other arguments: F.cross_entropy
+    idioms.py          several operators that are one function: F.normalize
+    expression.py      expressions with their binding strength
+    limits.py          limits of floating-point types by name
+    numbers.py         constants that are written where they are read
+    literals.py        the gate through which everything from the model becomes source
+
+Classes and the file:
+
+    write.py           from a stage's tree to its classes
+    classes.py         classes that differ in constants alone become one with arguments
+    attributes.py      what __init__ builds, and how methods refer to it
+    template.py        what builds a module or tensor, with its constants open
+    layers.py          layers of torch.nn with their arguments
+    custom.py          custom autograd functions as classes
+    layout.py          lines as ruff format lays them out
+    breaking.py        where a long expression is broken
+    document.py        the whole file
+    cut_reason.py      why the stage ends where it does
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from pd2bw_fx.names import free_name
 from .attributes import Attributes
 from .layout import laid_out, signature_lines, written
 from .literals import STRING, identifier, is_plain_name, literal
-from .members import rolled
+from .loops.members import rolled
+from .loops.rolling import in_rounds
 from .method import Method, Statement
-from .rolling import in_rounds
 from .template import ClassOf, Leaf, Template, leaves, outline, spelled
 
 # A class of more arguments says less than two classes do.

@@ -14,9 +14,9 @@ from pd2bw_fx.units import format_bytes, format_seconds
 
 from .classes import ClassText
 from .custom import class_of
+from .cut_reason import cut_reason
 from .layout import WIDTH, laid_out
 from .literals import MAIN, plain
-from .reason import cut_reason
 from .write import StageWriter, docstring
 
 

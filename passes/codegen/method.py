@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .alike import alike
-from .author_loops import NO_ROUND, Round, counter_of, list_of, round_of
 from .body import NO_REGION, Body, Folding, Region
 from .cut import is_size, size_symbol
 from .expression import Scene, Source
@@ -20,6 +18,8 @@ from .idioms import normalized
 from .layer_calls import call_arguments
 from .literals import identifier, plain
 from .local_names import LocalNames
+from .loops.author_loops import NO_ROUND, Round, counter_of, list_of, round_of
+from .loops.unfold_alike import unfold_alike
 from .naming import element_name, is_final, list_returned, operator_name
 from .scopes import Line, Scope, walk
 from .second_names import SecondName
@@ -102,7 +102,7 @@ def write_method(
             return method
         for node, index in draft.lost_sizes:
             size_readers.setdefault(node, set()).add(index)
-        kept |= alike(draft.folding, draft.too_long)
+        kept |= unfold_alike(draft.folding, draft.too_long)
 
 
 class _Draft:

@@ -11,8 +11,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .author_loops import parsed
 from .literals import identifier
+from .loops.author_loops import parsed
 from .scopes import Line
 
 

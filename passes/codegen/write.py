@@ -16,9 +16,9 @@ from .classes import ClassText, Draft, class_texts
 from .layers import constructor, is_layer, sequential
 from .layout import WIDTH, signature_lines, written
 from .literals import MAIN, identifier, plain, quoted
+from .loops.rolling import in_rounds
 from .method import Method, reference, write_method
 from .numbers import few_numbers
-from .rolling import in_rounds
 from .scopes import Scope, line_at, walk
 from .stage_tree import StageTree
 from .template import Call, ClassOf, Fixed, Leaf, Part, Template

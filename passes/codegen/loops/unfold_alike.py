@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from torch import fx
 
+from pd2bw_fx.passes.codegen.body import Folding
+from pd2bw_fx.passes.codegen.naming import operator_name
+from pd2bw_fx.passes.codegen.scopes import Scope
+
 from .author_loops import NO_ROUND, round_of
-from .body import Folding
-from .naming import operator_name
-from .scopes import Scope
 
 
-def alike(folding: Folding, nodes: set[fx.Node]) -> set[fx.Node]:
+def unfold_alike(folding: Folding, nodes: set[fx.Node]) -> set[fx.Node]:
     """Adds to these nodes those at their places in other rounds, where a line might be just short enough."""
     places = {_place(folding, node) for node in nodes}
     found = set(nodes)

@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .attributes import Attributes, Container
-from .layout import REFERENCE, Loop, common, free
-from .literals import STRING, is_number, is_plain_name
-from .method import Statement
+from pd2bw_fx.passes.codegen.attributes import Attributes, Container
+from pd2bw_fx.passes.codegen.layout import REFERENCE, Loop, common, free
+from pd2bw_fx.passes.codegen.literals import STRING, is_number, is_plain_name
+from pd2bw_fx.passes.codegen.method import Statement
 
 _LONGEST_BODY = 6
 _DEEPEST = 3  # containers in one another that a loop is looked for in

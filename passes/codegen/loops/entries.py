@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from .attributes import Attributes
-from .layout import Loop, resolve
-from .method import Statement
+from pd2bw_fx.passes.codegen.attributes import Attributes
+from pd2bw_fx.passes.codegen.layout import Loop, resolve
+from pd2bw_fx.passes.codegen.method import Statement
+
 from .tokens import Flow, computed, line_of
 
 Entry = Statement | Loop

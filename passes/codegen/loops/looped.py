@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from pd2bw_fx.passes.codegen.layout import WIDTH, Loop, common, free, region_of
+from pd2bw_fx.passes.codegen.method import Statement
+
 from .counted import Counting, Place, spelled
 from .entries import Entry
-from .layout import WIDTH, Loop, common, free, region_of
-from .method import Statement
 from .rounds import Rounds
 from .tokens import SUM, Line, Token, line_of, text_of
 

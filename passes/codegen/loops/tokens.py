@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .literals import STRING
+from pd2bw_fx.passes.codegen.literals import STRING
 
 _TOKEN = re.compile(
     rf"{STRING}"

@@ -18,12 +18,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from .attributes import Attributes
+from pd2bw_fx.passes.codegen.attributes import Attributes
+from pd2bw_fx.passes.codegen.layout import region_of
+from pd2bw_fx.passes.codegen.method import Statement
+
 from .entries import BodyLines, Entry, num_lines, resolved_entries, with_plain_names
 from .last_round import completed, last_round
-from .layout import region_of
 from .looped import Looped
-from .method import Statement
 from .rounds import Rounds
 from .tokens import computed
 

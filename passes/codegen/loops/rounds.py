@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pd2bw_fx.passes.codegen.layout import free
+from pd2bw_fx.passes.codegen.method import Statement
+
 from .counted import Counting, Place, counting
 from .entries import BodyLines
-from .layout import free
-from .method import Statement
 from .tokens import REVERSED, SUM, Token, line_of, text_of
 
 _FIRST_ROUNDS = 3  # whether numbers count up, and what is handed on, shows in these

@@ -8,9 +8,9 @@ import linecache
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .literals import identifier
-from .scopes import Line
-from .statements import appended_list, joined_list
+from pd2bw_fx.passes.codegen.literals import identifier
+from pd2bw_fx.passes.codegen.scopes import Line
+from pd2bw_fx.passes.codegen.statements import appended_list, joined_list
 
 _COUNTING = {"range", "enumerate"}
 _COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pd2bw_fx.names import free_name
+from pd2bw_fx.passes.codegen.layout import Loop
+from pd2bw_fx.passes.codegen.method import Statement
 
 from .entries import BodyLines, Entry, entry_text
-from .layout import Loop
-from .method import Statement
 from .tokens import Flow, line_of, text_of
 
 

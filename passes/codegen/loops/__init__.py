@@ -1,0 +1,13 @@
+"""Loops of a generated method: what a trace has round by round is written as the author's loop again.
+
+author_loops.py   the loops around a line in its author's source: their counters and lists
+tokens.py         statements as tokens, and the value that each name stands for
+entries.py        a body as statements and loops, with what every attempt to find rounds needs
+members.py        loops over the members of a container: `for block in self.blocks:`
+rolling.py        loops over numbers: `for t in range(3):`
+rounds.py         what the rounds of such a loop have in common
+counted.py        numbers that change from round to round, as what the loop counts
+last_round.py     a last round whose lines are incomplete, because nobody reads their results
+looped.py         a body with a loop in place of its rounds
+unfold_alike.py   gives the same lines to all rounds, where one has a line too long
+"""
