@@ -29,7 +29,8 @@ def passes_through_in_evaluation(module: nn.Module) -> bool:
     """
     if not module.training or type(module).__module__.startswith("torch.nn") or "forward" in vars(module):
         return False
-    if next(module.children(), None) or next(module.parameters(), None) is not None:
+    # A module may have a length that cannot be asked for (torch.compile's), and so no truth value.
+    if next(module.children(), None) is not None or next(module.parameters(), None) is not None:
         return False
     if next(module.buffers(), None) is not None or not _asks_for_its_mode(module):
         return False

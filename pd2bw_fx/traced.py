@@ -114,6 +114,7 @@ class Traced:
     outputs: tuple[str, ...]
     loss: str | None
     report: TraceReport
+    output_places: tuple[int, ...] | None = None  # among the leaves of what the program returns; None: all
     prefix: str = ""
     batch_size: int | None = None
     batched_inputs: frozenset[str] = frozenset()  # dimension 0 is the batch

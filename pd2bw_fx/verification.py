@@ -90,6 +90,8 @@ def _named_inputs(pipeline: Pipeline, example: Mapping[str, Tensor]) -> Mapping[
         raise InputError(f"example has {found}; the model's inputs were expected: {', '.join(inputs)}")
     for name in inputs:
         require_kind(f"example[{name!r}]", example[name], Tensor, "a tensor")
+    if pipeline.batch_layout is not None:
+        pipeline.batch_layout.cut({name: example[name] for name in inputs}, 1)  # refuses other batch sizes
     return {name: example[name] for name in inputs}
 
 

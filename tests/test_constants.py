@@ -128,3 +128,20 @@ def test_what_follows_from_the_batch_size_is_constant_at_that_size_alone() -> No
     pipe = pd2bw_fx.split(Sized(), torch.randn(4, 6), cluster=1, costs="analytic", check="full")
     assert pipe.trace_report is not None
     assert pipe.trace_report.notes[-1] == "traced at batch size 4 alone: no other one can be run"
+
+
+def test_int_of_a_whole_number_is_what_item_gives() -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return self.layer(x[:, : int(lengths.max())]).square().mean()
+
+    x, lengths = torch.randn(3, 7, 4), torch.tensor([2, 5, 3])
+    pipe = pd2bw_fx.split(Padded(), (x, lengths), cluster=1, costs="analytic")
+
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.tracer == "export"
+    assert pipe.verify(example={"x": torch.randn(4, 7, 4), "lengths": torch.tensor([1, 3, 2, 2])}).exact

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 import pd2bw_fx
-from pd2bw_fx.errors import ExportError
+from pd2bw_fx.errors import ExportError, TraceError
 
 
 def exported(*between: nn.Module, training: bool) -> ExportedProgram:
@@ -50,3 +51,50 @@ def test_a_program_of_training_is_exported_as_that_alone(tmp_path: Path, form: s
             of_training.export_onnx(tmp_path / name)
         assert not (tmp_path / name).exists()
         of_training.export_onnx(tmp_path / name, training=True)
+
+
+class _Returning(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.first, self.last, self.form = nn.Linear(4, 4), nn.Linear(4, 4), form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.first(x)
+        loss, error = self.last(hidden).square().mean(), hidden.abs().mean()
+        return {
+            "loss last": {"error": error, "loss": loss},
+            "loss first": {"loss": loss, "error": error},
+            "nothing": {"loss": loss, "hidden": None, "error": error},
+            "tuple": (loss, None, error),
+        }[self.form]
+
+
+@pytest.mark.parametrize("kind", ["program", "module", "traced by torch.fx"])
+@pytest.mark.parametrize("form", ["loss last", "loss first", "nothing", "tuple"])
+def test_outputs_have_their_own_names_in_whatever_order_they_are_returned(form: str, kind: str) -> None:
+    model, x = _Returning(form), torch.randn(4, 4)
+    program = torch.export.export(model, (x,))
+    given = {"program": program, "module": program.module(), "traced by torch.fx": fx.symbolic_trace(model)}
+
+    pipe = split(given[kind])
+
+    returned = model(x)
+    if isinstance(returned, tuple):
+        names = {"output_0": 0, "loss": 0, "output_2": 2}
+        expected = {output.name: returned[names[output.name]] for output in pipe.graph.outputs}
+    else:
+        assert pipe.graph.loss == "loss"
+        expected = {name: value for name, value in returned.items() if value is not None}
+    found = pipe.run(x)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+def test_a_decomposed_program_that_returns_its_buffers_is_refused_with_the_name_of_one() -> None:
+    program = exported(nn.BatchNorm1d(8), training=True).run_decompositions()
+
+    with pytest.raises(
+        TraceError, match=r"writes '1\.running_mean' by returning it, which run_decompositions"
+    ):
+        split(program)

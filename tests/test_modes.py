@@ -103,6 +103,17 @@ def test_only_what_gives_its_input_back_passes_through() -> None:
     assert not passes_through_in_evaluation(Block(8, 0.5))
 
 
+def test_a_module_without_a_length_may_be_within_another() -> None:
+    class Compiled(nn.Linear):
+        def __len__(self) -> int:  # as torch.compile's asks the module that it wraps
+            raise TypeError("has no len()")
+
+    assert not passes_through_in_evaluation(nn.Sequential(Compiled(2, 2)).train())
+    holder = StochasticDepth(0.5)
+    holder.inner = Compiled(2, 2)
+    assert not passes_through_in_evaluation(holder)
+
+
 def test_another_branch_in_evaluation_is_told_and_not_evaluated(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Scaled(), nn.Linear(8, 1), Mean())
     pipe = split(model)

@@ -139,3 +139,18 @@ def test_a_number_that_a_part_is_given_is_one_in_its_code() -> None:
     code = "\n".join(stage.source for stage in pipe.stages)
     assert "scale = self.largest.item()" in code
     assert "scale: float" in code
+
+
+def test_bits_written_as_other_numbers_are_written_in_place() -> None:
+    class Magnitudes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            positive = x.clone()
+            positive.view(torch.int32).bitwise_and_(0x7FFFFFFF)  # without the sign's bit
+            return self.last(self.first(x) * positive).square().mean()
+
+    pipe = pd2bw_fx.split(Magnitudes(), torch.randn(4, 6), cluster=2, costs="analytic", check=False)
+    assert pipe.verify().exact

@@ -277,3 +277,17 @@ def test_a_number_that_stands_in_the_code_is_no_buffer_of_a_loaded_pipeline(tmp_
     pipe.save(tmp_path / "saved")
 
     assert pd2bw_fx.load(tmp_path / "saved").verify(model).exact
+
+
+def test_an_example_of_a_size_that_was_not_traced_is_refused_as_a_batch_is() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x)).square().sum(1).topk(int(0.5 * x.shape[0]))[0].mean()
+
+    pipe = pd2bw_fx.split(Half(), torch.randn(8, 4), cluster=2, costs="analytic")
+    with pytest.raises(InputError, match="has 6 samples; the model was traced for 8 only"):
+        pipe.verify(example={"x": torch.randn(6, 4)})

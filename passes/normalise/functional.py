@@ -135,6 +135,8 @@ def _is_invertible(view: fx.Node, base: fx.Node, facts: Facts) -> bool:
     """Whether a new value of the view gives a new value of its base."""
     if facts.written.get(view.name):
         return True  # an in-place operator returns what it wrote
+    if facts.values[view.name].dtype != facts.values[base.name].dtype:
+        return False  # the same bits as other numbers
     if operator_name(view) == "getitem":
         parts = view.args[0]
         assert isinstance(parts, fx.Node)

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils import _pytree as pytree
 
 from pd2bw_fx.graph import GIVEN_AS, NOTED_OF_CALLS
 from pd2bw_fx.traced import Traced
@@ -66,7 +67,9 @@ def lift(traced: Traced) -> Draft:
             copied.meta = {key: node.meta[key] for key in ("val", GIVEN_AS) if key in node.meta}
             environment[node] = copied
     copier = _Copier(draft, traced, {})
-    results = copier.copy(module, environment, {})
+    results = pytree.tree_leaves(copier.copy(module, environment, {}))
+    if traced.output_places is not None:
+        results = [results[place] for place in traced.output_places]
     draft.graph.output(tuple(results))
     return draft
 

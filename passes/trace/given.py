@@ -19,6 +19,8 @@ from .exported import batch_sizes
 from .program import loss_place, named_outputs
 from .vmap_regions import has_transforms
 
+_WRITES = {OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION}
+
 
 def accept_exported(program: ExportedProgram) -> Traced:
     """Accepts a program with its own example inputs; its first dynamic dimension 0 is the batch."""
@@ -45,10 +47,16 @@ def accept_exported(program: ExportedProgram) -> Traced:
     ]
     results = program.graph.output_node().args[0]
     assert isinstance(results, (tuple, list))
+    written = [entry.target for entry in signature.output_specs if entry.kind in _WRITES]
+    if written:
+        raise TraceError(
+            f"the ExportedProgram writes {written[0]!r} by returning it, which run_decompositions() does; "
+            "pass what torch.export.export returned, or the model itself"
+        )
     values = [result for entry, result in zip(signature.output_specs, results, strict=True) if entry in kept]
     spec = program.call_spec.out_spec
     output = pytree.tree_unflatten([_fake(value) for value in values], spec) if spec is not None else values
-    names_out, loss = _names(output)
+    names_out, loss, places = _names(output)
     symbols = [_batch_symbol(nodes[name]) for name in names]
     batch = next((symbol for symbol in symbols if symbol is not None), None)
     batched = frozenset(
@@ -61,6 +69,7 @@ def accept_exported(program: ExportedProgram) -> Traced:
         model=module,
         inputs=tuple(names),
         outputs=names_out,
+        output_places=places,
         loss=loss,
         report=TraceReport("given", notes=("the user's own ExportedProgram",)),
         batch_size=examples[min(batched)].shape[0] if batched else None,
@@ -82,13 +91,14 @@ def accept_graph_module(
             f"the GraphModule has the inputs {', '.join(names)}; expected a tensor for each of them, found "
             f"{len(given)} example values"
         )
-    names_out, loss = _names(module.graph.output_node().args[0])
+    names_out, loss, places = _names(_returned(module))
     examples = dict(zip(names, given, strict=False))
     return Traced(
         program=_without_guards(module),
         model=module,
         inputs=tuple(names),
         outputs=names_out,
+        output_places=places,
         loss=loss,
         report=TraceReport("given", notes=("the user's own GraphModule",)),
         batch_size=batch_size,
@@ -98,6 +108,16 @@ def accept_graph_module(
         examples=examples,
         call=_caller(module, tuple(args), kwargs, tuple(names), names_out) if examples else None,
     )
+
+
+def _returned(module: fx.GraphModule) -> Any:
+    """Returns what the module returns, in its form, which the graph of `ExportedProgram.module()` lacks."""
+    output = module.graph.output_node().args[0]
+    info = getattr(module.graph._codegen, "pytree_info", None)
+    if info is None or info.out_spec is None:
+        return output
+    assert isinstance(output, tuple | list)
+    return pytree.tree_unflatten([_fake(value) for value in output], info.out_spec)
 
 
 def _without_guards(module: fx.GraphModule) -> fx.GraphModule:
@@ -128,7 +148,8 @@ def _caller(
         put = [tensors[next(waiting)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         positional, keywords = pytree.tree_unflatten(put, spec)
         named = named_outputs(module(*positional, **keywords), has_loss=True)
-        return dict(zip(names_out, (value for _, value in named), strict=True))
+        values = (value for _, value in named if isinstance(value, torch.Tensor))
+        return dict(zip(names_out, values, strict=True))
 
     return call
 
@@ -137,13 +158,20 @@ def _fake(value: Any) -> Any:
     return value.meta.get("val", value) if isinstance(value, fx.Node) else value
 
 
-def _names(output: Any) -> tuple[tuple[str, ...], str | None]:
-    """Returns the output names and the loss's name; a tuple's loss can only be its first element."""
+def _names(output: Any) -> tuple[tuple[str, ...], str | None, tuple[int, ...]]:
+    """Returns the names of outputs that are tensors, the loss's name, and which leaf each of them is.
+
+    A tuple's loss can only be its first element.
+    """
     named = named_outputs(output, has_loss=True, place=0 if loss_place(output) == 0 else None)
+    leaves = pytree.tree_leaves(output)
     names: list[str] = []
-    for name, _ in named:
-        names.append(free_name(name, names, first=1))
-    return tuple(names), "loss" if names and names[0] == "loss" else None
+    places: list[int] = []
+    for name, value in named:
+        if isinstance(value, torch.Tensor | fx.Node):
+            names.append(free_name(name, names, first=1))
+            places.append(next(place for place, leaf in enumerate(leaves) if leaf is value))
+    return tuple(names), "loss" if names and names[0] == "loss" else None, tuple(places)
 
 
 def _batch_symbol(node: fx.Node) -> str | None:

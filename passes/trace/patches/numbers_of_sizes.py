@@ -1,4 +1,4 @@
-"""`len(x)`, `int(x.shape[0])` and `math.sqrt(x.shape[0])`, kept symbolic.
+"""`len(x)`, `int(x.shape[0])`, `int(lengths.max())` and `math.sqrt(x.shape[0])`, kept symbolic.
 
 Python makes plain numbers of them, and the trace would be for the example's size alone.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
@@ -135,6 +136,8 @@ class _Number(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], torch.SymInt | torch.SymFloat):
             return cls.of_a_size(getattr(args[0], _WHOLE, args[0]))
+        if cls is _Int and len(args) == 1 and _is_whole(args[0]):
+            return args[0].item()
         return cls.plain(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -142,6 +145,13 @@ class _Number(type):
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         return issubclass(subclass, cls.plain)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is a tensor in the trace whose `item()` is a whole number, as `int()` would make one."""
+    if not isinstance(value, FakeTensor):
+        return False
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
 class _Int(metaclass=_Number):
