@@ -283,3 +283,23 @@ def test_what_is_put_into_another_needs_no_copy() -> None:
 
     pipe = pd2bw_fx.split(Turned(), torch.randn(4, 8), cluster=1, costs="analytic", check="full")
     assert "clone" not in pipe.stages[0].source
+
+
+class _Augmenting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y[:, 0] += 1
+        y[:, 1:3] *= x[:, :2]
+        return y.square().mean()
+
+
+def test_what_is_added_to_a_part_is_put_in_its_place_once() -> None:
+    pipe = pd2bw_fx.split(_Augmenting(), torch.randn(4, 8), cluster=1, costs="analytic", check="full")
+    source = pipe.stages[0].source
+
+    assert source.count(".select_scatter(") == 1
+    assert source.count(".slice_scatter(") == 1

@@ -26,6 +26,11 @@ _GUARDS = {
     "_check",
     "_assert",
 }
+_PUTTING = (
+    torch.ops.aten.select_scatter.default,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.diagonal_scatter.default,
+)
 
 
 def remove_guards(draft: Draft) -> None:
@@ -39,7 +44,7 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
     """Removes operators that return their operand's values and gradient.
 
     These are aliases, casts to the tensor's own type, reshapes that lead back to a shape, pairs of
-    transpositions, and `cat` of a single part. Others stay: casts that do something under autocast, copies of
+    transpositions, `cat` of a single part, and what puts a part where it is already. Others stay: casts that do something under autocast, copies of
     memory that is written, and whatever stops a gradient, as every new tensor or view does under `no_grad`.
     """
     written, differentiated = _written_storages(facts), _written_storages(facts, with_gradients=True)
@@ -67,10 +72,20 @@ def _same_before(node: fx.Node, facts: Facts) -> fx.Node | None:
         return node.all_input_nodes[0].all_input_nodes[0]
     if node.target is torch.ops.aten.cat.default:
         return _only_part(node)
+    if node.target in _PUTTING and _is_put_already(node):
+        return cast(fx.Node, node.args[0])
     same = _of_the_same_shape_before(node)
     if any(operator_name(reader) == "embedding_bag" for reader in node.users):
         return None  # F.embedding_bag makes bags of one word each by this
     return same
+
+
+def _is_put_already(node: fx.Node) -> bool:
+    """Whether the same was put there just before: `x[:, 0] += y` adds to the part, and then assigns it."""
+    base = node.args[0] if node.args else None
+    if not isinstance(base, fx.Node) or base.target is not node.target:
+        return False
+    return (base.args[1:], base.kwargs) == (node.args[1:], node.kwargs)
 
 
 def _may_copy(node: fx.Node, same: fx.Node, facts: Facts) -> bool:
