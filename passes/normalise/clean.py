@@ -44,8 +44,9 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
     """Removes operators that return their operand's values and gradient.
 
     These are aliases, casts to the tensor's own type, reshapes that lead back to a shape, pairs of
-    transpositions, `cat` of a single part, and what puts a part where it is already. Others stay: casts that do something under autocast, copies of
-    memory that is written, and whatever stops a gradient, as every new tensor or view does under `no_grad`.
+    transpositions, `cat` of a single part, and what puts a part where it is already. Others stay: casts that
+    do something under autocast, copies of memory that is written, and whatever stops a gradient, as every new
+    tensor or view does under `no_grad`.
     """
     written, differentiated = _written_storages(facts), _written_storages(facts, with_gradients=True)
     for node in list(draft.graph.nodes):
