@@ -54,6 +54,7 @@ class Deadline:
 
     def stop(self) -> None:
         self._is_stopped = True
+        self._end = 0.0
         if self._within is not None:
             self._within.stop()
 
@@ -63,8 +64,6 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        if self.is_stopped:
-            return 0.0
         left_s = max(0.0, self._end - time.perf_counter())
         return left_s if self._within is None else min(left_s, self._within.left_s)
 

@@ -20,7 +20,7 @@ from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes, format_seconds
 
 from .choices import Choices, Deadline
-from .constrain import constrain
+from .constrain import constrain, devices_meant
 from .gradient_sums import GradientSums
 from .instance import Flags, Instance, Integers, Loads, evaluate
 from .memory_kept import METHODS
@@ -273,9 +273,9 @@ def _what_ifs(plan: Plan, problem: Problem, cluster: Cluster, options: dict[str,
         yield _WhatIf('recompute="auto"', problem, cluster, options | {"recompute": "auto"})
     if options["recompute"] is True:
         yield _WhatIf('recompute="auto" in place of True', problem, cluster, options | {"recompute": "auto"})
+    capped = {at for given in options["constraints"].memory_bytes for at in devices_meant(cluster, given)}
     for stage in plan.stages:
-        cap = options["constraints"].memory_bytes
-        if stage.device in cap or stage.device_name in cap:
+        if stage.device in capped:
             continue  # the user's own cap would hide the change
         more = _with_memory(cluster, stage.device, GIB)
         name = f"{format_bytes(GIB)} more on {stage.device_name}"

@@ -16,7 +16,6 @@ from pd2bw_fx.passes.partition.search.search import search
 from pd2bw_fx.units import format_bytes, format_seconds
 
 _TIME_S, _STAGES_TIME_S = 4.0, 4.0  # for memory and recomputation, and for more stages
-_HALVINGS = 7
 _PLENTY_BYTES = 10**18  # stands for no limit
 _ANY, _FINE = 0.999, 0.01  # gaps: any plan will do; its time is printed
 _DEVICES_TRIED = 3
@@ -99,7 +98,7 @@ def _least_more(
     if some is None:
         return None
     too_few, enough = 0, some[0]
-    for _ in range(_HALVINGS):
+    while too_few < (1 - _FINE) * enough - 1:
         middle = (too_few + enough) // 2
         fewer = planned(middle, _ANY)
         too_few, enough = (middle, enough) if fewer is None else (too_few, min(middle, fewer[0]))
