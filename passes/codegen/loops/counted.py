@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .tokens import Token, text_of
 
-Place = tuple[int, int]  # of a token: line of the round, and where in it
+TokenAt = tuple[int, int]  # a token of a round: its line in the round, and its place in the line
 
 _OPERATORS = re.compile(r"[-+*/%@.]|\*\*|//")
 
@@ -23,7 +23,7 @@ class Counting:
     """
 
     values: tuple[str, ...]
-    tokens: Mapping[Place, Token]
+    tokens: Mapping[TokenAt, Token]
     is_range: bool = True
 
     def header(self, name: str) -> str:
@@ -41,7 +41,7 @@ class Counting:
         return f"range({first}, {stop})" if first else f"range({stop})"
 
 
-def counting(columns: Mapping[Place, Sequence[str]], number: int) -> Counting | None:
+def counting(columns: Mapping[TokenAt, Sequence[str]], number: int) -> Counting | None:
     """Finds a counter for `number` rounds that gives all of these numbers, or returns None."""
     if not columns:
         return Counting(tuple(map(str, range(number))), {})
@@ -55,7 +55,7 @@ def counting(columns: Mapping[Place, Sequence[str]], number: int) -> Counting | 
     return Counting(values, {place: Token("count", "", 1) for place in columns}, is_range=False)
 
 
-def _steps(columns: Mapping[Place, Sequence[int]]) -> Counting | None:
+def _steps(columns: Mapping[TokenAt, Sequence[int]]) -> Counting | None:
     """Expresses sequences of a constant step as multiples of the one with the smallest, plus an offset."""
     steps = {place: column[1] - column[0] for place, column in columns.items()}
     if any(b - a != steps[p] for p, c in columns.items() for a, b in itertools.pairwise(c)):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pd2bw_fx.passes.codegen.layout import WIDTH, Loop, common, free, region_of
 from pd2bw_fx.passes.codegen.method import Statement
 
-from .counted import Counting, Place, spelled
+from .counted import Counting, TokenAt, spelled
 from .entries import Entry
 from .rounds import Rounds
 from .tokens import SUM, Line, Token, line_of, text_of
@@ -22,13 +22,13 @@ class Looped:
     where it is made, or given the name in front of the loop."""
 
     def __init__(
-        self, rounds: Rounds, counted: Counting, naming: Callable[[Place], str], *, renames: bool
+        self, rounds: Rounds, counted: Counting, naming: Callable[[TokenAt], str], *, renames: bool
     ) -> None:
         self.rounds, self.counted = rounds, counted
         self.names = {place: naming(place) for place in rounds.makers()}
         self.renamed: dict[int | str, str] = {}
         self.second: list[str] = []
-        self.befores: dict[Place, str] = {}  # the round before's, where a round has made its own meanwhile
+        self.befores: dict[TokenAt, str] = {}  # the round before's, where a round has made its own meanwhile
         for place, value in rounds.before.items():
             name = self.names[place]
             stands = value if isinstance(value, str) else rounds.flow.name(*rounds.flow.makers[value])
@@ -44,7 +44,7 @@ class Looped:
         self.rows = [list(self._row(line)) for line in range(rounds.length)]
         self.rows[-1] += [line_of(f"{b} = {self.names[place]}").tokens for place, b in self.befores.items()]
 
-    def _is_for_rounds_alone(self, value: int | str, place: Place) -> bool:
+    def _is_for_rounds_alone(self, value: int | str, place: TokenAt) -> bool:
         """Whether a value from before is read where rounds read what this place makes, and nowhere else."""
         rounds = self.rounds
         if isinstance(value, str) or rounds.flow.makers[value][1] < 0:
@@ -82,7 +82,7 @@ class Looped:
         for place, entry in listed:
             yield line_of(f"{entry.name}.append({self.names[place]})").tokens
 
-    def _is_read(self, place: Place) -> bool:
+    def _is_read(self, place: TokenAt) -> bool:
         """Whether what a place makes is read, but for the list."""
         rounds = self.rounds
         if any(maker == place and key != place for key, maker in rounds.carried.items()):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pd2bw_fx.passes.codegen.layout import free
 from pd2bw_fx.passes.codegen.method import Statement
 
-from .counted import Counting, Place, counting
+from .counted import Counting, TokenAt, counting
 from .entries import BodyLines
 from .tokens import REVERSED, SUM, Token, line_of, text_of
 
@@ -45,11 +45,13 @@ class Rounds:
         self.lines, self.flow, self.taken = body.lines, body.flow, body.names
         self.number = 0
         # What makes each thing that a round reads, in this round or the one before.
-        self.carried: dict[Place, Place] = {}
-        self.before: dict[Place, int | str] = {}  # of what is read in the next round: its value in the first
-        self.from_before: set[Place] = set()  # where that is read
-        self.late: set[Place] = set()  # read in the next round when that has made its own
-        self.listed: dict[Place, Listed] = {}
+        self.carried: dict[TokenAt, TokenAt] = {}
+        self.before: dict[
+            TokenAt, int | str
+        ] = {}  # of what is read in the next round: its value in the first
+        self.from_before: set[TokenAt] = set()  # where that is read
+        self.late: set[TokenAt] = set()  # read in the next round when that has made its own
+        self.listed: dict[TokenAt, Listed] = {}
 
     def found(self, number: int) -> Counting | None:
         """What this many rounds count with; None where they are not the rounds of one loop."""
@@ -77,46 +79,46 @@ class Rounds:
     def end(self) -> int:
         return self.start + self.number * self.length
 
-    def line(self, place: Place, number: int) -> int:
+    def line(self, place: TokenAt, number: int) -> int:
         """The body's line at a place of this round."""
         return self.start + number * self.length + place[0]
 
-    def name(self, place: Place, number: int) -> str:
+    def name(self, place: TokenAt, number: int) -> str:
         return self.flow.name(self.line(place, number), place[1])
 
-    def values(self, place: Place) -> list[int | str]:
+    def values(self, place: TokenAt) -> list[int | str]:
         """What the name at a place stands for in each round."""
         return [self.flow.values[self.line(place, r)][place[1]] for r in range(self.number)]
 
     @property
-    def namings(self) -> tuple[Callable[[Place], str], ...]:
+    def namings(self) -> tuple[Callable[[TokenAt], str], ...]:
         """Ways to choose a name for what all rounds make at a place, the best first."""
         return self._authors, self.plainest, self._shortest, self._first, self._last
 
-    def _authors(self, place: Place) -> str:
+    def _authors(self, place: TokenAt) -> str:
         """In a loop each round's `h` can be `h`, which beside one another they could not."""
         entry = self.body[self.line(place, 0)]
         return (entry.named if isinstance(entry, Statement) else "") or self.plainest(place)
 
-    def plainest(self, place: Place) -> str:
+    def plainest(self, place: TokenAt) -> str:
         """`hidden` of hidden_2, hidden_3, ..; the last round's, for then no other needs it."""
         name = self._last(place) if self._last(place) != "_" else self._shortest(place)
         plain = re.sub(r"_\d+$", "", name)
         return plain if plain in self.whole.assigned or plain not in self.taken else name
 
-    def _shortest(self, place: Place) -> str:
+    def _shortest(self, place: TokenAt) -> str:
         names = [name for r in range(self.number) if (name := self.name(place, r)) != "_"]
         return min(names, key=len, default="_")
 
-    def _first(self, place: Place) -> str:
+    def _first(self, place: TokenAt) -> str:
         return self.name(place, 0)
 
-    def _last(self, place: Place) -> str:
+    def _last(self, place: TokenAt) -> str:
         return self.name(place, self.number - 1)
 
-    def _columns(self) -> dict[Place, list[str]]:
+    def _columns(self) -> dict[TokenAt, list[str]]:
         """The numbers that are not the same in all rounds."""
-        found: dict[Place, list[str]] = {}
+        found: dict[TokenAt, list[str]] = {}
         for line in range(self.length):
             for at, token in enumerate(self.lines[self.start + line].tokens):
                 if token.kind == "number":
@@ -151,17 +153,17 @@ class Rounds:
                     self.late |= {maker} if line > maker[0] else set()
         return True
 
-    def _maker(self, value: int | str) -> tuple[int, Place] | None:
+    def _maker(self, value: int | str) -> tuple[int, TokenAt] | None:
         """The round that makes a value, and where; None for one from before."""
         line, at = self.flow.makers[value] if isinstance(value, int) else (-1, -1)
         if line < self.start:
             return None
         return (line - self.start) // self.length, ((line - self.start) % self.length, at)
 
-    def _read_in_lists(self, end: int) -> dict[Place, list[Read]] | None:
+    def _read_in_lists(self, end: int) -> dict[TokenAt, list[Read]] | None:
         """Where what all rounds make is read from the line `end` on; None where what others than the last
         make is read in another way than in lists of all rounds'."""
-        found: dict[Place, list[Read]] = {}
+        found: dict[TokenAt, list[Read]] = {}
         for place in self.makers():
             values = self.values(place)
             reads = [self.whole.reads_from(end, value) for value in values]
@@ -173,9 +175,9 @@ class Rounds:
                 found[place] = list(dict.fromkeys(runs))
         return found
 
-    def _named(self, reads: Mapping[Place, Sequence[Read]]) -> dict[Place, Listed]:
+    def _named(self, reads: Mapping[TokenAt, Sequence[Read]]) -> dict[TokenAt, Listed]:
         """Lists for what is read in them."""
-        found: dict[Place, Listed] = {}
+        found: dict[TokenAt, Listed] = {}
         for place, runs in reads.items():
             names = {listed.name for listed in found.values()}
             entries = [self.body[at] for at in (self.line(place, 0), *(run.line for run in runs))]
@@ -190,14 +192,14 @@ class Rounds:
         """Names in the rounds and behind them; others may be given to something else now."""
         return set[str]().union(*(line.names for line in self.lines[self.start :]))
 
-    def makers(self) -> Iterator[Place]:
+    def makers(self) -> Iterator[TokenAt]:
         """Where a round makes something."""
         for line in range(self.length):
             for at in self.flow.values[self.start + line]:
                 if at < 0 or at in self.lines[self.start + line].targets:
                     yield line, at
 
-    def _runs(self, values: Sequence[int | str], reads: Sequence[Place]) -> Iterator[Read]:
+    def _runs(self, values: Sequence[int | str], reads: Sequence[TokenAt]) -> Iterator[Read]:
         """Where what all rounds make is read, one after another."""
         for line, at in reads:
             tokens, stands = self.lines[line].tokens, self.flow.values[line]
