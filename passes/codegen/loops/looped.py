@@ -29,10 +29,10 @@ class Looped:
         self.renamed: dict[int | str, str] = {}
         self.second: list[str] = []
         self.befores: dict[TokenAt, str] = {}  # the round before's, where a round has made its own meanwhile
-        for place, value in rounds.before.items():
+        for place, value in rounds.links.before.items():
             name = self.names[place]
             stands = value if isinstance(value, str) else rounds.flow.name(*rounds.flow.makers[value])
-            if place in rounds.late:
+            if place in rounds.links.late:
                 name = self.befores[place] = stands if renames else free(f"{name}_before", rounds.taken)
             if name == stands:
                 continue
@@ -51,7 +51,7 @@ class Looped:
             return False
         first = range(rounds.start, rounds.start + rounds.length)
         return all(
-            line in first and rounds.carried.get((line - rounds.start, at)) == place
+            line in first and rounds.links.carried.get((line - rounds.start, at)) == place
             for line, at in rounds.whole.reads_from(0, value)
             if (line, at) != rounds.flow.makers[value]
         )
@@ -62,11 +62,11 @@ class Looped:
         source = rounds.lines[rounds.start + line]
         tokens = list(source.tokens)
         for at, token in enumerate(() if source.is_loop else source.tokens):
-            maker = rounds.carried.get((line, at))
+            maker = rounds.links.carried.get((line, at))
             if maker is None:
                 tokens[at] = self.counted.tokens.get((line, at), token)
             else:
-                before = self.befores.get(maker) if (line, at) in rounds.from_before else None
+                before = self.befores.get(maker) if (line, at) in rounds.links.from_before else None
                 tokens[at] = replace(token, text=before or self.names[maker])
         listed = [(place, entry) for place, entry in rounds.listed.items() if place[0] == line]
         targets = source.targets
@@ -85,7 +85,7 @@ class Looped:
     def _is_read(self, place: TokenAt) -> bool:
         """Whether what a place makes is read, but for the list."""
         rounds = self.rounds
-        if any(maker == place and key != place for key, maker in rounds.carried.items()):
+        if any(maker == place and key != place for key, maker in rounds.links.carried.items()):
             return True
         last, listed = rounds.values(place)[-1], rounds.listed[place].reads
         inside = {(read.line, at) for read in listed for at in range(read.first, read.last + 1)}

@@ -1,11 +1,11 @@
-"""What the rounds of a loop of the author's have in common, which a trace has one after another."""
+"""What the rounds of a loop have in common, which a trace has one after another."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pd2bw_fx.passes.codegen.layout import free
@@ -15,12 +15,15 @@ from .counted import Counting, TokenAt, counting
 from .entries import BodyLines
 from .tokens import REVERSED, SUM, Token, line_of, text_of
 
-_FIRST_ROUNDS = 3  # whether numbers count up, and what is handed on, shows in these
+_FIRST_ROUNDS = 3  # enough to see whether numbers count up, and what is handed on
 _NUM_TOKENS = {text: len(line_of(text).tokens) for text in (", ", " + ", " + 0 + ")}
 
 
 class Read(NamedTuple):
-    """From the first to the last of these tokens: one by one in a list, from its end on, or added up."""
+    """A run of tokens, `first` to `last`, that reads what all rounds make.
+
+    The values stand one by one in a list, in a list from its end on, or in a sum.
+    """
 
     line: int
     first: int
@@ -30,78 +33,91 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What the lines of one place make, put into a list round by round, and where all of it is read."""
+    """A list into which each round puts what it makes at one place, and where the list is read."""
 
     name: str
     reads: tuple[Read, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How the names in a round are bound to what this round or the one before makes."""
+
+    # A name that a round reads -> where this round or the one before it makes the value.
+    carried: Mapping[TokenAt, TokenAt] = field(default_factory=dict)
+    # Where a round makes what the next one reads -> the value that the first round reads instead.
+    before: Mapping[TokenAt, int | str] = field(default_factory=dict)
+    # Names that read a value of the round before.
+    from_before: frozenset[TokenAt] = frozenset()
+    # Where a round makes what the next one still reads once it has made its own.
+    late: frozenset[TokenAt] = frozenset()
+
+
 class Rounds:
-    """Rounds of `length` entries, the first of which begins at `start`."""
+    """Rounds of `length` entries, the first of which begins at `start`.
+
+    `number`, `links` and `listed` are those of the rounds that `found` has found.
+    """
 
     def __init__(self, body: BodyLines, start: int, length: int) -> None:
         self.whole = body
         self.body, self.start, self.length = body.entries, start, length
         self.lines, self.flow, self.taken = body.lines, body.flow, body.names
         self.number = 0
-        # What makes each thing that a round reads, in this round or the one before.
-        self.carried: dict[TokenAt, TokenAt] = {}
-        self.before: dict[
-            TokenAt, int | str
-        ] = {}  # of what is read in the next round: its value in the first
-        self.from_before: set[TokenAt] = set()  # where that is read
-        self.late: set[TokenAt] = set()  # read in the next round when that has made its own
-        self.listed: dict[TokenAt, Listed] = {}
+        self.links = Links()
+        self.listed: Mapping[TokenAt, Listed] = {}
 
     def found(self, number: int) -> Counting | None:
-        """What this many rounds count with; None where they are not the rounds of one loop."""
+        """Returns what this many rounds count with; None where they are not the rounds of one loop."""
         if not self.may_end(number, self.start + number * self.length):
             return None
         self.number = number
         counted = counting(self._columns(), number)
-        if counted is None or not self._is_carried_on():
+        links = None if counted is None else self._link_rounds()
+        listed = None if links is None else self._collect_lists()
+        if links is None or listed is None:
             return None
-        reads = self._read_in_lists(self.end)
-        if reads is None:
-            return None
-        self.listed = self._named(reads)
+        self.links, self.listed = links, listed
         return counted
 
     def may_end(self, number: int, end: int) -> bool:
-        """Whether the first rounds are like those of a loop of this number that ends there: they are if all
-        of them are. It spares going through a long run of lines from each of its lines in vain."""
+        """Whether the first rounds are like those of a loop of this number that ends there.
+
+        They are if all rounds are. Checking them first spares going through a long run of lines from each of
+        its lines in vain.
+        """
         self.number = min(number, _FIRST_ROUNDS)
-        if self._read_in_lists(end) is None or counting(self._columns(), self.number) is None:
+        if self._list_reads(end) is None or counting(self._columns(), self.number) is None:
             return False
-        return self._is_carried_on()
+        return self._link_rounds() is not None
 
     @property
     def end(self) -> int:
         return self.start + self.number * self.length
 
     def line(self, place: TokenAt, number: int) -> int:
-        """The body's line at a place of this round."""
+        """Returns the line of the body at a place of this round."""
         return self.start + number * self.length + place[0]
 
     def name(self, place: TokenAt, number: int) -> str:
         return self.flow.name(self.line(place, number), place[1])
 
     def values(self, place: TokenAt) -> list[int | str]:
-        """What the name at a place stands for in each round."""
+        """Returns what the name at a place stands for, round by round."""
         return [self.flow.values[self.line(place, r)][place[1]] for r in range(self.number)]
 
     @property
     def namings(self) -> tuple[Callable[[TokenAt], str], ...]:
-        """Ways to choose a name for what all rounds make at a place, the best first."""
+        """The ways to choose a name for what all rounds make at a place, the best first."""
         return self._authors, self.plainest, self._shortest, self._first, self._last
 
     def _authors(self, place: TokenAt) -> str:
-        """In a loop each round's `h` can be `h`, which beside one another they could not."""
+        """Returns the author's name: in a loop, unlike in lines beside one another, each `h` can be `h`."""
         entry = self.body[self.line(place, 0)]
         return (entry.named if isinstance(entry, Statement) else "") or self.plainest(place)
 
     def plainest(self, place: TokenAt) -> str:
-        """`hidden` of hidden_2, hidden_3, ..; the last round's, for then no other needs it."""
+        """Returns the last round's name without its number, if free: `hidden` for hidden_2, hidden_3, .."""
         name = self._last(place) if self._last(place) != "_" else self._shortest(place)
         plain = re.sub(r"_\d+$", "", name)
         return plain if plain in self.whole.assigned or plain not in self.taken else name
@@ -117,7 +133,7 @@ class Rounds:
         return self.name(place, self.number - 1)
 
     def _columns(self) -> dict[TokenAt, list[str]]:
-        """The numbers that are not the same in all rounds."""
+        """Returns the numbers that are not the same in all rounds, round by round."""
         found: dict[TokenAt, list[str]] = {}
         for line in range(self.length):
             for at, token in enumerate(self.lines[self.start + line].tokens):
@@ -127,10 +143,16 @@ class Rounds:
                         found[line, at] = column
         return found
 
-    def _is_carried_on(self) -> bool:
-        """Whether each name of a round stands for what the same place of all rounds makes, in the round
-        itself or in the one before, or for one value from before them all."""
-        self.carried, self.before, self.from_before, self.late = {}, {}, set(), set()
+    def _link_rounds(self) -> Links | None:
+        """Finds how the names of a round are bound; None where it is not alike in all rounds.
+
+        Each name stands for what the same place of all rounds makes, in the round itself or the one before,
+        or for one value from before all rounds.
+        """
+        carried: dict[TokenAt, TokenAt] = {}
+        before: dict[TokenAt, int | str] = {}
+        from_before: set[TokenAt] = set()
+        late: set[TokenAt] = set()
         for line in range(self.length):
             for at in self.flow.values[self.start + line]:
                 values = self.values((line, at))
@@ -138,31 +160,33 @@ class Rounds:
                 last = makers[-1]
                 if last is None:
                     if len(set(values)) > 1:
-                        return False
+                        return None
                     continue
                 made, maker = last
                 back = self.number - 1 - made
                 wanted = [(r - back, maker) for r in range(self.number)]
                 if back > 1 or makers[back:] != wanted[back:]:
-                    return False
-                if back and (makers[0] is not None or self.before.setdefault(maker, values[0]) != values[0]):
-                    return False
-                self.carried[line, at] = maker
+                    return None
+                if back and (makers[0] is not None or before.setdefault(maker, values[0]) != values[0]):
+                    return None
+                carried[line, at] = maker
                 if back:
-                    self.from_before.add((line, at))
-                    self.late |= {maker} if line > maker[0] else set()
-        return True
+                    from_before.add((line, at))
+                    late |= {maker} if line > maker[0] else set()
+        return Links(carried, before, frozenset(from_before), frozenset(late))
 
     def _maker(self, value: int | str) -> tuple[int, TokenAt] | None:
-        """The round that makes a value, and where; None for one from before."""
+        """Returns the round that makes a value, and where; None for a value from before all rounds."""
         line, at = self.flow.makers[value] if isinstance(value, int) else (-1, -1)
         if line < self.start:
             return None
         return (line - self.start) // self.length, ((line - self.start) % self.length, at)
 
-    def _read_in_lists(self, end: int) -> dict[TokenAt, list[Read]] | None:
-        """Where what all rounds make is read from the line `end` on; None where what others than the last
-        make is read in another way than in lists of all rounds'."""
+    def _list_reads(self, end: int) -> dict[TokenAt, list[Read]] | None:
+        """Finds where what all rounds make is read as a list or sum, from the line `end` on, by place.
+
+        The result is None where what a round other than the last makes is read in another way.
+        """
         found: dict[TokenAt, list[Read]] = {}
         for place in self.makers():
             values = self.values(place)
@@ -175,8 +199,11 @@ class Rounds:
                 found[place] = list(dict.fromkeys(runs))
         return found
 
-    def _named(self, reads: Mapping[TokenAt, Sequence[Read]]) -> dict[TokenAt, Listed]:
-        """Lists for what is read in them."""
+    def _collect_lists(self) -> dict[TokenAt, Listed] | None:
+        """Names a list for each place whose values are read in one; None where `_list_reads` gives None."""
+        reads = self._list_reads(self.end)
+        if reads is None:
+            return None
         found: dict[TokenAt, Listed] = {}
         for place, runs in reads.items():
             names = {listed.name for listed in found.values()}
@@ -189,18 +216,18 @@ class Rounds:
 
     @functools.cached_property
     def from_here_on(self) -> set[str]:
-        """Names in the rounds and behind them; others may be given to something else now."""
+        """The names in the rounds and behind them; any other may be given to something else now."""
         return set[str]().union(*(line.names for line in self.lines[self.start :]))
 
     def makers(self) -> Iterator[TokenAt]:
-        """Where a round makes something."""
+        """Yields the places where a round makes something."""
         for line in range(self.length):
             for at in self.flow.values[self.start + line]:
                 if at < 0 or at in self.lines[self.start + line].targets:
                     yield line, at
 
-    def _runs(self, values: Sequence[int | str], reads: Sequence[TokenAt]) -> Iterator[Read]:
-        """Where what all rounds make is read, one after another."""
+    def _runs(self, values: Sequence[int | str], reads: Sequence[tuple[int, int]]) -> Iterator[Read]:
+        """Yields the runs of tokens that read these values, one after another."""
         for line, at in reads:
             tokens, stands = self.lines[line].tokens, self.flow.values[line]
             for form, found in (("", values), (REVERSED, values[::-1])):
@@ -220,7 +247,7 @@ def _end_of_run(
     first: str,
     between: str,
 ) -> int | None:
-    """The last token of these values with this between them; None where they do not begin at `at`."""
+    """Returns the last token of these values, with these texts between them; None if they are not at `at`."""
     for place, value in enumerate(values):
         if place:
             apart = first if place == 1 else between
@@ -234,7 +261,7 @@ def _end_of_run(
 
 
 def _is_a_sum(tokens: Sequence[Token], at: int, end: int) -> bool:
-    """Whether nothing beside a sum takes a part of it: `2 * a + 0 + b`, `a + 0 + b.mean()`."""
+    """Whether a sum stands for itself: in `2 * a + 0 + b` and `a + 0 + b.mean()` it does not."""
     before, after = text_of(tokens[:at]), text_of(tokens[end + 1 :])
     is_first = before == "return " or before.endswith(("= ", "(", "[", ", "))
     return is_first and (not after or after.startswith((")", "]", ",", " + ", " - ")))
