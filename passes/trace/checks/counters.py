@@ -1,11 +1,11 @@
-"""Whether a program depends on numbers that go on from call to call: at other counts it is traced again.
+"""Refuses a model whose program depends on how often it was called, by tracing it at other counts.
 
-if self.step % 4 == 0: ..       asked in the second call, and answered otherwise in the fourth
-self.step = (self.step + 1) % 100
+if self.step % 4 == 0: ..            asked in the second call, and answered otherwise in the fourth
+self.step = (self.step + 1) % 100    a count that begins again
 
-A trace with followed numbers says what was asked, and what a call leaves for the next; see
-`followed_numbers.py`. Calls that answer in other ways are one trace each, and a counter that nobody asks
-for is one at a count far away.
+A trace with followed numbers (`followed_numbers.py`) tells what the forward asks, and what a call leaves for
+the next one. Each other set of answers among later calls is traced once. A counter that the forward asks
+nothing of is traced once more, at a count far away.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pd2bw_fx.errors import Pd2bwError, TraceError
 from .followed_numbers import Reads, far_states, next_states
 from .watch import Change
 
-_MANY = 1000  # calls, after which a condition on their number is another
-_COMMON_MULTIPLE = 504_000  # of the usual periods
-_MOST = 12  # traces
+_MANY = 1000  # calls after which a counter is traced once more
+_COMMON_MULTIPLE = 504_000  # a multiple of the usual periods
+_MOST = 12  # traces of one model
 
 
 def require_no_count(
     counters: Sequence[Change], trace_again: Callable[..., None], left_in: Mapping[int, Any]
 ) -> None:
-    """Calls `trace_again`, which raises TraceError for another program, in a second call and in later ones;
-    `left_in` has what the last call has left in the counters.
+    """Traces the model again, as in a second call and in later ones.
 
-    Raises TraceError where more is asked of the counters than can be tried.
+    `trace_again` raises TraceError if the program differs. `left_in` has what the last call left in the
+    counters. Raises TraceError where the counters are asked more than can be tried.
     """
     second = [change.after for change in counters]
     by = [change.after - change.before for change in counters]
@@ -43,7 +43,7 @@ def require_no_count(
         try:
             trace_again(is_second=state is second)
             return [left_in[at] for at in range(len(counters))]
-        except Pd2bwError:  # maybe of a number that is not taken for one
+        except Pd2bwError:  # perhaps because a followed number is not taken for a number
             reads.is_lost = True
             _put(counters, state)
             trace_again(is_second=state is second)
@@ -73,7 +73,7 @@ def require_no_count(
 def _answered_otherwise(
     asked: Reads, tried: Sequence[Sequence[Any]], later: Sequence[list[Any]]
 ) -> list[Any] | None:
-    """The first call that answers what is asked in a way that none that was tried does."""
+    """Returns the first call whose answers no call that was tried has, or None."""
     known = set(map(asked.answers, tried))
     return next((state for state in later if asked.answers(state) not in known), None)
 
@@ -86,8 +86,11 @@ def _put(counters: Sequence[Change], values: Sequence[Any]) -> None:
 def _at_common_periods(
     later: Sequence[list[Any]], second: Sequence[Any], by: Sequence[Any]
 ) -> list[list[Any]]:
-    """For numbers that were made into something else: where a count is a multiple, and just before that; of
-    numbers that begin again, where they are least and largest."""
+    """Returns states to try where numbers were lost track of.
+
+    They are a common multiple of the usual periods and the call before it, or the least and largest value of
+    a count that begins again.
+    """
     found: list[list[Any]] = []
     for at, (start, step) in enumerate(zip(second, by, strict=True)):
         if not later or not step:

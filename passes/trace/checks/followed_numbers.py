@@ -18,20 +18,20 @@ from typing import Any
 
 _State = Sequence[Any]  # the numbers that a call begins with
 _Of = Callable[[_State], Any]
-_NUM_CALLS = 4096  # that are looked at one after another
-_FURTHEST = 48  # in powers of two
+_NUM_CALLS = 4096  # calls that are looked at one after another
+_FURTHEST = 48  # the furthest call is below 2**48
 
 
 @dataclass(slots=True)
 class Reads:
-    """What runs ask of their followed numbers."""
+    """The questions that traces have asked of followed numbers."""
 
     questions: dict[str, _Of] = field(default_factory=dict)
-    constants: set[Any] = field(default_factory=set)  # that they meet
-    is_lost: bool = False  # one became something that is not followed
+    constants: set[Any] = field(default_factory=set)  # that they are combined with
+    is_lost: bool = False  # some number became a value that is not followed
 
     def answers(self, state: _State) -> tuple[bool | None, ...]:
-        """To all questions, where a call begins with these numbers; None where a question has no answer."""
+        """Returns the answers in a call that begins with `state`; None for a question that has no answer."""
         return tuple(_answer(of, state) for of in self.questions.values())
 
     def followed(self, state: _State) -> list[Any]:
@@ -43,8 +43,11 @@ def _entry(at: int) -> _Of:
 
 
 def next_state(state: _State, left: Sequence[Any], by: Sequence[Any]) -> list[Any]:
-    """What the next call begins with. `left` is what a call has left; `by` what is added where that is not
-    known to be made of the number before."""
+    """Returns the numbers that the next call begins with.
+
+    `left` is what a call has left. `by` is added to a number that is not known to be computed from the one
+    before.
+    """
     return [
         plain(found._of(state)) if isinstance(found, _Followed) else value + step
         for value, found, step in zip(state, left, by, strict=True)
@@ -59,7 +62,7 @@ def _answer(of: _Of, state: _State) -> bool | None:
 
 
 def next_states(state: _State, left: Sequence[Any], by: Sequence[Any]) -> Iterator[list[Any]]:
-    """What the next some thousand calls begin with."""
+    """Yields the numbers that each of the next calls begins with."""
     current = list(state)
     with suppress(ArithmeticError, ValueError, TypeError):
         for _ in range(_NUM_CALLS):
@@ -68,7 +71,7 @@ def next_states(state: _State, left: Sequence[Any], by: Sequence[Any]) -> Iterat
 
 
 def far_states(state: _State, left: Sequence[Any], by: Sequence[Any], reads: Reads) -> Iterator[list[Any]]:
-    """Of later calls those where numbers reach what they are compared with, if each call adds the same."""
+    """Yields later calls in which numbers reach the constants that they meet, if each call adds the same."""
     if not all(not isinstance(found, _Followed) or found._is_sum for found in left):
         return
     calls = {2**power for power in range(12, _FURTHEST)}
@@ -91,7 +94,7 @@ class _Followed:
     _reads: Reads
     _of: _Of
     _text: str
-    _is_sum: bool  # of what a call began with and constants
+    _is_sum: bool  # a number that the call began with, plus constants
 
     def __bool__(self) -> bool:
         return _asked(self._reads, f"bool({self._text})", bool(plain(self)), self._of)
@@ -152,7 +155,7 @@ class _Float(_Followed, float):  # type: ignore[misc]
     __hash__ = _Followed.__hash__
 
 
-# What gives the number that it stands for, and asks it nothing.
+# Functions that return the plain number without counting as a question.
 _PLAIN: Mapping[type, Callable[[Any], Any]] = {_Int: int.__int__, _Float: float.__float__}
 
 
@@ -181,7 +184,7 @@ def _operand(value: Any) -> tuple[_Of, str]:
 
 
 def _computed(name: str, function: Callable[[Any, Any], Any], *operands: Any) -> Any:
-    """The result of plain numbers; followed itself where both operands are plain numbers or followed."""
+    """Returns the result on plain numbers, followed too where both operands are numbers."""
     one, other = map(_as_pythons, operands)
     result = function(plain(one), plain(other))
     reads: Reads = next(value._reads for value in (one, other) if isinstance(value, _Followed))
@@ -201,7 +204,7 @@ def _computed(name: str, function: Callable[[Any, Any], Any], *operands: Any) ->
 
 
 def _as_pythons(number: Any) -> Any:
-    """`numpy.float64` is a float, and makes what Python's own does not make."""
+    """Converts numpy.float64, which is a float but computes by numpy's rules."""
     if isinstance(number, _Followed) or type(number) in (bool, int, float):
         return number
     return float(number) if isinstance(number, float) else number

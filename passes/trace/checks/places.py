@@ -1,4 +1,4 @@
-"""Where a forward may keep plain numbers, generators and lists beside the attributes of its modules.
+"""Finds where a forward may keep numbers, generators and lists other than in attributes of its modules.
 
 self.state["step"] += 1        entries of containers and attributes of objects
 Model.calls += 1               attributes of classes
@@ -25,33 +25,33 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pd2bw_fx.attributes import is_of_attributes
 
-LOSS = "loss_fn"  # what the loss is called in names
+LOSS = "loss_fn"  # the loss in names of places
 PLAIN = (bool, int, float, str, type(None))
 _OF_OTHERS = {"torch", "pd2bw_fx", *sys.stdlib_module_names}
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 _DEEPEST = 4  # containers in one another
-_LARGEST = 256  # entries: larger ones are tables
+_LARGEST = 256  # entries of a container; larger ones are taken for tables
 _LARGEST_ARRAY = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An entry of a dict or list, an attribute, or a variable, by the keys that lead to it.
+    """An entry of a dict or list, an attribute, or a variable, found by the keys that lead to it.
 
-    Not by what it is in: a tracer puts back what a forward has changed, and makes containers anew for that.
+    The container itself is not kept: a tracer undoes what a forward has changed, and replaces containers.
     """
 
     root: Any  # the attributes of a module or object, variables of a file, a class, the cell of a closure
     keys: tuple[Any, ...]
     name: str
-    is_outside: bool  # of the model: nothing that puts its attributes back puts this one back
+    is_outside: bool  # not in the model, so that keeping its attributes does not restore this
 
     @property
     def identity(self) -> tuple[Any, ...]:
         return id(self.root), self.keys
 
     def value(self) -> Any:
-        """Raises KeyError or IndexError where there is none any more."""
+        """Returns the value. Raises KeyError or IndexError where the place is gone."""
         value = self.root
         for key in self.keys:
             value = _entry(value, key)
@@ -81,7 +81,7 @@ def _entry(holder: Any, key: Any) -> Any:
 
 
 def places_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[tuple[Place, Any]]:
-    """All such places, with what is in them now. Plain attributes of modules themselves are left out."""
+    """Yields all places with their values, except the plain attributes of modules themselves."""
     known = (module for root in (model, loss_fn) if isinstance(root, nn.Module) for module in root.modules())
     seen = {id(vars(module)) for module in known}
     roots = [("", model), (LOSS, loss_fn)]
@@ -115,7 +115,7 @@ def places_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[
 
 
 def is_of_others(name: str) -> bool:
-    """Whether a file of this name is torch's, Python's or this project's."""
+    """Returns whether a module of this name belongs to torch, Python or this project."""
     return name.partition(".")[0] in _OF_OTHERS
 
 
@@ -160,7 +160,7 @@ def _within(place: Place, value: Any, seen: set[int], depth: int = 0) -> Iterato
         return
     for key, entry in list(inner.items() if isinstance(inner, dict) else enumerate(inner)):
         if isinstance(inner, tuple) and isinstance(entry, PLAIN):
-            continue  # which stays what it is
+            continue  # it cannot change
         if isinstance(value, nn.Module) and key in _OF_ANY_MODULE and key != "_modules":
             continue
         inside = place.inner(key, f".{key}" if is_object else f"[{key!r}]")
@@ -168,12 +168,12 @@ def _within(place: Place, value: Any, seen: set[int], depth: int = 0) -> Iterato
 
 
 def _is_object(value: Any) -> bool:
-    """Whether its attributes are looked at: of modules those that are neither the model's nor the loss's."""
+    """Returns whether places are sought in its attributes; modules of model and loss were seen before."""
     return isinstance(value, nn.Module) or (is_of_attributes(value) and not isinstance(value, ModuleType))
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it draws random numbers; Python's and numpy's own for all are no objects of their kinds."""
+    """Returns whether it is a generator of its own, other than the global ones of Python and numpy."""
     if isinstance(value, random.Random | torch.Generator):
         return True
     numpy = sys.modules.get("numpy")
@@ -181,7 +181,7 @@ def is_generator(value: Any) -> bool:
 
 
 def is_stepped(value: Any) -> bool:
-    """Whether it holds numbers that nothing can follow: `itertools.count`, or numbers of numpy's."""
+    """Returns whether it holds numbers that cannot be followed: an `itertools.count`, or numpy's numbers."""
     if isinstance(value, itertools.count):
         return True
     numpy = sys.modules.get("numpy")
@@ -191,7 +191,7 @@ def is_stepped(value: Any) -> bool:
 
 
 def snapshot(value: Any) -> Any:
-    """To be compared with another one, of the same place later."""
+    """Returns something to compare with a later snapshot of the same place."""
     if isinstance(value, list | deque):
         return len(value)
     if isinstance(value, random.Random):
@@ -252,7 +252,7 @@ def _put_back(place: Place, value: Any, kept: Any) -> None:
 
 
 def step_on(place: Place, before: Any, after: Any, num_calls: int) -> None:
-    """The place as it is after so many calls, if each does what one has done to its snapshot."""
+    """Changes the place to what it is after so many calls that all do what one has done to its snapshot."""
     value = place.value()
     if isinstance(value, list | deque):
         grown = after - before
@@ -271,7 +271,7 @@ def step_on(place: Place, before: Any, after: Any, num_calls: int) -> None:
 
 
 def counted_from(counter: itertools.count[Any], num_calls: int) -> itertools.count[Any]:
-    """One that goes on where this one is, after calls in which it gave one number each."""
+    """Returns a counter that continues after calls that have taken one number each."""
     start, _, step = repr(counter).partition("(")[2].rstrip(")").partition(", ")
     by = _number(step) if step else 1
     return itertools.count(_number(start) + num_calls * by, by)
