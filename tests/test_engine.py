@@ -46,14 +46,16 @@ def test_an_engine_evaluates_on_its_newest_weights_and_goes_on_training(
 
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["losses"] == pytest.approx(result["expected_losses"], rel=1e-12)
-    assert result["evaluated"] == pytest.approx(result["expected_evaluated"], rel=1e-12)
-    assert max(result["weights"]) <= 1e-14
-    assert "differ in dimension 0" in result["refused"]
-    assert result["again"] == result["losses"][0]
-    assert result["closed"] == "this engine was closed; make a new one"
-    assert result["too few"] == f"0 microbatches were given; an update has {num_stages}"
-    assert "destroyed while the engine was open; call engine.close() before" in result["without group"]
+    expected = result["expected"]
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    assert result["evaluations"] == pytest.approx(expected["evaluations"], rel=1e-12)
+    assert max(result["weight differences"]) <= 1e-14
+    assert "differ in dimension 0" in result["refusal of unequal tensors"]
+    assert result["refusal after close"] == "this engine was closed; make a new one"
+    assert result["loss around another engine"] == result["losses"][0]
+    assert result["refusal of no microbatches"] == f"0 microbatches were given; an update has {num_stages}"
+    destroyed = "destroyed while the engine was open; call engine.close() before"
+    assert destroyed in result["refusal without process group"]
 
 
 def test_a_loss_behaves_as_the_number_that_it_is() -> None:

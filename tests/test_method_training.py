@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +16,82 @@ from pd2bw_fx.actions import Shape
 from tests.torchrun import torchrun_of_forks
 
 
-def expected_alive(method: str, shape: Shape, stage: int) -> tuple[int, int]:
-    """Weight versions, and microbatches in flight, of a stage on a rank, by the formulas of the papers."""
-    d, m, replicas = (
-        shape.num_stages,
-        shape.microbatches_per_update,
-        shape.replicas or (1,) * shape.num_stages,
-    )
-    each = m // replicas[stage]  # of an update, on one replica
-    after = d - 1 - stage
-    if method == "2bw":  # arXiv 2006.09503: two versions whatever d; slack holds more
-        return 2, math.ceil(after * (1 + shape.slack)) + 1
-    if method == "pipedream":  # NOAM of the stage and what follows it; a version for each update in flight
-        warm_up = (sum(replicas) - 1 - sum(replicas[:stage])) // replicas[stage]
-        deepest = d - 1 if shape.vertical_sync else warm_up
-        return math.ceil(deepest / each) + 1, warm_up + 1
-    if method in ("pb", "pipemare"):
-        return 1, after + 1
-    if method == "gpipe" or (method == "bapipe" and shape.base == "gpipe"):
-        return 1, each
-    if method in ("1f1b", "bapipe"):
-        return 1, min(each, math.ceil(after * (1 + shape.slack)) + 1)
-    if (
-        method == "zb-h1"
-    ):  # arXiv 2401.10241: weight gradients `stage` microbatches behind, the memory of 1F1B
-        return 1, min(m, d)
-    if method == "zb-h2":
-        return 1, min(m, 2 * d - 1)
-    if method == "zb-auto":
-        assert shape.orders is not None
-        now = [(word[0] == "F") - (word[0] == "W") for word in shape.orders[stage].split()]
-        return 1, max(itertools.accumulate(now))
-    assert method == "ddp"
-    return 1, 1
+@dataclass(frozen=True)
+class At:
+    """A stage of a pipeline, as the papers' formulas see it."""
+
+    shape: Shape
+    stage: int
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return self.shape.replicas or (1,) * self.shape.num_stages
+
+    @property
+    def per_update(self) -> int:
+        """Microbatches of one update on one replica of this stage."""
+        return self.shape.microbatches_per_update // self.replicas[self.stage]
+
+    @property
+    def after(self) -> int:
+        """Stages after this one."""
+        return self.shape.num_stages - 1 - self.stage
+
+    @property
+    def warm_up(self) -> int:
+        """Forwards before the first backward, where a stage may be `slack` times its depth ahead."""
+        return math.ceil(self.after * (1 + self.shape.slack))
+
+
+def pipedream(at: At) -> tuple[int, int]:
+    """arXiv 1806.03377: NOAM of the stage and those after it, and a version for each update in flight."""
+    own = at.replicas[at.stage]
+    warm_up = (sum(at.replicas[at.stage :]) - 1) // own
+    deepest = at.shape.num_stages - 1 if at.shape.vertical_sync else warm_up
+    return math.ceil(deepest / at.per_update) + 1, warm_up + 1
+
+
+def unstashed(at: At) -> tuple[int, int]:
+    """arXiv 2003.11666 and 1910.05124: PipeDream's order on the newest weights alone."""
+    return 1, at.after + 1
+
+
+def gpipe(at: At) -> tuple[int, int]:
+    """arXiv 1811.06965: all forwards of an update come before its backwards."""
+    return 1, at.per_update
+
+
+def one_forward_one_backward(at: At) -> tuple[int, int]:
+    return 1, min(at.per_update, at.warm_up + 1)
+
+
+def searched(at: At) -> tuple[int, int]:
+    """The most microbatches between forward and weight gradient in the order that was found."""
+    assert at.shape.orders is not None
+    changes = [(word[0] == "F") - (word[0] == "W") for word in at.shape.orders[at.stage].split()]
+    return 1, max(itertools.accumulate(changes))
+
+
+# The weight versions of a stage on a rank, and the microbatches in flight.
+EXPECTED_ALIVE: Mapping[str, Callable[[At], tuple[int, int]]] = {
+    "2bw": lambda at: (2, at.warm_up + 1),  # arXiv 2006.09503: two versions, whatever the depth
+    "pipedream": pipedream,
+    "pb": unstashed,
+    "pipemare": unstashed,
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "bapipe": lambda at: gpipe(at) if at.shape.base == "gpipe" else one_forward_one_backward(at),
+    # arXiv 2401.10241: weight gradients are `stage` microbatches behind, so that all stages hold as many as
+    # the first one of 1F1B, or in ZB-H2 about twice that.
+    "zb-h1": lambda at: (1, min(at.shape.microbatches_per_update, at.shape.num_stages)),
+    "zb-h2": lambda at: (1, min(at.shape.microbatches_per_update, 2 * at.shape.num_stages - 1)),
+    "zb-auto": searched,
+    "ddp": lambda at: (1, 1),
+}
 
 
 def expected_on_rank(method: str, shape: Shape, rank: int) -> int:
-    """Microbatches in flight of all stages of a rank together."""
+    """Returns the most microbatches in flight on a rank, those of all its stages together."""
     d, m = shape.num_stages, shape.microbatches_per_update
     if method == "chimera":  # arXiv 2107.06925: from D/2 + 1 at the ends to D in the middle
         return d // 2 + 1 + min(rank, d - 1 - rank)
@@ -70,7 +111,7 @@ def check_alive(run: str, result: dict[str, Any]) -> None:
                 assert of_rank == expected_on_rank(method, shape, rank), (run, rank)
             continue
         for name, (held, needed, in_flight, _) in stages.items():
-            versions, microbatches = expected_alive(method, shape, int(name))
+            versions, microbatches = EXPECTED_ALIVE[method](At(shape, int(name)))
             assert held == versions, (run, rank)
             # Under vertical sync a later stage keeps versions that only microbatches to come will need.
             assert needed == versions or (shape.vertical_sync and int(name) > 0), (run, rank)

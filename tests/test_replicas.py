@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,59 +36,84 @@ LATENCY_S = 0.25
 PLAIN = MemoryModel(optimizer_copies=0)
 
 
-def by_hand(problem: Problem, num_devices: int, memory_bytes: int, m: int) -> float:
-    """The least load of the busiest copy, on links of 2 bytes a second and a latency."""
+def by_hand(problem: Problem, num_devices: int, memory_bytes: int, microbatches_per_update: int) -> float:
+    """Returns the least load of the busiest copy, on links of 2 bytes a second and a latency."""
     best = math.inf
-    place = {block.name: at for at, block in enumerate(problem.blocks)}
-    n = len(problem.blocks)
-    for d in range(1, min(num_devices, n) + 1):
-        for stage_of in itertools.product(range(d), repeat=n):
-            if len(set(stage_of)) < d or any(
-                stage_of[place[v.producer]] > stage_of[place[c]] for v in problem.values for c in v.consumers
-            ):
+    for num_stages in range(1, min(num_devices, len(problem.blocks)) + 1):
+        possible = list(assignments(problem, num_stages))
+        for replicas in itertools.product(range(1, num_devices + 1), repeat=num_stages):
+            if sum(replicas) > num_devices or any(microbatches_per_update % count for count in replicas):
                 continue
-            for r in itertools.product(range(1, num_devices + 1), repeat=d):
-                if sum(r) <= num_devices and all(m % count == 0 for count in r):
-                    loads = [_load(problem, stage_of, place, r, s, memory_bytes, m) for s in range(d)]
-                    best = min(best, max(loads))
+            for assigned in possible:
+                loads = [
+                    load_s(problem, assigned, stage, replicas, memory_bytes, microbatches_per_update)
+                    for stage in range(num_stages)
+                ]
+                best = min(best, max(loads))
     return best
 
 
-def _load(
+def assignments(problem: Problem, num_stages: int) -> Iterator[dict[str, int]]:
+    """Yields the stage of each block: no stage is empty, and no value goes back."""
+    names = [block.name for block in problem.blocks]
+    for stages in itertools.product(range(num_stages), repeat=len(names)):
+        stage_of = dict(zip(names, stages, strict=True))
+        goes_back = any(stage_of[v.producer] > stage_of[c] for v in problem.values for c in v.consumers)
+        if len(set(stages)) == num_stages and not goes_back:
+            yield stage_of
+
+
+def load_s(
     problem: Problem,
-    stage_of: tuple[int, ...],
-    place: dict[str, int],
-    r: tuple[int, ...],
-    s: int,
+    stage_of: Mapping[str, int],
+    stage: int,
+    replicas: Sequence[int],
     memory_bytes: int,
-    m: int,
+    microbatches_per_update: int,
 ) -> float:
-    own = [block for block, stage in zip(problem.blocks, stage_of, strict=True) if stage == s]
-    in_flight = math.ceil(sum(r[s:]) / r[s])
-    links_s, held = 0.0, 0
-    for value in problem.values:
-        source = stage_of[place[value.producer]]
-        targets = {stage_of[place[name]] for name in value.consumers} - {source}
-        crossings = len(targets) if source == s else int(s in targets)
-        ways = 2 if value.gradient_bytes else 1
-        links_s += crossings * (ways * LATENCY_S + (value.bytes + value.gradient_bytes) / 2)
-        held += value.bytes * bool(crossings)
+    """Returns the seconds a microbatch of one copy of a stage, infinite if it does not fit in memory."""
+    copies, own = replicas[stage], [block for block in problem.blocks if stage_of[block.name] == stage]
+    links_s, crossing_bytes = crossings(problem, stage_of, stage)
     weights = sum(problem.parameters[name].trainable_bytes for block in own for name in block.parameters)
-    each = sum(block.saved_bytes for block in own) + held
-    # Weights are stashed for every microbatch in flight, or once for those of one update.
-    turns = m // r[s]
-    stashed = (math.ceil((in_flight - 1) / turns) + 1) * weights
-    if turns == 1:  # each backward ends an update: gradients and the last microbatch are not there at once
-        memory = max(stashed + in_flight * each, stashed + weights + (in_flight - 1) * each)
-    else:
-        memory = stashed + weights + in_flight * each
-    if memory > memory_bytes:
+    needed_bytes = memory(
+        weights,
+        sum(block.saved_bytes for block in own) + crossing_bytes,
+        in_flight=math.ceil(sum(replicas[stage:]) / copies),
+        microbatches_per_update=microbatches_per_update // copies,
+    )
+    if needed_bytes > memory_bytes:
         return math.inf
     work_s = sum(block.forward_s[0] + block.backward_s[0] for block in own)
     all_weights = sum(size.trainable_bytes for size in problem.parameters.values())
     buckets = min(1, all_weights) if all_weights <= BUCKET_BYTES else 1 + weights / BUCKET_BYTES
-    ring_s = 2 * (r[s] - 1) * (LATENCY_S * buckets + weights / r[s] / 2)
-    return (work_s + links_s) / r[s] + ring_s / m
+    ring_s = 2 * (copies - 1) * (LATENCY_S * buckets + weights / copies / 2)
+    return (work_s + links_s) / copies + ring_s / microbatches_per_update
+
+
+def crossings(problem: Problem, stage_of: Mapping[str, int], stage: int) -> tuple[float, int]:
+    """Returns the seconds a microbatch on a stage's links, and the bytes of the values that cross them."""
+    links_s, num_bytes = 0.0, 0
+    for value in problem.values:
+        source = stage_of[value.producer]
+        targets = {stage_of[name] for name in value.consumers} - {source}
+        times = len(targets) if source == stage else int(stage in targets)
+        ways = 2 if value.gradient_bytes else 1
+        links_s += times * (ways * LATENCY_S + (value.bytes + value.gradient_bytes) / 2)
+        num_bytes += value.bytes * bool(times)
+    return links_s, num_bytes
+
+
+def memory(weights: int, microbatch: int, *, in_flight: int, microbatches_per_update: int) -> int:
+    """Returns the bytes of one copy: `weights` for each version, `microbatch` for each one in flight.
+
+    Both counts are the copy's own. Weights are stashed once for all microbatches in flight of one update.
+    """
+    versions = math.ceil((in_flight - 1) / microbatches_per_update) + 1
+    before_the_gradients = versions * weights + in_flight * microbatch
+    if microbatches_per_update > 1:
+        return before_the_gradients + weights
+    # Each backward ends an update: gradients and the last microbatch are not there at once.
+    return max(before_the_gradients, before_the_gradients + weights - microbatch)
 
 
 @st.composite
@@ -118,10 +144,15 @@ def problems(draw: Any, num_devices: int) -> Problem:
 def test_copies_are_shared_out_as_well_as_in_the_best_of_all_plans(data: Any) -> None:
     num_devices = data.draw(st.integers(1, 4))
     problem = data.draw(problems(num_devices))
-    memory_bytes, m = data.draw(st.sampled_from([30, 60, 10**6])), data.draw(st.integers(1, 5))
-    expected = by_hand(problem, num_devices, memory_bytes, m)
+    memory_bytes = data.draw(st.sampled_from([30, 60, 10**6]))
+    microbatches_per_update = data.draw(st.integers(1, 5))
+    expected = by_hand(problem, num_devices, memory_bytes, microbatches_per_update)
     cluster = Cluster.uniform(num_devices, memory_bytes=memory_bytes, bytes_per_s=2.0, latency_s=LATENCY_S)
-    setting: dict[str, Any] = {"microbatches_per_update": m, "memory_model": PLAIN, "max_gap": 1e-6}
+    setting: dict[str, Any] = {
+        "microbatches_per_update": microbatches_per_update,
+        "memory_model": PLAIN,
+        "max_gap": 1e-6,
+    }
     if math.isinf(expected):
         with pytest.raises(InfeasibleError, match="no assignment fits"):
             partition_replicated(problem, cluster, **setting)
