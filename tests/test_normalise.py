@@ -148,16 +148,18 @@ def writing() -> tuple[_Writing, OperatorGraph]:
 def test_an_in_place_write_becomes_functional(name: str, writing: tuple[_Writing, OperatorGraph]) -> None:
     model, graph = writing
     assert graph.fx is not None
-    batch = _writing_batch(3)
-    eager = copy.deepcopy(model)
+    names = [output.name for output in graph.outputs]
+    for batch_size in (5, 3, 2):
+        batch = _writing_batch(batch_size)
+        eager = copy.deepcopy(model)
 
-    result = dict(zip((output.name for output in graph.outputs), graph.fx(**batch), strict=True))[name]
+        result = dict(zip(names, graph.fx(batch["x"]), strict=True))[name]
 
-    expected = eager(**batch)[name]
-    torch.testing.assert_close(result, expected, rtol=0, atol=0)
-    gradients = torch.autograd.grad(expected, eager.parameters())
-    for found, gradient in zip(torch.autograd.grad(result, model.parameters()), gradients, strict=True):
-        torch.testing.assert_close(found, gradient, rtol=0, atol=0)
+        expected = eager(**batch)[name]
+        assert torch.equal(result, expected)
+        gradients = torch.autograd.grad(expected, eager.parameters())
+        for found, gradient in zip(torch.autograd.grad(result, model.parameters()), gradients, strict=True):
+            assert torch.equal(found, gradient)
 
 
 def test_in_place_writes_are_left_to_buffers_alone(writing: tuple[_Writing, OperatorGraph]) -> None:
@@ -173,8 +175,8 @@ def test_in_place_writes_are_left_to_buffers_alone(writing: tuple[_Writing, Oper
         "memory",
         "calls",
     }
-    for batch_size in (5, 3, 2):
-        assert_same(model, graph, _writing_batch(batch_size))
+    for batch_size in (5, 3, 2):  # with gradients of 1e4, which have many terms, summed in another order
+        assert_same(model, graph, _writing_batch(batch_size), tolerance=1e-9)
 
 
 def test_a_write_without_a_functional_form_keeps_its_operators_together() -> None:
