@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import pd2bw_fx
+from pd2bw_fx.models import build
 from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.runtime.nursery import kept_nursery
 from tests.programs.elsewhere import choose
@@ -78,3 +80,23 @@ def one_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def time_to_explain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The explanation of an infeasible problem is complete, however slowly it is found on a busy machine."""
+    folder = "pd2bw_fx.passes.partition.infeasibility"
+    monkeypatch.setattr(f"{folder}.infeasible._MOST_TIME_S", 900.0)
+    monkeypatch.setattr(f"{folder}.infeasible._EXPLAIN_TIME_S", 60.0)
+    monkeypatch.setattr(f"{folder}.nearest._TIME_S", 120.0)
+    monkeypatch.setattr(f"{folder}.nearest._STAGES_TIME_S", 120.0)
+    monkeypatch.setattr(f"{folder}.shortfall._PROGRAM_TIME_S", 60.0)
+    monkeypatch.setattr(f"{folder}.shortfall._ORDERS_TIME_S", 120.0)
+
+
+@pytest.fixture(scope="module")
+def mlp_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved pipeline of the model `mlp` in two stages; tests that change it copy it first."""
+    folder = tmp_path_factory.mktemp("saved") / "mlp"
+    pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False).save(folder)
+    return folder

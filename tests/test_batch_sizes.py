@@ -19,6 +19,7 @@ import pd2bw_fx
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.trace.patches.numbers_of_sizes import _only_called
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange
+from tests.sized_batches import rows, split
 
 
 class Asking(nn.Module):
@@ -59,14 +60,6 @@ class Fixing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         return self.second(hidden * len(x) if len(x) % 3 else hidden).square().mean()
-
-
-def rows(count: int) -> Tensor:
-    return torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
-
-
-def split(model: nn.Module, count: int) -> pd2bw_fx.Pipeline:
-    return pd2bw_fx.split(model, rows(count), cluster=2, num_stages=2, costs="analytic")
 
 
 @pytest.mark.parametrize(
@@ -143,8 +136,8 @@ class Overwriting(nn.Module):
         hidden = self.first(x).clone()
         hidden[:4] = 0.5
         hidden[:, 1:1] = 2.0
-        for rows in (slice(-2, None), slice(0, 0)):
-            hidden[rows, 2:4] *= 3
+        for some in (slice(-2, None), slice(0, 0)):
+            hidden[some, 2:4] *= 3
         return self.second(hidden).square().mean()
 
 

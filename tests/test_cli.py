@@ -20,13 +20,6 @@ from pd2bw_fx.models import build
 PACKAGE = Path(pd2bw_fx.__file__).parent
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    saved = tmp_path_factory.mktemp("cli") / "mlp"
-    pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False).save(saved)
-    return saved
-
-
 def test_split_saves_a_folder_that_the_other_commands_take(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,10 +65,10 @@ def test_plan_places_a_published_workload(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_check_prices_a_plan_again_and_names_what_is_wrong_with_it(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mlp_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "a copy"
-    shutil.copytree(folder, copy)
+    shutil.copytree(mlp_folder, copy)
     assert main(["check", str(copy / "plan.json")]) == 0
     said = capsys.readouterr().out
     assert "(proven): no plan of 2 stages is faster" in said or "proven optimal" in said
@@ -90,10 +83,10 @@ def test_check_prices_a_plan_again_and_names_what_is_wrong_with_it(
     assert "nothing runs to an earlier stage" in capsys.readouterr().err
 
 
-def test_an_output_that_is_closed_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_is_closed_is_no_error(mlp_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
 
-    assert main(["plan", str(folder)]) == 0
+    assert main(["plan", str(mlp_folder)]) == 0
 
 
 def test_plan_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,31 +97,31 @@ def test_plan_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert "what binds" in out
 
 
-def test_show_prints_the_code_of_a_stage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(folder), "--stage", "1"]) == 0
+def test_show_prints_the_code_of_a_stage(mlp_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(mlp_folder), "--stage", "1"]) == 0
 
-    assert capsys.readouterr().out == (folder / "stage_1.py").read_text()
+    assert capsys.readouterr().out == (mlp_folder / "stage_1.py").read_text()
 
 
-def test_verify_compares_with_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_compares_with_the_model(mlp_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "mlp", "--cluster", "2"]) == 0
     assert "bit for bit" in capsys.readouterr().out
 
-    assert main(["verify", str(folder), "--against", "mlp"]) == 0
+    assert main(["verify", str(mlp_folder), "--against", "mlp"]) == 0
     assert "bit for bit" in capsys.readouterr().out
-    assert main(["verify", str(folder)]) == 2
+    assert main(["verify", str(mlp_folder)]) == 2
     assert "name it with --against" in capsys.readouterr().err
 
 
 def test_exported_stages_run_in_processes_and_merge_into_one_file(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mlp_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     features, labels = build("mlp").example_inputs(batch_size=4)
     np.savez(tmp_path / "x.npz", features=features.numpy(), labels=labels.numpy())
     with torch.no_grad():
-        expected = float(model_of(folder)(features, labels))
+        expected = float(model_of(mlp_folder)(features, labels))
 
-    assert main(["export", str(folder), "-o", str(tmp_path / "onnx")]) == 0
+    assert main(["export", str(mlp_folder), "-o", str(tmp_path / "onnx")]) == 0
     arguments = ["run-onnx", str(tmp_path / "onnx"), "--input", str(tmp_path / "x.npz")]
     assert main([*arguments, "-o", str(tmp_path / "y.npz")]) == 0
     assert main(["merge", str(tmp_path / "onnx"), "-o", str(tmp_path / "mlp.onnx")]) == 0
@@ -143,8 +136,10 @@ def test_exported_stages_run_in_processes_and_merge_into_one_file(
     assert float(np.load(tmp_path / "z.npz")["loss"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_commands_take_an_onnx_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pd2bw_fx.load(folder).export_onnx(tmp_path / "onnx")
+def test_commands_take_an_onnx_file(
+    mlp_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pd2bw_fx.load(mlp_folder).export_onnx(tmp_path / "onnx")
     path = str(tmp_path / "mlp.onnx")
     pd2bw_fx.merge_onnx(tmp_path / "onnx", path)
 
@@ -167,20 +162,20 @@ def model_of(folder: Path) -> nn.Module:
 
 
 def test_simulate_gives_figures_and_a_timeline(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mlp_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["simulate", str(folder), "--json", "-o", str(tmp_path / "trace.json")]) == 0
+    assert main(["simulate", str(mlp_folder), "--json", "-o", str(tmp_path / "trace.json")]) == 0
     own = json.loads(capsys.readouterr().out)
-    assert main(["simulate", str(folder), "--json", "--method", "1f1b"]) == 0
+    assert main(["simulate", str(mlp_folder), "--json", "--method", "1f1b"]) == 0
     flushed = json.loads(capsys.readouterr().out)
 
-    assert main(["simulate", str(folder), "--json", "--slack", "auto"]) == 0
+    assert main(["simulate", str(mlp_folder), "--json", "--slack", "auto"]) == 0
     as_run = json.loads(capsys.readouterr().out)
 
     assert own["microbatches_per_s"] > flushed["microbatches_per_s"]
     assert (own["in_flight_peak"], as_run["in_flight_peak"]) == ([2, 1], [3, 1])
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert main(["simulate", str(folder)]) == 0
+    assert main(["simulate", str(mlp_folder)]) == 0
     assert "microbatches/s" in capsys.readouterr().out
 
 
@@ -196,8 +191,8 @@ def test_the_demo_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(pd2bw_fx.load(tmp_path / "out" / "pipeline").stages) == 2
 
 
-def test_report_writes_one_page(folder: Path, tmp_path: Path) -> None:
-    assert main(["report", str(folder), "-o", str(tmp_path / "report.html")]) == 0
+def test_report_writes_one_page(mlp_folder: Path, tmp_path: Path) -> None:
+    assert main(["report", str(mlp_folder), "-o", str(tmp_path / "report.html")]) == 0
 
     page = (tmp_path / "report.html").read_text()
     assert page.startswith("<!doctype html>")
@@ -206,7 +201,7 @@ def test_report_writes_one_page(folder: Path, tmp_path: Path) -> None:
 
     metrics = pd2bw_fx.Metrics("1f1b", 4, (3.0, 2.0), (0.2, 0.1))
     metrics.save(tmp_path / "run.json")
-    arguments = ["report", str(folder), "--metrics", str(tmp_path / "run.json")]
+    arguments = ["report", str(mlp_folder), "--metrics", str(tmp_path / "run.json")]
     assert main([*arguments, "-o", str(tmp_path / "report.html")]) == 0
     assert "Predicted and measured" in (tmp_path / "report.html").read_text()
     for part, suffix in (("graph", "svg"), ("memory", "png"), ("loss", "png"), ("timeline", "json")):

@@ -128,13 +128,6 @@ def test_a_run_of_other_stages_is_told_by_its_file(
     assert "metrics.json is of a run of other stages (replicas is (2, 2)" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    saved = tmp_path_factory.mktemp("cli") / "mlp"
-    pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False).save(saved)
-    return saved
-
-
 def test_train_starts_processes_tells_the_loss_and_goes_on_from_a_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,11 +157,11 @@ def test_train_starts_processes_tells_the_loss_and_goes_on_from_a_checkpoint(
         assert took[1, f"B{microbatch}"][1] <= took[0, f"B{microbatch}"][1]
 
 
-def test_torchruns_summary_ends_with_the_mistake(folder: Path, tmp_path: Path) -> None:
+def test_torchruns_summary_ends_with_the_mistake(mlp_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "wide.py").write_text(
         "import torch\ndef batches():\n    yield torch.zeros(8, 33), torch.zeros(8, dtype=torch.long)\n"
     )
-    words = [str(folder), "--data", "wide:batches", "--updates", "2"]
+    words = [str(mlp_folder), "--data", "wide:batches", "--updates", "2"]
     path = os.pathsep.join([str(PACKAGE.parent), str(tmp_path)])
 
     ended = torchrun_of_forks(2, PACKAGE / "__main__.py", "train", *words, PYTHONPATH=path)
@@ -179,7 +172,7 @@ def test_torchruns_summary_ends_with_the_mistake(folder: Path, tmp_path: Path) -
 
 
 def test_a_mistake_in_training_is_one_line(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mlp_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -187,7 +180,7 @@ def test_a_mistake_in_training_is_one_line(
         "import torch\ndef batches():\n    yield torch.zeros(8, 33), torch.zeros(8, dtype=torch.long)\n"
     )
 
-    assert main(["train", str(folder), "--data", "wide:batches", "--updates", "2"]) == 2
+    assert main(["train", str(mlp_folder), "--data", "wide:batches", "--updates", "2"]) == 2
 
     error = capfd.readouterr().err
     assert error.startswith("InputError: batch 0: the batch's features has shape (8, 33)")
@@ -195,13 +188,13 @@ def test_a_mistake_in_training_is_one_line(
 
 
 def test_training_goes_on_where_its_reader_has_seen_enough_and_in_any_folder(
-    folder: Path, tmp_path: Path
+    mlp_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "selectors.py").write_text("raise ImportError('not the one of Python')")
     (tmp_path / "many.py").write_text(
         "import torch\nbatches = lambda: [(torch.zeros(16, 32), torch.zeros(16, dtype=torch.long))] * 40\n"
     )
-    shutil.copytree(folder, tmp_path / "saved")
+    shutil.copytree(mlp_folder, tmp_path / "saved")
     words = "train saved --data many.py:batches --updates 40 -o w.safetensors"
 
     ended = subprocess.run(

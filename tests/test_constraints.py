@@ -13,7 +13,6 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.errors import InfeasibleError, InputError
 from pd2bw_fx.passes.partition import partition
-from pd2bw_fx.passes.partition.infeasibility import infeasible, nearest, shortfall
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
 
@@ -132,7 +131,7 @@ def test_no_constraints_change_nothing() -> None:
     assert dataclasses.replace(plans[0], planning_s=0) == dataclasses.replace(plans[1], planning_s=0)
 
 
-@pytest.mark.usefixtures("_enough_time")
+@pytest.mark.usefixtures("time_to_explain")
 def test_wishes_that_exclude_one_another_are_the_only_ones_named() -> None:
     # cpu:0 takes one stage, and op0 and op5 can only share one if all six blocks are on it.
     wishes = Constraints(stage_of={"op2": 1}, device_of={"op0": "cpu:0", "op5": 0, "op3": 1})
@@ -144,7 +143,7 @@ def test_wishes_that_exclude_one_another_are_the_only_ones_named() -> None:
     assert "kept together" not in message
 
 
-@pytest.mark.usefixtures("_enough_time")
+@pytest.mark.usefixtures("time_to_explain")
 def test_what_is_kept_together_with_a_pinned_block_is_named() -> None:
     wishes = Constraints(device_of={"op0": 0, "op4": 0}, together=(("op2", "op3"), ("op4", "op5")))
     with pytest.raises(InfeasibleError, match=r"'op4' on device 0 \('op4' and 'op5' kept together\); any"):
@@ -155,18 +154,7 @@ def test_what_is_kept_together_with_a_pinned_block_is_named() -> None:
         partition(chain(6, 3), roomy(3), constraints=wishes)
 
 
-@pytest.fixture
-def _enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said of an infeasible problem is looked for as long as it takes, whatever else is running."""
-    monkeypatch.setattr(infeasible, "_MOST_TIME_S", 900.0)
-    monkeypatch.setattr(infeasible, "_EXPLAIN_TIME_S", 60.0)
-    monkeypatch.setattr(nearest, "_TIME_S", 120.0)
-    monkeypatch.setattr(nearest, "_STAGES_TIME_S", 120.0)
-    monkeypatch.setattr(shortfall, "_PROGRAM_TIME_S", 60.0)
-    monkeypatch.setattr(shortfall, "_ORDERS_TIME_S", 120.0)
-
-
-@pytest.mark.usefixtures("_enough_time")
+@pytest.mark.usefixtures("time_to_explain")
 def test_infeasible_memory_names_the_devices_that_matter_and_what_would_do() -> None:
     capped = Constraints(memory_bytes={"cpu:0": 800, "cpu:1": 1900})
     # 500 bytes a block, 200 to step one, 20 a tensor at a cut: room for one on cpu:0, three on cpu:1.
@@ -177,7 +165,7 @@ def test_infeasible_memory_names_the_devices_that_matter_and_what_would_do() -> 
     assert partition(chain(6, 2), roomy(2), constraints=enough).num_stages == 2
 
 
-@pytest.mark.usefixtures("_enough_time")
+@pytest.mark.usefixtures("time_to_explain")
 def test_nearest_change_is_enough_and_little_less_is_not() -> None:
     capped = Constraints(memory_bytes={"cpu:0": 800, "cpu:1": 1900})
     with pytest.raises(InfeasibleError, match=r"With .* more on cpu:\d \(bottleneck") as caught:
@@ -195,7 +183,7 @@ def test_nearest_change_is_enough_and_little_less_is_not() -> None:
             partition(chain(6, 2), roomy(2), constraints=less)
 
 
-@pytest.mark.usefixtures("_enough_time")
+@pytest.mark.usefixtures("time_to_explain")
 def test_recomputation_is_named_where_it_is_enough() -> None:
     problem = chain(6, 2)
     blocks = tuple(dataclasses.replace(block, saved_bytes=1000) for block in problem.blocks)
@@ -207,7 +195,7 @@ def test_recomputation_is_named_where_it_is_enough() -> None:
     assert partition(problem, cluster, recompute="auto").bottleneck_s == pytest.approx(stated, rel=0.01)
 
 
-@pytest.mark.usefixtures("_enough_time")
+@pytest.mark.usefixtures("time_to_explain")
 def test_fewest_stages_more_with_which_it_fits_are_named_and_really_are_enough() -> None:
     # 500 bytes a block, 200 to step one, 20 a tensor at a cut and in flight: three blocks at most.
     four, ten = roomy(4), chain(10, 4)
@@ -222,7 +210,7 @@ def test_fewest_stages_more_with_which_it_fits_are_named_and_really_are_enough()
         partition(ten, cluster, num_stages=3)
 
 
-@pytest.mark.usefixtures("_enough_time")
+@pytest.mark.usefixtures("time_to_explain")
 def test_devices_more_are_named_where_none_is_free() -> None:
     two = Cluster.uniform(2, memory_bytes=1900, bytes_per_s=1e3, latency_s=0.0)
     with pytest.raises(InfeasibleError, match=r"2 stages more on 2 more devices like cpu:1 \(") as caught:

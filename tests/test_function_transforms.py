@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.functional import hessian as hessian_of
 from torch.func import functional_call, grad, grad_and_value, jacfwd, jacrev, jvp, vjp
 
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError
+from tests.fields import Field
 from tests.trained import assert_trained_by_the_rule
-
-
-class Field(nn.Module):
-    """A scalar field of points (batch, 3)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
-        )
-
-    def total(self, x: Tensor) -> Tensor:
-        total: Tensor = self.layers(x).sum()
-        return total
 
 
 class Slope(Field):

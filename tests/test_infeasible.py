@@ -10,22 +10,12 @@ import pytest
 from pd2bw_fx.cluster import Cluster, Device
 from pd2bw_fx.errors import InfeasibleError
 from pd2bw_fx.passes.partition import partition, plan_problem
-from pd2bw_fx.passes.partition.infeasibility import infeasible, nearest, shortfall
 from pd2bw_fx.passes.partition.instance import Integers
 from pd2bw_fx.passes.partition.search.search_state import SearchState
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
-
-@pytest.fixture(autouse=True)
-def _enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said of an infeasible problem is looked for as long as it takes, whatever else is running."""
-    monkeypatch.setattr(infeasible, "_MOST_TIME_S", 900.0)
-    monkeypatch.setattr(infeasible, "_EXPLAIN_TIME_S", 60.0)
-    monkeypatch.setattr(nearest, "_TIME_S", 120.0)
-    monkeypatch.setattr(nearest, "_STAGES_TIME_S", 120.0)
-    monkeypatch.setattr(shortfall, "_PROGRAM_TIME_S", 60.0)
-    monkeypatch.setattr(shortfall, "_ORDERS_TIME_S", 120.0)
+pytestmark = pytest.mark.usefixtures("time_to_explain")
 
 
 def chain(saved: tuple[int, ...], num_devices: int) -> Problem:

@@ -14,23 +14,10 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, j
 
 import pd2bw_fx
 from pd2bw_fx.passes.trace.patches.batch_rules import use_batch_rules_for_any_size
+from tests.fields import Field
 from tests.trained import assert_trained_by_the_rule
 
 Function = Callable[..., Tensor]
-
-
-class Field(nn.Module):
-    """A scalar field of points (batch, 3)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
-        )
-
-    def at(self, point: Tensor) -> Tensor:
-        value: Tensor = self.layers(point).squeeze(-1)
-        return value
 
 
 class Slopes(Field):

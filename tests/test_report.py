@@ -183,37 +183,72 @@ def test_in_a_browser_an_operator_is_found_chosen_and_followed_to_its_code(
 ) -> None:
     with browser.browser() as page:
         page.open(big_page(tmp_path, num_stages=4, length=6), dark=dark)
-        page.run("document.getElementById('pd-search').focus()")
-        page.type("op_2_0")
-        page.press("Enter")
 
-        assert page.run("document.getElementById('pd-found').textContent") == "1 found"
-        panel = page.run("document.getElementById('pd-panel').innerText")
-        assert panel.startswith("op_2_0")
-        for told in ("blocks.2", "net.py:1", "1.00 ms", "2.00 ms", "64 B", "op_1_5", "mask"):
-            assert told in panel
-        # The one that was found stands in the middle of the picture, nothing right above it.
+        search_finds_an_operator(page)
+        panel_tells_of_the_operator(page)
         page.run("document.getElementById('pd-graph').scrollIntoView()")
         box = page.run("document.getElementById('pd-canvas').getBoundingClientRect().toJSON()")
         middle = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-        page.click(middle[0], middle[1] - 17)
-        told = page.run("document.getElementById('pd-panel').innerText")
-        assert told.startswith("stage 2 · cuda:2")
-        assert "op_1_5, 64 B, 64 B back, stage 1" in told  # what it receives, and from whom
-        assert "op_2_5, 64 B, 64 B back, stage 3" in told
-        page.click(*middle)
-        assert page.run("document.getElementById('pd-panel').innerText").startswith("op_2_0")
+        click_beside_the_operator_chooses_its_stage(page, middle)
+        click_in_the_middle_chooses_the_operator_that_was_found(page, middle)
         page.drag(middle, (middle[0] + 50, middle[1]))
         page.wheel(*middle, -200)
-        page.run("document.getElementById('pd-to-code').click()")
-        assert page.run("document.querySelector('.pd-shown').id") == "code-2-3"
-        assert page.run("document.getElementById('stage-2').open")
-        page.run("[...document.querySelectorAll('#pd-panel a')].at(-1).click()")  # all stages
-        page.run("document.querySelectorAll('.pd-pick')[3].click()")
-        assert page.run("document.getElementById('pd-panel').innerText").startswith("stage 3 · cuda:3")
-        background = page.run("getComputedStyle(document.body).backgroundColor")
-        assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) is dark
+        link_to_the_code_opens_the_operators_line(page)
+        button_of_a_stage_chooses_it(page)
+        background_is_of_the_colour_scheme(page, dark)
         assert page.problems == []
+
+
+def panel_text(page: browser.Page) -> str:
+    text: str = page.run("document.getElementById('pd-panel').innerText")
+    return text
+
+
+def search_finds_an_operator(page: browser.Page) -> None:
+    page.run("document.getElementById('pd-search').focus()")
+    page.type("op_2_0")
+    page.press("Enter")
+    assert page.run("document.getElementById('pd-found').textContent") == "1 found"
+
+
+def panel_tells_of_the_operator(page: browser.Page) -> None:
+    panel = panel_text(page)
+    assert panel.startswith("op_2_0")
+    for told in ("blocks.2", "net.py:1", "1.00 ms", "2.00 ms", "64 B", "op_1_5", "mask"):
+        assert told in panel
+
+
+def click_beside_the_operator_chooses_its_stage(page: browser.Page, middle: tuple[float, float]) -> None:
+    """The operator that was found stands in the middle of the picture, nothing right above it."""
+    page.click(middle[0], middle[1] - 17)
+    told = panel_text(page)
+    assert told.startswith("stage 2 · cuda:2")
+    assert "op_1_5, 64 B, 64 B back, stage 1" in told  # what it receives, and from whom
+    assert "op_2_5, 64 B, 64 B back, stage 3" in told
+
+
+def click_in_the_middle_chooses_the_operator_that_was_found(
+    page: browser.Page, middle: tuple[float, float]
+) -> None:
+    page.click(*middle)
+    assert panel_text(page).startswith("op_2_0")
+
+
+def link_to_the_code_opens_the_operators_line(page: browser.Page) -> None:
+    page.run("document.getElementById('pd-to-code').click()")
+    assert page.run("document.querySelector('.pd-shown').id") == "code-2-3"
+    assert page.run("document.getElementById('stage-2').open")
+
+
+def button_of_a_stage_chooses_it(page: browser.Page) -> None:
+    page.run("[...document.querySelectorAll('#pd-panel a')].at(-1).click()")  # all stages
+    page.run("document.querySelectorAll('.pd-pick')[3].click()")
+    assert panel_text(page).startswith("stage 3 · cuda:3")
+
+
+def background_is_of_the_colour_scheme(page: browser.Page, dark: bool) -> None:
+    background = page.run("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) is dark
 
 
 @needs_browser

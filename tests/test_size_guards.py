@@ -18,6 +18,7 @@ from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.passes.trace.size_guards import is_for_many_sizes, sizes_where_all_hold
 from pd2bw_fx.runtime.results import evaluation_pieces
 from pd2bw_fx.size_range import SizeRange
+from tests.sized_batches import rows, split
 
 
 class Halves(nn.Module):
@@ -46,14 +47,6 @@ class Halves(nn.Module):
         if self.kind == "asked":
             left = left * (2 if x.shape[0] == 1000 else 3)
         return (left - self.second(right)).square().mean()
-
-
-def rows(count: int) -> Tensor:
-    return torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
-
-
-def split(model: nn.Module, count: int) -> pd2bw_fx.Pipeline:
-    return pd2bw_fx.split(model, rows(count), cluster=2, num_stages=2, costs="analytic")
 
 
 @pytest.mark.parametrize("kind", ["slice", "chunk", "split", "view", "stride"])
