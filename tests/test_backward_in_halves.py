@@ -57,7 +57,7 @@ def test_halves_of_any_stage_give_the_gradients_of_one_backward() -> None:
             torch.testing.assert_close(gradient, known, msg=lambda text, seed=seed: f"seed {seed}: {text}")
 
 
-def test_a_weight_s_gradient_is_whole_where_an_output_of_weights_alone_is_used_in_its_stage_too() -> None:
+def test_a_weights_gradient_is_whole_where_an_output_made_of_it_alone_is_used_too() -> None:
     torch.manual_seed(0)
     weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4, requires_grad=True)
     rows = F.normalize(weight, dim=1)

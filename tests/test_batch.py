@@ -255,7 +255,7 @@ def test_an_argument_that_is_called_targets_is_refused_beside_a_loss_function() 
         BatchLayout.of(Both(), (X, Y), {}, Y)
 
 
-def test_an_argument_that_is_called_targets_and_left_out_leaves_the_name_to_the_loss_function() -> None:
+def test_an_argument_targets_that_is_left_out_leaves_its_name_to_the_loss() -> None:
     class Either(nn.Module):
         def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
             raise AssertionError("no batch is run here")

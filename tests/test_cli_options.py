@@ -203,7 +203,9 @@ def test_errors_speak_of_options(words: list[str], told: str, capsys: pytest.Cap
     assert not re.search(r"num_stages|microbatches_per_update|time_limit_s|method=", said)
 
 
-def test_what_cannot_be_trained_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_that_cannot_run_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     assert main(["train", "mlp", "--cluster", "2", "--checkpoint", str(tmp_path / "file" / "run")]) == 2
     assert "cannot be a folder that is written to" in capsys.readouterr().err

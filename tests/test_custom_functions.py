@@ -188,7 +188,7 @@ class Rounded(torch.autograd.Function):
     assert "low, grown, above = Parted.apply(self.layers[2](x))" in source
 
 
-def test_they_train_in_a_pipeline_as_in_one_process() -> None:
+def test_custom_functions_train_in_a_pipeline_as_in_one_process() -> None:
     model = model_of(Model)
     pipe = pd2bw_fx.split(model, batch(4), cluster=2, num_stages=2, costs="analytic", recompute=True)
     batches = [batch(8 + 4 * number) for number in range(4)]

@@ -100,7 +100,7 @@ class Given(torch.autograd.Function):
         (Given, "size as a number"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_with_the_reason(function: Any, reason: str) -> None:
+def test_a_custom_function_that_cannot_be_kept_is_refused_with_the_reason(function: Any, reason: str) -> None:
     class Refused(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -163,7 +163,7 @@ def split(kind: type[nn.Module], dtype: torch.dtype = torch.float64) -> tuple[nn
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_it_is_trained_as_the_rule_says(kind: type[nn.Module]) -> None:
+def test_a_model_that_differentiates_is_trained_by_the_rule(kind: type[nn.Module]) -> None:
     model, pipe = split(kind)
     batches = [tuple(tensor.flip(0) if turn else tensor for tensor in CASES[kind]) for turn in (0, 1, 0)]
 
@@ -172,7 +172,9 @@ def test_it_is_trained_as_the_rule_says(kind: type[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Burgers, Forces, Score, Attending, Inner])
-def test_it_is_exported_with_its_derivative(kind: type[nn.Module], tmp_path: Path) -> None:
+def test_a_model_that_differentiates_is_exported_with_its_derivative(
+    kind: type[nn.Module], tmp_path: Path
+) -> None:
     _, pipe = split(kind, torch.float32)
 
     manifest = pipe.export_onnx(tmp_path / "onnx")

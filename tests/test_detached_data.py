@@ -71,7 +71,7 @@ WRITES = ("assigns", "augmented", "in place")
 @pytest.mark.parametrize(
     "made", [*(functools.partial(Averaging, writes) for writes in WRITES), Counting, StraightThrough]
 )
-def test_it_is_detached_in_the_stages(made: Any) -> None:
+def test_tensor_data_is_detached_in_the_stages(made: Any) -> None:
     torch.manual_seed(0)
     model = made()
     pipe = split(model)

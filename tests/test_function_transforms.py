@@ -92,7 +92,7 @@ KINDS = (Slope, Curvature, Product, Step, Constant, Jacobian, Displacement, Vect
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_trained_as_the_rule_says(kind: type[Field]) -> None:
+def test_a_model_with_function_transforms_is_trained_by_the_rule(kind: type[Field]) -> None:
     torch.manual_seed(0)
     model = kind().double()
     batches = [torch.randn(6, 3, dtype=torch.float64) for _ in range(3)]

@@ -86,7 +86,7 @@ class TestFiles:
 class TestTheReasonOfACut:
     """The head of a file says why the stage ends where it does, as far as the plan tells."""
 
-    def test_it_names_what_crosses_the_load_and_the_bottleneck(self) -> None:
+    def test_the_reason_names_what_crosses_the_load_and_the_bottleneck(self) -> None:
         case = of_our_own("gpt")
         plan = planned(case, 3)
         slowest = max(plan.stages, key=lambda stage: stage.load_s).stage
@@ -104,7 +104,7 @@ class TestTheReasonOfACut:
         assert f"crosses, {format_bytes(num_bytes)}, gradient included" in heads[0]
         assert "behind it" not in heads[2]
 
-    def test_it_says_where_memory_is_used_up(self) -> None:
+    def test_the_reason_tells_where_memory_is_used_up(self) -> None:
         case = of_our_own("mlp")
         plan = planned(case, 2)
         full = replace(plan.stages[1], memory_limit_bytes=plan.stages[1].memory.total_bytes)
@@ -113,7 +113,7 @@ class TestTheReasonOfACut:
 
         assert ["memory is used up" in program.source for program in programs] == [False, True]
 
-    def test_it_says_nothing_of_a_plan_without_a_price_or_a_cut(self) -> None:
+    def test_a_plan_without_a_price_or_a_cut_has_no_reason(self) -> None:
         case = of_our_own("mlp")
         uncut = by_hand(case, {block.name: 0 for block in case.problem.blocks})
         unpriced = by_hand(case, {block.name: i for i, block in enumerate(case.problem.blocks)})

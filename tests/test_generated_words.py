@@ -189,7 +189,7 @@ class _Plain(nn.Module):
         return F.cross_entropy(self.head(x).transpose(1, 2), labels)
 
 
-def test_arguments_that_say_nothing_are_left_out_and_second_names_stand_where_the_author_has_them() -> None:
+def test_default_arguments_are_left_out_and_an_authors_second_names_are_kept() -> None:
     example = (torch.ones(3, 4, 1), torch.randn(3, 4, 8), torch.zeros(3, 4, dtype=torch.int64))
     source = split(_Plain(), example, cluster=1, costs="analytic").stages[0].source
 

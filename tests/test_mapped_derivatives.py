@@ -114,7 +114,7 @@ def split(kind: type[nn.Module], dtype: torch.dtype = torch.float64) -> tuple[nn
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_trained_as_the_rule_says(kind: type[nn.Module]) -> None:
+def test_a_model_with_mapped_derivatives_is_trained_by_the_rule(kind: type[nn.Module]) -> None:
     model, pipe = split(kind)
     batches = [torch.randn(6, 3, dtype=torch.float64) for _ in range(3)]
 
@@ -123,7 +123,7 @@ def test_it_is_trained_as_the_rule_says(kind: type[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Laplacian, Memory])
-def test_it_is_exported_with_its_derivative(kind: type[nn.Module], tmp_path: Path) -> None:
+def test_a_model_with_mapped_derivatives_is_exported_with_them(kind: type[nn.Module], tmp_path: Path) -> None:
     _, pipe = split(kind, torch.float32)
 
     manifest = pipe.export_onnx(tmp_path / "onnx")

@@ -48,7 +48,7 @@ def test_local_workers_take_them_too() -> None:
         assert torch.allclose(weights, expected.state_dict[name], rtol=1e-12, atol=1e-13)
 
 
-def test_they_are_refused_where_one_batch_is_expected_and_where_they_are_too_few() -> None:
+def test_microbatches_are_refused_instead_of_a_batch_and_if_too_few() -> None:
     model, pipe = split(3)
     few = Microbatches(batches()[0][:3])
 

@@ -28,7 +28,7 @@ class Matched(nn.Module):
         return self.left(query) + keys, keys
 
 
-def test_they_can_be_given_and_taken_by_place(tmp_path: Path) -> None:
+def test_inputs_and_outputs_of_a_file_can_be_given_and_taken_by_place(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, given = Matched().eval(), (torch.randn(3, 4), torch.randn(3, 4))
     constraints = pd2bw_fx.Constraints(stage_of={"right": 0, "left": 1})

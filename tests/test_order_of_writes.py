@@ -122,7 +122,7 @@ class NumberOfAnActivation(_Parts):
         NumberOfAnActivation,
     ],
 )
-def test_it_reads_first(kind: type[nn.Module], num_stages: int) -> None:
+def test_a_stage_reads_a_buffer_before_it_writes_it(kind: type[nn.Module], num_stages: int) -> None:
     torch.manual_seed(0)
     model = kind()
     alone = copy.deepcopy(model)

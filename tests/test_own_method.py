@@ -79,7 +79,7 @@ class BreadthFirst(Interleaved):
 pytestmark = pytest.mark.usefixtures("methods_kept")
 
 
-def test_it_is_planned_simulated_and_trained() -> None:
+def test_a_method_of_the_users_is_planned_simulated_and_trained() -> None:
     register_method(InWaves())
     torch.manual_seed(0)
     model = MLP(MLPConfig(8, 16, 3, 4)).double()

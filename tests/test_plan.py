@@ -56,9 +56,7 @@ def test_edited_plan_gets_the_times_memory_and_transfers_that_it_has(plan: Plan)
     assert checked.stages[0].memory.total_bytes == 5 * 100 + 3 * (1000 + 10)
 
 
-def test_an_update_fills_a_pipeline_that_drains_once_and_goes_through_the_stages_of_a_device_by_turns() -> (
-    None
-):
+def test_an_update_is_priced_with_its_fill_and_with_stages_that_share_a_device() -> None:
     free = Cluster.uniform(3, memory_bytes=10**6, bytes_per_s=1e30, latency_s=0.0)  # two blocks of 3 s each
 
     def update_s(method: str, devices: tuple[int, ...] = (0, 1, 2)) -> float:

@@ -75,7 +75,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     ],
     ids=str,
 )
-def test_they_stay_alike_and_what_has_no_gradient_is_let_be(
+def test_copies_stay_alike_and_unused_parameters_stay_as_they_are(
     pipe: pd2bw_fx.Pipeline, batches: list[tuple[Tensor, Tensor]], options: dict[str, Any]
 ) -> None:
     model = copy.deepcopy(pipe.graph.root)

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[Callable[[], Score], int]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_trained_as_the_rule_says(name: str) -> None:
+def test_a_derivative_through_a_layer_that_saves_values_is_trained_by_the_rule(name: str) -> None:
     make, width = CASES[name]
     torch.manual_seed(0)
     model = make().double()

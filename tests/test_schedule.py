@@ -179,7 +179,7 @@ def planned_mlp(num_stages: int, microbatches_per_update: int, *, recompute: boo
     )
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_a_schedule_of_unknown_method_or_impossible_counts_is_refused() -> None:
     with pytest.raises(InputError, match="expected one of"):
         build("zigzag", 2, 2, range(1))
     with pytest.raises(InputError, match="must be 1 or more"):

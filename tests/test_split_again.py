@@ -20,7 +20,7 @@ def pipe() -> pd2bw_fx.Pipeline:
     return pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic")
 
 
-def test_it_is_planned_as_the_model_would_be_and_not_traced_again(
+def test_a_pipeline_is_planned_as_its_model_would_be_without_a_second_trace(
     pipe: pd2bw_fx.Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = pipe.graph.root
@@ -40,7 +40,7 @@ def test_it_is_planned_as_the_model_would_be_and_not_traced_again(
     assert pipe.plan.num_stages == 2
 
 
-def test_it_has_the_weights_of_now_and_the_first_keeps_its_own() -> None:
+def test_the_second_pipeline_has_the_current_weights_and_the_first_keeps_its_own() -> None:
     torch.manual_seed(0)
     model = build("mlp")
     pipe = pd2bw_fx.split(model, cluster=1, costs="analytic")

@@ -130,7 +130,7 @@ def test_a_layer_of_bags_is_in_the_file(mode: str, padding_idx: int | None, tmp_
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_they_compute_what_torch_does(seed: int) -> None:
+def test_translated_operators_compute_what_torchs_do(seed: int) -> None:
     torch.manual_seed(seed)
     x, y = torch.randn(3, 5, 7), torch.randn(3, 4, 7)
     for function, args in (

@@ -148,7 +148,7 @@ def test_in_a_forward_and_with_numbers(tracer: str) -> None:
     pipe.verify()
 
 
-def test_each_has_its_name() -> None:
+def test_each_untraced_loss_has_a_name_of_its_own() -> None:
     class Scored(nn.Sequential):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             hidden = super().forward(x)
@@ -238,7 +238,7 @@ def test_autocast_does_not_choose_the_precision() -> None:
     pipe.verify()
 
 
-def test_what_cannot_be_is_told() -> None:
+def test_losses_that_cannot_be_untraced_are_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
     hidden = pd2bw_fx.untraced(lambda x, y: scale * (x - y).square().mean(), name="hidden")

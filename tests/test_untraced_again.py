@@ -90,7 +90,7 @@ def split(model: nn.Module, **options: Any) -> pd2bw_fx.Pipeline:
 
 
 @pytest.mark.parametrize("part", [Checkpointed, Reversible])
-def test_it_is_trained_as_by_the_model_itself(part: Any) -> None:
+def test_an_untraced_part_is_trained_as_by_the_model_itself(part: Any) -> None:
     model, before = made(part())
     assert_trained_by_the_rule(before, split(model), [rows() for _ in range(3)])
 

@@ -156,7 +156,7 @@ def test_what_it_draws_depends_on_the_microbatch_alone() -> None:
     assert losses[1] == pytest.approx(losses[2], rel=1e-12)
 
 
-def test_its_mode_is_the_stages() -> None:
+def test_an_untraced_part_is_in_its_stages_mode() -> None:
     model, _ = tagger(0.4)
     example = texts()
     pipe = split(model, example, check="full")
@@ -244,7 +244,7 @@ def test_results_have_the_structure_that_was_said() -> None:
     assert_trained_by_the_rule(before, pipe, batches)
 
 
-def test_a_function_is_one_too() -> None:
+def test_a_function_can_be_an_untraced_part() -> None:
     def sorted_by_python(x: Tensor) -> Tensor:
         return torch.stack(sorted(x, key=lambda row: float(row.sum())))
 
@@ -258,7 +258,7 @@ def test_a_function_is_one_too() -> None:
     assert "torch.ops.untraced.sorted_by_python.default([x.tanh()]" in pipe.stages[0].source
 
 
-def test_hooks_run_once() -> None:
+def test_hooks_of_an_untraced_part_run_once() -> None:
     model, before = tagger()
     for reader in (model.reader, before.reader):
         reader.register_forward_hook(lambda module, args, result: 2 * result)
@@ -308,7 +308,7 @@ def test_what_it_does_otherwise_than_was_said_is_told(reader: Any, returns: Any,
         split(model, texts())
 
 
-def test_what_cannot_be_is_told(tmp_path: Path) -> None:
+def test_parts_that_cannot_be_untraced_are_refused(tmp_path: Path) -> None:
     model, _ = tagger()
     with pytest.raises(TraceError, match=r"Reader\w* is run as it is written, which torch\.export alone can"):
         split(model, texts(), tracer="fx")
@@ -320,7 +320,7 @@ def test_what_cannot_be_is_told(tmp_path: Path) -> None:
         split(model, texts()).export_onnx(tmp_path / "onnx")
 
 
-def test_under_torchrun(tmp_path: Path) -> None:
+def test_a_model_with_an_untraced_part_trains_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent(

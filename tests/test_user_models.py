@@ -209,7 +209,7 @@ def rows() -> tuple[Tensor]:
     "kind",
     [Scripted, Normed, Translating, Picking, Losing, Aligning, Drawing, Skipping, Writing, Looking, Clipping],
 )
-def test_they_are_split_and_compute_what_they_did(kind: type[nn.Module]) -> None:
+def test_a_users_model_is_split_and_its_stages_compute_the_same(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind()
     inputs: tuple[Tensor, ...] = rows()
@@ -261,7 +261,7 @@ def test_the_loss_of_an_alignment_has_torchs_gradient_whatever_asks_for_it() -> 
 
 
 @pytest.mark.parametrize("kind", [Counting, Recurrent, Normed])
-def test_they_train_as_in_one_process(kind: type[nn.Module]) -> None:
+def test_a_users_model_trains_as_in_one_process(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind().double()
     batches = [(torch.randn(8, 8, dtype=torch.float64),) for _ in range(4)]
@@ -423,7 +423,7 @@ def test_the_model_itself_is_compared_on_the_inputs_that_are_given() -> None:
         pipe.verify(model, example={"x": torch.randn(4, 9)})
 
 
-def test_what_cannot_be_split_says_what_to_do() -> None:
+def test_a_model_that_cannot_be_split_is_refused_with_advice() -> None:
     class Lazy(Plain):
         def __init__(self) -> None:
             super().__init__()
