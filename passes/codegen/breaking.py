@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .literals import STRING
 
@@ -22,7 +22,7 @@ _STRING_OR_CHARACTER = re.compile(f"{STRING}|.", re.DOTALL)
 
 
 def parted(text: str) -> tuple[str, str]:
-    """A statement as what stands before its value, and that: "x = " and "f(y)"."""
+    """Splits a statement into what stands before its value, and the value: "x = " and "f(y)"."""
     if text.startswith("return "):
         return "return ", text.removeprefix("return ")
     found = _TARGET.match(text)
@@ -30,7 +30,7 @@ def parted(text: str) -> tuple[str, str]:
 
 
 def top_level(text: str) -> list[str]:
-    """The parts between commas that are in no bracket and no string."""
+    """Splits a text at the commas that are in no bracket and no string."""
     parts, start = [], 0
     for position, character, depth in _outside_strings(text):
         if character == "," and depth == 0:
@@ -40,7 +40,7 @@ def top_level(text: str) -> list[str]:
 
 
 def brackets(text: str, start: int) -> list[tuple[int, int]]:
-    """Where the outermost brackets from `start` on open and close that have something in them."""
+    """Returns where the outermost brackets from `start` on open and close, without empty ones."""
     found, opening = [], 0
     for position, character, depth in _outside_strings(text[start:]):
         if character in "([{" and depth == 1:
@@ -51,7 +51,7 @@ def brackets(text: str, start: int) -> list[tuple[int, int]]:
 
 
 def _outside_strings(text: str) -> Iterator[tuple[int, str, int]]:
-    """Each character that is in no string, with its place and how many brackets are open behind it."""
+    """Yields each character that is in no string, with its place and how many brackets are open after it."""
     depth = 0
     for found in _STRING_OR_CHARACTER.finditer(text):
         character = found[0]
@@ -60,10 +60,26 @@ def _outside_strings(text: str) -> Iterator[tuple[int, str, int]]:
             yield found.start(), character, depth
 
 
+# How ruff format, like Black, breaks a value that is too long for its line:
+#
+#   value                                     example                  it is broken
+#   no brackets                               a.b + c                  in new parentheses, before its signs
+#   several of its loosest signs              f(x) + g(y) - z          in new parentheses, before these signs
+#   several calls in a chain                  x.view(a, b).mean(c)     in new parentheses, before their dots
+#   one sign, no brackets at either end       a + f(x).b               in new parentheses, before the sign
+#   one sign, brackets at an end              f(x) + y, y + f(x)       inside its brackets
+#   a call, list, tuple, dict or set          f(x, y), [x, y]          inside its brackets
+#
+# At the end, neither a subscript nor a call without arguments counts as brackets.
+
+
 @dataclass(slots=True)
 class _Shape:
-    """What an expression is made of, outside its brackets: how loosely its loosest sign binds, where such
-    signs stand, and whether there is a bracket at all, at the beginning, at the end."""
+    """The signs and brackets of an expression, as far as they stand outside its brackets.
+
+    `strength` is how loosely its loosest sign binds, `places` where such signs stand. The others say whether
+    there are brackets at all, at the beginning, and at the end.
+    """
 
     text: str
     strength: int = 0
@@ -77,34 +93,51 @@ class _Shape:
         if parenthesized:
             self.has_brackets = True
             self.begins_with |= is_first
-        elif isinstance(node, ast.BinOp):
-            self._sign(_OPERATORS[type(node.op)], self._before(node.right))
-            self._operand(node, node.left, is_first=is_first)
-            self._operand(node, node.right, is_first=False)
-        elif isinstance(node, ast.Compare):
-            self._operand(node, node.left, is_first=is_first)
-            for other in node.comparators:
-                self._sign(_COMPARE, self._before(other))
-                self._operand(node, other, is_first=False)
-        elif isinstance(node, ast.IfExp):
-            self._sign(_CONDITION, self._before(node.test))
-            self._sign(_CONDITION, self._before(node.orelse))
-        elif isinstance(node, ast.UnaryOp):
-            self._operand(node, node.operand, is_first=False)
-        elif isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
-            value = node.func if isinstance(node, ast.Call) else node.value
-            within = value.col_offset > node.col_offset
-            self.visit(value, is_first=is_first, parenthesized=within)
-            if isinstance(node, ast.Attribute):
-                if within or isinstance(value, (ast.Call, ast.Subscript, *_LITERALS)):
-                    self._sign(_ATTRIBUTE, value.end_col_offset or 0)
-                self.ends_with = False
-            else:
-                self.has_brackets = True
-                self.ends_with = isinstance(node, ast.Call) and bool(node.args or node.keywords)
-        elif isinstance(node, _LITERALS):
-            self.has_brackets = self.ends_with = True
-            self.begins_with |= is_first
+            return
+        match node:
+            case ast.BinOp():
+                self._binary(node, is_first=is_first)
+            case ast.Compare():
+                self._comparison(node, is_first=is_first)
+            case ast.IfExp(test=test, orelse=orelse):
+                self._sign(_CONDITION, self._before(test))
+                self._sign(_CONDITION, self._before(orelse))
+            case ast.UnaryOp(operand=operand):
+                self._operand(node, operand, is_first=False)
+            case ast.Attribute():
+                self._attribute(node, is_first=is_first)
+            case ast.Call(func=function, args=args, keywords=keywords):
+                self._receiver(node, function, is_first=is_first)
+                self.has_brackets, self.ends_with = True, bool(args or keywords)
+            case ast.Subscript(value=value):
+                self._receiver(node, value, is_first=is_first)
+                self.has_brackets, self.ends_with = True, False
+            case _ if isinstance(node, _LITERALS):
+                self.has_brackets = self.ends_with = True
+                self.begins_with |= is_first
+
+    def _binary(self, node: ast.BinOp, *, is_first: bool) -> None:
+        self._sign(_OPERATORS[type(node.op)], self._before(node.right))
+        self._operand(node, node.left, is_first=is_first)
+        self._operand(node, node.right, is_first=False)
+
+    def _comparison(self, node: ast.Compare, *, is_first: bool) -> None:
+        self._operand(node, node.left, is_first=is_first)
+        for other in node.comparators:
+            self._sign(_COMPARE, self._before(other))
+            self._operand(node, other, is_first=False)
+
+    def _attribute(self, node: ast.Attribute, *, is_first: bool) -> None:
+        within = self._receiver(node, node.value, is_first=is_first)
+        if within or isinstance(node.value, (ast.Call, ast.Subscript, *_LITERALS)):
+            self._sign(_ATTRIBUTE, node.value.end_col_offset or 0)
+        self.ends_with = False
+
+    def _receiver(self, node: ast.expr, value: ast.expr, *, is_first: bool) -> bool:
+        """Visits what stands before a dot or a bracket; returns whether that is in parentheses."""
+        within = value.col_offset > node.col_offset
+        self.visit(value, is_first=is_first, parenthesized=within)
+        return within
 
     def _operand(self, node: ast.expr, operand: ast.expr, *, is_first: bool) -> None:
         is_left = operand.col_offset == node.col_offset
@@ -112,7 +145,7 @@ class _Shape:
         self.visit(operand, is_first=is_first, parenthesized=within)
 
     def _before(self, operand: ast.expr) -> int:
-        """Where the sign in front of an operand begins."""
+        """Returns where the sign in front of an operand begins."""
         before = self.text[: operand.col_offset].rstrip(" (")
         return before.rindex(" ") + 1
 
@@ -135,7 +168,7 @@ def _shape(value: str) -> _Shape | None:
 
 
 def needs_parentheses(value: str) -> bool:
-    """Whether a value that is too long is put in parentheses, and none of its own are opened."""
+    """Whether a value that is too long is put in parentheses, instead of opening brackets of its own."""
     shape = _shape(value)
     if shape is None:
         return False
@@ -145,8 +178,10 @@ def needs_parentheses(value: str) -> bool:
 
 
 def operands(value: str) -> list[str]:
-    """A value in parentheses in the lines that it is broken into: at its loosest signs, or before the calls
-    of a chain. One where it has none."""
+    """Splits a value in parentheses into lines: at its loosest signs, or before the calls of a chain.
+
+    It is one line where there is neither.
+    """
     shape = _shape(value)
     if shape is None or (shape.strength <= _ATTRIBUTE and len(shape.places) < 2):
         return [value]
@@ -154,28 +189,40 @@ def operands(value: str) -> list[str]:
     return [value[start:end].rstrip() for start, end in itertools.pairwise(places)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """An open bracket, where its content begins, and the colons in the current item of a subscript."""
+
+    character: str
+    start: int
+    colons: list[int] = field(default_factory=list)
+
+    def spaced(self, text: str, end: int) -> tuple[int, str] | None:
+        """Returns where the slice that ends at `end` begins, and its text with spaces, if it needs any."""
+        if not self.colons:
+            return None
+        first = max(self.start, text.rfind(", ", self.start, self.colons[0]) + 2)
+        bounds = _bounds(text[first:end], [colon - first for colon in self.colons])
+        return None if bounds is None else (first, bounds)
+
+
 def spaced(text: str) -> str:
-    """With spaces around the colon of bounds that are no plain names or numbers: `x[: -self.size]`."""
-    out, start, opened = [], 0, list[tuple[str, int]]()
-    colons: list[list[int]] = [[]]
+    """Puts spaces around the colon between bounds that are no plain names or numbers: `x[: -self.size]`."""
+    out, start, opened = [], 0, list[_Open]()
     for position, character, _ in _outside_strings(text):
-        if character in "([{":
-            opened.append((character, position))
-            colons.append([])
-        elif character == ":" and opened and opened[-1][0] == "[":
-            colons[-1].append(position)
-        elif character in ")]}" or (character == "," and opened):
-            first = opened[-1][1] + 1
-            if colons[-1]:
-                first = max(first, text.rfind(", ", first, colons[-1][0]) + 2)
-                bounds = _bounds(text[first:position], [colon - first for colon in colons[-1]])
-                if bounds is not None and first >= start:
-                    out += [text[start:first], bounds]
+        match character:
+            case "(" | "[" | "{":
+                opened.append(_Open(character, position + 1))
+            case ":" if opened and opened[-1].character == "[":
+                opened[-1].colons.append(position)
+            case ")" | "]" | "}" | "," if opened:
+                found = opened[-1].spaced(text, position)
+                if found is not None and found[0] >= start:
+                    out += [text[start : found[0]], found[1]]
                     start = position
-            colons[-1] = []
-            if character != ",":
-                opened.pop()
-                colons.pop()
+                opened[-1].colons.clear()
+                if character != ",":
+                    opened.pop()
     return "".join([*out, text[start:]])
 
 
